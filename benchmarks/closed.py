@@ -23,10 +23,10 @@ from typing import Any
 from paceline.commands.common.execution import RunOptions, make_task
 from paceline.config.update_rule import parse_update
 from paceline.errors import PacelineError
-from paceline.measured_planning.finalist_replay import with_stages
+from paceline.measured_planning.finalist_replay import set_stages
 from paceline.measured_planning.memory_replay import StageMemory, replay
 from paceline.measured_planning.profile.profile_job import profile_model
-from paceline.measured_planning.profile.truncated_model import built_once
+from paceline.measured_planning.profile.truncated_model import build_once
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import Candidate
 from paceline.planner.cost.memory import Memory
@@ -134,7 +134,7 @@ def ready_for(case: Case) -> PreparedJob:
     common = RunOptions(ranks=1, layout="single", device="cpu", quiet=True)
     task = make_task("plan", f"benchmarks.memory.jobs:{case.family}", common, [f"--{k}={v}" for k, v in words.items()])
     ready = prepare(task)
-    return replace(ready, job=built_once(ready.job, seed=ready.settings.seed))
+    return replace(ready, job=build_once(ready.job, seed=ready.settings.seed))
 
 
 def drawn(forecast: CostModel, draw: random.Random, *, each: int) -> list[Candidate]:
@@ -175,7 +175,7 @@ def replayed_of(ready: PreparedJob, candidate: Candidate, forecast: CostModel) -
         cluster=Resources(ranks=candidate.ranks, device=forecast.cluster.device.kind),
         facts=JobFacts(global_batch_size=facts.global_batch_size, micro_batch_size=candidate.micro_batch_size),
     )
-    settings = with_stages(ready.settings, forecast.estimate(candidate).stages)
+    settings = set_stages(ready.settings, forecast.estimate(candidate).stages)
     return max(replay(ready.job, settings, plan), key=lambda stage: stage.peak.total)
 
 
@@ -214,7 +214,7 @@ def compared(cases: Sequence[Case], *, each: int, seed: int) -> Iterator[Against
         ready = ready_for(case)
         most = max(parse_cluster(cluster).ranks for cluster in case.clusters)
         try:
-            facts = profile_model(ready.job, ready.settings, most_ranks=most)
+            facts = profile_model(ready.job, ready.settings, max_ranks=most)
         except (PacelineError, RuntimeError) as error:
             print(f"{case}: not learnt: {error}", file=sys.stderr)
             continue

@@ -25,7 +25,12 @@ from sites import ADDRESSES, ENDS, PORT, SPACES, line
 from paceline.launch.environments import detect_world
 from paceline.planner.hardware.benchmark_results import HardwareBenchmark, Rates
 from paceline.planner.hardware.timing_curve import TimingCurve
-from paceline.profiling.machine_benchmarks.machine_benchmark import SECONDS, BenchmarkRequest, probe_here, probe_joined
+from paceline.profiling.machine_benchmarks.machine_benchmark import (
+    BENCHMARK_SECONDS,
+    BenchmarkRequest,
+    probe_joined_world,
+    probe_machine,
+)
 
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -136,7 +141,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--seconds", type=float, default=BENCHMARK_SECONDS)
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="whose disk is tried")
     parser.add_argument("--again", action="store_true", help="measure, whatever is kept")
     parser.add_argument("--check", action="store_true", help="measure twice")
@@ -148,13 +153,13 @@ def main() -> int:
     if asked.line is not None and joined is None:
         return over_line(asked.line, sys.argv[1:])
     if joined is not None:
-        probe = probe_joined(joined, device=asked.device, asked=own)
+        probe = probe_joined_world(joined, device=asked.device, request=own)
     else:
-        probe = probe_here(ranks=asked.ranks, device=asked.device, asked=own, again=asked.again)
+        probe = probe_machine(ranks=asked.ranks, device=asked.device, request=own, refresh=asked.again)
     if probe is not None:
         print(json.dumps(probe.as_json(), indent=1) if asked.json else table(probe))
     if asked.check and probe is not None and joined is None:
-        print(check(probe, probe_here(ranks=asked.ranks, device=asked.device, asked=own, again=True)))
+        print(check(probe, probe_machine(ranks=asked.ranks, device=asked.device, request=own, refresh=True)))
     return 0
 
 

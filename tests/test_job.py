@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import paceline as pl
-from paceline.commands.common.option_checks import misfit_parameters
+from paceline.commands.common.option_checks import check_job_parameters
 from paceline.config.job_reference import parameter_sources, parse_jobref
 from paceline.config.loading import RequestedSettings
 from paceline.data.source import read_source
@@ -84,7 +84,7 @@ def test_all_that_is_wrong_with_parameters_is_said_at_once(tmp_path: Path) -> No
     ]  # fmt: skip
     assert "--job.lr VALUE" in refused.value.problems[1].hint
     asked = RequestedSettings(values={"job.width": "wide", "job.foo": "3", "job.names": "a"})
-    before_start = misfit_parameters(parameter_sources(parse_jobref(str(path))), asked)
+    before_start = check_job_parameters(parameter_sources(parse_jobref(str(path))), asked)
     assert {one.what for one in before_start} == {
         "make_job has no parameter 'foo'.", "--job.width=wide is not a valid int.", "make_job needs lr, which has no default.",
         "--job.names=a is not a valid list[int].",

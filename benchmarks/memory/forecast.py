@@ -25,7 +25,7 @@ from paceline.commands.common.execution import RunOptions, make_task
 from paceline.errors import PacelineError
 from paceline.measured_planning.depth_extrapolation import DepthExtrapolation
 from paceline.measured_planning.memory_replay import StageMemory, replay
-from paceline.measured_planning.profile.truncated_model import built_once, truncate_depth
+from paceline.measured_planning.profile.truncated_model import build_once, truncate_depth
 from paceline.planner.hardware.local_cluster import RESERVE_BYTES
 from paceline.trainer.setup.prepare import prepare
 
@@ -69,7 +69,7 @@ def forecast(setting: Setting) -> list[StageMemory]:
     depths = truncate_depth(ready.job)[1]
     if ready.plan.mesh.pp > 1 or len(depths) != 1:
         return replay(ready.job, ready.settings, ready.plan)
-    return DepthExtrapolation(built_once(ready.job, seed=0), ready.settings).replay(ready.settings, ready.plan, depths)
+    return DepthExtrapolation(build_once(ready.job, seed=0), ready.settings).replay(ready.settings, ready.plan, depths)
 
 
 def against(rows: Sequence[Mapping[str, Any]]) -> Held:
@@ -94,7 +94,7 @@ def against(rows: Sequence[Mapping[str, Any]]) -> Held:
         measured_bytes=most["peak_live"],
         forecast_bytes=max(stage.peak.total for stage in stages),
         resident_bytes=max(row["rss_peak"] for row in rows),
-        exact=all(getattr(stage.between, part) == row[part] for stage, row in pairs for part in _PARTS),
+        exact=all(getattr(stage.between_steps, part) == row[part] for stage, row in pairs for part in _PARTS),
         phase=most["phase"],
         seconds=time.monotonic() - began,
     )

@@ -71,5 +71,5 @@ def _accounted(session: Session, batches: Iterator[Any]) -> dict[str, Any]:
 def _held(session: Session) -> dict[str, int]:
     built = session.setup
     shares = [each.parameter for each in built.named]
-    held = memory_at_rest(model=built.model, optimizers=built.update.optimizers, shares=shares).as_json()
+    held = memory_at_rest(model=built.model, optimizers=built.update.optimizers, updated_tensors=shares).as_json()
     return {name: held[name] for name in ("parameters", "gradients", "optimizer", "buffers")}

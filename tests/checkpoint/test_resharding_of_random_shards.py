@@ -271,8 +271,8 @@ def test_ckpt_reads_what_ranks_wrote(tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = save(run / "checkpoints", pair(3, 6), 3)
     second = save(run / "checkpoints", pair(2, 7), 2, step=6)
-    assert all(row.good for row in ckpt.ls(str(run))) and ckpt.verify_checkpoint(str(run)).step == 6
-    assert ckpt.diff(str(first), str(second)).is_none
+    assert all(row.good for row in ckpt.describe_checkpoints(str(run))) and ckpt.verify_checkpoint(str(run)).step == 6
+    assert ckpt.diff_checkpoints(str(first), str(second)).is_none
     made = ckpt.consolidate(str(first), to=tmp_path / "raw", raw=True)
     assert made.step == 5
     whole = state_dict_tensors(FOUND.model)
@@ -292,7 +292,7 @@ def test_ckpt_diff_names_what_is_not_the_same(tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = save(run / "checkpoints", pair(3, 6), 3)
     second = save(run / "checkpoints", pair(2, 8), 2, step=6, found=other)
-    found = ckpt.diff(str(first), str(second))
+    found = ckpt.diff_checkpoints(str(first), str(second))
     assert found.tensors == {"model.safetensors": ["blocks.1.fused.bias"]} and not found.only
     assert "1 tensor differs: blocks.1.fused.bias" in ckpt.summarize_differences(found)
     gone = ckpt.prune(str(run), keep=1)

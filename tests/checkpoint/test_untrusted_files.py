@@ -225,7 +225,7 @@ def test_many_pieces_of_one_row_or_column_are_compared_in_linear_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "read", [check_checkpoint, lambda path: ckpt.diff(str(path), str(path))], ids=["verify", "diff"]
+    "read", [check_checkpoint, lambda path: ckpt.diff_checkpoints(str(path), str(path))], ids=["verify", "diff"]
 )
 def test_each_file_of_a_checkpoint_is_opened_once_for_all_of_its_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], object]
@@ -255,7 +255,7 @@ def test_a_difference_is_found_in_pieces_that_are_cut_alike_and_otherwise(tmp_pa
 
     one = saved("one", cut=4, last=7)
     for name, cut, last in (("equal", 4, 7), ("cut", 3, 7), ("changed", 4, 9), ("both", 3, 9)):
-        found = ckpt.diff(one, saved(name, cut=cut, last=last))
+        found = ckpt.diff_checkpoints(one, saved(name, cut=cut, last=last))
         assert found.tensors == ({} if last == 7 else {MODEL: ["w"]}), name
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
-from paceline.commands.common.execution import make_folder
+from paceline.commands.common.execution import create_run_folder
 from tests.conftest import Shop, no_process
 
 REFUSED = {
@@ -73,7 +73,7 @@ def test_the_first_line_says_what_would_start(here: Path, capsys: pytest.Capture
     assert main(["train", "job.py", "--ranks", "2", "--run-dir", "runs/a", "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["run"] == "runs/a"
     assert _files(here) == before
-    make_folder(here / "runs" / "a")
+    create_run_folder(here / "runs" / "a")
     assert main(["train", "job.py", "--ranks", "2", "--run-dir", "runs/a", "--dry-run"]) == 0
 
 

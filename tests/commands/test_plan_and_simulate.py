@@ -13,7 +13,7 @@ import torch
 from paceline.cli import main
 from paceline.commands.common import hf_config_as_job as bare
 from paceline.commands.common.execution import RunOptions, make_task
-from paceline.commands.common.hf_config_as_job import JOB, as_job, is_config
+from paceline.commands.common.hf_config_as_job import JOB, config_as_job, is_hf_config
 from paceline.commands.simulate import simulate
 from paceline.errors import MachineError, PacelineError
 from paceline.measured_planning.profile.profile_job import profile_model
@@ -97,10 +97,10 @@ def test_a_folder_with_a_config_is_a_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", list(CONFIGS))
 def test_what_a_config_says_is_learnt_without_weights(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    job, words, assumed = as_job(str(saved(kind, tmp_path)), ["--job.length", "16"], ranks=2)
+    job, words, assumed = config_as_job(str(saved(kind, tmp_path)), ["--job.length", "16"], ranks=2)
     assert job == JOB and "--train.global_batch_size 16" in assumed[0] and "job.length" not in assumed[0]
     ready = prepare(make_task("plan", job, RunOptions(layout="single", ranks=1, device="cpu", quiet=True), words))
-    facts = profile_model(ready.job, ready.settings, most_ranks=1)
+    facts = profile_model(ready.job, ready.settings, max_ranks=1)
     torch.manual_seed(0)
     model = ready.job.model()
     assert facts.parameters == sum(p.numel() for p in model.parameters())
@@ -112,34 +112,34 @@ def test_what_a_config_says_is_learnt_without_weights(kind: str, tmp_path: Path)
 def test_without_transformers_a_config_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bare, "find_spec", lambda name: None)
     with pytest.raises(MachineError, match="transformers is not installed"):
-        as_job("transformers:LlamaConfig", [], ranks=2)
-    assert as_job("job.py", [], ranks=2)[0] == "job.py"
+        config_as_job("transformers:LlamaConfig", [], ranks=2)
+    assert config_as_job("job.py", [], ranks=2)[0] == "job.py"
 
 
 def test_words_that_are_a_config_and_words_that_are_a_job(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    assert is_config("transformers:LlamaConfig") and is_config("transformers.LlamaForCausalLM")
-    assert is_config("mine.py:tiny_config") and is_config("my.models:TinyConfig")
-    assert not is_config("job.py") and not is_config("pkg.module:name") and not is_config(str(tmp_path))
-    assert as_job("job.py", ["--seed", "1"], ranks=2) == ("job.py", ["--seed", "1"], [])
-    assert as_job("transformers.LlamaConfig", [], ranks=2)[1][0] == "--job.source=transformers:LlamaConfig"
+    assert is_hf_config("transformers:LlamaConfig") and is_hf_config("transformers.LlamaForCausalLM")
+    assert is_hf_config("mine.py:tiny_config") and is_hf_config("my.models:TinyConfig")
+    assert not is_hf_config("job.py") and not is_hf_config("pkg.module:name") and not is_hf_config(str(tmp_path))
+    assert config_as_job("job.py", ["--seed", "1"], ranks=2) == ("job.py", ["--seed", "1"], [])
+    assert config_as_job("transformers.LlamaConfig", [], ranks=2)[1][0] == "--job.source=transformers:LlamaConfig"
 
 
 def test_a_config_is_planned_in_the_precision_in_which_such_models_are_trained(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    job, words, said = as_job("transformers:LlamaConfig", [], ranks=2)
+    job, words, said = config_as_job("transformers:LlamaConfig", [], ranks=2)
     assert job == JOB and "--train.precision=bf16" in words
     assert "--train.precision bf16 (mixed: " in said[0] and "--train.precision fp32 for float32 only" in said[0]
     for device, precision in (("H100-80G", "bf16"), ("T4", "fp16"), ("cpu", "bf16")):
-        own = as_job("transformers:LlamaConfig", [], ranks=1, fleet=parse_cluster(f"3x{device}"))[1]
+        own = config_as_job("transformers:LlamaConfig", [], ranks=1, cluster=parse_cluster(f"3x{device}"))[1]
         assert f"--train.precision={precision}" in own and "--train.global_batch_size=24" in own
     fleet = parse_cluster("T4")
     wide = replace(fleet, device=replace(fleet.device, flops_per_second={"fp32": 1e12}))
-    assert "--train.precision=fp32" in as_job("transformers:LlamaConfig", [], ranks=2, fleet=wide)[1]
+    assert "--train.precision=fp32" in config_as_job("transformers:LlamaConfig", [], ranks=2, cluster=wide)[1]
     (tmp_path / "run.toml").write_text("[train]\nprecision = 'fp16'\nglobal_batch_size = 24\n[job]\nlength = 48\n")
     typed = (["--train.precision", "fp32"], ["--train.precision=fp32", "--train.global_batch_size=8", "--job.length=4"])
     for more, file in ((typed[0], None), (typed[1], None), ([], tmp_path / "run.toml")):
-        _, own, lines = as_job("transformers:LlamaConfig", more, ranks=2, file=file)
+        _, own, lines = config_as_job("transformers:LlamaConfig", more, ranks=2, file=file)
         assert own[-len(more) or len(own) :] == more and "precision" not in lines[0]
         assert ("global_batch_size" in lines[0]) == (more == typed[0])
         common = RunOptions(layout="single", ranks=1, device="cpu", quiet=True, config=file)
@@ -150,8 +150,8 @@ def test_a_config_is_planned_in_the_precision_in_which_such_models_are_trained(t
 
 def test_the_file_of_a_config_stands_for_its_folder(tmp_path: Path) -> None:
     folder = saved("LlamaConfig", tmp_path)
-    assert is_config(str(folder / "config.json")) and not is_config(str(tmp_path / "config.json"))
-    assert as_job(str(folder / "config.json"), [], ranks=2) == as_job(str(folder), [], ranks=2)
+    assert is_hf_config(str(folder / "config.json")) and not is_hf_config(str(tmp_path / "config.json"))
+    assert config_as_job(str(folder / "config.json"), [], ranks=2) == config_as_job(str(folder), [], ranks=2)
 
 
 @pytest.mark.parametrize(

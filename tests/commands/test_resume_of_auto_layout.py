@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.commands.common.resume_command import command_again
+from paceline.commands.common.resume_command import build_resume_command
 from paceline.config.task import Task
-from paceline.measured_planning.auto_layout import ORIGIN, as_before, on_rung
+from paceline.measured_planning.auto_layout import ORIGIN, apply_layout, restore_auto_layout
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 
 STAGES, MICRO = "place.stages", "train.micro_batch_size"
@@ -25,13 +25,13 @@ def begun(folder: Path, task: Task) -> Task:
         layout="pp", family="pp", ranks=3, peak_bytes=1, parts={}, step_seconds=1.0,
         settings={MICRO: "8", STAGES: "1,2,1"},
     )  # fmt: skip
-    chosen = on_rung(replace(task, run=str(folder)), [rung])
+    chosen = apply_layout(replace(task, run=str(folder)), [rung])
     (folder / "task.json").write_text(json.dumps(chosen.as_json()))
     return chosen
 
 
 def again(folder: Path, settings: dict[str, Any] | None = None, *, ranks: int = 3) -> Any:
-    return as_before(replace(asked(settings, ranks=ranks), run=str(folder), resume="newest"), quiet=True)
+    return restore_auto_layout(replace(asked(settings, ranks=ranks), run=str(folder), resume="newest"), quiet=True)
 
 
 def test_its_stages_and_microbatches_are_those_it_had(tmp_path: Path, capsys: Any) -> None:
@@ -43,7 +43,9 @@ def test_its_stages_and_microbatches_are_those_it_had(tmp_path: Path, capsys: An
     assert found.origins[STAGES] == found.origins[MICRO] == ORIGIN
     said = "auto: --layout pp --train.micro_batch_size 8 --place.stages 1,2,1, as in this run so far"
     assert said in capsys.readouterr().err
-    assert command_again(found) == command_again(first) and "--place.stages 1,2,1" in command_again(found)
+    assert build_resume_command(found) == build_resume_command(
+        first
+    ) and "--place.stages 1,2,1" in build_resume_command(found)
     (tmp_path / "task.json").write_text(json.dumps(found.as_json()))
     assert again(tmp_path).settings == found.settings
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cli import split_settings
-from paceline.commands.common.resume_command import command_again
+from paceline.commands.common.resume_command import build_resume_command
 from paceline.commands.config import config
 from paceline.commands.plan import plan
 from paceline.config.job_reference import file_name, job_defaults, parse_jobref, short_name
@@ -466,7 +466,7 @@ def test_text_of_another_encoding_is_refused_by_name() -> None:
 def test_a_secret_is_not_said_again() -> None:
     task = Task(verb="train", job="job.py", run="r", settings={"job.api_key": "hush", "job.lr": "1"},
                 origins=dict.fromkeys(("job.api_key", "job.lr"), "command line"))  # fmt: skip
-    words = command_again(task)
+    words = build_resume_command(task)
     assert "hush" not in words and "--job.api_key" in words and "--job.lr 1" in words
 
 

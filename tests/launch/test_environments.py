@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.commands.common.resume_command import command_again
+from paceline.commands.common.resume_command import build_resume_command
 from paceline.config.task import Task
 from paceline.errors import MachineError, UsageError
 from paceline.filesystem.run_lock import this_process
@@ -113,7 +113,7 @@ def test_the_line_that_resumes_starts_the_whole_world(environ: dict[str, str], l
     layout = "single" if joined.world_size == 1 else "ddp"
     task = Task(verb="train", job="job.py", run="runs/a", ranks=joined.world_size, layout=layout)
     words = "paceline train job.py --run-dir runs/a"
-    assert command_again(task, joined) == line.replace("-m x", f"-m {words}" if "torchrun" in line else words)
+    assert build_resume_command(task, joined) == line.replace("-m x", f"-m {words}" if "torchrun" in line else words)
     again = script_command(joined, command=["python", "own.py"], change="")
     assert again == line.replace("-m x", "own.py" if "torchrun" in line else "python own.py")
 

@@ -11,9 +11,9 @@ import pytest
 
 from paceline.config.task import Task
 from paceline.launch.failures.failure_record import Failure
-from paceline.measured_planning.auto_layout import fallen_back
+from paceline.measured_planning.auto_layout import next_fallback_task
 from paceline.planner.search.layout_with_forecast import FallbackLayout
-from paceline.profiling.machine_benchmarks.benchmark_cache import cache_folder, fingerprint, store_benchmark
+from paceline.profiling.machine_benchmarks.benchmark_cache import cache_folder, machine_fingerprint, store_benchmark
 from paceline.reporting.run_report import run_page
 from paceline.run_folder.run_folder import RunFolder
 from tests.conftest import Ended, Shop
@@ -27,7 +27,7 @@ def auto(shop: Shop) -> Shop:
     """A shop with a job that can be short of memory, on a machine that has been probed."""
     shop.write("job.py", (Path(__file__).parent / "memory_limited_job.py").read_text())
     rates = tuple(replace(one, streams={**one.streams, "copy": one.streams["add"]}) for one in probe().rates)
-    store_benchmark(probe(rates=rates, fingerprint=fingerprint(ranks=2, device="cpu")), environ=environ(shop))
+    store_benchmark(probe(rates=rates, fingerprint=machine_fingerprint(ranks=2, device="cpu")), environ=environ(shop))
     return shop
 
 
@@ -251,5 +251,5 @@ def test_a_fallback_is_no_answer_to_an_allocation_above_the_forecast(
     options = {"forecast": first.as_json(), "rungs": [rung.as_json()]}
     task = Task(verb="train", job="job.py", layout="ddp", ranks=2, run=str(tmp_path), options=options)
     said = {"error": "OutOfMemory", "requested_bytes": requested}
-    found = fallen_back(task, Failure(rank=1, kind="OutOfMemory", message="out of memory", said=said))
+    found = next_fallback_task(task, Failure(rank=1, kind="OutOfMemory", message="out of memory", said=said))
     assert (found is not None) == falls and (found is None or found.layout == "fsdp")

@@ -10,7 +10,7 @@ from paceline.config.layout import parse_layout
 from paceline.config.update_rule import parse_update
 from paceline.measured_planning.memory_replay import replay
 from paceline.measured_planning.profile.profile_job import profile_model
-from paceline.measured_planning.profile.truncated_model import built_once
+from paceline.measured_planning.profile.truncated_model import build_once
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import candidate_from_layout
 from paceline.planner.hardware.parse_cluster import parse_cluster
@@ -19,7 +19,7 @@ from paceline.planner.layout.mesh import resolve_mesh
 from paceline.planner.model_costs.model_profile import ModelProfile, model_profile_from_json
 from paceline.profiling.model_tracing.activation_tracker import ActivationTracker
 from paceline.profiling.model_tracing.fake_execution import FakeExecutionMode
-from paceline.profiling.model_tracing.flop_counter import FIRST, LAST
+from paceline.profiling.model_tracing.flop_counter import AFTER_BLOCKS, BEFORE_BLOCKS
 from paceline.trainer.setup.prepare import PreparedJob
 
 pytestmark = [
@@ -34,7 +34,7 @@ Known = tuple[PreparedJob, ModelProfile]
 @pytest.fixture(scope="module")
 def known() -> Known:
     ready = ready_for(CASE)
-    return ready, profile_model(ready.job, ready.settings, most_ranks=4)
+    return ready, profile_model(ready.job, ready.settings, max_ranks=4)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_replay_does_not_count_the_model_that_it_copies(known: Known) -> None:
         layout=parse_layout("ddp"), update=parse_update("sync"), cluster=Resources(ranks=2, device="cuda"),
         facts=JobFacts(global_batch_size=8, micro_batch_size=2),
     )  # fmt: skip
-    jobs = (llama(**SIZES), built_once(llama(**SIZES), seed=ready.settings.seed))
+    jobs = (llama(**SIZES), build_once(llama(**SIZES), seed=ready.settings.seed))
     plain, copied = (replay(job, ready.settings, plan)[0].peak for job in jobs)
     assert plain == copied
 
@@ -76,22 +76,22 @@ def test_what_parts_hold_is_what_a_chain_of_products_must() -> None:
     blocks = {str(n): nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU()) for n in range(3)}
     each = rows * width * 4
     heard: list[ActivationTracker] = []
-    with FakeExecutionMode(see=lambda *told: heard[0].see(*told) if heard else None):
+    with FakeExecutionMode(on_operation=lambda *told: heard[0].observe(*told) if heard else None):
         given = torch.empty(rows, width, requires_grad=True)
         for block in blocks.values():
             block[0].weight.grad = torch.zeros_like(block[0].weight)
         lives = ActivationTracker(blocks=blocks)
         heard.append(lives)
-        with lives.running():
+        with lives.track():
             x = given
             for block in blocks.values():
                 x = block(x)
             loss = x.sum()
             del x
-            lives.turn()
+            lives.end_forward()
             loss.backward()
-    found = lives.lives
-    assert found[FIRST].kept_bytes == 0 and found[LAST].kept_bytes == 4
+    found = lives.usage
+    assert found[BEFORE_BLOCKS].kept_bytes == 0 and found[AFTER_BLOCKS].kept_bytes == 4
     for name in blocks:
         assert found[name].kept_bytes == each  # of a block its output: the product's own is let go
         weight = width * width * 4

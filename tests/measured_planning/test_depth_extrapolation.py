@@ -13,7 +13,7 @@ from paceline.commands.common.execution import RunOptions, make_task
 from paceline.config.settings import Settings
 from paceline.measured_planning import depth_extrapolation as deep
 from paceline.measured_planning.memory_replay import replay
-from paceline.measured_planning.profile.truncated_model import built_once
+from paceline.measured_planning.profile.truncated_model import build_once
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.trainer.setup.prepare import PreparedJob, prepare
 
@@ -25,7 +25,7 @@ def ready_for(family: str, layout: str, *, ranks: int, device: str, **job: Any) 
     common = RunOptions(ranks=ranks, layout=layout, device="cpu", quiet=True)
     ready = prepare(make_task("compare", f"benchmarks.memory.jobs:{family}", common, setting.overrides))
     plan = ready.plan if device == "cpu" else replace(ready.plan, device=device, backend="nccl")
-    return replace(ready, job=built_once(ready.job, seed=0), plan=plan)
+    return replace(ready, job=build_once(ready.job, seed=0), plan=plan)
 
 
 def cut(settings: Settings, blocks: tuple[int, ...]) -> Settings:
@@ -38,10 +38,10 @@ def the_same(
     ready = ready_for(family, layout, ranks=ranks, device=device, **{**WIDE, "depth": sum(blocks), **job})
     settings = cut(ready.settings, blocks)
     chain = deep.DepthExtrapolation(ready.job, settings)
-    assert 0 < chain.replayed(settings, ready.plan, blocks) < sum(blocks)
-    way = chain.way(settings, ready.plan, blocks)
+    assert 0 < chain.count_replayed_blocks(settings, ready.plan, blocks) < sum(blocks)
+    way = chain.plan_extrapolation(settings, ready.plan, blocks)
     assert way is not None
-    found = chain._carried_on(settings, ready.plan, blocks, way)
+    found = chain._extrapolate(settings, ready.plan, blocks, way)
     assert found is not None
     assert found == replay(ready.job, settings, ready.plan)
 
@@ -121,22 +121,22 @@ def chained(kind: str) -> tuple[pl.Job, Settings]:
         loss=lambda output, batch: (output.square().sum(), len(output)),
         optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3),
     )  # fmt: skip
-    return built_once(job, seed=0), Settings()
+    return build_once(job, seed=0), Settings()
 
 
 @pytest.mark.parametrize("kind", ["all alike", "a skip over all"])
 def test_blocks_that_are_alike_tell_of_all(kind: str) -> None:
-    assert deep.tells_of_all(*chained(kind))
+    assert deep.are_blocks_representative(*chained(kind))
 
 
 @pytest.mark.parametrize("kind", ["some without gradients", "more at each", "another late", "half of the time"])
 def test_blocks_that_differ_by_their_place_do_not_tell_of_all(kind: str) -> None:
-    assert not deep.tells_of_all(*chained(kind))
+    assert not deep.are_blocks_representative(*chained(kind))
 
 
 def replays(monkeypatch: pytest.MonkeyPatch, ready: PreparedJob, blocks: tuple[int, ...]) -> int:
     """How many there are of a job whose few blocks do tell of all."""
-    monkeypatch.setattr(deep, "tells_of_all", lambda *_: True)
+    monkeypatch.setattr(deep, "are_blocks_representative", lambda *_: True)
     seen: list[ExecutionPlan] = []
 
     def counted(job: Any, settings: Any, plan: ExecutionPlan, **more: Any) -> list[Any]:
@@ -179,10 +179,10 @@ def test_whether_few_blocks_tell_is_asked_once(monkeypatch: pytest.MonkeyPatch, 
             raise ValueError("the job's own")
         return False
 
-    monkeypatch.setattr(deep, "tells_of_all", no)
+    monkeypatch.setattr(deep, "are_blocks_representative", no)
     monkeypatch.setattr(deep, "replay", lambda job, *_: [job.model])
     chain = deep.DepthExtrapolation(ready.job, ready.settings)
-    assert chain.replayed(ready.settings, ready.plan, (14,)) == 14
+    assert chain.count_replayed_blocks(ready.settings, ready.plan, (14,)) == 14
     assert chain.replay(ready.settings, ready.plan, (14,)) == [ready.job.model]
     assert asked == [ready.job]
 
@@ -193,7 +193,7 @@ def test_want_of_memory_is_not_taken_for_a_no(monkeypatch: pytest.MonkeyPatch) -
     def short(*_: Any) -> bool:
         raise RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 1048576 bytes")
 
-    monkeypatch.setattr(deep, "tells_of_all", short)
+    monkeypatch.setattr(deep, "are_blocks_representative", short)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         deep.DepthExtrapolation(ready.job, ready.settings).replay(ready.settings, ready.plan, (14,))
 
@@ -207,7 +207,9 @@ def test_weights_that_are_not_trained_do_not_travel_alone() -> None:
 
     def largest(trains: bool) -> int:
         model = nn.Sequential(*(Frozen(trains) for _ in range(14)))
-        return deep.DepthExtrapolation(replace(chained("all alike")[0], model=lambda: model), Settings()).largest
+        return deep.DepthExtrapolation(
+            replace(chained("all alike")[0], model=lambda: model), Settings()
+        ).largest_tensor_per_block
 
     assert largest(True) == 2048 * 2560
     assert largest(False) == 64

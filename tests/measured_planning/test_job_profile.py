@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.commands.common.execution import RunOptions, make_task
 from paceline.measured_planning.profile.profile_job import profile_model
-from paceline.measured_planning.profile.truncated_model import blocks_of
+from paceline.measured_planning.profile.truncated_model import named_blocks
 from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_profile
 from paceline.planner.model_costs.model_profile import ModelProfile
 from paceline.planner.model_costs.training_flops import model_flops
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def facts_of(job: str, *typed: str) -> ModelProfile:
     task = make_task("plan", job, RunOptions(layout="single", ranks=1, device="cpu", quiet=True), list(typed))
     ready = prepare(task)
-    return profile_model(ready.job, ready.settings, most_ranks=2)
+    return profile_model(ready.job, ready.settings, max_ranks=2)
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +85,10 @@ def test_each_part_has_its_own_frozen_weights() -> None:
 
     def frozen() -> nn.Module:
         model = ready.job.model()
-        next(iter(blocks_of(model).values())).requires_grad_(False)
+        next(iter(named_blocks(model).values())).requires_grad_(False)
         return model
 
-    found = profile_model(replace(ready.job, model=frozen), ready.settings, most_ranks=1)
+    found = profile_model(replace(ready.job, model=frozen), ready.settings, max_ranks=1)
     first, *others = found.blocks
     assert first.frozen_parameters == first.parameters > 0
     assert not any(part.frozen_parameters for part in (found.first, *others, found.last))
@@ -107,9 +107,9 @@ def test_experts_are_counted_apart() -> None:
 
 def test_draws_that_are_repeated_until_they_are_within_bounds_end() -> None:
     with FakeExecutionMode() as hollow:
-        hollow.holds = False
+        hollow.comparisons_hold = False
         weight = nn.init.trunc_normal_(torch.empty(300, 300), std=0.02)
-        hollow.holds = True
+        hollow.comparisons_hold = True
         product = F.linear(weight, weight)
         assert product.shape == (300, 300) and bool(torch.isfinite(product).all())
 

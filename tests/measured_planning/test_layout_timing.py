@@ -18,7 +18,7 @@ import paceline as pl
 from paceline.comm.process_group import World
 from paceline.commands.common.execution import RunOptions, make_task
 from paceline.measured_planning.profile.truncated_model import truncate_block_lists
-from paceline.measured_planning.timing.layout_timing import can_be_cut, kept_blocks, time_layouts
+from paceline.measured_planning.timing.layout_timing import can_truncate_blocks, extrapolation_depths, time_layouts
 from paceline.planner.cost.estimate import MeasuredTime
 from paceline.planner.search.shortlist import RejectedLayout, TimingTrial
 from paceline.trainer.setup.prepare import PreparedJob, prepare
@@ -107,13 +107,13 @@ def test_blocks_that_are_not_alike_all_stay() -> None:
 )
 def test_two_lengths_that_are_shorter_or_the_whole(least: int, depths: list[int], kept: list[int | None]) -> None:
     tried = TimingTrial(candidate="", layout="", micro_batch_size=1, least_blocks=least, share=0.1)
-    assert kept_blocks(tried, depths) == kept
+    assert extrapolation_depths(tried, depths) == kept
 
 
 def test_the_line_through_two_lengths_comes_to_the_whole_model() -> None:
     """Of 24 blocks 2 and 8 are run; a forward takes its time in every block, once for each microbatch."""
     ready = ready_of("tests.measured_planning.test_layout_timing:slow", "--job.depth=24")
-    assert can_be_cut(ready)
+    assert can_truncate_blocks(ready)
     tries = [one("whole", micro=4), one("halves", micro=2)]
     found = time_by_it(ready, tries, depths=[24], seconds=3.0)
     for name, micro in (("whole", 1), ("halves", 2)):
@@ -281,10 +281,10 @@ def test_what_is_far_behind_is_left_after_its_first_steps(monkeypatch: pytest.Mo
 
     ready = ready_of("tests.measured_planning.test_layout_timing:slow", "--job.depth=1")
     tries = [one("quick", micro=4), one("slow", micro=1)]  # one block in a step, and four
-    monkeypatch.setattr(module, "_FAR", (9.0, 2.5))
+    monkeypatch.setattr(module, "_TOO_SLOW_RATIOS", (9.0, 2.5))
     found = time_by_it(ready, tries, seconds=2.0)
     assert [one.steps for one in found.values() if isinstance(one, MeasuredTime)][1:] == [1]
-    monkeypatch.setattr(module, "_FAR", (9.0, 9.0))
+    monkeypatch.setattr(module, "_TOO_SLOW_RATIOS", (9.0, 9.0))
     found = time_by_it(ready, tries, seconds=2.0)
     assert [one.steps for one in found.values() if isinstance(one, MeasuredTime)][1:] != [1]
 
@@ -296,7 +296,7 @@ def test_what_is_somewhat_slower_has_its_turn_once_the_quick_have_steps_enough(
     """The slower one takes twice as long: after its second round nobody looks at it, until the other has had enough."""
     from paceline.measured_planning.timing import layout_timing as module
 
-    monkeypatch.setattr(module, "_HOPELESS", hopeless)
+    monkeypatch.setattr(module, "_DROP_RATIOS", hopeless)
     ready = ready_of("tests.measured_planning.test_layout_timing:slow", "--job.depth=1")
     tries, began = [one("quick", micro=4), one("slow", micro=2)], time.time()
     found = time_by_it(ready, tries, seconds=3.0)
@@ -313,7 +313,7 @@ def test_what_was_slow_once_against_its_forecast_has_another_look(
     """The machine is busy in the other one's first visit alone; what that took is forgotten."""
     from paceline.measured_planning.timing import layout_timing as module
 
-    step, busy = module._Trial.step, ["busy"]
+    step, busy = module._Trial.run_step, ["busy"]
 
     def disturbed(self: module._Trial) -> float:
         taken = step(self)
@@ -335,19 +335,19 @@ def test_what_the_probe_leaves_of_a_minute_is_for_layouts(monkeypatch: pytest.Mo
     now = [0.0]
 
     class Found:
-        class fleet:
+        class cluster:
             as_json = dict
 
     def probed(taking: float) -> None:
-        monkeypatch.setattr(module, "machine_here", lambda **_: now.__setitem__(0, now[0] + taking) or Found)
+        monkeypatch.setattr(module, "benchmark_local_machine", lambda **_: now.__setitem__(0, now[0] + taking) or Found)
 
     task = make_task("plan", "tests.zoo:llama", RunOptions(ranks=1, device="cpu", quiet=True), [])
     left = []
     for taking in (0.0, 20.0, 50.0):
         probed(taking)
-        left.append(module._here(task, None, clock=lambda: now[0])["seconds"])
+        left.append(module._local_machine(task, None, clock=lambda: now[0])["seconds"])
     assert left == [60.0, 40.0, 30.0]
-    assert module._here(task, 8.0)["seconds"] == 8.0
+    assert module._local_machine(task, 8.0)["seconds"] == 8.0
 
 
 @pytest.mark.soak

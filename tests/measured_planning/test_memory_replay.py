@@ -61,14 +61,14 @@ def test_a_large_run_is_replayed_in_little_memory() -> None:
     large = Setting(family="llama", layout="fsdp", ranks=64, batch=64, job={"width": 4096, "depth": 4, "length": 2048})
     (found,) = forecast(large)
     assert found.peak.total > 4 << 30
-    assert found.between.parameters * 60 < found.peak.total
+    assert found.between_steps.parameters * 60 < found.peak.total
     assert resident_now() - before < 1 << 30
 
 
 def test_a_stage_has_no_memory_of_what_other_stages_train() -> None:
     """A split embedding or head of another stage has none either."""
     for stage in forecast(Setting(family="llama", layout="pp=2,tp=2", ranks=4, micro=2, job=SMALL)):
-        held = stage.between
+        held = stage.between_steps
         assert held.gradients <= held.parameters < 1.001 * held.gradients
 
 

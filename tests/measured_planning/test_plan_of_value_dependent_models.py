@@ -14,7 +14,7 @@ import paceline as pl
 from paceline.commands.common.execution import RunOptions, make_task
 from paceline.config.settings import Settings
 from paceline.errors import JobError, UsageError
-from paceline.measured_planning.profile.probe_job import forecast_job, grid_of
+from paceline.measured_planning.profile.probe_job import make_search_space, prepare_for_profiling
 from paceline.measured_planning.profile.profile_job import profile_model
 from paceline.planner.model_costs.model_profile import ModelProfile
 from paceline.trainer.setup.prepare import prepare
@@ -87,8 +87,8 @@ def uneven(lengths: str = "many") -> pl.Job:
 
 def facts_of(job: str, *typed: str) -> tuple[ModelProfile, tuple[str, ...]]:
     task = make_task("plan", job, RunOptions(layout="single", ranks=1, device="cpu", quiet=True), list(typed))
-    ready, notes = forecast_job(prepare(task))
-    return profile_model(ready.job, ready.settings, most_ranks=1), notes
+    ready, notes = prepare_for_profiling(prepare(task))
+    return profile_model(ready.job, ready.settings, max_ranks=1), notes
 
 
 @pytest.mark.parametrize("how", ["described", "places", "mask", "branch"])
@@ -117,7 +117,7 @@ def test_an_operation_that_says_of_no_shapes_is_named_with_its_line(how: str, na
 def test_settings_that_leave_nothing_to_choose_are_refused() -> None:
     settings = replace(Settings(), train=replace(Settings().train, gradient_accumulation_steps=4))
     with pytest.raises(UsageError, match="each layout would have different microbatches") as caught:
-        grid_of(settings, asked="paceline plan")
+        make_search_space(settings, command="paceline plan")
     assert "plan also chooses" in caught.value.cause
 
 

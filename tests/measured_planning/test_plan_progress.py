@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.commands.plan import signs_of_life
+from paceline.commands.plan import report_progress
 from paceline.run_folder.plan_file import read_doing, write_doing
 from tests.conftest import SMALL_JOB, Shop
 
@@ -14,7 +14,7 @@ from tests.conftest import SMALL_JOB, Shop
 def test_what_a_plan_does_is_said_now_and_then_until_it_is_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with signs_of_life(tmp_path, every=0.05):
+    with report_progress(tmp_path, every=0.05):
         time.sleep(0.2)
         write_doing(tmp_path, "searching layouts")
         time.sleep(0.2)

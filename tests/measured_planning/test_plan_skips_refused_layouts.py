@@ -21,12 +21,12 @@ from paceline.config.layout import parse_layout
 from paceline.config.settings import Settings
 from paceline.config.update_rule import parse_update
 from paceline.errors import JobError
-from paceline.measured_planning.auto_layout import on_rung
-from paceline.measured_planning.choose_layout import ChosenLayout, decide
+from paceline.measured_planning.auto_layout import apply_layout
+from paceline.measured_planning.choose_layout import ChosenLayout, choose_layout
 from paceline.measured_planning.finalist_replay import CandidateChecker
 from paceline.measured_planning.memory_replay import replay
 from paceline.measured_planning.plan_local import ProfiledJob, profile_for_plan
-from paceline.measured_planning.profile.sample_batches import FEW, MORE, amount_through
+from paceline.measured_planning.profile.sample_batches import FEW_SAMPLES, MORE_SAMPLES, fit_batch_scaling
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import Candidate
 from paceline.planner.hardware.parse_cluster import parse_cluster
@@ -159,7 +159,7 @@ def learnt(how: str) -> ProfiledJob:
 
 def learnt_of(name: str, *words: str) -> ProfiledJob:
     common = RunOptions(layout="single", ranks=1, device="cpu", quiet=True)
-    return profile_for_plan(prepare(make_task("plan", name, common, list(words))), most_ranks=2)
+    return profile_for_plan(prepare(make_task("plan", name, common, list(words))), max_ranks=2)
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +169,10 @@ def t5() -> ProfiledJob:
 
 def decided(found: ProfiledJob, cluster: str, *first: Candidate, grid: SearchSpace | None = None) -> ChosenLayout:
     forecast = CostModel(profile=found.facts, cluster=parse_cluster(cluster))
-    rehearsal, options = CandidateChecker(ready=found.ready, real=found.real), [*map(forecast.estimate, first)]
-    return decide(rehearsal, forecast, grid=grid or SearchSpace(), until=time.monotonic() + 300, options=options)
+    rehearsal, options = CandidateChecker(ready=found.ready, original=found.original), [*map(forecast.estimate, first)]
+    return choose_layout(
+        rehearsal, forecast, grid=grid or SearchSpace(), deadline=time.monotonic() + 300, options=options
+    )
 
 
 def test_what_numbers_alone_tell_is_asked_before_it_is_recommended() -> None:
@@ -186,11 +188,13 @@ def test_what_was_refused_for_two_candidates_is_learnt_once() -> None:
     found, why = learnt("norms"), "split along the sequence, this model gives different outputs"
     forecast = CostModel(profile=replace(found.facts, refused={}), cluster=parse_cluster("2xA100-80G"))
     lost = {Candidate(cp=2, micro_batch_size=size): RejectedLayout(reason=why) for size in (2, 4, 8)}
-    rehearsal = CandidateChecker(ready=found.ready, real=found.real)
-    chosen = decide(rehearsal, forecast, grid=SearchSpace(), until=0.0, lost=lost)
+    rehearsal = CandidateChecker(ready=found.ready, original=found.original)
+    chosen = choose_layout(rehearsal, forecast, grid=SearchSpace(), deadline=0.0, rejected=lost)
     refused = {word: said for word, said in chosen.forecast.profile.refused.items() if word.startswith("cp")}
     assert refused == {"cp in microbatches of 2": why, "cp in microbatches of 4": why, "cp=2": why}
-    assert chosen.advice.recommended.candidate.cp == 1 and len(chosen.seen) == 1, "one is replayed though time is over"
+    assert chosen.advice.recommended.candidate.cp == 1 and len(chosen.replays) == 1, (
+        "one is replayed though time is over"
+    )
 
 
 @pytest.mark.parametrize(("size", "layouts"), [(4, [{"dp_replicate": 2}]), (1, [{"tp": 2}, {"dp_replicate": 2}])])
@@ -203,8 +207,8 @@ def test_a_size_that_the_jobs_code_refused_where_it_was_timed_is_to_blame(
     lost = {
         Candidate(**axes, micro_batch_size=size): RejectedLayout(reason="no", is_job_error=True) for axes in layouts
     }
-    rehearsal = CandidateChecker(ready=found.ready, real=found.real)
-    chosen = decide(rehearsal, forecast, grid=SearchSpace(), until=0.0, lost=lost)
+    rehearsal = CandidateChecker(ready=found.ready, original=found.original)
+    chosen = choose_layout(rehearsal, forecast, grid=SearchSpace(), deadline=0.0, rejected=lost)
     assert chosen.forecast.profile.refused[f"micro_batch_size={size}"] == "no"
     assert not {"dp_replicate", "tp"} & {*chosen.forecast.profile.refused}
     assert chosen.advice.recommended.candidate.micro_batch_size != size
@@ -234,12 +238,12 @@ def test_numbers_of_a_model_of_two_stacks_are_never_below_nothing(t5: ProfiledJo
 
 
 def test_what_all_samples_share_may_grow_with_their_length() -> None:
-    counted = [(FEW, 8), (MORE, 8), (FEW, 4), (FEW, 2)]
+    counted = [(FEW_SAMPLES, 8), (MORE_SAMPLES, 8), (FEW_SAMPLES, 4), (FEW_SAMPLES, 2)]
     shared = [samples * 10 * length + length**2 for samples, length in counted]
-    assert amount_through(shared, 8) == BatchScaling(fixed=64.0, token=10.0)
+    assert fit_batch_scaling(shared, 8) == BatchScaling(fixed=64.0, token=10.0)
     apart = [samples * (3 + 10 * length + length**2) + 5 for samples, length in counted]
-    assert amount_through(apart, 8) == BatchScaling(fixed=5.0, sample=3.0, token=10.0, pair=1.0)
-    assert amount_through([20.0, 10.0], None) == BatchScaling(sample=10.0)
+    assert fit_batch_scaling(apart, 8) == BatchScaling(fixed=5.0, sample=3.0, token=10.0, pair=1.0)
+    assert fit_batch_scaling([20.0, 10.0], None) == BatchScaling(sample=10.0)
 
 
 def test_a_microbatch_that_can_not_be_had_is_no_layout() -> None:
@@ -280,7 +284,7 @@ def test_a_stage_in_which_all_is_frozen_is_replayed() -> None:
     )
     settings: Settings = replace(found.ready.settings)
     first, last = replay(found.ready.job, settings, plan)
-    assert first.between.gradients == 0 < last.between.parameters
+    assert first.between_steps.gradients == 0 < last.between_steps.parameters
 
 
 @pytest.mark.parametrize("text", ['{"plans": 5}', '{"plans": []}', '{"plans": [1]}', "[]", "{"])
@@ -328,5 +332,5 @@ def test_settings_of_a_plan_are_a_run_s(tmp_path: Path) -> None:
         layout="pp=2", family="pp", ranks=2, peak_bytes=1, parts={}, step_seconds=1.0,
         settings={"train.micro_batch_size": "4", "place.stages": "3,1"},
     )  # fmt: skip
-    settings = prepare(replace(on_rung(replace(task, ranks=2), [rung]), layout="pp=2")).settings
+    settings = prepare(replace(apply_layout(replace(task, ranks=2), [rung]), layout="pp=2")).settings
     assert settings.place.stages == (3, 1) and settings.train.micro_batch_size == 4

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.measured_planning.plan_worker import _doubts
+from paceline.measured_planning.plan_worker import _unverified_lines
 from paceline.planner.advice.recommendations import PlanRow
 from paceline.planner.cost.estimate import MeasuredTime
 from paceline.planner.cost.layout_candidate import Candidate
@@ -41,7 +41,7 @@ PLAIN, PARTS = Candidate(dp_shard=8, zero=3, remat="full"), Candidate(dp_shard=4
     ids=["none", "no time", "parts", "both", "timed", "of another", "of the first that can be had", "nothing fits"],
 )
 def test_what_is_not_known_of_the_recommended_layout_is_said(rows: tuple[PlanRow, ...], said: list[str]) -> None:
-    lines = list(_doubts(rows, FORECAST.profile))
+    lines = list(_unverified_lines(rows, FORECAST.profile))
     assert len(lines) == len(said) and all(words in line for words, line in zip(said, lines, strict=True))
 
 
@@ -49,4 +49,4 @@ def test_a_small_model_is_tried_with_its_numbers() -> None:
     sizes = Decoder(layers=4, width=256, hidden=1024, heads=4, vocabulary=1000)
     facts = build_decoder_profile(sizes, name="small", length=8192, global_batch_size=64)
     assert is_small(facts.parameters) and not is_small(FORECAST.profile.parameters)
-    assert list(_doubts((row(PARTS),), facts)) == []
+    assert list(_unverified_lines((row(PARTS),), facts)) == []

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.measured_planning.choose_layout import ChosenLayout, decide, decide_named
+from paceline.measured_planning.choose_layout import ChosenLayout, choose_layout, choose_named_layouts
 from paceline.measured_planning.finalist_replay import CandidateChecker, CheckedCandidate
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
@@ -58,7 +58,7 @@ def refused(estimate: Estimate, error: str) -> CheckedCandidate:
 
 def decided(answers: Answers, *, until: float = LATE, forecast: CostModel = FORECAST, **given: Any) -> Any:
     replays = Replays(answers, **{name: given.pop(name) for name in ("alone",) if name in given})
-    found: ChosenLayout = decide(cast(CandidateChecker, replays), forecast, grid=GRID, until=until, **given)
+    found: ChosenLayout = choose_layout(cast(CandidateChecker, replays), forecast, grid=GRID, deadline=until, **given)
     return found, replays
 
 
@@ -169,7 +169,7 @@ def test_a_named_layout_that_needs_too_much_is_replayed_with_smaller_microbatche
         return held(estimate, (70 if estimate.candidate.micro_batch_size == 1 else 90) * 2**30)
 
     replays = Replays(answers)
-    found, seen = decide_named(cast(CandidateChecker, replays), FORECAST, layouts, until=LATE)
+    found, seen = choose_named_layouts(cast(CandidateChecker, replays), FORECAST, layouts, deadline=LATE)
     best = found.recommended
     assert best is not None and best.candidate.micro_batch_size == 1 and str(best.candidate) in seen
     assert [one.micro_batch_size for one in replays.asked][-1] == 1 and len(replays.asked) > 1
@@ -178,8 +178,8 @@ def test_a_named_layout_that_needs_too_much_is_replayed_with_smaller_microbatche
 
 def test_of_named_layouts_with_their_microbatch_one_that_does_not_fit_is_not_recommended() -> None:
     replays = Replays(lambda one: held(one, 77.5 * 2**30))
-    found, _ = decide_named(
-        cast(CandidateChecker, replays), FORECAST, ["fsdp,remat=full"], until=LATE, micro_batch_size=1
+    found, _ = choose_named_layouts(
+        cast(CandidateChecker, replays), FORECAST, ["fsdp,remat=full"], deadline=LATE, micro_batch_size=1
     )
     assert found.recommended is None and found.as_json()["recommended"] is None
     (row,) = found.as_json()["plans"]

@@ -4,7 +4,7 @@ import pytest
 
 from paceline.commands.compare import compare
 from paceline.errors import UsageError
-from paceline.measured_planning.timing.schedule_benchmark import median_costs, timeline
+from paceline.measured_planning.timing.schedule_benchmark import build_timeline, median_costs
 from paceline.schedule.action_walk import Costs
 from paceline.schedule.program import Op
 from paceline.schedule.program_simulation import simulate
@@ -24,7 +24,7 @@ def test_what_was_simulated_comes_back(name: str) -> None:
         ]
         for rank in range(3)
     ]
-    again = timeline(heard, name="again")
+    again = build_timeline(heard, name="again")
     assert again.start == 0 and again.bubble == pytest.approx(found.bubble)
     learnt = simulate(program, costs=median_costs(again, program))
     assert learnt.makespan == pytest.approx(found.makespan)

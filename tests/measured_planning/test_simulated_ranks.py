@@ -30,12 +30,12 @@ def on_stages(scene: SimulatedRanks, run: Callable[[SimulatedWorld], Any]) -> li
     found: dict[int, Any] = {}
 
     def stage(number: int) -> None:
-        with scene.baton:
+        with scene.run_lock:
             try:
                 found[number] = run(scene.world(number, backend="gloo"))
             except BaseException as error:
                 found[number] = error
-                scene.leave()
+                scene.abort()
 
     threads = [threading.Thread(target=stage, args=(number,), daemon=True) for number in range(scene.mesh.pp)]
     for thread in threads:
@@ -107,12 +107,12 @@ def test_a_message_brings_what_was_sent(scene: SimulatedRanks) -> None:
 
 def test_numbers_that_are_not_there_do_not_arrive_either(scene: SimulatedRanks) -> None:
     def run(world: SimulatedWorld) -> Any:
-        with FakeExecutionMode(emptied=scene.emptied):
+        with FakeExecutionMode(fake_storages=scene.fake_storages):
             if world.stage == 0:
                 world.start_send((torch.ones(128, 128) * 2)[:8, :8], to=1, tag=1).wait()
                 return None
             world.start_receive(into := torch.zeros(8, 8), source=0, tag=1).wait()
-            return scene.emptied.has(into)
+            return scene.fake_storages.has(into)
 
     assert on_stages(scene, run)[1] is True
 

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from paceline.commands.common.execution import RunOptions, make_task
-from paceline.measured_planning.timing.timing_cache import _NOT_OF_STEPS, _key, as_timed_here, store_timings, timed_here
+from paceline.measured_planning.timing.timing_cache import (
+    _SETTINGS_WITHOUT_EFFECT,
+    _key,
+    apply_stored_timing,
+    load_timings,
+    store_timings,
+)
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate, MeasuredTime
 from paceline.planner.search.shortlist import apply_measured_times, shortlist
@@ -51,13 +57,15 @@ def told(estimates: Any) -> list[tuple[str, float, MeasuredTime | None]]:
 
 def test_they_are_found_again_under_another_length_and_microbatch(job: Path) -> None:
     options = slowest_first()
-    assert not timed_here(ready(job), DRAWN, grid=GRID).options
+    assert not load_timings(ready(job), DRAWN, grid=GRID).options
     store_timings(ready(job), DRAWN, options)
     for words in ((), ("--train.steps=7", "--train.micro_batch_size=2", "--log.every=3")):
-        found = timed_here(ready(job, *words), DRAWN, grid=GRID)
+        found = load_timings(ready(job, *words), DRAWN, grid=GRID)
         assert told(found.options) == told(options)
     below = [DRAWN.estimate(one.candidate) for one in options][::-1]
-    assert told(found.of(below)) == told(options[::-1]), "as wrong as the others, in the order that it was given"
+    assert told(found.apply_timings(below)) == told(options[::-1]), (
+        "as wrong as the others, in the order that it was given"
+    )
 
 
 def test_every_setting_that_a_step_follows_tells_what_is_kept_apart(job: Path) -> None:
@@ -68,7 +76,7 @@ def test_every_setting_that_a_step_follows_tells_what_is_kept_apart(job: Path) -
         for field in fields(group):
             changed = replace(now.settings, **{name: replace(group, **{field.name: "another"})})
             key = _key(replace(now, settings=changed), DRAWN.cluster)
-            is_same = name == "train" and field.name in _NOT_OF_STEPS
+            is_same = name == "train" and field.name in _SETTINGS_WITHOUT_EFFECT
             assert (key in keys) == is_same, f"{name}.{field.name}"
             keys.add(key)
 
@@ -78,18 +86,18 @@ def test_every_setting_that_a_step_follows_tells_what_is_kept_apart(job: Path) -
 )
 def test_of_other_settings_there_are_none(job: Path, words: str) -> None:
     store_timings(ready(job), DRAWN, slowest_first())
-    assert not timed_here(ready(job, words), DRAWN, grid=GRID).options
+    assert not load_timings(ready(job, words), DRAWN, grid=GRID).options
 
 
 def test_a_run_by_name_is_held_against_what_was_timed_of_its_layout(job: Path) -> None:
     options = slowest_first()
     reckoned = [DRAWN.estimate(one.candidate) for one in options]
-    assert [as_timed_here(ready(job), DRAWN, one) for one in reckoned] == reckoned
+    assert [apply_stored_timing(ready(job), DRAWN, one) for one in reckoned] == reckoned
     store_timings(ready(job), DRAWN, options)
-    found = [as_timed_here(ready(job, "--train.steps=7"), DRAWN, one) for one in reckoned]
+    found = [apply_stored_timing(ready(job, "--train.steps=7"), DRAWN, one) for one in reckoned]
     expected = [own if own.measured_time else plain for own, plain in zip(options, reckoned, strict=True)]
     assert told(found) == told(expected) and sum(one.measured_time is not None for one in found) == 3
-    assert [as_timed_here(ready(job, "--train.precision=bf16"), DRAWN, one) for one in reckoned] == reckoned
+    assert [apply_stored_timing(ready(job, "--train.precision=bf16"), DRAWN, one) for one in reckoned] == reckoned
 
 
 def test_of_another_model_machine_or_file_there_are_none(job: Path) -> None:
@@ -97,14 +105,14 @@ def test_of_another_model_machine_or_file_there_are_none(job: Path) -> None:
     facts, fleet = DRAWN.profile, DRAWN.cluster
     longer = replace(facts, length=facts.length + 1)
     smaller = replace(fleet, device=replace(fleet.device, memory_bytes=0.99 * fleet.device.memory_bytes))
-    assert not timed_here(ready(job), CostModel(profile=longer, cluster=fleet), grid=GRID).options
-    assert not timed_here(ready(job), CostModel(profile=facts, cluster=smaller), grid=GRID).options
+    assert not load_timings(ready(job), CostModel(profile=longer, cluster=fleet), grid=GRID).options
+    assert not load_timings(ready(job), CostModel(profile=facts, cluster=smaller), grid=GRID).options
     rates = replace(fleet.device, bytes_per_second=2 * fleet.device.bytes_per_second)
     for since in (replace(fleet, longer={"ddp": 3.0}), replace(fleet, device=rates)):
-        found = timed_here(ready(job), CostModel(profile=facts, cluster=since), grid=GRID)
+        found = load_timings(ready(job), CostModel(profile=facts, cluster=since), grid=GRID)
         assert any(one.measured_time for one in found.options), "runs came out otherwise, or it was probed again"
     job.write_text(SMALL_JOB + "\n# another\n")
-    assert not timed_here(ready(job), DRAWN, grid=GRID).options
+    assert not load_timings(ready(job), DRAWN, grid=GRID).options
 
 
 def test_a_second_plan_adds_to_the_first_and_what_was_refused_stays_so(job: Path) -> None:
@@ -112,7 +120,7 @@ def test_a_second_plan_adds_to_the_first_and_what_was_refused_stays_so(job: Path
     store_timings(ready(job), DRAWN.with_profile(replace(DRAWN.profile, refused={"tp": "its heads"})), first)
     store_timings(ready(job), DRAWN, slowest_first(most=2)[-1:])
     store_timings(ready(job), DRAWN, [])
-    found = timed_here(ready(job), DRAWN, grid=GRID)
+    found = load_timings(ready(job), DRAWN, grid=GRID)
     assert found.forecast.profile.refused == {**DRAWN.profile.refused, "tp": "its heads"}
     assert {str(one.candidate) for one in first if one.measured_time} <= {*found.timed}
     assert all(one.candidate.tp == 1 for one in found.options)
@@ -134,7 +142,7 @@ def test_what_two_plans_timed_is_of_one_pace_and_a_busy_machine_has_no_say(job: 
     last = next(one for one in reversed(first) if one.measured_time)
     store_timings(ready(job), DRAWN, first)
     store_timings(ready(job), DRAWN, [one for one in second if one.candidate != last.candidate], disturbed=disturbed)
-    found = timed_here(ready(job), DRAWN, grid=GRID).timed
+    found = load_timings(ready(job), DRAWN, grid=GRID).timed
     for one in first:
         if one.measured_time:
             assert found[str(one.candidate)].seconds == pytest.approx(
@@ -146,12 +154,12 @@ def test_what_can_not_be_read_is_not_there(job: Path, tmp_path: Path) -> None:
     store_timings(ready(job), DRAWN, slowest_first())
     (file,) = (tmp_path / "cache/paceline").glob("timed-*.json")
     file.write_text(file.read_text().replace('"spread"', '"width"'))
-    assert not timed_here(ready(job), DRAWN, grid=GRID).options
+    assert not load_timings(ready(job), DRAWN, grid=GRID).options
     for wrong in ("NaN", "Infinity", "-1.0", "0", "1e-300", '"foo"', "null"):
         store_timings(ready(job), DRAWN, slowest_first())
         timed = json.loads(file.read_text())
         next(iter(timed["timed"].values()))["seconds"] = json.loads(wrong)
         file.write_text(json.dumps(timed))
-        assert not timed_here(ready(job), DRAWN, grid=GRID).options, wrong
+        assert not load_timings(ready(job), DRAWN, grid=GRID).options, wrong
     file.write_text("{")
-    assert not timed_here(ready(job), DRAWN, grid=GRID).options
+    assert not load_timings(ready(job), DRAWN, grid=GRID).options

@@ -13,7 +13,7 @@ from paceline.config.activation_checkpointing import parse_remat
 from paceline.examples.text import GPT
 from paceline.parallel.activation_checkpointing.checkpointing import remat
 from paceline.profiling.model_tracing.communication_counter import CommunicationCounter
-from paceline.profiling.model_tracing.memory_tracker import MemoryTracker, elements, memory_at_rest
+from paceline.profiling.model_tracing.memory_tracker import MemoryTracker, element_bytes, memory_at_rest
 
 RANKS = 2
 HEADERS = 20 + 32  # bytes of a packet on the loopback: IPv4, and TCP with its time stamps
@@ -61,7 +61,7 @@ def shard(policy: str, reshard: bool) -> dict[str, object]:
 
     torch.manual_seed(1)
     model = GPT(width=64, depth=4, heads=2, context=32, dropout=0.2)
-    whole = elements(list(model.parameters()))
+    whole = element_bytes(list(model.parameters()))
     remat(model, policy=parse_remat(policy))
     blocks: list[nn.Module] = list(model.blocks)
     for block in blocks:

@@ -26,7 +26,12 @@ from paceline.planner.hardware.benchmark_results import (
     read_probe,
 )
 from paceline.planner.hardware.timing_curve import Point, TimingCurve, fit_line, read_curve
-from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, fingerprint, read_cached, store_benchmark
+from paceline.profiling.machine_benchmarks.benchmark_cache import (
+    cache_file,
+    machine_fingerprint,
+    read_cached_benchmark,
+    store_benchmark,
+)
 
 AMOUNTS = [2.0**power for power in range(6, 28, 3)]
 FIXED, EACH = 2e-5, 1e-9
@@ -189,9 +194,9 @@ def home(tmp_path: Path) -> dict[str, str]:
 
 
 def test_what_was_kept_is_found_again(home: dict[str, str]) -> None:
-    assert read_cached(MARK, environ=home) is None
+    assert read_cached_benchmark(MARK, environ=home) is None
     store_benchmark(probe(), environ=home)
-    assert read_cached(MARK, environ=home) == probe()
+    assert read_cached_benchmark(MARK, environ=home) == probe()
 
 
 @pytest.mark.parametrize(
@@ -200,17 +205,17 @@ def test_what_was_kept_is_found_again(home: dict[str, str]) -> None:
 def test_another_machine_is_measured_anew(home: dict[str, str], other: dict[str, Any]) -> None:
     store_benchmark(probe(), environ=home)
     mark = replace(MARK, **other)
-    assert read_cached(mark, environ=home) is None
+    assert read_cached_benchmark(mark, environ=home) is None
     copied = cache_file(mark, environ=home)  # also where the file was carried to the other's place
     copied.write_text(cache_file(MARK, environ=home).read_text())
-    assert read_cached(mark, environ=home) is None
+    assert read_cached_benchmark(mark, environ=home) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '{"format": 1}', '{"format": 0}', "\0\0"])
 def test_what_cannot_be_read_is_as_if_it_were_not(home: dict[str, str], text: str) -> None:
     store_benchmark(probe(), environ=home)
     cache_file(MARK, environ=home).write_text(text)
-    assert read_cached(MARK, environ=home) is None
+    assert read_cached_benchmark(MARK, environ=home) is None
 
 
 def test_a_probe_with_wrong_parts_is_as_if_it_were_not(home: dict[str, str]) -> None:
@@ -221,7 +226,7 @@ def test_a_probe_with_wrong_parts_is_as_if_it_were_not(home: dict[str, str]) -> 
             if (name in ("disk", "others") and value is None) or (name == "collectives" and value == []):
                 continue
             cache_file(MARK, environ=home).write_text(json.dumps({**whole, name: value}))
-            found = read_cached(MARK, environ=home)
+            found = read_cached_benchmark(MARK, environ=home)
             number = name in ("took_seconds", "others") and value == 7
             assert found is None or number or name == "backend", (name, value)
 
@@ -229,9 +234,9 @@ def test_a_probe_with_wrong_parts_is_as_if_it_were_not(home: dict[str, str]) -> 
 def test_what_was_kept_is_read_without_torch(home: dict[str, str]) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from paceline.profiling.machine_benchmarks.machine_benchmark import probe_here\n"
-        "from paceline.profiling.machine_benchmarks.benchmark_cache import fingerprint, read_cached\n"
-        "assert read_cached(fingerprint(ranks=2, device='cpu')) is None\n"
+        "from paceline.profiling.machine_benchmarks.machine_benchmark import probe_machine\n"
+        "from paceline.profiling.machine_benchmarks.benchmark_cache import machine_fingerprint, read_cached_benchmark\n"
+        "assert read_cached_benchmark(machine_fingerprint(ranks=2, device='cpu')) is None\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **home}, capture_output=True, text=True, check=False
@@ -243,7 +248,7 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     nowhere = {"XDG_CACHE_HOME": str(tmp_path / "file")}
     store_benchmark(probe(), environ=nowhere)
-    assert read_cached(MARK, environ=nowhere) is None
+    assert read_cached_benchmark(MARK, environ=nowhere) is None
 
 
 def test_the_cache_follows_the_user_s_wish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,8 +259,8 @@ def test_the_cache_follows_the_user_s_wish(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_fingerprint_is_of_here() -> None:
-    two = fingerprint(ranks=2, device="cpu")
-    assert two == fingerprint(ranks=2, device="cpu") and two.cores >= 1 and two.cpu and two.torch[0].isdigit()
-    assert two.gpus == () and fingerprint(ranks=3, device="cpu") != two
-    assert fingerprint(ranks=64, device="cpu").threads == 1
-    assert fingerprint(ranks=64, device="cpu", ranks_per_node=1).threads == two.cores
+    two = machine_fingerprint(ranks=2, device="cpu")
+    assert two == machine_fingerprint(ranks=2, device="cpu") and two.cores >= 1 and two.cpu and two.torch[0].isdigit()
+    assert two.gpus == () and machine_fingerprint(ranks=3, device="cpu") != two
+    assert machine_fingerprint(ranks=64, device="cpu").threads == 1
+    assert machine_fingerprint(ranks=64, device="cpu", ranks_per_node=1).threads == two.cores

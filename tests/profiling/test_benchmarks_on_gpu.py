@@ -8,7 +8,7 @@ import torch
 
 from paceline.planner.hardware.benchmark_results import HardwareBenchmark
 from paceline.profiling.machine_benchmarks.collective_benchmarks import KINDS
-from paceline.profiling.machine_benchmarks.machine_benchmark import BenchmarkRequest, probe_here
+from paceline.profiling.machine_benchmarks.machine_benchmark import BenchmarkRequest, probe_machine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
@@ -21,7 +21,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def probed(home: Path, *, ranks: int) -> HardwareBenchmark:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(home))
-        return probe_here(ranks=ranks, device="cuda", asked=BenchmarkRequest(seconds=20.0, folder=home))
+        return probe_machine(ranks=ranks, device="cuda", request=BenchmarkRequest(seconds=20.0, folder=home))
 
 
 def test_one_gpu(home: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from benchmarks.memory.allocator import read_events
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.profiling.cpu_workspace.operator_workspace import moment_bytes
+from paceline.profiling.cpu_workspace.operator_workspace import peak_operator_bytes
 
 FORWARD, BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 NEAR = 0.06
@@ -104,7 +104,7 @@ def test_table_says_what_the_allocator_gave_out(
 ) -> None:
     for operation, args in calls(source, weight, more, dtype):
         held = most_bytes(partial(operation, *args), file=tmp_path / "events.json")
-        said = moment_bytes(operation, args)
+        said = peak_operator_bytes(operation, args)
         assert said == pytest.approx(held, rel=NEAR), (operation, args[-1])
 
 
@@ -113,9 +113,9 @@ def test_gradient_that_lies_otherwise_is_copied_first(tmp_path: Path) -> None:
     _, _, (operation, args) = calls((8, 24, 64, 64), (10, 24, 1, 1), {}, torch.float32)
     turned = args[0].contiguous(memory_format=torch.channels_last)
     held = most_bytes(partial(operation, turned, *args[1:]), file=tmp_path / "events.json")
-    assert moment_bytes(operation, (turned, *args[1:])) == pytest.approx(held, rel=NEAR)
-    assert moment_bytes(operation, args) < held / 2
+    assert peak_operator_bytes(operation, (turned, *args[1:])) == pytest.approx(held, rel=NEAR)
+    assert peak_operator_bytes(operation, args) < held / 2
 
 
 def test_what_is_not_known_holds_nothing_of_its_own() -> None:
-    assert moment_bytes(torch.ops.aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2))) == 0
+    assert peak_operator_bytes(torch.ops.aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2))) == 0

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.comm.process_group import World
 from paceline.planner.layout.host_resources import usable_cores
-from paceline.profiling.cpu_contention import CpuTimes, cpu_contention, most_of_others, read_cpu_times
+from paceline.profiling.cpu_contention import CpuTimes, cpu_contention, max_cpu_contention, read_cpu_times
 
 SPIN = "import time\nuntil = time.monotonic() + {seconds}\nwhile time.monotonic() < until: pass"
 
@@ -48,8 +48,8 @@ def test_what_is_not_the_ranks_own_is_the_others(ranks: Sequence[CpuTimes], shar
 def test_the_most_disturbed_part_counts() -> None:
     """Between the looks others had nothing, a quarter, and nothing with half of the cores idle."""
     looks = [seen(0.0, work=0.0), seen(20.0), seen(35.0, work=40.0), seen(45.0, work=60.0, idle=20.0)]
-    assert most_of_others(looks, World.alone()) == pytest.approx(0.25)
-    assert most_of_others(looks[:2], World.alone()) == most_of_others(looks[:1], World.alone()) == 0.0
+    assert max_cpu_contention(looks, World.alone()) == pytest.approx(0.25)
+    assert max_cpu_contention(looks[:2], World.alone()) == max_cpu_contention(looks[:1], World.alone()) == 0.0
 
 
 @pytest.mark.clock
@@ -60,11 +60,11 @@ def test_a_busy_program_is_seen_and_a_child_is_not_another() -> None:
         command = f"{sys.executable} -c '{SPIN.format(seconds=1.5)}' >/dev/null 2>&1 &"
         subprocess.run(["sh", "-c", command], check=True)
     time.sleep(1.2)
-    found = read_cpu_times().since(before)
+    found = read_cpu_times().difference_from(before)
     assert found.own < 0.3 * found.work
     assert cpu_contention([found]) > 0.5
     assert found.work + found.idle == pytest.approx((time.monotonic() - began) * usable_cores(), rel=0.3)
     time.sleep(0.5)
     before = read_cpu_times()
     subprocess.run([sys.executable, "-c", SPIN.format(seconds=0.5)], check=True)
-    assert read_cpu_times().since(before).own >= 0.2  # of a core that others may want too
+    assert read_cpu_times().difference_from(before).own >= 0.2  # of a core that others may want too

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.profiling.model_tracing.fake_execution import SMALL, FakeExecutionMode, FakeStorages
+from paceline.profiling.model_tracing.fake_execution import SMALL_ELEMENTS, FakeExecutionMode, FakeStorages
 from paceline.profiling.model_tracing.memory_tracker import MemoryTracker, StorageTracker
 from paceline.torch_internals.dispatch_modes import PendingCollective, hide_from_modes
 
@@ -70,8 +70,8 @@ def test_a_view_is_the_memory_it_was_given() -> None:
 
 def test_integers_booleans_and_what_is_small_keep_their_values() -> None:
     with FakeExecutionMode():
-        ids = torch.arange(SMALL * 2)
-        assert (int(ids[-1]), int((ids % 2 == 0).sum())) == (SMALL * 2 - 1, SMALL)
+        ids = torch.arange(SMALL_ELEMENTS * 2)
+        assert (int(ids[-1]), int((ids % 2 == 0).sum())) == (SMALL_ELEMENTS * 2 - 1, SMALL_ELEMENTS)
         assert torch.full((3,), 2.5).sum().item() == 7.5
         assert bool(torch.isfinite(whole()).all())
 
@@ -80,13 +80,13 @@ def test_of_a_number_that_is_not_there_the_answer_is_in_its_favour() -> None:
     with FakeExecutionMode() as hollow:
         assert whole().sum().item() == 1.0
         assert bool((whole() > 3).all())
-        hollow.holds = False
+        hollow.comparisons_hold = False
         assert not bool((whole() > 3).any())
 
 
 def test_building_with_draws_that_are_repeated_until_all_fit_ends() -> None:
     with FakeExecutionMode() as hollow:
-        hollow.holds = False
+        hollow.comparisons_hold = False
         drawn = torch.empty(LARGE, LARGE).normal_()
         for _ in range(3):
             if not bool((drawn.abs() > 2).any()):
@@ -157,18 +157,18 @@ def test_a_step_holds_at_most_what_it_really_holds(make: Any) -> None:
 
 def test_what_was_there_before_counts_where_it_is_told() -> None:
     made = StorageTracker()
-    with FakeExecutionMode(see=made.see):
+    with FakeExecutionMode(on_operation=made.observe):
         scratch, gone = torch.zeros(1 << 20), torch.zeros(1 << 10)
         del gone
         model = nn.Linear(2, 2)
-        with MemoryTracker(model=model, others=made.storages()) as watch:
+        with MemoryTracker(model=model, other_storages=made.storages()) as watch:
             model(torch.ones(1, 2))
     assert scratch.nbytes <= watch.peak.activations < scratch.nbytes + 4096
 
 
 def test_emptied_memory_is_forgotten_when_it_goes() -> None:
     emptied = FakeStorages()
-    with FakeExecutionMode(emptied=emptied):
+    with FakeExecutionMode(fake_storages=emptied):
         x = whole() * 2
         assert emptied.has(x)
         assert not emptied.has(torch.arange(4))
@@ -180,7 +180,7 @@ def test_a_journey_keeps_what_it_was_given_until_it_is_waited_for() -> None:
     arrived, kept = [], whole()
     storage = kept.untyped_storage()
     made = StorageTracker()
-    made.see(None, (), {}, kept)
+    made.observe(None, (), {}, kept)
     journey = PendingCollective(lambda: arrived.append(1), keeps=[kept])
     journey.begin()
     del kept, storage

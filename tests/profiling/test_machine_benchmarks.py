@@ -21,28 +21,36 @@ from paceline.errors import MachineError
 from paceline.planner.hardware.benchmark_results import Fingerprint, HardwareBenchmark
 from paceline.planner.hardware.timing_curve import TimingCurve
 from paceline.planner.layout.host_resources import busy_share
-from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, fingerprint
+from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, machine_fingerprint
 from paceline.profiling.machine_benchmarks.benchmark_worker import load_levels, probe_world
-from paceline.profiling.machine_benchmarks.collective_benchmarks import KINDS, group_sizes, neighbours
+from paceline.profiling.machine_benchmarks.collective_benchmarks import KINDS, group_sizes, neighbor_groups
 from paceline.profiling.machine_benchmarks.disk_benchmark import measure_disk
-from paceline.profiling.machine_benchmarks.interleaved_timer import Family, Size, Trial, _expected, time_all
-from paceline.profiling.machine_benchmarks.machine_benchmark import BenchmarkRequest, probe_here
+from paceline.profiling.machine_benchmarks.interleaved_timer import (
+    BenchmarkFamily,
+    BenchmarkSize,
+    TimedCall,
+    _predict_seconds,
+    time_families,
+)
+from paceline.profiling.machine_benchmarks.machine_benchmark import BenchmarkRequest, probe_machine
 
 pytestmark = pytest.mark.clock  # what they share is made once
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def sleeps(*seconds: float, times: int = 1) -> Family:
+def sleeps(*seconds: float, times: int = 1) -> BenchmarkFamily:
     """One size for each number of seconds, which is its amount as well."""
 
     def make(one: float) -> Callable[[], Callable[[], object]]:
         return lambda: lambda: time.sleep(one)
 
-    return Family(key=("sleep",), sizes=[Size(amount=one, make=make(one), times=times) for one in seconds])
+    return BenchmarkFamily(
+        key=("sleep",), sizes=[BenchmarkSize(amount=one, make_call=make(one), times=times) for one in seconds]
+    )
 
 
-def timed(*families: Family, seconds: float = 0.5, limit: float = 0.3) -> dict[str, TimingCurve]:
-    found = time_all(families, world=World.alone(), seconds=seconds, limit=limit, join=fmean)
+def timed(*families: BenchmarkFamily, seconds: float = 0.5, limit: float = 0.3) -> dict[str, TimingCurve]:
+    found = time_families(families, world=World.alone(), seconds=seconds, max_call_seconds=limit, combine_ranks=fmean)
     return {key[0]: curve for key, curve in found.items()}
 
 
@@ -66,8 +74,8 @@ def test_what_cannot_be_done_here_is_left_out() -> None:
     def refuse() -> Callable[[], object]:
         raise RuntimeError("not implemented for 'Half'")
 
-    never = Family(key=("never",), sizes=[Size(amount=1, make=refuse)])
-    later = Family(key=("later",), sizes=[*sleeps(0.001).sizes, Size(amount=1, make=refuse)])
+    never = BenchmarkFamily(key=("never",), sizes=[BenchmarkSize(amount=1, make_call=refuse)])
+    later = BenchmarkFamily(key=("later",), sizes=[*sleeps(0.001).sizes, BenchmarkSize(amount=1, make_call=refuse)])
     found = timed(never, later)
     assert set(found) == {"later"} and len(found["later"].points) == 1
 
@@ -75,12 +83,12 @@ def test_what_cannot_be_done_here_is_left_out() -> None:
 def test_trials_take_turns_and_one_disturbance_does_not_count() -> None:
     calls: list[str] = []
 
-    def noting(name: str) -> Family:
+    def noting(name: str) -> BenchmarkFamily:
         def call() -> None:
             calls.append(name)
             time.sleep(0.1 if name == "a" and calls.count("a") == 12 else 0.005)
 
-        return Family(key=(name,), sizes=[Size(amount=1, make=lambda: call)])
+        return BenchmarkFamily(key=(name,), sizes=[BenchmarkSize(amount=1, make_call=lambda: call)])
 
     found = timed(noting("a"), noting("b"), seconds=0.6)
     assert "".join(calls).count("ab") >= 3, calls
@@ -97,8 +105,10 @@ def test_others_may_disturb_some_parts_of_a_turn_but_ranks_that_share_cores_alwa
             count[0] += 1
             time.sleep(0.02 if count[0] % 4 == 0 else 0.001)
 
-        busy = Family(key=("busy",), sizes=[Size(amount=1, make=lambda: call)])
-        found = time_all([busy], world=World.alone(), seconds=0.5, limit=0.3, join=fmean, crowded=crowded)
+        busy = BenchmarkFamily(key=("busy",), sizes=[BenchmarkSize(amount=1, make_call=lambda: call)])
+        found = time_families(
+            [busy], world=World.alone(), seconds=0.5, max_call_seconds=0.3, combine_ranks=fmean, shares_cores=crowded
+        )
         return found[("busy",)].points[0].seconds
 
     assert measured(crowded=False) < 0.003 < 0.004 < measured(crowded=True)
@@ -115,9 +125,11 @@ def test_the_first_call_after_a_pause_is_not_timed_on_a_link() -> None:
             time.sleep(0.05 if paused else 0.001)
             last[0] = time.perf_counter()
 
-        link = Family(key=("link",), sizes=[Size(amount=1, make=lambda: call)])
+        link = BenchmarkFamily(key=("link",), sizes=[BenchmarkSize(amount=1, make_call=lambda: call)])
         families, world = (link, sleeps(0.03)), World.alone()
-        found = time_all(families, world=world, seconds=0.3, limit=0.3, join=fmean, lead=lead)
+        found = time_families(
+            families, world=world, seconds=0.3, max_call_seconds=0.3, combine_ranks=fmean, has_untimed_call=lead
+        )
         return found[("link",)].points[0].seconds
 
     assert measured(lead=True) < 0.5 * measured(lead=False)
@@ -126,20 +138,20 @@ def test_the_first_call_after_a_pause_is_not_timed_on_a_link() -> None:
 def test_a_size_is_not_left_out_for_a_disturbance_of_the_one_before() -> None:
     """What was looked at last counts as steep as from nothing, not as from one that happened to be quick."""
 
-    def looked(amount: float, seconds: float) -> Trial:
-        size = Size(amount=amount, make=lambda: lambda: None)
-        return Trial(key=("x",), size=size, call=lambda: None, seconds=seconds)
+    def looked(amount: float, seconds: float) -> TimedCall:
+        size = BenchmarkSize(amount=amount, make_call=lambda: lambda: None)
+        return TimedCall(key=("x",), size=size, call=lambda: None, seconds=seconds)
 
-    assert _expected([looked(1, 0.001)], 16) == 0.001
-    assert _expected([looked(1, 0.001), looked(2, 0.002)], 4) == pytest.approx(0.004)
-    assert _expected([looked(1, 0.001), looked(2, 0.0015)], 4) == pytest.approx(0.0025)
-    assert _expected([looked(1, 0.0001), looked(2, 0.03)], 4) == pytest.approx(0.06)
-    assert _expected([looked(1, 0.003), looked(2, 0.001)], 400) == 0.001
+    assert _predict_seconds([looked(1, 0.001)], 16) == 0.001
+    assert _predict_seconds([looked(1, 0.001), looked(2, 0.002)], 4) == pytest.approx(0.004)
+    assert _predict_seconds([looked(1, 0.001), looked(2, 0.0015)], 4) == pytest.approx(0.0025)
+    assert _predict_seconds([looked(1, 0.0001), looked(2, 0.03)], 4) == pytest.approx(0.06)
+    assert _predict_seconds([looked(1, 0.003), looked(2, 0.001)], 400) == 0.001
 
 
 def test_the_time_holds_though_there_is_much_to_do() -> None:
-    def family(number: int) -> Family:
-        return Family(key=(str(number),), sizes=sleeps(*(0.001 * size for size in range(1, 13))).sizes)
+    def family(number: int) -> BenchmarkFamily:
+        return BenchmarkFamily(key=(str(number),), sizes=sleeps(*(0.001 * size for size in range(1, 13))).sizes)
 
     began = time.perf_counter()
     found = timed(*map(family, range(40)), seconds=1.0, limit=0.1)
@@ -164,7 +176,7 @@ def test_processes_are_busy_with_the_threads_that_a_run_of_so_many_has(
 
 def test_groups() -> None:
     assert [group_sizes(ranks) for ranks in (1, 2, 3, 8)] == [(), (2,), (2, 3), (2, 4, 8)]
-    assert neighbours(5, size=2) == [[0, 1], [2, 3], [4]] and neighbours(4, size=4) == [[0, 1, 2, 3]]
+    assert neighbor_groups(5, size=2) == [[0, 1], [2, 3], [4]] and neighbor_groups(4, size=4) == [[0, 1, 2, 3]]
 
 
 def test_a_disk_leaves_nothing_and_one_that_cannot_be_written_is_none(tmp_path: Path) -> None:
@@ -182,7 +194,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[HardwareBenchmar
     os.environ["XDG_CACHE_HOME"] = str(home)
     began = time.perf_counter()
     try:
-        found = probe_here(ranks=2, asked=BenchmarkRequest(seconds=6.0, folder=home))
+        found = probe_machine(ranks=2, request=BenchmarkRequest(seconds=6.0, folder=home))
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
@@ -246,7 +258,7 @@ def test_it_is_kept_for_next_time(
     assert json.loads(file.read_text())["fingerprint"]["cpu"] == found.fingerprint.cpu
     assert sorted(path.name for path in home.iterdir()) == ["paceline"]
     began = time.perf_counter()
-    assert probe_here(ranks=2) == found
+    assert probe_machine(ranks=2) == found
     assert time.perf_counter() - began < took / 2
     assert took < 40  # on a machine that does much else
 
@@ -261,16 +273,16 @@ def test_what_was_measured_on_a_busy_machine_holds_until_it_is_quiet(
         return replace(measured[0], others=share[0], took_seconds=float(len(calls)))
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("paceline.profiling.machine_benchmarks.machine_benchmark._measured", fake)
+    monkeypatch.setattr("paceline.profiling.machine_benchmarks.machine_benchmark._run_benchmark", fake)
     monkeypatch.setattr("paceline.profiling.machine_benchmarks.machine_benchmark.busy_share", lambda: share[0])
-    first = probe_here(ranks=2)
-    assert not first.is_quiet and probe_here(ranks=2) == first and len(calls) == 1
+    first = probe_machine(ranks=2)
+    assert not first.is_quiet and probe_machine(ranks=2) == first and len(calls) == 1
     share[0] = 0.05
-    second = probe_here(ranks=2)
+    second = probe_machine(ranks=2)
     assert second.is_quiet and second.took_seconds == 2.0
     share[0] = 0.9
-    assert probe_here(ranks=2) == second and len(calls) == 2
-    assert probe_here(ranks=2, again=True).took_seconds == 3.0 and calls[0] == measured[0].fingerprint
+    assert probe_machine(ranks=2) == second and len(calls) == 2
+    assert probe_machine(ranks=2, refresh=True).took_seconds == 3.0 and calls[0] == measured[0].fingerprint
 
 
 def test_what_others_do_meanwhile_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +291,7 @@ def test_what_others_do_meanwhile_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
     spin = f"{sys.executable} -c 'while True: pass' >/dev/null 2>&1 & echo $!"
     started = [subprocess.run(["sh", "-c", spin], check=True, capture_output=True) for _ in range(os.cpu_count() or 1)]
     try:
-        found = probe_here(ranks=1, asked=BenchmarkRequest(seconds=2.0, folder=tmp_path))
+        found = probe_machine(ranks=1, request=BenchmarkRequest(seconds=2.0, folder=tmp_path))
     finally:
         for one in started:
             os.kill(int(one.stdout), signal.SIGKILL)
@@ -296,7 +308,7 @@ def test_how_busy_the_machine_is() -> None:
 
 
 def test_a_process_keeps_its_threads(tmp_path: Path) -> None:
-    mark, before = fingerprint(ranks=1, device="cpu", ranks_per_node=1), torch.get_num_threads()
+    mark, before = machine_fingerprint(ranks=1, device="cpu", ranks_per_node=1), torch.get_num_threads()
     torch.set_num_threads(mark.threads + 1)
     try:
         probe_world(World.alone(), mark, seconds=0.2, folder=tmp_path, ranks_per_node=1)
@@ -312,7 +324,7 @@ def test_a_probe_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "paceline.profiling.machine_benchmarks.benchmark_worker:not_there",
     )
     with pytest.raises(MachineError, match="probe of 1 rank") as caught:
-        probe_here(ranks=1)
+        probe_machine(ranks=1)
     assert "not_there" in caught.value.cause and not list(tmp_path.iterdir())
 
 
@@ -324,8 +336,8 @@ from pathlib import Path
 cores = sorted(os.sched_getaffinity(0))
 os.sched_setaffinity(0, [cores[int(os.environ["RANK"]) % len(cores)]])
 from paceline.launch.environments import detect_world
-from paceline.profiling.machine_benchmarks.machine_benchmark import BenchmarkRequest, probe_joined
-found = probe_joined(detect_world(os.environ), asked=BenchmarkRequest(seconds=2.0, folder=Path({str(tmp_path)!r})))
+from paceline.profiling.machine_benchmarks.machine_benchmark import BenchmarkRequest, probe_joined_world
+found = probe_joined_world(detect_world(os.environ), request=BenchmarkRequest(seconds=2.0, folder=Path({str(tmp_path)!r})))
 print(None if found is None else [(r.busy, r.threads) for r in found.rates], file=sys.stderr)
 """
     own = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.config.activation_checkpointing import parse_remat
 from paceline.parallel.activation_checkpointing.checkpointing import remat
-from paceline.profiling.model_tracing.memory_tracker import MemoryTracker, elements, memory_at_rest
+from paceline.profiling.model_tracing.memory_tracker import MemoryTracker, element_bytes, memory_at_rest
 
 pytestmark = pytest.mark.one_worker  # what they share is made once
 
@@ -41,9 +41,9 @@ def test_between_steps_it_is_the_formula() -> None:
 
 def test_what_shares_memory_is_counted_once() -> None:
     base = torch.zeros(100)
-    assert elements([base, base]) == 400
-    assert elements([base[:10], base[50:]]) == 240
-    assert elements([torch.zeros(1).expand(1000)]) == 4
+    assert element_bytes([base, base]) == 400
+    assert element_bytes([base[:10], base[50:]]) == 240
+    assert element_bytes([torch.zeros(1).expand(1000)]) == 4
 
 
 class Squares(nn.Module):

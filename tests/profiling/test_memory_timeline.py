@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline, extrapolate, peak_of
+from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline, extrapolate, extrapolate_peak
 
 Amounts = dict[str, list[int]]
 
@@ -26,11 +26,11 @@ def journal(amounts: Amounts, blocks: int) -> MemoryTimeline:
 
     def note(kind: str, held: int) -> None:
         for place, amount in enumerate(amounts[kind]):
-            found.note(f"{kind} {place}", (lies, 0, 0, 0, held + amount))
+            found.record(f"{kind} {place}", (lies, 0, 0, 0, held + amount))
 
     for part in ("forward", "backward"):
         if part == "backward":
-            found.turn()
+            found.start_part()
         note("before", 0 if part == "forward" else leaves * blocks)
         for block in range(blocks):
             note("block", leaves * (block if part == "forward" else blocks - block))
@@ -45,7 +45,7 @@ def most(found: MemoryTimeline) -> int:
 @pytest.mark.parametrize("seed", range(40))
 def test_what_a_deep_step_holds_is_found_from_two_that_are_less_deep(seed: int) -> None:
     amounts, deep = drawn(seed), 4 + seed
-    found = peak_of(journal(amounts, 4), [(journal(amounts, 5), deep - 4)])
+    found = extrapolate_peak(journal(amounts, 4), [(journal(amounts, 5), deep - 4)])
     assert found is not None
     assert found.total == most(journal(amounts, deep))
     assert found.parameters == amounts["own"][0] * deep
@@ -84,7 +84,7 @@ def test_two_chains_grow_each_by_itself() -> None:
         found.parts = [*journal(few, one).parts, *journal(other, two).parts]
         return found
 
-    found = peak_of(both(4, 4), [(both(5, 4), 3), (both(4, 5), 6)])
+    found = extrapolate_peak(both(4, 4), [(both(5, 4), 3), (both(4, 5), 6)])
     assert found is not None
     assert found.total == most(both(7, 10))
 
@@ -92,12 +92,12 @@ def test_two_chains_grow_each_by_itself() -> None:
 def test_steps_that_are_not_alike_are_told() -> None:
     amounts = drawn(3)
     others = {**amounts, "after": [*amounts["after"], 7]}
-    assert peak_of(journal(amounts, 4), [(journal(others, 5), 3)]) is None
+    assert extrapolate_peak(journal(amounts, 4), [(journal(others, 5), 3)]) is None
     longer = journal(amounts, 5)
-    longer.turn()
-    longer.note("more", (0, 0, 0, 0, 0))
-    assert peak_of(journal(amounts, 4), [(longer, 3)]) is None
+    longer.start_part()
+    longer.record("more", (0, 0, 0, 0, 0))
+    assert extrapolate_peak(journal(amounts, 4), [(longer, 3)]) is None
     renamed = journal(amounts, 5)
     renamed.parts[0][-1] = ("another", renamed.parts[0][-1][1])
-    assert peak_of(journal(amounts, 4), [(renamed, 3)]) is None
-    assert peak_of(journal(amounts, 5), [(journal(amounts, 4), 3)]) is None, "fewer are none more"
+    assert extrapolate_peak(journal(amounts, 4), [(renamed, 3)]) is None
+    assert extrapolate_peak(journal(amounts, 5), [(journal(amounts, 4), 3)]) is None, "fewer are none more"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.commands.common import execution as running
-from paceline.commands.common.execution import make_folder
+from paceline.commands.common.execution import create_run_folder
 from paceline.commands.report import report
 from paceline.config.task import Task
 from paceline.errors import UsageError
@@ -138,10 +138,10 @@ def test_a_run_does_not_lie_among_everything_else(tmp_path: Path, monkeypatch: p
     named = {"~": tmp_path / "home", "above": tmp_path}.get(place, Path(place))
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UsageError, match="the run's files would mix with everything else there"):
-        make_folder(named)
+        create_run_folder(named)
     assert sorted(tmp_path.rglob("*")) == before
-    make_folder(Path())
-    make_folder(tmp_path / "home" / "runs" / "a")
+    create_run_folder(Path())
+    create_run_folder(tmp_path / "home" / "runs" / "a")
 
 
 def test_a_user_without_a_home_folder_has_runs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,10 +152,10 @@ def test_a_user_without_a_home_folder_has_runs_too(tmp_path: Path, monkeypatch: 
 
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", unknown)
-    make_folder(tmp_path / "run")
+    create_run_folder(tmp_path / "run")
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file/run can't be written"):
-        make_folder(tmp_path / "file" / "run")
+        create_run_folder(tmp_path / "file" / "run")
 
 
 def test_a_page_goes_where_it_may_be_written(tmp_path: Path) -> None:
@@ -178,10 +178,10 @@ def test_a_run_folder_of_before_that_can_not_be_written_now_is_refused_before_a_
     def refuse(dir: Path) -> None:
         raise OSError(number, os.strerror(number))
 
-    running.make_folder(tmp_path / "run")
+    running.create_run_folder(tmp_path / "run")
     monkeypatch.setattr(running, "TemporaryFile", refuse)
     with pytest.raises(UsageError, match=f"the run folder .*run can't be written: {os.strerror(number)}"):
-        running.make_folder(tmp_path / "run")
+        running.create_run_folder(tmp_path / "run")
 
 
 def test_a_rank_that_could_not_make_its_log_has_the_disk_s_reason(tmp_path: Path) -> None:

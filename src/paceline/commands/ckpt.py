@@ -45,18 +45,18 @@ class CheckpointRow:
     marks: tuple[str, ...]
 
 
-def ls(run: str | None = None) -> list[CheckpointRow]:
+def describe_checkpoints(run: str | None = None) -> list[CheckpointRow]:
     """List every checkpoint of a run; each is read completely and compared with its digests."""
     folder, _ = find_run(run, trains=True)
     marks = {mark: resolve_mark(folder.checkpoints, mark) for mark in (LATEST, BEST)}
     return [
-        _row(path, tuple(mark for mark, at in marks.items() if at == path))
+        _checkpoint_row(path, tuple(mark for mark, at in marks.items() if at == path))
         for path in list_checkpoints(folder.checkpoints)
     ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified:
+class VerifiedCheckpoint:
     """The result of `ckpt verify`: the files that were read completely and match their digests."""
 
     step: int | None
@@ -68,7 +68,7 @@ class Verified:
     note: str = ""
 
 
-def verify_checkpoint(run: str | None = None) -> Verified:
+def verify_checkpoint(run: str | None = None) -> VerifiedCheckpoint:
     """Verify a checkpoint, or a run's newest one and its final model: read it completely and compare its digests.
 
     Raises:
@@ -83,26 +83,26 @@ def verify_checkpoint(run: str | None = None) -> Verified:
     if path is None:
         raise CheckpointError("the run has no checkpoint.", where=str(folder.checkpoints))
     check_checkpoint(path)
-    found = Verified(step=parse_step(path), path=str(path), num_bytes=folder_bytes(path))
+    verified = VerifiedCheckpoint(step=parse_step(path), path=str(path), num_bytes=folder_bytes(path))
     if checkpoint is not None or not final.is_dir():
-        return found
+        return verified
     if check_consolidated(final):
-        return replace(found, consolidated=str(final))
-    return replace(found, note=f"{final} was not compared: {WEIGHTS_FILE} next to it has no digests")
+        return replace(verified, consolidated=str(final))
+    return replace(verified, note=f"{final} was not compared: {WEIGHTS_FILE} next to it has no digests")
 
 
-def _verify_consolidated(folder: Path) -> Verified:
+def _verify_consolidated(folder: Path) -> VerifiedCheckpoint:
     if not (folder.parent / WEIGHTS_FILE).exists() or not check_consolidated(folder):
         raise CheckpointError(
             f"{folder} can't be verified: its digests are missing.",
             cause=f"{WEIGHTS_FILE}, next to it in the run's folder, is missing or from a version without digests",
             hint="paceline ckpt consolidate RUN --to FOLDER writes it from a checkpoint",
         )
-    return Verified(step=None, path=str(folder), num_bytes=folder_bytes(folder), consolidated=str(folder))
+    return VerifiedCheckpoint(step=None, path=str(folder), num_bytes=folder_bytes(folder), consolidated=str(folder))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class CheckpointDifference:
     """The differences between two checkpoints: names by kind, and the manifest entries that differ."""
 
     steps: tuple[int, int]
@@ -116,7 +116,7 @@ class Difference:
         return not (self.tensors or self.only or self.state)
 
 
-def diff(one: str | None, other: str | None) -> Difference:
+def diff_checkpoints(one: str | None, other: str | None) -> CheckpointDifference:
     """Compare two checkpoints (or the newest of two runs) bit by bit, however many ranks wrote each.
 
     Raises:
@@ -124,47 +124,51 @@ def diff(one: str | None, other: str | None) -> Difference:
     """
     if one is None or other is None:
         raise UsageError("ckpt diff compares two checkpoints.", hint="paceline ckpt diff RUN RUN")
-    first, second = (open_checkpoint(_newest(each)) for each in (one, other))
+    first, second = (open_checkpoint(_newest_checkpoint(each)) for each in (one, other))
     tensors, only = dict[str, list[str]](), dict[str, tuple[list[str], list[str]]]()
     for kind in dict.fromkeys([*first.files, *second.files]):
         a, b = (each.files.get(kind, StoredTensors([])) for each in (first, second))
-        alone = ([name for name in a if name not in b], [name for name in b if name not in a])
-        differing = _differing(a, b)
+        unmatched = ([name for name in a if name not in b], [name for name in b if name not in a])
+        differing = _differing_tensors(a, b)
         tensors |= {kind: differing} if differing else {}
-        only |= {kind: alone} if any(alone) else {}
-    said = [each.state.get("identity", {}) for each in (first, second)]
-    state = [name for name in dict.fromkeys([*said[0], *said[1]]) if said[0].get(name) != said[1].get(name)]
-    return Difference(steps=(first.step, second.step), tensors=tensors, only=only, state=state)
+        only |= {kind: unmatched} if any(unmatched) else {}
+    identities = [each.state.get("identity", {}) for each in (first, second)]
+    state = [
+        name
+        for name in dict.fromkeys([*identities[0], *identities[1]])
+        if identities[0].get(name) != identities[1].get(name)
+    ]
+    return CheckpointDifference(steps=(first.step, second.step), tensors=tensors, only=only, state=state)
 
 
-def summarize_differences(found: Difference) -> str:
+def summarize_differences(difference: CheckpointDifference) -> str:
     """Return the lines to print: how many tensors of each kind differ, and the first few names."""
-    lines = [f"step {found.steps[0]} and step {found.steps[1]}"]
-    for kind, names in found.tensors.items():
+    lines = [f"step {difference.steps[0]} and step {difference.steps[1]}"]
+    for kind, names in difference.tensors.items():
         differ = "differs" if len(names) == 1 else "differ"
         lines.append(f"{kind}: {plural(len(names), 'tensor')} {differ}: {first_names(names, most=5)}")
-    for kind, alone in found.only.items():
-        for number, names in zip(("first", "second"), alone, strict=True):
+    for kind, unmatched in difference.only.items():
+        for number, names in zip(("first", "second"), unmatched, strict=True):
             lines += [f"{kind}: only in the {number}: {first_names(names, most=5)}"] if names else []
-    lines += [f"different: {', '.join(found.state)}"] if found.state else []
-    return "\n".join(lines if not found.is_none else [*lines, "every tensor is the same, bit for bit"])
+    lines += [f"different: {', '.join(difference.state)}"] if difference.state else []
+    return "\n".join(lines if not difference.is_none else [*lines, "every tensor is the same, bit for bit"])
 
 
-def _newest(run: str) -> Path:
+def _newest_checkpoint(run: str) -> Path:
     folder, checkpoint = find_run(run, trains=True)
     return checkpoint or newest_or_tell(folder)
 
 
-def _differing(a: StoredTensors, b: StoredTensors) -> list[str]:
+def _differing_tensors(a: StoredTensors, b: StoredTensors) -> list[str]:
     """Return the names in both whose tensors differ. If both have the same pieces, only digests are compared."""
-    both = [name for name in a if name in b and (a.dtype(name), a.shape(name)) == (b.dtype(name), b.shape(name))]
-    alike = {name for name in both if _digests(a, name).keys() == _digests(b, name).keys()}
+    comparable = [name for name in a if name in b and (a.dtype(name), a.shape(name)) == (b.dtype(name), b.shape(name))]
+    same_pieces = {name for name in comparable if _digests(a, name).keys() == _digests(b, name).keys()}
     for stored in (a, b):
-        check_digests(piece for name in both if name in alike for piece in stored.shards(name))
+        check_digests(piece for name in comparable if name in same_pieces for piece in stored.shards(name))
     equal = {
         name
-        for name in both
-        if (_digests(a, name) == _digests(b, name) if name in alike else a[name].data == b[name].data)
+        for name in comparable
+        if (_digests(a, name) == _digests(b, name) if name in same_pieces else a[name].data == b[name].data)
     }
     return [name for name in a if name in b and name not in equal]
 
@@ -184,24 +188,25 @@ def prune(run: str | None = None, *, keep: int) -> list[Path]:
         raise UsageError(f"--keep {keep} would leave no checkpoint.", hint="--keep 1 or more")
     folder, _ = find_run(run, trains=True)
     refuse_links(folder.path)
-    place = folder.checkpoints
-    if place.is_symlink():
+    checkpoint_folder = folder.checkpoints
+    if checkpoint_folder.is_symlink():
         raise UsageError(
-            f"{place} is a link: nothing is removed through it.",
-            where=str(place.resolve()),
-            hint=f"paceline ckpt prune {place.resolve().parent} --keep {keep}",
+            f"{checkpoint_folder} is a link: nothing is removed through it.",
+            where=str(checkpoint_folder.resolve()),
+            hint=f"paceline ckpt prune {checkpoint_folder.resolve().parent} --keep {keep}",
         )
-    if is_mark_broken(place, BEST):
+    if is_mark_broken(checkpoint_folder, BEST):
         raise CheckpointError(
-            f"{place / BEST} can't be read: the best checkpoint is not known, so none is removed.",
-            where=str(place),
-            hint=f"echo step-NNNNNNNN > {place / BEST} names it; without one: rm {place / BEST}",
+            f"{checkpoint_folder / BEST} can't be read: the best checkpoint is not known, so none is removed.",
+            where=str(checkpoint_folder),
+            hint=f"echo step-NNNNNNNN > {checkpoint_folder / BEST} names it; "
+            f"without one: rm {checkpoint_folder / BEST}",
         )
-    return checkpoints.prune_checkpoints(place, keep=keep)
+    return checkpoints.prune_checkpoints(checkpoint_folder, keep=keep)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Consolidated:
+class ConsolidatedCheckpoint:
     """The result of `ckpt consolidate`: the folder that was written, the step, and which weights it contains."""
 
     path: str
@@ -211,7 +216,7 @@ class Consolidated:
 
 def consolidate(
     run: str | None = None, *, to: Path, best: bool = False, raw: bool = False, average: bool = False
-) -> Consolidated:
+) -> ConsolidatedCheckpoint:
     """Write a checkpoint's weights as a folder with `model.safetensors`, which other tools can read.
 
     These are the weights that were evaluated: the average, if the job has one. `raw` takes the training weights
@@ -238,65 +243,67 @@ def consolidate(
             cause="the job has no ema=",
             hint="leave --average out",
         )
-    config = _config_of(folder.path / CONSOLIDATED / "config.json")
+    config = _read_config(folder.path / CONSOLIDATED / "config.json")
     with convert_to_save_error("the consolidated weights", to):
-        write_model_folder(to, _weights(loaded, raw=raw), config=config)
+        write_model_folder(to, _model_tensors(loaded, raw=raw), config=config)
     kind = "the average (ema)" if AVERAGE in loaded.files and not raw else "the weights in training"
-    return Consolidated(path=str(to), step=loaded.step, weights=kind)
+    return ConsolidatedCheckpoint(path=str(to), step=loaded.step, weights=kind)
 
 
-def _config_of(given: Path) -> Any:
-    if not given.exists():
+def _read_config(path: Path) -> Any:
+    if not path.exists():
         return None
     try:
-        return read_json(given)
+        return read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{given} differs from the configuration that was written: {error}.", where=str(given), hint=f"rm {given}"
+            f"{path} differs from the configuration that was written: {error}.", where=str(path), hint=f"rm {path}"
         ) from error
 
 
-def _weights(loaded: OpenCheckpoint, *, raw: bool) -> list[LazyTensor]:
+def _model_tensors(loaded: OpenCheckpoint, *, raw: bool) -> list[LazyTensor]:
     """Return every tensor of the model, averaged if there is an average. Each is read when it is written."""
     if WEIGHTS not in loaded.files:
         raise CheckpointError(f"{loaded.path.name} has no {WEIGHTS}.", where=str(loaded.path))
     weights, average = loaded.files[WEIGHTS], StoredTensors([]) if raw else loaded.files.get(AVERAGE, StoredTensors([]))
     names = {name: name for name in weights} | loaded.state.get("aliases", {})
-    found = []
-    for name, first in names.items():
-        stored = average if first in average else weights
-        make = partial(_bytes, stored, first)
-        found.append(LazyTensor(name=name, dtype=stored.dtype(first), shape=stored.shape(first), load_data=make))
-    return found
+    tensors = []
+    for name, stored_name in names.items():
+        stored = average if stored_name in average else weights
+        read = partial(_read_bytes, stored, stored_name)
+        tensors.append(
+            LazyTensor(name=name, dtype=stored.dtype(stored_name), shape=stored.shape(stored_name), load_data=read)
+        )
+    return tensors
 
 
-def _bytes(stored: StoredTensors, name: str) -> memoryview:
+def _read_bytes(stored: StoredTensors, name: str) -> memoryview:
     return stored[name].data
 
 
-def _row(path: Path, marks: tuple[str, ...]) -> CheckpointRow:
-    held = folder_bytes(path)
+def _checkpoint_row(path: Path, marks: tuple[str, ...]) -> CheckpointRow:
+    num_bytes = folder_bytes(path)
     try:
         check_checkpoint(path)
     except (CheckpointError, MachineError) as error:
         return CheckpointRow(
-            step=parse_step(path), path=str(path), num_bytes=held, good=False, reason=error.what, marks=marks
+            step=parse_step(path), path=str(path), num_bytes=num_bytes, good=False, reason=error.what, marks=marks
         )
-    return CheckpointRow(step=parse_step(path), path=str(path), num_bytes=held, good=True, reason="", marks=marks)
+    return CheckpointRow(step=parse_step(path), path=str(path), num_bytes=num_bytes, good=True, reason="", marks=marks)
 
 
-def unknown_action_error(word: str) -> UsageError:
+def unknown_action_error(action: str) -> UsageError:
     """Return the error for a word that is no `ckpt` action."""
-    known = ("ls", "verify", "diff", "consolidate", "prune")
+    actions = ("ls", "verify", "diff", "consolidate", "prune")
     return UsageError(
-        f"ckpt does not know {word!r}.", cause=did_you_mean(word, known), hint=f"ckpt {' | '.join(known)}"
+        f"ckpt does not know {action!r}.", cause=did_you_mean(action, actions), hint=f"ckpt {' | '.join(actions)}"
     )
 
 
 def run_verb(options: Any, _: Sequence[str]) -> tuple[int, Any, str]:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
     if options.what == "ls":
-        rows = ls(options.run)
+        rows = describe_checkpoints(options.run)
         lines = [
             f"{'✓' if row.good else '✗'} step {row.step:>8}  {format_size(row.num_bytes):>12}  {' '.join(row.marks)}  "
             f"{row.reason}".rstrip()
@@ -309,12 +316,18 @@ def run_verb(options: Any, _: Sequence[str]) -> tuple[int, Any, str]:
         lines = [f"{path} is intact, bit for bit" for path in paths]
         return 0, row, "\n".join([*lines, *([row.note] if row.note else [])])
     if options.what == "consolidate":
-        made = consolidate(options.run, to=options.to, best=options.best, raw=options.raw, average=options.average)
-        return 0, made, f"wrote {made.path}: {made.weights} of step {made.step}"
+        consolidated = consolidate(
+            options.run, to=options.to, best=options.best, raw=options.raw, average=options.average
+        )
+        return 0, consolidated, f"wrote {consolidated.path}: {consolidated.weights} of step {consolidated.step}"
     if options.what == "diff":
-        found = diff(options.run, options.other)
-        return 0, found, summarize_differences(found)
+        difference = diff_checkpoints(options.run, options.other)
+        return 0, difference, summarize_differences(difference)
     if options.what == "prune":
-        gone = prune(options.run, keep=options.keep)
-        return 0, [str(path) for path in gone], "\n".join(f"removed {path}" for path in gone) or "nothing to remove"
+        removed = prune(options.run, keep=options.keep)
+        return (
+            0,
+            [str(path) for path in removed],
+            "\n".join(f"removed {path}" for path in removed) or "nothing to remove",
+        )
     raise unknown_action_error(options.what)

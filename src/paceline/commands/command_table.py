@@ -8,7 +8,7 @@ import tyro
 
 from paceline.plugins import resolve
 
-Printed = tuple[int, Any, str]
+VerbOutput = tuple[int, Any, str]
 _Job = Annotated[str, tyro.conf.Positional]
 _Run = Annotated[str | None, tyro.conf.Positional]
 
@@ -31,7 +31,7 @@ class Verb:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Starting:
+class StartOptions:
     """The options shared by the verbs that start processes."""
 
     job: _Job
@@ -61,7 +61,7 @@ class Starting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(Starting):
+class TrainOptions(StartOptions):
     """Train a job, or resume a run."""
 
     resume: str | None = None
@@ -75,7 +75,7 @@ class TrainOptions(Starting):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions(Starting):
+class VerifyOptions(StartOptions):
     """Check a layout, an update rule or compressed gradients against one process."""
 
     run_dir: str | None = None

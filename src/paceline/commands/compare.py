@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
-from paceline.commands.command_table import CompareOptions, Printed
+from paceline.commands.command_table import CompareOptions, VerbOutput
 from paceline.commands.common.execution import RunOptions
-from paceline.commands.compare_layouts import LayoutComparison, compare_layouts, page_line, refuse_mixed
+from paceline.commands.compare_layouts import LayoutComparison, compare_layouts, page_line, refuse_mixed_arguments
 from paceline.errors import ExitCode, UsageError, raise_all
 from paceline.reporting.run_comparison import (
     ComparedRun,
@@ -25,7 +25,7 @@ from paceline.verification.rung_result import RECORDING_FLOOR
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class RunComparison:
     """The result of `compare` for runs; its fields are the keys of `--json`."""
 
     exit_code: int
@@ -39,7 +39,7 @@ class Compared:
 
 
 @overload
-def compare(*runs: str | Path, page: str | Path | None = None) -> Compared: ...
+def compare(*runs: str | Path, page: str | Path | None = None) -> RunComparison: ...
 
 
 @overload
@@ -66,7 +66,7 @@ def compare(
     run_dir: str | Path | None = None,
     device: str = "auto",
     page: str | Path | None = None,
-) -> Compared | LayoutComparison:
+) -> RunComparison | LayoutComparison:
     """Compare runs side by side, each with the first; recordings up to the first step and parameter that differ.
 
     With `layouts`, run one job (`"job.py"`) in each layout: a few steps on the same samples, one after another.
@@ -76,23 +76,27 @@ def compare(
     """
     if layouts:
         common = RunOptions(ranks=ranks, device=device, run_dir=None if run_dir is None else str(run_dir))
-        return compare_layouts(_job(runs), layouts=layouts, common=common, overrides=overrides, steps=steps, page=page)
+        return compare_layouts(
+            _single_job(runs), layouts=layouts, common=common, overrides=overrides, steps=steps, page=page
+        )
     if len(runs) < 2:
         raise UsageError(f"compare needs two runs, got {len(runs)}.", hint="paceline compare RUN RUN")
     paths = [Path(run) for run in runs]
-    _check(paths)
+    _check_paths(paths)
     recordings = [read_recording(path) for path in paths] if all(has_recording(path) for path in paths) else []
-    comparisons = _compared(recordings)
+    comparisons = _compare_with_first(recordings)
     if comparisons and not all(_is_run(path) for path in paths):
-        return _answer([], [], comparisons, page=None, notes=_notes(recordings))
+        return _build_comparison([], [], comparisons, page=None, notes=_notes(recordings))
     sides = read_runs(paths)
     divergences = loss_divergences(sides, floor=RECORDING_FLOOR)
     replaced = page is not None and Path(page).exists()
     page_path = write_comparison_page(sides, divergences, to=Path(page)) if page is not None else None
-    return _answer(sides, divergences, comparisons, page=page_path, over=replaced, notes=_notes(recordings))
+    return _build_comparison(
+        sides, divergences, comparisons, page=page_path, replaced=replaced, notes=_notes(recordings)
+    )
 
 
-def _job(runs: Sequence[str | Path]) -> str:
+def _single_job(runs: Sequence[str | Path]) -> str:
     if len(runs) != 1:
         raise UsageError(
             f"layouts= takes one job, got {len(runs)}.", hint='pl.compare("job.py", layouts=["ddp", "fsdp"])'
@@ -106,18 +110,18 @@ def _job(runs: Sequence[str | Path]) -> str:
     return str(runs[0])
 
 
-def _check(paths: list[Path]) -> None:
-    raise_all([problem for path in dict.fromkeys(paths) if (problem := _unreadable(path)) is not None])
+def _check_paths(paths: list[Path]) -> None:
+    raise_all([problem for path in dict.fromkeys(paths) if (problem := _path_problem(path)) is not None])
     kinds = {_is_run(path) for path in paths}
     if len(kinds) > 1 and not all(has_recording(path) for path in paths):
-        lone = next(path for path in paths if not has_recording(path))
+        unrecorded = next(path for path in paths if not has_recording(path))
         raise UsageError(
-            f"{lone} is a run without a recording, so it can't be compared with a recording.",
+            f"{unrecorded} is a run without a recording, so it can't be compared with a recording.",
             hint="record both: pl.record(run.model, run.optimizers, run.folder / 'record')",
         )
 
 
-def _unreadable(path: Path) -> UsageError | None:
+def _path_problem(path: Path) -> UsageError | None:
     if not path.is_dir():
         return UsageError(f"there is no run {path} to compare.", hint="ls runs/*/")
     if _is_run(path) or has_recording(path):
@@ -134,91 +138,95 @@ def _is_run(path: Path) -> bool:
     return run.events.exists() or run.metrics.exists()
 
 
-def _compared(recordings: Sequence[Recording]) -> list[tuple[Path, Comparison]]:
+def _compare_with_first(recordings: Sequence[Recording]) -> list[tuple[Path, Comparison]]:
     """Return a comparison of each recording with the first."""
-    found = []
+    comparisons = []
     for other in recordings[1:]:
         first = recordings[0]
         same_ranks = num_ranks(other.path) == num_ranks(first.path)
-        found.append((other.path, compare_recordings(first.records, other.records, same_ranks=same_ranks)))
-    return found
+        comparisons.append((other.path, compare_recordings(first.records, other.records, same_ranks=same_ranks)))
+    return comparisons
 
 
 def _notes(recordings: Sequence[Recording]) -> list[str]:
     return list(dict.fromkeys(recording.note for recording in recordings if recording.note))
 
 
-def _answer(
+def _build_comparison(
     sides: list[ComparedRun],
-    parted: list[LossDivergence],
-    recorded: list[tuple[Path, Comparison]],
+    divergences: list[LossDivergence],
+    comparisons: list[tuple[Path, Comparison]],
     *,
     page: Path | None,
-    over: bool = False,
+    replaced: bool = False,
     notes: Sequence[str] = (),
-) -> Compared:
-    first = next((comparison.first for _, comparison in recorded if comparison.first is not None), None)
-    lines = _lines(sides, parted)
-    for path, comparison in recorded:
-        lines.append(comparison.text if len(recorded) == 1 else f"{path}: {comparison.text}")
-        lines += _replicas(path) if comparison.first is not None else []
+) -> RunComparison:
+    first_difference = next((comparison.first for _, comparison in comparisons if comparison.first is not None), None)
+    lines = _table_lines(sides, divergences)
+    for path, comparison in comparisons:
+        lines.append(comparison.text if len(comparisons) == 1 else f"{path}: {comparison.text}")
+        lines += _rank_divergence_lines(path) if comparison.first is not None else []
     lines += notes
     if page is not None:
-        lines.append(f"\n{page_line(page, over=over)}")
-    return Compared(
-        exit_code=int(ExitCode.DIFFERENT if first is not None else ExitCode.DONE),
+        lines.append(f"\n{page_line(page, replaced=replaced)}")
+    return RunComparison(
+        exit_code=int(ExitCode.DIFFERENT if first_difference is not None else ExitCode.DONE),
         text="\n".join(lines),
         runs=[{"run": str(side.history.run.path), **side.result, **side.speed} for side in sides],
         settings=differing_settings(sides) if sides else {},
-        losses=[asdict(one) for one in parted],
-        recordings=[{"run": str(path), **asdict(comparison)} for path, comparison in recorded],
-        first_difference=first,
+        losses=[asdict(one) for one in divergences],
+        recordings=[{"run": str(path), **asdict(comparison)} for path, comparison in comparisons],
+        first_difference=first_difference,
         page=str(page) if page is not None else None,
     )
 
 
-def _replicas(path: Path) -> list[str]:
+def _rank_divergence_lines(path: Path) -> list[str]:
     """Return lines that say whether the ranks of the differing run at least agree with one another."""
     try:
         ranks = [read_recording(path, rank=rank).records for rank in range(num_ranks(path))]
     except UsageError as error:
         return [f"{path}: its ranks were not compared with each other: {error.what}"]
-    apart = first_rank_difference(ranks)
-    if apart is None:
+    divergence = first_rank_difference(ranks)
+    if divergence is None:
         return []
-    return [f"{path}: rank {apart['rank']} diverges from rank 0 at step {apart['step']}, first in {apart['parameter']}"]
+    return [
+        f"{path}: rank {divergence['rank']} diverges from rank 0 at step {divergence['step']}, "
+        f"first in {divergence['parameter']}"
+    ]
 
 
-def _lines(sides: list[ComparedRun], parted: list[LossDivergence]) -> list[str]:
+def _table_lines(sides: list[ComparedRun], divergences: list[LossDivergence]) -> list[str]:
     if not sides:
         return []
-    groups = comparison_table(sides, parted)
+    groups = comparison_table(sides, divergences)
     cells = [row for _, rows in groups for row in rows]
     width = max(len(name) for name, _ in cells) + 2
     columns = [
-        max(len(row[place]) for row in [[s.name for s in sides], *(c for _, c in cells)]) for place in range(len(sides))
+        max(len(row[column]) for row in [[s.name for s in sides], *(c for _, c in cells)])
+        for column in range(len(sides))
     ]
 
     def line(name: str, row: list[str]) -> str:
         padded = "  ".join(cell.ljust(size) for cell, size in zip(row, columns, strict=True))
         return f"  {name:<{width}}{padded}".rstrip()
 
-    found = [line("", [side.name for side in sides])]
+    lines = [line("", [side.name for side in sides])]
     for title, rows in groups:
-        found += [title, *(line(name, row) for name, row in rows)]
-    return found
+        lines += [title, *(line(name, row) for name, row in rows)]
+    return lines
 
 
-def run_verb(options: CompareOptions, settings: list[str]) -> Printed:
+def run_verb(options: CompareOptions, settings: list[str]) -> VerbOutput:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
     if options.layouts:
         return _compare_layouts(options, settings)
-    refuse_mixed(options.runs, settings)
-    found = compare(*options.runs, page=options.page)
-    return found.exit_code, asdict(found), found.text
+    refuse_mixed_arguments(options.runs, settings)
+    comparison = compare(*options.runs, page=options.page)
+    return comparison.exit_code, asdict(comparison), comparison.text
 
 
-def _compare_layouts(options: CompareOptions, settings: list[str]) -> Printed:
+def _compare_layouts(options: CompareOptions, settings: list[str]) -> VerbOutput:
     if len(options.runs) != 1:
         raise UsageError(f"--layouts takes one job, got {len(options.runs)}.", hint="compare JOB --layouts A B")
     common = RunOptions(
@@ -229,7 +237,7 @@ def _compare_layouts(options: CompareOptions, settings: list[str]) -> Printed:
         dry_run=options.dry_run,
         quiet=options.json,
     )
-    found = compare_layouts(
+    comparison = compare_layouts(
         options.runs[0],
         layouts=options.layouts,
         common=common,
@@ -237,4 +245,4 @@ def _compare_layouts(options: CompareOptions, settings: list[str]) -> Printed:
         steps=options.steps,
         page=options.page,
     )
-    return found.exit_code, asdict(found), found.text
+    return comparison.exit_code, asdict(comparison), comparison.text

@@ -7,7 +7,14 @@ from statistics import median
 from typing import Any
 
 from paceline.commands.common.dry_run import check_start
-from paceline.commands.common.execution import CommandOutcome, RunOptions, execute, make_task, read_result, with_run
+from paceline.commands.common.execution import (
+    CommandOutcome,
+    RunOptions,
+    assign_run_folder,
+    execute,
+    make_task,
+    read_result,
+)
 from paceline.config.job_reference import GIVEN, short_name
 from paceline.config.layout import LayoutKind, parse_layout
 from paceline.config.task import Task
@@ -22,10 +29,10 @@ from paceline.verification.rung_result import RECORDING_FLOOR, judge_distance
 
 ENTRY = "paceline.measured_planning.timing.compare_layouts_worker:measure"
 _REFUSED, _FAILED = "refused", "failed"
-_THREADS = "replicas are threads: memory between steps, without activations and messages"
-_WARM = 1  # steps that are not timed
-_BESIDE = 5  # more steps, which record the schedule and the memory
-_PROOF = "Verdicts compare losses with {first}. To compare gradients and weights too: "
+_THREADS_NOTE = "replicas are threads: memory between steps, without activations and messages"
+_WARMUP_STEPS = 1  # steps that are not timed
+_EXTRA_STEPS = 5  # more steps, which record the schedule and the memory
+_VERIFY_LINE = "Verdicts compare losses with {first}. To compare gradients and weights too: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,37 +61,43 @@ def compare_layouts(
     Raises:
         PacelineError, Problems: the checks before a process starts failed, for all layouts at once.
     """
-    tasks, refused = _tasks(job, layouts, common, overrides, steps)
+    tasks, refused = _make_tasks(job, layouts, common, overrides, steps)
     if common.dry_run:
         for task in tasks.values():
             check_start(task)
-        return _dry(tasks, refused, layouts)
-    found: dict[str, tuple[Task, CommandOutcome]] = {}
-    micro: int | None = None
-    for name, task in sorted(tasks.items(), key=lambda item: -_replicas(item[1])):
-        task = with_run(_with_micro(task, micro), resume=None)
+        return _dry_run_result(tasks, refused, layouts)
+    outcomes: dict[str, tuple[Task, CommandOutcome]] = {}
+    micro_batch_size: int | None = None
+    for name, task in sorted(tasks.items(), key=lambda item: -_num_replicas(item[1])):
+        task = assign_run_folder(_set_micro_batch_size(task, micro_batch_size), resume=None)
         if not common.quiet:
             print_line(f"{name}: {task.run}")
         outcome = execute(task, entry=ENTRY, common=replace(common, quiet=True))
-        found[name] = (task, replace(outcome, value=read_result(task, "compare")))
-        micro = micro or (found[name][1].value or {}).get("micro_batch_size")
-    measured = _judged([refused[name] if name in refused else _measured(name, *found[name], steps) for name in layouts])
-    proof = _proof(measured, job)
-    over = page is not None and Path(page).exists()
-    written = (
-        None if page is None else write_layouts(measured, job=short_name(job), to=Path(page), verification_note=proof)
+        outcomes[name] = (task, replace(outcome, value=read_result(task, "compare")))
+        micro_batch_size = micro_batch_size or (outcomes[name][1].value or {}).get("micro_batch_size")
+    measured = _add_verdicts(
+        [refused[name] if name in refused else _read_measurement(name, *outcomes[name], steps) for name in layouts]
     )
-    last = [] if written is None else ["", page_line(written, over=over)]
-    said = "\n".join([comparison_text(measured), *([proof] if proof else []), *last])
+    verify_line = _verify_line(measured, job)
+    replaced = page is not None and Path(page).exists()
+    page_path = (
+        None
+        if page is None
+        else write_layouts(measured, job=short_name(job), to=Path(page), verification_note=verify_line)
+    )
+    page_lines = [] if page_path is None else ["", page_line(page_path, replaced=replaced)]
+    report_text = "\n".join([comparison_text(measured), *([verify_line] if verify_line else []), *page_lines])
     return LayoutComparison(
-        exit_code=max(_code(each) for each in measured),
-        text=said,
-        layouts=[_as_json(each, found[each.name][0].run if each.name in found else None) for each in measured],
-        page=None if written is None else str(written),
+        exit_code=max(_exit_code(each) for each in measured),
+        text=report_text,
+        layouts=[_as_json(each, outcomes[each.name][0].run if each.name in outcomes else None) for each in measured],
+        page=None if page_path is None else str(page_path),
     )
 
 
-def _dry(tasks: dict[str, Task], refused: dict[str, MeasuredLayout], layouts: Sequence[str]) -> LayoutComparison:
+def _dry_run_result(
+    tasks: dict[str, Task], refused: dict[str, MeasuredLayout], layouts: Sequence[str]
+) -> LayoutComparison:
     lines = {name: plural(task.ranks, "rank") for name, task in tasks.items()}
     lines |= {name: each.reason for name, each in refused.items()}
     return LayoutComparison(
@@ -94,19 +107,24 @@ def _dry(tasks: dict[str, Task], refused: dict[str, MeasuredLayout], layouts: Se
     )
 
 
-def _proof(measured: Sequence[MeasuredLayout], job: str) -> str:
+def _verify_line(measured: Sequence[MeasuredLayout], job: str) -> str:
     """Return a line that says what the verdicts compare, with the command for a full verification."""
-    ran = [each for each in measured if each.losses]
-    others = [each for each in ran[1:] if each.name != "single"]
-    if not others:
+    completed = [each for each in measured if each.losses]
+    candidates = [each for each in completed[1:] if each.name != "single"]
+    if not candidates:
         return ""
-    other = others[0]
+    other = candidates[0]
     if job.startswith(f"{GIVEN}:"):
-        return f"{_PROOF.format(first=ran[0].name)}pl.verify(job, layout={other.name!r}, ranks={other.ranks})"
-    return f"{_PROOF.format(first=ran[0].name)}paceline verify {job} --layout {other.name} --ranks {other.ranks}"
+        return (
+            f"{_VERIFY_LINE.format(first=completed[0].name)}pl.verify(job, layout={other.name!r}, ranks={other.ranks})"
+        )
+    return (
+        f"{_VERIFY_LINE.format(first=completed[0].name)}"
+        f"paceline verify {job} --layout {other.name} --ranks {other.ranks}"
+    )
 
 
-def _tasks(
+def _make_tasks(
     job: str, layouts: Sequence[str], common: RunOptions, overrides: Sequence[str], steps: int
 ) -> tuple[dict[str, Task], dict[str, MeasuredLayout]]:
     """Return the tasks to run, and a row for each layout that does not fit these ranks."""
@@ -118,31 +136,37 @@ def _tasks(
         for name in dict.fromkeys(layouts)
         if list(layouts).count(name) > 1
     ]
-    if steps < _WARM + 2:
+    if steps < _WARMUP_STEPS + 2:
         problems.append(
             UsageError(
-                f"--steps {steps}: at least {_WARM + 2} are needed, because {_WARM} is not timed.", hint="--steps 8"
+                f"--steps {steps}: at least {_WARMUP_STEPS + 2} are needed, because {_WARMUP_STEPS} is not timed.",
+                hint="--steps 8",
             )
         )
     if common.layout is not None:
         problems.append(UsageError("--layout and --layouts contradict each other.", hint="use --layouts alone"))
-    last = steps + _BESIDE
-    never = str(last + 1)
-    own = [f"--train.steps={last}", "--log.every=1", f"--eval.every={never}", f"--checkpoint.every={never}"]
-    found: dict[str, Task] = {}
+    last_step = steps + _EXTRA_STEPS
+    beyond_last = str(last_step + 1)
+    own_settings = [
+        f"--train.steps={last_step}",
+        "--log.every=1",
+        f"--eval.every={beyond_last}",
+        f"--checkpoint.every={beyond_last}",
+    ]
+    tasks: dict[str, Task] = {}
     refused: dict[str, MeasuredLayout] = {}
     for name in layouts:
         try:
-            found[name] = _task(job, name, common, [*overrides, *own], steps)
+            tasks[name] = _make_layout_task(job, name, common, [*overrides, *own_settings], steps)
         except PacelineError as error:
-            wrong = getattr(error, "problems", [error])
-            if all(isinstance(each, LayoutError) for each in wrong) and _is_layout(name):
+            errors = getattr(error, "problems", [error])
+            if all(isinstance(each, LayoutError) for each in errors) and _is_layout(name):
                 ranks = common.ranks or 1
-                refused[name] = MeasuredLayout(name=name, ranks=ranks, verdict=_REFUSED, reason=_one_line(wrong[0]))
+                refused[name] = MeasuredLayout(name=name, ranks=ranks, verdict=_REFUSED, reason=_error_line(errors[0]))
             else:
-                problems += [each for each in wrong if str(each) not in map(str, problems)]
+                problems += [each for each in errors if str(each) not in map(str, problems)]
     raise_all(problems)
-    return found, refused
+    return tasks, refused
 
 
 def _is_layout(name: str) -> bool:
@@ -153,18 +177,18 @@ def _is_layout(name: str) -> bool:
     return True
 
 
-def _one_line(error: PacelineError) -> str:
+def _error_line(error: PacelineError) -> str:
     return " ".join(part for part in (error.what, error.cause and f"({error.cause})") if part)
 
 
-def _task(job: str, name: str, common: RunOptions, overrides: Sequence[str], steps: int) -> Task:
-    alone = parse_layout(name).kind is LayoutKind.SINGLE
+def _make_layout_task(job: str, name: str, common: RunOptions, overrides: Sequence[str], steps: int) -> Task:
+    is_single = parse_layout(name).kind is LayoutKind.SINGLE
     folder = None if common.run_dir is None else str(Path(common.run_dir) / name.replace("=", "").replace(",", "-"))
-    own = replace(common, layout=name, ranks=1 if alone else common.ranks, run_dir=folder)
-    return replace(make_task("compare", job, own, overrides), options={"steps": steps})
+    options = replace(common, layout=name, ranks=1 if is_single else common.ranks, run_dir=folder)
+    return replace(make_task("compare", job, options, overrides), options={"steps": steps})
 
 
-def _replicas(task: Task) -> int:
+def _num_replicas(task: Task) -> int:
     """Return the replica count. The layout with most replicas runs first: all others use its microbatch size."""
     layout = parse_layout(task.layout)
     return (
@@ -174,61 +198,71 @@ def _replicas(task: Task) -> int:
     )
 
 
-def _with_micro(task: Task, micro: int | None) -> Task:
+def _set_micro_batch_size(task: Task, micro_batch_size: int | None) -> Task:
     name = "train.micro_batch_size"
-    if micro is None or name in task.settings:
+    if micro_batch_size is None or name in task.settings:
         return task
     return replace(
-        task, settings={**task.settings, name: micro}, origins={**task.origins, name: "compare: the same for all"}
+        task,
+        settings={**task.settings, name: micro_batch_size},
+        origins={**task.origins, name: "compare: the same for all"},
     )
 
 
-def _measured(name: str, task: Task, outcome: CommandOutcome, steps: int) -> MeasuredLayout:
+def _read_measurement(name: str, task: Task, outcome: CommandOutcome, steps: int) -> MeasuredLayout:
     if outcome.value is None:
-        refused = outcome.exit_code == ExitCode.REFUSED
-        reason = str(outcome.keys.get("what") or outcome.screen or f"exit code {outcome.exit_code}").splitlines()[0]
-        return MeasuredLayout(name=name, ranks=task.ranks, verdict=_REFUSED if refused else _FAILED, reason=reason)
+        is_refused = outcome.exit_code == ExitCode.REFUSED
+        reason = str(
+            outcome.json_fields.get("what") or outcome.screen or f"exit code {outcome.exit_code}"
+        ).splitlines()[0]
+        return MeasuredLayout(name=name, ranks=task.ranks, verdict=_REFUSED if is_refused else _FAILED, reason=reason)
     history = read_history(RunFolder(Path(task.run)))
     ranks = outcome.value["ranks"]
     schedule = outcome.value.get("schedule") or {}
 
-    def middle(metric: str) -> float | None:
-        values = [value for step, value in history.points(metric) if _WARM < step <= steps]
+    def median_of(metric: str) -> float | None:
+        values = [value for step, value in history.points(metric) if _WARMUP_STEPS < step <= steps]
         return median(values) if values else None
 
     return MeasuredLayout(
         name=name,
         ranks=task.ranks,
-        step_seconds=middle("time/step"),
-        samples_per_second=middle("samples_per_second"),
-        tokens_per_second=middle("tokens_per_second"),
+        step_seconds=median_of("time/step"),
+        samples_per_second=median_of("samples_per_second"),
+        tokens_per_second=median_of("tokens_per_second"),
         memory_by_rank=[rank["held"] for rank in ranks],
         sent_by_rank=[rank["sent"] for rank in ranks],
         losses=[(step, loss) for step, loss in history.points("loss") if step <= steps + 1],
         bubble=schedule.get("bubble"),
         planned_bubble=schedule.get("planned"),
         schedule=schedule.get("picture", ""),
-        notes=() if all(rank["kept"] is not None for rank in ranks) else (_THREADS,),
+        notes=() if all(rank["kept"] is not None for rank in ranks) else (_THREADS_NOTE,),
     )
 
 
-def _judged(found: list[MeasuredLayout]) -> list[MeasuredLayout]:
-    first = next((each for each in found if each.losses), None)
+def _add_verdicts(measured: list[MeasuredLayout]) -> list[MeasuredLayout]:
+    first = next((each for each in measured if each.losses), None)
     if first is None:
-        return found
+        return measured
     losses = dict(first.losses)
     return [
         replace(each, verdict="reference" if each is first else _verdict(each, losses)) if each.losses else each
-        for each in found
+        for each in measured
     ]
 
 
-def _verdict(each: MeasuredLayout, first: dict[float, float]) -> str:
-    apart = max((abs(loss - first[step]) / max(abs(first[step]), 1e-30) for step, loss in each.losses if step in first))
-    return judge_distance(apart, RECORDING_FLOOR)
+def _verdict(each: MeasuredLayout, reference: dict[float, float]) -> str:
+    distance = max(
+        (
+            abs(loss - reference[step]) / max(abs(reference[step]), 1e-30)
+            for step, loss in each.losses
+            if step in reference
+        )
+    )
+    return judge_distance(distance, RECORDING_FLOOR)
 
 
-def _code(each: MeasuredLayout) -> int:
+def _exit_code(each: MeasuredLayout) -> int:
     codes = {"different": ExitCode.DIFFERENT, _REFUSED: ExitCode.DONE, _FAILED: ExitCode.FAILED}
     return int(codes.get(each.verdict, ExitCode.DONE))
 
@@ -251,12 +285,12 @@ def _as_json(each: MeasuredLayout, run: str | None) -> dict[str, Any]:
     }
 
 
-def page_line(page: Path, *, over: bool) -> str:
+def page_line(page: Path, *, replaced: bool) -> str:
     """Return the page's path, with a note if it replaced an earlier page."""
-    return f"{page} (replaced the earlier page; --page FILE keeps both)" if over else str(page)
+    return f"{page} (replaced the earlier page; --page FILE keeps both)" if replaced else str(page)
 
 
-def refuse_mixed(runs: Sequence[str], settings: Sequence[str]) -> None:
+def refuse_mixed_arguments(runs: Sequence[str], settings: Sequence[str]) -> None:
     """Refuse arguments that belong to the other form of `compare`.
 
     Raises:

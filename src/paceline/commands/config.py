@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.commands.command_table import ConfigOptions, Printed
+from paceline.commands.command_table import ConfigOptions, VerbOutput
 from paceline.config.job_reference import JobRef, job_defaults, parse_jobref
 from paceline.config.loading import JOB, JOB_SETTINGS, RequestedSettings, default_of, known_settings, merge, read_asked
 from paceline.config.secret_settings import HIDDEN, holds_secret
@@ -30,31 +30,33 @@ def config(job: str, *, file: Path | None = None, overrides: Sequence[str] = ())
         UsageError, Problems: a value that its setting can't have.
     """
     ref = parse_jobref(job)
-    asked = read_asked(file=file, overrides=overrides)
-    asked = asked.over(_by_job(ref, asked), origin=JOB, where=JOB_SETTINGS)
-    merge(asked)
-    found = [
-        Setting(name=name, value=asked.values.get(name, default_of(name)), origin=asked.origins.get(name, "default"))
+    requested = read_asked(file=file, overrides=overrides)
+    requested = requested.over(_job_settings(ref, requested), origin=JOB, where=JOB_SETTINGS)
+    merge(requested)
+    rows = [
+        Setting(
+            name=name, value=requested.values.get(name, default_of(name)), origin=requested.origins.get(name, "default")
+        )
         for name in known_settings()
     ]
     for name, source in (job_defaults(ref) or {}).items():
         dotted = f"job.{name}"
-        value = asked.values.get(dotted, source)
-        found.append(
+        value = requested.values.get(dotted, source)
+        rows.append(
             Setting(
                 name=dotted,
                 value=HIDDEN if value and holds_secret([dotted]) else value,
-                origin=asked.origins.get(dotted, f"{ref.short}.py"),
+                origin=requested.origins.get(dotted, f"{ref.short}.py"),
             )
         )
-    return found
+    return rows
 
 
-def _by_job(ref: JobRef, asked: RequestedSettings) -> dict[str, Any]:
-    params = {name[4:]: value for name, value in asked.values.items() if name.startswith("job.")}
+def _job_settings(ref: JobRef, requested: RequestedSettings) -> dict[str, Any]:
+    params = {name[4:]: value for name, value in requested.values.items() if name.startswith("job.")}
     load, layer = resolve("paceline.job:load_job"), resolve("paceline.trainer.setup.build_training_setup:job_settings")
     try:
-        found: dict[str, Any] = layer(load(ref, params=params))
+        settings: dict[str, Any] = layer(load(ref, params=params))
     except PacelineError:
         raise
     except SystemExit as error:
@@ -63,10 +65,10 @@ def _by_job(ref: JobRef, asked: RequestedSettings) -> dict[str, Any]:
         raise JobError(
             f"{ref} can't be loaded: {type(error).__name__}: {error}", where=str(user_line(error) or ref)
         ) from error
-    return found
+    return settings
 
 
-def run_verb(options: ConfigOptions, settings: list[str]) -> Printed:
+def run_verb(options: ConfigOptions, settings: list[str]) -> VerbOutput:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
     rows = config(options.job, file=options.config, overrides=settings)
     width = max(len(row.name) for row in rows)

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from paceline.checkpoint.files.checkpoint_folder import BEST, resolve_mark
-from paceline.commands.command_table import EvaluateOptions, Printed
+from paceline.commands.command_table import EvaluateOptions, VerbOutput
 from paceline.commands.common.execution import CommandOutcome, RunOptions, execute, failure_result
 from paceline.config.job_reference import parse_jobref
 from paceline.config.layout import LayoutKind, parse_layout
@@ -44,23 +44,23 @@ def evaluate(
         checkpoint = resolve_mark(folder.checkpoints, BEST)
         if checkpoint is None:
             raise UsageError(f"{folder.path} has no best checkpoint.", hint=f"paceline ckpt ls {folder.path}")
-    how = replace(as_evaluated(task, common), update="sync", compress="none", faults="")
+    evaluation_task = replace(build_evaluation_task(task, common), update="sync", compress="none", faults="")
     joined = detect_world(os.environ)
     if not common.quiet and (joined is None or joined.rank == 0):
         print_line(f"evaluating {checkpoint or folder.path} on {split}_data with {plural(task.ranks, 'process')}")
-        given = common.job_handle is not None
-        print_line("the job: the object that was passed" if given else f"the job (its code runs): {task.job}")
+        is_object = common.job_handle is not None
+        print_line("the job: the object that was passed" if is_object else f"the job (its code runs): {task.job}")
     if joined is None:
         checkpoint = checkpoint or newest_or_tell(folder)
     options = {"split": split, "checkpoint": str(checkpoint or "")}  # if empty, each rank chooses
-    task = replace(how, verb="evaluate", options=options, resume=None, run=str(folder.path))
-    with scratch_folder("evaluate") as aside:
-        answer = RunFolder(aside.path).answer("evaluate")
+    task = replace(evaluation_task, verb="evaluate", options=options, resume=None, run=str(folder.path))
+    with scratch_folder("evaluate") as scratch:
+        answer = RunFolder(scratch.path).answer("evaluate")
         task = replace(task, options={**options, "answer": str(answer)})
-        outcome = execute(task, entry=ENTRY, common=replace(common, quiet=True), logs=aside.path)
+        outcome = execute(task, entry=ENTRY, common=replace(common, quiet=True), logs=scratch.path)
         if outcome.exit_code:
             if outcome.failure is not None:
-                aside.keep()  # the failure message names these logs
+                scratch.keep()  # the failure message names these logs
             return outcome
         value = read_json(answer) if answer.exists() else None
     if value is not None:
@@ -69,7 +69,7 @@ def evaluate(
     return replace(outcome, value=value)
 
 
-def as_evaluated(task: Task, common: RunOptions) -> Task:
+def build_evaluation_task(task: Task, common: RunOptions) -> Task:
     """Return the task for the requested layout and ranks, without the settings that only training uses.
 
     Raises:
@@ -77,37 +77,39 @@ def as_evaluated(task: Task, common: RunOptions) -> Task:
     """
     if common.layout is None:
         ranks = common.ranks or task.ranks
-        own = parse_layout(task.layout) if task.update == "sync" and task.layout != AUTO else None
-        stays = own is not None and own.kind is not LayoutKind.THREADS and ranks == task.ranks
-        text = task.layout if stays else "single" if ranks == 1 else "ddp"
+        run_layout = parse_layout(task.layout) if task.update == "sync" and task.layout != AUTO else None
+        keeps_layout = run_layout is not None and run_layout.kind is not LayoutKind.THREADS and ranks == task.ranks
+        layout_text = task.layout if keeps_layout else "single" if ranks == 1 else "ddp"
     else:
-        text = str(parse_layout(common.layout))
-        ranks = common.ranks or parse_layout(text).ranks or task.ranks
-    layout, problems = parse_layout(text), list[PacelineError]()
+        layout_text = str(parse_layout(common.layout))
+        ranks = common.ranks or parse_layout(layout_text).ranks or task.ranks
+    layout, problems = parse_layout(layout_text), list[PacelineError]()
     mesh = resolve_mesh(layout, ranks=ranks, problems=problems, update=UpdateRule())
     problems += check_axis_products(layout, mesh)
     raise_all(problems)
-    idle = {"train.exact"} if mesh.tp * mesh.cp * mesh.ep > 1 else set()
-    idle |= {"train.compile"} if mesh.tp > 1 else set()
-    idle |= {"train.buffers"} if mesh.ranks > mesh.replicas else set()
+    unused_settings = {"train.exact"} if mesh.tp * mesh.cp * mesh.ep > 1 else set()
+    unused_settings |= {"train.compile"} if mesh.tp > 1 else set()
+    unused_settings |= {"train.buffers"} if mesh.ranks > mesh.replicas else set()
     settings = {
         name: value
         for name, value in task.settings.items()
-        if name not in idle and not (name.startswith("place.") and text != task.layout)
+        if name not in unused_settings and not (name.startswith("place.") and layout_text != task.layout)
     }
-    return replace(task, layout=text, ranks=ranks, settings=settings)
+    return replace(task, layout=layout_text, ranks=ranks, settings=settings)
 
 
-def run_verb(options: EvaluateOptions, _: list[str]) -> Printed:
+def run_verb(options: EvaluateOptions, _: list[str]) -> VerbOutput:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
     common = RunOptions(ranks=options.ranks, layout=options.layout, quiet=options.json)
-    ended = failure_result(evaluate(options.run, split=options.split, best=options.best, common=common))
-    if not ended.tells:
-        return ended.exit_code, None, ""
-    if ended.exit_code:
-        return ended.exit_code, ended.summary(), ended.screen
-    value = ended.value
+    outcome = failure_result(evaluate(options.run, split=options.split, best=options.best, common=common))
+    if not outcome.prints_result:
+        return outcome.exit_code, None, ""
+    if outcome.exit_code:
+        return outcome.exit_code, outcome.summary(), outcome.screen
+    value = outcome.value
     lines = [f"{name} {format_metric(number, decimals=6)}" for name, number in value["metrics"].items()]
-    of = ", averaged weights (ema)" if value["average"] else ""
-    lines.append(f"{plural(value['samples'], 'sample')} of {value['split']}_data, each once; step {value['step']}{of}")
+    weights_note = ", averaged weights (ema)" if value["average"] else ""
+    lines.append(
+        f"{plural(value['samples'], 'sample')} of {value['split']}_data, each once; step {value['step']}{weights_note}"
+    )
     return 0, value, "\n".join(lines)

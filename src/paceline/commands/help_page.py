@@ -39,10 +39,10 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "check": ("dry_run", "faults"),
     "output": ("page", "to", "verbose", "json"),
 }
-_NAMED = {name for names in _GROUPS.values() for name in names}
+_GROUPED_OPTIONS = {name for names in _GROUPS.values() for name in names}
 _COLUMN, _WIDTH = 32, 110
-_SHORT = {"verbose": "-v, "}
-_VALUES = {
+_SHORT_FLAGS = {"verbose": "-v, "}
+_PLACEHOLDERS = {
     "update": "RULE",
     "compress": "METHOD",
     "run_dir": "FOLDER",
@@ -56,58 +56,70 @@ _POSITIONAL = ("name", "job", "what", "run", "runs", "other")
 
 def help_page(verb: str, options: type, *, takes_settings: bool) -> str:
     """Return the help of one verb. `options` is a dataclass whose attribute docstrings describe the options."""
-    told, kinds = _descriptions(options), get_type_hints(options)
+    descriptions, option_types = _descriptions(options), get_type_hints(options)
     positional = [field for field in fields(options) if field.name in _POSITIONAL]
-    named = [field for field in fields(options) if field.name not in _POSITIONAL]
-    usage = " ".join(_place(field) for field in positional)
+    optional = [field for field in fields(options) if field.name not in _POSITIONAL]
+    usage = " ".join(_positional_placeholder(field) for field in positional)
     lines = [f"usage: paceline {verb} {usage} [options]{' [settings]' * takes_settings}", ""]
     lines += [*textwrap.wrap(" ".join((options.__doc__ or "").split()), _WIDTH), f"  {EXAMPLES[verb]}"]
-    if any(told.get(field.name) for field in positional):
-        lines += ["", *(line for field in positional for line in _row(_place(field), told.get(field.name, "")))]
+    if any(descriptions.get(field.name) for field in positional):
+        lines += [
+            "",
+            *(
+                line
+                for field in positional
+                for line in _wrapped_rows(_positional_placeholder(field), descriptions.get(field.name, ""))
+            ),
+        ]
     for title, names in _GROUPS.items():
-        group = [field for field in named if (field.name in names if names else field.name not in _NAMED)]
-        rows = [line for field in group for line in _option(field, kinds[field.name], told.get(field.name, ""))]
-        rows += _row("-h, --help", "Print this page.") if title == "output" else []
+        group = [field for field in optional if (field.name in names if names else field.name not in _GROUPED_OPTIONS)]
+        rows = [
+            line
+            for field in group
+            for line in _option_rows(field, option_types[field.name], descriptions.get(field.name, ""))
+        ]
+        rows += _wrapped_rows("-h, --help", "Print this page.") if title == "output" else []
         lines += ["", title, *rows] if rows else []
     if takes_settings:
         lines += ["", "settings: the ten most used; `paceline config JOB` prints all"]
-        lines += [line for name, (kind, text) in SETTINGS.items() for line in _row(f"--{name} {kind}", text)]
+        lines += [line for name, (kind, text) in SETTINGS.items() for line in _wrapped_rows(f"--{name} {kind}", text)]
     return "\n".join(lines)
 
 
-def _place(field: "Field[object]") -> str:
+def _positional_placeholder(field: "Field[object]") -> str:
     word = field.name.removesuffix("s").upper()
     if field.name == "runs":
         return f"{word} {word} | JOB --layouts A B"
     return word if field.default is MISSING else f"[{word}]"
 
 
-def _option(field: "Field[object]", kind: Any, text: str) -> Iterator[str]:
-    flag = f"{_SHORT.get(field.name, '')}--{field.name.replace('_', '-')}"
+def _option_rows(field: "Field[object]", option_type: Any, text: str) -> Iterator[str]:
+    flag = f"{_SHORT_FLAGS.get(field.name, '')}--{field.name.replace('_', '-')}"
     default = field.default
-    is_said = "default:" in text or default in (None, False, "", (), MISSING)
-    shown = f"{default:g}" if isinstance(default, float) else default
-    yield from _row(
-        f"{flag} {_value(field.name, kind)}".rstrip(), text if is_said else f"{text.rstrip('.')}; default: {shown}."
+    shows_default = "default:" in text or default in (None, False, "", (), MISSING)
+    default_text = f"{default:g}" if isinstance(default, float) else default
+    yield from _wrapped_rows(
+        f"{flag} {_placeholder(field.name, option_type)}".rstrip(),
+        text if shows_default else f"{text.rstrip('.')}; default: {default_text}.",
     )
 
 
-def _value(name: str, kind: Any) -> str:
+def _placeholder(name: str, option_type: Any) -> str:
     """Return the placeholder for an option's value; empty for a switch."""
-    inner = [one for one in get_args(kind) if one is not type(None)]
-    if get_origin(kind) is tuple:
+    inner_types = [one for one in get_args(option_type) if one is not type(None)]
+    if get_origin(option_type) is tuple:
         return "A B ..."
-    known: dict[Any, str] = {
+    by_type: dict[Any, str] = {
         bool: "",
         int: "N",
         float: "X",
         Path: "FILE",
         str: "REFERENCE" if name == "against" else name.upper(),
     }
-    return _VALUES.get(name, known.get(inner[0] if inner else kind, ""))
+    return _PLACEHOLDERS.get(name, by_type.get(inner_types[0] if inner_types else option_type, ""))
 
 
-def _row(head: str, text: str) -> Iterator[str]:
+def _wrapped_rows(head: str, text: str) -> Iterator[str]:
     first, *rest = textwrap.wrap(text, _WIDTH - _COLUMN) or [""]
     if len(head) > _COLUMN - 4:
         yield f"  {head}"
@@ -118,11 +130,15 @@ def _row(head: str, text: str) -> Iterator[str]:
 
 def _descriptions(options: type) -> dict[str, str]:
     """Return the docstring below each field, from the source of the class and of those that it extends."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for cls in reversed(options.__mro__[:-1]):
         tree = ast.parse(Path(str(sys.modules[cls.__module__].__file__)).read_text(encoding="utf-8"))
         body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
-        for node, then in pairwise(body):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(then, ast.Expr):
-                found[node.target.id] = " ".join(str(ast.literal_eval(then.value)).split())
-    return found
+        for node, following in pairwise(body):
+            if (
+                isinstance(node, ast.AnnAssign)
+                and isinstance(node.target, ast.Name)
+                and isinstance(following, ast.Expr)
+            ):
+                descriptions[node.target.id] = " ".join(str(ast.literal_eval(following.value)).split())
+    return descriptions

@@ -3,7 +3,7 @@
 from importlib.resources import files
 from pathlib import Path
 
-from paceline.commands.command_table import NewOptions, Printed
+from paceline.commands.command_table import NewOptions, VerbOutput
 from paceline.console.formatting import did_you_mean
 from paceline.errors import UsageError
 
@@ -36,7 +36,7 @@ def new(name: str, *, folder: Path | None = None) -> Path:
     return target
 
 
-def run_verb(options: NewOptions, _: list[str]) -> Printed:
+def run_verb(options: NewOptions, _: list[str]) -> VerbOutput:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
     path = new(options.name)
     text = f"wrote {path}\nnext:\n  paceline train {path} --ranks 2\n  paceline verify {path} --layout ddp --ranks 2"

@@ -13,18 +13,18 @@ from typing import Annotated, Any
 
 import tyro
 
-from paceline.commands.command_table import Printed
+from paceline.commands.command_table import VerbOutput
 from paceline.commands.common.dry_run import check_start
 from paceline.commands.common.execution import (
     CommandOutcome,
     RunOptions,
+    assign_run_folder,
     execute,
     failure_result,
     make_task,
     read_result,
-    with_run,
 )
-from paceline.commands.common.hf_config_as_job import as_job
+from paceline.commands.common.hf_config_as_job import config_as_job
 from paceline.commands.compare_layouts import page_line
 from paceline.config.layout import parse_layout
 from paceline.config.task import Task
@@ -37,13 +37,13 @@ from paceline.planner.hardware.cluster import Cluster, cluster_from_json
 from paceline.planner.hardware.local_cluster import node_memory
 from paceline.planner.hardware.parse_cluster import parse_cluster
 from paceline.planner.search.evaluate_named_layout import find_row, mesh_for_plan
-from paceline.profiling.machine_benchmarks.machine_benchmark import SECONDS as PROBE_SECONDS
-from paceline.profiling.machine_benchmarks.this_machine import machine_here
+from paceline.profiling.machine_benchmarks.machine_benchmark import BENCHMARK_SECONDS as PROBE_SECONDS
+from paceline.profiling.machine_benchmarks.this_machine import benchmark_local_machine
 from paceline.reporting.plan_report import write_plan
 from paceline.run_folder.plan_file import NAME, read_advice, read_doing
 
 ENTRY = "paceline.measured_planning.plan_worker:plan"
-_LIFE_SECONDS = 10.0
+_PROGRESS_SECONDS = 10.0
 _CALIBRATION_SECONDS = 60.0  # probe plus timed layouts, if `--seconds` is not given
 
 
@@ -111,103 +111,102 @@ def plan(
 
     `job` is a job, or a Hugging Face config: config.json, its folder, or `transformers:LlamaConfig`. `cluster` is
     `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. This machine is benchmarked once; then
-    layouts are timed for at most `seconds`, by default a minute less the benchmark's time. `layouts` replaces the
-    search: each one is judged and compared with the first. `against` is another plan.json to compare with. `page` is
-    an HTML file to write.
+    layouts are timed for at most `seconds`, by default a minute less that benchmark. `layouts` replaces the search:
+    each is judged and compared with the first. `against` is a plan.json to compare with, `page` an HTML file to write.
 
     Raises:
         UsageError, Problems: a cluster or a setting can't be read; all problems at once.
     """
     common = common or RunOptions()
-    named = [*layouts, *([common.layout] if common.layout else [])]
-    _refuse_layouts(named, layouts=layouts)
+    named_layouts = [*layouts, *([common.layout] if common.layout else [])]
+    _refuse_invalid_layouts(named_layouts, layouts=layouts)
     _refuse_seconds(seconds)
     if page is not None:
         check_writable(Path(page))
-    before = None if against is None else _read_before(Path(against))
-    fleet = None if cluster.strip() == "here" else parse_cluster(cluster)
-    if fleet is not None:
-        refuse_ranks(common, fleet, cluster=cluster)
-    own = replace(common, layout=None) if fleet is None else replace(common, layout="single", ranks=1, device="cpu")
-    stands, words, assumed = as_job(job, overrides, ranks=common.ranks or 1, fleet=fleet, file=common.config)
-    task = make_task("plan", stands, own, words)
-    _refuse_all(named, ranks=task.ranks if fleet is None else fleet.ranks)
+    earlier_plan = None if against is None else _read_earlier_plan(Path(against))
+    target = None if cluster.strip() == "here" else parse_cluster(cluster)
+    if target is not None:
+        refuse_other_rank_count(common, target, cluster_text=cluster)
+    opts = replace(common, layout=None) if target is None else replace(common, layout="single", ranks=1, device="cpu")
+    ref, arguments, assumed = config_as_job(job, overrides, ranks=common.ranks or 1, cluster=target, file=common.config)
+    task = make_task("plan", ref, opts, arguments)
+    _refuse_misfit_layouts(named_layouts, ranks=task.ranks if target is None else target.ranks)
     if common.dry_run:
         return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json(), screen=check_start(task))
-    options = {"fleet": fleet.as_json()} if fleet is not None else {"here": _here(task, seconds)}
-    task = with_run(replace(task, options={**options, "layouts": named}), resume=None)
+    options = {"fleet": target.as_json()} if target is not None else {"here": _local_machine(task, seconds)}
+    task = assign_run_folder(replace(task, options={**options, "layouts": named_layouts}), resume=None)
     if not common.quiet:
-        _say_what_comes(seconds=options.get("here", {}).get("seconds", 0.0))
-    outcome = _executed(task, common)
+        _print_start(seconds=options.get("here", {}).get("seconds", 0.0))
+    outcome = _execute_plan(task, common)
     value = read_result(task, "plan")
     if value is None:
         return outcome
     value["assumed"] = assumed
-    lines = [*value.pop("lines"), *assumed, *_corrected(cluster_from_json(value["cluster"]))]
-    if before is not None:
-        value["against"] = list(diff_plan_files(before, value)) if value["recommended"] else []
+    lines = [*value.pop("lines"), *assumed, *_correction_lines(cluster_from_json(value["cluster"]))]
+    if earlier_plan is not None:
+        value["against"] = list(diff_plan_files(earlier_plan, value)) if value["recommended"] else []
         lines += [f"against {against}:", *(f"  {line}" for line in value["against"] or ["nothing fits"])]
     if page is not None:
-        over = Path(page).exists()
+        replaced = Path(page).exists()
         with report_write_errors(Path(page)):
             write_plan(value, job=Path(job).stem, to=Path(page))
         value["page"] = str(page)
-        lines.append(page_line(Path(page), over=over))
+        lines.append(page_line(Path(page), replaced=replaced))
     lines.append(f"full plan: {Path(task.run) / NAME}")
     code = outcome.exit_code or (ExitCode.REFUSED if value["recommended"] is None else ExitCode.DONE)
     return replace(outcome, exit_code=code, value=value, screen="\n".join(lines))
 
 
-def _read_before(path: Path) -> dict[str, Any]:
+def _read_earlier_plan(path: Path) -> dict[str, Any]:
     """Return an earlier plan.json, which must recommend a layout."""
-    found = read_advice(path)
-    find_row(found)
-    return found
+    earlier_plan = read_advice(path)
+    find_row(earlier_plan)
+    return earlier_plan
 
 
-def _say_what_comes(*, seconds: float) -> None:
-    more = f", and timing layouts for at most {seconds:.0f} s" if seconds else ""
-    print_line(f"planning: profiling the model, searching, replaying the best layouts{more}", sys.stderr)
+def _print_start(*, seconds: float) -> None:
+    timing_text = f", and timing layouts for at most {seconds:.0f} s" if seconds else ""
+    print_line(f"planning: profiling the model, searching, replaying the best layouts{timing_text}", sys.stderr)
 
 
-def _executed(task: Task, common: RunOptions) -> CommandOutcome:
-    with nullcontext() if common.quiet else signs_of_life(Path(task.run)):
+def _execute_plan(task: Task, common: RunOptions) -> CommandOutcome:
+    with nullcontext() if common.quiet else report_progress(Path(task.run)):
         return execute(task, entry=ENTRY, common=replace(common, quiet=True))
 
 
 @contextmanager
-def signs_of_life(run: Path, *, every: float = _LIFE_SECONDS) -> Iterator[None]:
+def report_progress(run: Path, *, every: float = _PROGRESS_SECONDS) -> Iterator[None]:
     """Print on standard error every few seconds what the plan in this folder is doing, and how long it has run."""
-    over, began = Event(), time.monotonic()
+    is_finished, start_time = Event(), time.monotonic()
 
-    def tell() -> None:
-        while not over.wait(every):
-            print_line(f"planning: {read_doing(run)}; {time.monotonic() - began:.0f} s so far", sys.stderr)
+    def print_progress() -> None:
+        while not is_finished.wait(every):
+            print_line(f"planning: {read_doing(run)}; {time.monotonic() - start_time:.0f} s so far", sys.stderr)
 
-    teller = Thread(target=tell, daemon=True)
-    teller.start()
+    thread = Thread(target=print_progress, daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        over.set()
-        teller.join()
+        is_finished.set()
+        thread.join()
 
 
-def refuse_ranks(common: RunOptions, fleet: Cluster, *, cluster: str) -> None:
+def refuse_other_rank_count(common: RunOptions, cluster: Cluster, *, cluster_text: str) -> None:
     """Refuse a `--ranks` that differs from the cluster's number of ranks.
 
     Raises:
         UsageError: the numbers differ.
     """
-    if common.ranks not in (None, fleet.ranks):
+    if common.ranks not in (None, cluster.ranks):
         raise UsageError(
-            f"--ranks {common.ranks} contradicts --cluster {cluster}, which has {fleet.ranks:,} ranks.",
+            f"--ranks {common.ranks} contradicts --cluster {cluster_text}, which has {cluster.ranks:,} ranks.",
             cause="the cluster sets the number of ranks: one per device",
-            hint=f"leave --ranks out, or --cluster {common.ranks}x{fleet.device.name}",
+            hint=f"leave --ranks out, or --cluster {common.ranks}x{cluster.device.name}",
         )
 
 
-def _refuse_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> None:
+def _refuse_invalid_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> None:
     """Refuse layouts that can't be parsed, before anything runs."""
     problems: list[PacelineError] = []
     if layouts and len(named) > len(layouts):
@@ -225,7 +224,7 @@ def _refuse_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> None:
     raise_all(problems)
 
 
-def _refuse_all(named: Sequence[str], *, ranks: int) -> None:
+def _refuse_misfit_layouts(named: Sequence[str], *, ranks: int) -> None:
     """Refuse the layouts if none fits this number of ranks, whatever the model; otherwise the plan reports each one."""
     problems = list[PacelineError]()
     for name in named:
@@ -240,32 +239,36 @@ def _refuse_all(named: Sequence[str], *, ranks: int) -> None:
 
 def _refuse_seconds(seconds: float | None) -> None:
     if seconds is not None and not 0 <= seconds < math.inf:
-        what = f"--seconds {seconds:g} is not a valid time limit."
-        raise UsageError(what, hint="--seconds 20; 0 times nothing")
+        message = f"--seconds {seconds:g} is not a valid time limit."
+        raise UsageError(message, hint="--seconds 20; 0 times nothing")
 
 
-def _here(task: Task, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> dict[str, Any]:
+def _local_machine(task: Task, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> dict[str, Any]:
     """Return the benchmark of this machine; under another launcher, the request with which the ranks measure it."""
     joined = detect_world(os.environ)
     if joined is not None:
-        local, left = joined.local_world_size, _CALIBRATION_SECONDS - PROBE_SECONDS
-        own = {"probe_seconds": PROBE_SECONDS, "ranks_per_node": local, "node_bytes": node_memory(task.device)}
-        return {"seconds": left if seconds is None else seconds, **own}
-    began = clock()
-    fleet = machine_here(ranks=task.ranks, device=task.device).fleet.as_json()
-    left = max(_CALIBRATION_SECONDS - (clock() - began), _CALIBRATION_SECONDS / 2)
-    return {"seconds": left if seconds is None else seconds, "fleet": fleet}
+        ranks_per_node, remaining = joined.local_world_size, _CALIBRATION_SECONDS - PROBE_SECONDS
+        probe_request = {
+            "probe_seconds": PROBE_SECONDS,
+            "ranks_per_node": ranks_per_node,
+            "node_bytes": node_memory(task.device),
+        }
+        return {"seconds": remaining if seconds is None else seconds, **probe_request}
+    start_time = clock()
+    fleet = benchmark_local_machine(ranks=task.ranks, device=task.device).cluster.as_json()
+    remaining = max(_CALIBRATION_SECONDS - (clock() - start_time), _CALIBRATION_SECONDS / 2)
+    return {"seconds": remaining if seconds is None else seconds, "fleet": fleet}
 
 
-def _corrected(fleet: Cluster) -> Iterator[str]:
+def _correction_lines(cluster: Cluster) -> Iterator[str]:
     """Yield lines about the corrections of the forecast by earlier runs on this machine."""
-    for what, ratios in (("times", fleet.longer), ("bytes", fleet.fuller)):
-        said = ", ".join(f"{family or 'all others'} × {ratio:.2f}" for family, ratio in ratios.items())
-        if said:
-            yield f"{what} are corrected by the ratio of measurement to forecast in runs here: {said}"
+    for quantity, ratios in (("times", cluster.longer), ("bytes", cluster.fuller)):
+        text = ", ".join(f"{family or 'all others'} × {ratio:.2f}" for family, ratio in ratios.items())
+        if text:
+            yield f"{quantity} are corrected by the ratio of measurement to forecast in runs here: {text}"
 
 
-def run_verb(options: PlanOptions, settings: list[str]) -> Printed:
+def run_verb(options: PlanOptions, settings: list[str]) -> VerbOutput:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
-    ended = failure_result(plan_from_options(options, settings))
-    return ended.exit_code, ended.summary() if ended.value is None else ended.value, ended.screen
+    outcome = failure_result(plan_from_options(options, settings))
+    return outcome.exit_code, outcome.summary() if outcome.value is None else outcome.value, outcome.screen

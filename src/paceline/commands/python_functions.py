@@ -74,21 +74,21 @@ def train(
         PacelineError: the run was refused or failed; the error is that of the first failing rank. Under torchrun,
             mpirun or srun it is the error of this rank, of any type.
     """
-    with _common(
+    with _job_and_options(
         job, ranks=ranks, layout=layout, update=update, compress=compress, device=device, config=config,
         run_dir=run_dir, faults=faults, dry_run=dry_run,
     ) as (text, common):  # fmt: skip
         outcome = train_verb.train(
             text,
             common=common,
-            overrides=_words(settings),
-            resume=_resumed(resume),
+            overrides=_settings_arguments(settings),
+            resume=_resume_argument(resume),
             allow=tuple(allow),
             evaluate_first=evaluate_first,
         )
         if outcome.value is None:
-            outcome = replace(outcome, value=train_verb.came_to(outcome))
-        return _result(outcome)
+            outcome = replace(outcome, value=train_verb.read_training_result(outcome))
+        return _build_result(outcome)
 
 
 def verify(
@@ -119,12 +119,14 @@ def verify(
     Raises:
         PacelineError: the comparison was refused or failed.
     """
-    with _common(
+    with _job_and_options(
         job, ranks=ranks, layout=layout, update=update, compress=compress, device=device, config=config,
         run_dir=run_dir, faults=faults, dry_run=dry_run,
     ) as (text, common):  # fmt: skip
-        outcome = verify_verb.verify(text, common=common, overrides=_words(settings), steps=steps, against=against)
-        return _result(outcome, is_found=outcome.value is not None)
+        outcome = verify_verb.verify(
+            text, common=common, overrides=_settings_arguments(settings), steps=steps, against=against
+        )
+        return _build_result(outcome, has_value=outcome.value is not None)
 
 
 def plan(
@@ -163,7 +165,9 @@ def plan(
     Raises:
         PacelineError: the plan was refused or failed.
     """
-    with _common(job, ranks=ranks, layout=layout, device=device, config=config, run_dir=run_dir, dry_run=dry_run) as (
+    with _job_and_options(
+        job, ranks=ranks, layout=layout, device=device, config=config, run_dir=run_dir, dry_run=dry_run
+    ) as (
         text,
         common,
     ):
@@ -175,9 +179,9 @@ def plan(
             page=page,
             seconds=seconds,
             common=common,
-            overrides=_words(settings),
+            overrides=_settings_arguments(settings),
         )
-        return _result(outcome, is_found=outcome.value is not None)
+        return _build_result(outcome, has_value=outcome.value is not None)
 
 
 def simulate(
@@ -209,8 +213,8 @@ def simulate(
     Raises:
         PacelineError: the simulation was refused or failed.
     """
-    with _common(job, ranks=ranks, device=device, config=config, run_dir=run_dir) as (text, common):
-        found = simulate_verb.simulate(
+    with _job_and_options(job, ranks=ranks, device=device, config=config, run_dir=run_dir) as (text, common):
+        simulation = simulate_verb.simulate(
             text,
             cluster=cluster,
             layout=layout,
@@ -221,11 +225,11 @@ def simulate(
             restart_seconds=restart_seconds,
             page=page,
             common=common,
-            overrides=_words(settings),
+            overrides=_settings_arguments(settings),
         )
-    if found.exit_code:
-        raise RunError(found.text)
-    return Result({"exit_code": found.exit_code, **(found.value or {})}, text=found.text)
+    if simulation.exit_code:
+        raise RunError(simulation.text)
+    return Result({"exit_code": simulation.exit_code, **(simulation.value or {})}, text=simulation.text)
 
 
 def evaluate(
@@ -253,13 +257,13 @@ def evaluate(
     Raises:
         PacelineError: there is no such run, split or checkpoint, or the evaluation failed.
     """
-    where = None if run is None else str(run)
+    run_path = None if run is None else str(run)
     if job is None or isinstance(job, str | Path):
-        return _result(
-            evaluate_verb.evaluate(where, split=split, best=best, common=RunOptions(ranks=ranks, layout=layout))
+        return _build_result(
+            evaluate_verb.evaluate(run_path, split=split, best=best, common=RunOptions(ranks=ranks, layout=layout))
         )
-    with _common(job, ranks=ranks, layout=layout) as (_, common):
-        return _result(evaluate_verb.evaluate(where, split=split, best=best, common=common))
+    with _job_and_options(job, ranks=ranks, layout=layout) as (_, common):
+        return _build_result(evaluate_verb.evaluate(run_path, split=split, best=best, common=common))
 
 
 def compare(
@@ -289,10 +293,10 @@ def compare(
         UsageError: fewer than two runs, or a folder that is neither a run nor a recording; settings that are wrong.
     """
     if not layouts:
-        given = {"ranks": ranks, "settings": settings, "config": config, "run_dir": run_dir, "dry_run": dry_run}
-        if idle := [name for name, value in given.items() if value]:
+        options = {"ranks": ranks, "settings": settings, "config": config, "run_dir": run_dir, "dry_run": dry_run}
+        if unused := [name for name, value in options.items() if value]:
             raise UsageError(
-                f"pl.compare got {', '.join(idle)} without layouts.",
+                f"pl.compare got {', '.join(unused)} without layouts.",
                 cause="comparing runs reads their folders and starts nothing",
                 hint='pl.compare(job, layouts=["ddp", "fsdp"], ranks=2), or pl.compare(RUN, RUN)',
             )
@@ -301,18 +305,18 @@ def compare(
         raise UsageError(
             f"layouts= takes one job, got {len(what)}.", hint='pl.compare("job.py", layouts=["ddp", "fsdp"])'
         )
-    with _common(what[0], ranks=ranks, device=device, config=config, run_dir=run_dir, dry_run=dry_run) as (
+    with _job_and_options(what[0], ranks=ranks, device=device, config=config, run_dir=run_dir, dry_run=dry_run) as (
         text,
         common,
     ):
-        found: LayoutComparison = compare_layouts(
-            text, layouts=layouts, common=common, overrides=_words(settings), steps=steps, page=page
+        comparison: LayoutComparison = compare_layouts(
+            text, layouts=layouts, common=common, overrides=_settings_arguments(settings), steps=steps, page=page
         )
-    return found
+    return comparison
 
 
 @contextmanager
-def _common(
+def _job_and_options(
     job: JobOrPath,
     *,
     run_dir: str | Path | None = None,
@@ -321,19 +325,19 @@ def _common(
 ) -> Iterator[tuple[str, RunOptions]]:
     """Yield the job's reference and the options of a verb; the file of a `Job` object stays open for the ranks."""
     hook = install_uncaught_hook()
-    own: dict[str, Any] = {
+    run_options: dict[str, Any] = {
         **options,
         "run_dir": None if run_dir is None else str(run_dir),
         "config": None if config is None else Path(config),
     }
     with remove_hook_at_end(hook):
         if isinstance(job, str | Path):
-            yield str(job), RunOptions(**own)
+            yield str(job), RunOptions(**run_options)
         else:
-            _refuse_other(job)
+            _refuse_other_types(job)
             with resolve("paceline.job_transfer:open_job_file")(job) as handle:
                 name = job.name or _script_name()
-                yield f"{GIVEN}:{name}", RunOptions(**own, job_handle=handle)
+                yield f"{GIVEN}:{name}", RunOptions(**run_options, job_handle=handle)
 
 
 def _script_name() -> str:
@@ -341,19 +345,19 @@ def _script_name() -> str:
     return "notebook" if name == "ipykernel_launcher" else name or "run"
 
 
-def _refuse_other(job: Any) -> None:
+def _refuse_other_types(job: Any) -> None:
     if isinstance(job, resolve("paceline.job:Job")):
         return
-    makes = callable(job)
+    is_function = callable(job)
     name = getattr(job, "__name__", "make_job")
     raise UsageError(
         f"the job is a {type(job).__name__}, expected a pl.Job or a path.",
-        cause="this is the function that makes a job, not the job" if makes else "",
-        hint=f"{name}()" if makes else 'pl.verify(make_job()), or pl.verify("job.py")',
+        cause="this is the function that makes a job, not the job" if is_function else "",
+        hint=f"{name}()" if is_function else 'pl.verify(make_job()), or pl.verify("job.py")',
     )
 
 
-def _words(settings: Settings | None) -> list[str]:
+def _settings_arguments(settings: Settings | None) -> list[str]:
     """Return settings as they would be typed; `None` leaves a setting at its default.
 
     Raises:
@@ -364,7 +368,7 @@ def _words(settings: Settings | None) -> list[str]:
     return [f"--{name}={as_typed(value)}" for name, value in flat.items()]
 
 
-def _resumed(resume: str | Path | bool) -> str | None:
+def _resume_argument(resume: str | Path | bool) -> str | None:
     if isinstance(resume, bool):
         return "" if resume else None
     if not str(resume).strip():
@@ -372,7 +376,7 @@ def _resumed(resume: str | Path | bool) -> str | None:
     return str(resume)
 
 
-def _result(outcome: CommandOutcome, *, is_found: bool = False) -> Result:
+def _build_result(outcome: CommandOutcome, *, has_value: bool = False) -> Result:
     """Return the verb's result, or raise its error; with `has_value` return the result even after an error.
 
     Raises:
@@ -381,34 +385,39 @@ def _result(outcome: CommandOutcome, *, is_found: bool = False) -> Result:
     """
     if outcome.exit_code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
-    if outcome.exit_code not in (ExitCode.DONE, ExitCode.DIFFERENT, ExitCode.STOPPED) and not is_found:
-        raise _error(outcome)
+    if outcome.exit_code not in (ExitCode.DONE, ExitCode.DIFFERENT, ExitCode.STOPPED) and not has_value:
+        raise _build_error(outcome)
     value = outcome.value if isinstance(outcome.value, Mapping) else {}
-    started = {"exit_code": outcome.exit_code, "run": str(outcome.run), "seconds": outcome.seconds}
-    return Result({**started, **value}, text=outcome.screen)
+    launch_fields = {"exit_code": outcome.exit_code, "run": str(outcome.run), "seconds": outcome.seconds}
+    return Result({**launch_fields, **value}, text=outcome.screen)
 
 
-def _error(outcome: CommandOutcome) -> BaseException:
+def _build_error(outcome: CommandOutcome) -> BaseException:
     """Return the error of the first failing rank, with its own type if that is one of ours."""
-    said = outcome.keys
+    fields = outcome.json_fields
     if outcome.error is not None:
-        return _with_notes(outcome.error, said)
-    kind = getattr(errors, str(said.get("error", "")), RunError)
-    if not (isinstance(kind, type) and issubclass(kind, PacelineError)) or kind is errors.OutOfMemory:
-        kind = RunError
-    if "what" not in said or kind is errors.Problems:
+        return _add_notes(outcome.error, fields)
+    error_class = getattr(errors, str(fields.get("error", "")), RunError)
+    if (
+        not (isinstance(error_class, type) and issubclass(error_class, PacelineError))
+        or error_class is errors.OutOfMemory
+    ):
+        error_class = RunError
+    if "what" not in fields or error_class is errors.Problems:
         error: PacelineError = RunError(outcome.screen or f"the run ended with exit code {outcome.exit_code}.")
     else:
-        what = str(said["what"]) if kind.__name__ == said["error"] else f"{said['error']}: {said['what']}"
-        rank = said.get("rank")
-        where = ", ".join(filter(None, ["" if rank is None else f"rank {rank}", str(said.get("where", ""))]))
-        error = kind(what, where=where, cause=str(said.get("cause", "")), hint=str(said.get("hint", "")))
+        message = (
+            str(fields["what"]) if error_class.__name__ == fields["error"] else f"{fields['error']}: {fields['what']}"
+        )
+        rank = fields.get("rank")
+        where = ", ".join(filter(None, ["" if rank is None else f"rank {rank}", str(fields.get("where", ""))]))
+        error = error_class(message, where=where, cause=str(fields.get("cause", "")), hint=str(fields.get("hint", "")))
     error.exit_code = ExitCode(outcome.exit_code)
-    return _with_notes(error, said)
+    return _add_notes(error, fields)
 
 
-def _with_notes(error: BaseException, said: Mapping[str, Any]) -> BaseException:
-    for line in (f"full text: {said['log']}" if said.get("log") else "", str(said.get("go_on") or "")):
+def _add_notes(error: BaseException, fields: Mapping[str, Any]) -> BaseException:
+    for line in (f"full text: {fields['log']}" if fields.get("log") else "", str(fields.get("go_on") or "")):
         if line:
             error.add_note(line)
     return error

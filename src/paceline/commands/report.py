@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from paceline.commands.command_table import Printed, ReportOptions
+from paceline.commands.command_table import ReportOptions, VerbOutput
 from paceline.errors import UsageError
 from paceline.filesystem.atomic_files import check_writable
 from paceline.reporting.run_report import write_report
@@ -16,15 +16,15 @@ def report(run: str | None = None, *, page: str | Path | None = None) -> Path:
         UsageError: there is no such run, or the page can't be written.
     """
     folder, _ = find_run(run)
-    to = Path(page) if page is not None else folder.report
+    target = Path(page) if page is not None else folder.report
     try:
-        check_writable(to)
+        check_writable(target)
     except UsageError as error:
         raise UsageError(error.what, hint="--page FILE writes it elsewhere") from None
-    return write_report(folder, to=to)
+    return write_report(folder, to=target)
 
 
-def run_verb(options: ReportOptions, _: list[str]) -> Printed:
+def run_verb(options: ReportOptions, _: list[str]) -> VerbOutput:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
     path = report(options.run, page=options.page)
     return 0, {"report": str(path)}, str(path)

@@ -7,11 +7,18 @@ from typing import Annotated, Any
 
 import tyro
 
-from paceline.commands.command_table import Printed
-from paceline.commands.common.execution import CommandOutcome, RunOptions, execute, make_task, read_result, with_run
-from paceline.commands.common.hf_config_as_job import as_job, is_config
+from paceline.commands.command_table import VerbOutput
+from paceline.commands.common.execution import (
+    CommandOutcome,
+    RunOptions,
+    assign_run_folder,
+    execute,
+    make_task,
+    read_result,
+)
+from paceline.commands.common.hf_config_as_job import config_as_job, is_hf_config
 from paceline.commands.compare_layouts import page_line
-from paceline.commands.plan import refuse_ranks
+from paceline.commands.plan import refuse_other_rank_count
 from paceline.config.layout import parse_layout
 from paceline.console.formatting import format_precise_duration
 from paceline.errors import ExitCode, UsageError
@@ -33,13 +40,13 @@ from paceline.planner.search.evaluate_named_layout import (
 from paceline.planner.search.search_space import SearchSpace
 from paceline.planner.simulation.candidate_simulation import CandidateSimulation, simulate_candidate
 from paceline.planner.simulation.failure_forecast import CheckpointCosts, FailureForecast, forecast_failures
-from paceline.profiling.machine_benchmarks.machine_benchmark import probe_here
+from paceline.profiling.machine_benchmarks.machine_benchmark import probe_machine
 from paceline.reporting.step_simulation_report import step_lines, write_step
 from paceline.run_folder.plan_file import NAME, read_advice
 
 ENTRY = "paceline.measured_planning.plan_worker:write_job_profile"
-_MICRO = "train.micro_batch_size"
-_SMALL = 1e-3
+_MICRO_BATCH_SETTING = "train.micro_batch_size"
+_MIN_CORRECTION = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +91,7 @@ class Simulation:
     text: str
     value: dict[str, Any] | None = None
     step: CandidateSimulation | None = None
-    kept: FailureForecast | None = None
+    failure_forecast: FailureForecast | None = None
 
 
 def simulate_from_options(options: SimulateOptions, settings: Sequence[str]) -> Simulation:
@@ -137,31 +144,31 @@ def simulate(
         parse_layout(layout)
     if page is not None:
         check_writable(Path(page))
-    mean = None if failures is None else parse_quantity(failures, kind=QuantityKind.TIME, name="--failures")
+    mean_seconds = None if failures is None else parse_quantity(failures, kind=QuantityKind.TIME, name="--failures")
     checkpoints = CheckpointCosts(
         stall_seconds=checkpoint_seconds, write_seconds=write_seconds, restart_seconds=restart_seconds, every=every
     )
-    if mean is None and every is not None:
+    if mean_seconds is None and every is not None:
         raise UsageError("--every has no effect without --failures.", hint='--failures "50000 h"')
     if _is_plan(Path(job)):
         if cluster is not None:
             raise UsageError(f"{job} is a plan, which has its own cluster.", hint=f"paceline simulate {job}")
-        found: _Found | CommandOutcome = _planned(Path(job), layout)
-    elif Path(job).is_dir() and not is_config(str(job)):
+        inputs: _SimulationInputs | CommandOutcome = _read_plan(Path(job), layout)
+    elif Path(job).is_dir() and not is_hf_config(str(job)):
         raise UsageError(
             f"{job} is a folder without {NAME}, and it is not a model's folder.",
             cause="a plan that did not finish, or another kind of run folder",
             hint="paceline plan job.py --run-dir planned, then paceline simulate planned",
         )
     else:
-        found = _of_job(str(job), cluster or "here", layout, common or RunOptions(), overrides)
-    if isinstance(found, CommandOutcome):
-        return Simulation(exit_code=found.exit_code, text=found.screen)
-    return _simulation(Path(job), found, mean, checkpoints, None if page is None else Path(page))
+        inputs = _profile_job(str(job), cluster or "here", layout, common or RunOptions(), overrides)
+    if isinstance(inputs, CommandOutcome):
+        return Simulation(exit_code=inputs.exit_code, text=inputs.screen)
+    return _simulate_step(Path(job), inputs, mean_seconds, checkpoints, None if page is None else Path(page))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
+class _SimulationInputs:
     """The inputs of a simulation; `assumed` holds lines about values that were not requested."""
 
     forecast: CostModel
@@ -169,76 +176,91 @@ class _Found:
     assumed: Sequence[str] = ()
 
 
-def _simulation(
-    job: Path, found: _Found, mean: float | None, checkpoints: CheckpointCosts, page: Path | None
+def _simulate_step(
+    job: Path, inputs: _SimulationInputs, mean_seconds: float | None, checkpoints: CheckpointCosts, page: Path | None
 ) -> Simulation:
-    forecast, estimate = found.forecast, found.estimate
+    forecast, estimate = inputs.forecast, inputs.estimate
     step = simulate_candidate(forecast, candidate=estimate.candidate)
     step = replace(step, estimate=replace(step.estimate, memory=estimate.memory))
     ratio = estimate.step_seconds / step.estimate.step_seconds
-    left, seconds, ranks = None, ratio * step.step_seconds, forecast.cluster.ranks
-    if mean is not None:
-        left = forecast_failures(step_seconds=seconds, ranks=ranks, device_mean_seconds=mean, checkpoints=checkpoints)
-    told = _told(ratio, seconds, has_more=left is not None)
-    lines = [*step_lines(step, forecast), *told, *(left.lines() if left else ()), *found.assumed]
-    value = step.as_json() | {"timed_step_seconds": seconds} | ({"failures": left.as_json()} if left else {})
+    failure_forecast, seconds, ranks = None, ratio * step.step_seconds, forecast.cluster.ranks
+    if mean_seconds is not None:
+        failure_forecast = forecast_failures(
+            step_seconds=seconds, ranks=ranks, device_mean_seconds=mean_seconds, checkpoints=checkpoints
+        )
+    timing_lines = _timing_lines(ratio, seconds, has_more=failure_forecast is not None)
+    lines = [
+        *step_lines(step, forecast),
+        *timing_lines,
+        *(failure_forecast.lines() if failure_forecast else ()),
+        *inputs.assumed,
+    ]
+    value = (
+        step.as_json()
+        | {"timed_step_seconds": seconds}
+        | ({"failures": failure_forecast.as_json()} if failure_forecast else {})
+    )
     if page is not None:
-        over = page.exists()
+        replaced = page.exists()
         with report_write_errors(page):
-            write_step(forecast, step, left, job=job.stem, to=page)
+            write_step(forecast, step, failure_forecast, job=job.stem, to=page)
         value["page"] = str(page)
-        lines.append(page_line(page, over=over))
-    return Simulation(exit_code=int(ExitCode.DONE), text="\n".join(lines), value=value, step=step, kept=left)
+        lines.append(page_line(page, replaced=replaced))
+    return Simulation(
+        exit_code=int(ExitCode.DONE), text="\n".join(lines), value=value, step=step, failure_forecast=failure_forecast
+    )
 
 
-def _told(ratio: float, seconds: float, *, has_more: bool) -> Iterator[str]:
+def _timing_lines(ratio: float, seconds: float, *, has_more: bool) -> Iterator[str]:
     """Yield a line with the step time by the plan's timings, if it differs from the simulated one."""
-    if abs(ratio - 1) > _SMALL:
-        rest = "; the lines below use that step time" if has_more else ""
-        took = format_precise_duration(seconds)
-        yield f"  with the plan's timings it is {took}, {ratio:.2f} times as long{rest}"
+    if abs(ratio - 1) > _MIN_CORRECTION:
+        note = "; the lines below use that step time" if has_more else ""
+        duration = format_precise_duration(seconds)
+        yield f"  with the plan's timings it is {duration}, {ratio:.2f} times as long{note}"
 
 
 def _is_plan(path: Path) -> bool:
-    if path.is_file() and is_config(str(path)):
+    if path.is_file() and is_hf_config(str(path)):
         return False
     return path.suffix == ".json" or (path.is_dir() and (path / NAME).exists())
 
 
-def _planned(path: Path, layout: str | None) -> _Found:
+def _read_plan(path: Path, layout: str | None) -> _SimulationInputs:
     advice: Mapping[str, Any] = read_advice(path)
     forecast = cost_model_from_json(advice)
-    told = estimate_from_row(forecast, find_row(advice)) if layout is None else estimate_named(forecast, layout)
-    return _Found(forecast=forecast, estimate=told)
+    estimate = estimate_from_row(forecast, find_row(advice)) if layout is None else estimate_named(forecast, layout)
+    return _SimulationInputs(forecast=forecast, estimate=estimate)
 
 
-def _of_job(
-    job: str, cluster: str, layout: str | None, common: RunOptions, overrides: Sequence[str]
-) -> _Found | CommandOutcome:
-    fleet: Cluster | None = None if cluster.strip() == "here" else parse_cluster(cluster)
-    if fleet is not None:
-        refuse_ranks(common, fleet, cluster=cluster)
-    own, words, assumed = as_job(job, overrides, ranks=common.ranks or 1, fleet=fleet, file=common.config)
-    if fleet is None:
-        asked = make_task("simulate", own, replace(common, layout=None), words)
-        probe = probe_here(ranks=asked.ranks, device=asked.device)
-        fleet = measured_cluster(probe, ranks=asked.ranks, memory_bytes=node_memory(asked.device))
-    task = make_task("simulate", own, replace(common, layout="single", ranks=1, device="cpu"), words)
-    task = with_run(replace(task, options={"ranks": fleet.ranks}), resume=None)
+def _profile_job(
+    job: str, cluster_text: str, layout: str | None, common: RunOptions, overrides: Sequence[str]
+) -> _SimulationInputs | CommandOutcome:
+    cluster: Cluster | None = None if cluster_text.strip() == "here" else parse_cluster(cluster_text)
+    if cluster is not None:
+        refuse_other_rank_count(common, cluster, cluster_text=cluster_text)
+    job_reference, arguments, assumed = config_as_job(
+        job, overrides, ranks=common.ranks or 1, cluster=cluster, file=common.config
+    )
+    if cluster is None:
+        requested = make_task("simulate", job_reference, replace(common, layout=None), arguments)
+        probe = probe_machine(ranks=requested.ranks, device=requested.device)
+        cluster = measured_cluster(probe, ranks=requested.ranks, memory_bytes=node_memory(requested.device))
+    task = make_task("simulate", job_reference, replace(common, layout="single", ranks=1, device="cpu"), arguments)
+    task = assign_run_folder(replace(task, options={"ranks": cluster.ranks}), resume=None)
     outcome = execute(task, entry=ENTRY, common=replace(common, quiet=True))
     value = read_result(task, "simulate")
     if value is None:
         return outcome
-    forecast = CostModel(profile=model_profile_from_json(value), cluster=fleet)
-    micro = int(task.settings[_MICRO]) if _MICRO in task.settings else None
+    forecast = CostModel(profile=model_profile_from_json(value), cluster=cluster)
+    micro = int(task.settings[_MICRO_BATCH_SETTING]) if _MICRO_BATCH_SETTING in task.settings else None
     if layout is None:
-        best = advise(forecast, grid=SearchSpace(micro_batch_size=micro)).recommended
+        estimate = advise(forecast, grid=SearchSpace(micro_batch_size=micro)).recommended
     else:
-        best = estimate_named(forecast, layout, micro_batch_size=micro)
-    return _Found(forecast=forecast, estimate=best, assumed=assumed)
+        estimate = estimate_named(forecast, layout, micro_batch_size=micro)
+    return _SimulationInputs(forecast=forecast, estimate=estimate, assumed=assumed)
 
 
-def run_verb(options: SimulateOptions, settings: list[str]) -> Printed:
+def run_verb(options: SimulateOptions, settings: list[str]) -> VerbOutput:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
-    found = simulate_from_options(options, settings)
-    return found.exit_code, found.value, found.text
+    simulation = simulate_from_options(options, settings)
+    return simulation.exit_code, simulation.value, simulation.text

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import LATEST, parse_step, resolve_mark
-from paceline.commands.command_table import Printed, TrainOptions
+from paceline.commands.command_table import TrainOptions, VerbOutput
 from paceline.commands.common.dry_run import check_start
 from paceline.commands.common.execution import (
     CommandOutcome,
     RunOptions,
+    assign_run_folder,
     command_outcome,
     execute,
     failure_result,
     make_task,
     run_options,
-    with_run,
 )
 from paceline.config.parse_auto_layout import AUTO, is_auto
 from paceline.config.resume_allowances import refuse_unknown_allowances
@@ -44,46 +44,52 @@ def train(
     """
     common = common or RunOptions()
     raise_all(refuse_unknown_allowances(tuple(allow)))
-    chooses = is_auto(common.layout)
-    if chooses:
-        from paceline.measured_planning.auto_layout import fallen_back, refuse_auto, resolve_auto_layout
+    is_auto_layout = is_auto(common.layout)
+    if is_auto_layout:
+        from paceline.measured_planning.auto_layout import (
+            next_fallback_task,
+            refuse_auto_options,
+            resolve_auto_layout,
+        )
 
-        refuse_auto(update=common.update, compress=common.compress)
-    task = make_task("train", job, replace(common, layout=None) if chooses else common, overrides)
+        refuse_auto_options(update=common.update, compress=common.compress)
+    task = make_task("train", job, replace(common, layout=None) if is_auto_layout else common, overrides)
     if common.dry_run:
-        task = replace(task, layout=AUTO) if chooses else task
-        accepted = check_start(task, resume=resume)
-        return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json(), screen=accepted)
-    task = with_run(task, resume=resume)
+        task = replace(task, layout=AUTO) if is_auto_layout else task
+        summary = check_start(task, resume=resume)
+        return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json(), screen=summary)
+    task = assign_run_folder(task, resume=resume)
     task = replace(task, allow=tuple(allow), options={"evaluate_first": evaluate_first})
-    if chooses:
-        task, failed = resolve_auto_layout(task, quiet=common.quiet)
-        if failed is not None:
-            return command_outcome(replace(task, layout=AUTO), failed)
+    if is_auto_layout:
+        task, failed_launch = resolve_auto_layout(task, quiet=common.quiet)
+        if failed_launch is not None:
+            return command_outcome(replace(task, layout=AUTO), failed_launch)
     outcome = execute(task, entry=ENTRY, common=common)
-    while chooses and (then := fallen_back(task, outcome.failure)) is not None:
-        task = then
+    while is_auto_layout and (fallback := next_fallback_task(task, outcome.failure)) is not None:
+        task = fallback
         outcome = execute(task, entry=ENTRY, common=common)
     return outcome
 
 
-def came_to(outcome: CommandOutcome) -> dict[str, Any]:
+def read_training_result(outcome: CommandOutcome) -> dict[str, Any]:
     """Return the last step, the last evaluation and, if it was written, the digest of a run that completed."""
     run = RunFolder(outcome.run)
     latest = resolve_mark(run.checkpoints, LATEST)
     if outcome.exit_code not in (ExitCode.DONE, ExitCode.STOPPED) or latest is None:
         return {}
     step, weights = parse_step(latest), json_or_none(run.path / "weights.json")
-    found: dict[str, Any] = {"step": step, "evaluation": None, "digest": None}
-    told = [event for event in read_history(run).events_of_kind("EvalDone") if event.get("step", step + 1) <= step]
-    if told:
-        found["evaluation"] = {name: told[-1].get(name) for name in ("step", "split", "metrics")}
+    result: dict[str, Any] = {"step": step, "evaluation": None, "digest": None}
+    evaluations = [
+        event for event in read_history(run).events_of_kind("EvalDone") if event.get("step", step + 1) <= step
+    ]
+    if evaluations:
+        result["evaluation"] = {name: evaluations[-1].get(name) for name in ("step", "split", "metrics")}
     if outcome.exit_code == ExitCode.DONE and isinstance(weights, dict) and weights.get("step") == step:
-        found["digest"] = weights.get("digest")
-    return found
+        result["digest"] = weights.get("digest")
+    return result
 
 
-def run_verb(options: TrainOptions, settings: list[str]) -> Printed:
+def run_verb(options: TrainOptions, settings: list[str]) -> VerbOutput:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
     allow = [name for name in options.allow.split(",") if name]
     if options.verbose:
@@ -91,7 +97,7 @@ def run_verb(options: TrainOptions, settings: list[str]) -> Printed:
     if options.resume is not None and not options.resume.strip():
         raise UsageError("--resume is empty: is a variable unset?", hint="--resume alone resumes the newest run")
     resume = "" if options.resume == "newest" else options.resume
-    ended = train(
+    outcome = train(
         options.job,
         common=run_options(options),
         overrides=settings,
@@ -100,9 +106,9 @@ def run_verb(options: TrainOptions, settings: list[str]) -> Printed:
         evaluate_first=options.evaluate_first,
     )
     if options.dry_run:
-        return 0, ended.value, "\n".join([ended.screen, *(f"{k}: {v}" for k, v in (ended.value or {}).items())])
-    ended = failure_result(ended)
-    if not ended.tells:
-        return ended.exit_code, None, ""
-    value = {**ended.summary(), **(came_to(ended) if options.json else {})}
-    return ended.exit_code, value, ended.screen or (f"run: {ended.run}" if ended.run.name else "")
+        return 0, outcome.value, "\n".join([outcome.screen, *(f"{k}: {v}" for k, v in (outcome.value or {}).items())])
+    outcome = failure_result(outcome)
+    if not outcome.prints_result:
+        return outcome.exit_code, None, ""
+    value = {**outcome.summary(), **(read_training_result(outcome) if options.json else {})}
+    return outcome.exit_code, value, outcome.screen or (f"run: {outcome.run}" if outcome.run.name else "")

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.commands.command_table import Printed, VerifyOptions
+from paceline.commands.command_table import VerbOutput, VerifyOptions
 from paceline.commands.common.dry_run import check_start
 from paceline.commands.common.execution import (
     CommandOutcome,
     RunOptions,
+    assign_run_folder,
     execute,
     failure_result,
     make_task,
     read_result,
     run_options,
-    with_run,
 )
 from paceline.config.layout import parse_layout
 from paceline.config.parse_auto_layout import AUTO, is_auto
@@ -43,16 +43,16 @@ def verify(
     if against != "single":
         raise UsageError(f"verify --against {against} is not supported yet.", hint="--against single")
     if is_auto(common.layout):
-        common, overrides = _chosen(job, common, overrides)
+        common, overrides = _choose_auto_layout(job, common, overrides)
     update = parse_update(common.update)
-    _refuse_race(update, job)
+    _refuse_races(update, job)
     update, steps = rule_planning(update).shorten_for_check(update, steps=steps)
     common = replace(common, update=str(update), layout=common.layout or update.layout)
     task = make_task("verify", job, common, overrides)
     _refuse_rounding(task)
     if common.dry_run:
         return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json(), screen=check_start(task))
-    task = with_run(replace(task, options={"steps": steps}), resume=None)
+    task = assign_run_folder(replace(task, options={"steps": steps}), resume=None)
     outcome = execute(task, entry=ENTRY, common=common, one_thread=True)
     value = read_result(task, "verify")
     if value is None:
@@ -61,24 +61,26 @@ def verify(
     return replace(outcome, exit_code=int(code), value=value, screen="\n".join(value["lines"]))
 
 
-def _chosen(job: str, common: RunOptions, overrides: Sequence[str]) -> tuple[RunOptions, Sequence[str]]:
+def _choose_auto_layout(job: str, common: RunOptions, overrides: Sequence[str]) -> tuple[RunOptions, Sequence[str]]:
     """Return the options and settings with the layout and microbatch size that `auto` would choose for training.
 
     Raises:
         RunError: the plan failed.
     """
-    from paceline.measured_planning.auto_layout import refuse_auto, resolve_auto_layout
+    from paceline.measured_planning.auto_layout import refuse_auto_options, resolve_auto_layout
 
-    refuse_auto(update=common.update, compress=common.compress)
-    task = with_run(make_task("verify", job, replace(common, layout=None), overrides), resume=None)
-    task, failed = resolve_auto_layout(task, quiet=common.quiet)
-    if failed is not None:
-        raise RunError("--layout auto: the plan failed.", cause=failure_screen(failed), hint=f"paceline plan {job}")
-    own = [f"--{name}={value}" for name, value in task.settings.items() if task.origins.get(name) == AUTO]
-    return replace(common, layout=task.layout, run_dir=task.run), [*overrides, *own]
+    refuse_auto_options(update=common.update, compress=common.compress)
+    task = assign_run_folder(make_task("verify", job, replace(common, layout=None), overrides), resume=None)
+    task, failed_launch = resolve_auto_layout(task, quiet=common.quiet)
+    if failed_launch is not None:
+        raise RunError(
+            "--layout auto: the plan failed.", cause=failure_screen(failed_launch), hint=f"paceline plan {job}"
+        )
+    layout_settings = [f"--{name}={value}" for name, value in task.settings.items() if task.origins.get(name) == AUTO]
+    return replace(common, layout=task.layout, run_dir=task.run), [*overrides, *layout_settings]
 
 
-def _refuse_race(update: UpdateRule, job: str) -> None:
+def _refuse_races(update: UpdateRule, job: str) -> None:
     """Refuse an update rule whose result depends on timing: it has no single right answer to compare with."""
     if update.has_races:
         raise UsageError(
@@ -94,21 +96,21 @@ def _refuse_rounding(task: Task) -> None:
     layout = parse_layout(task.layout)
     if layout.params == "fp32":
         return
-    rest = replace(layout, params="fp32")
+    without_rounding = replace(layout, params="fp32")
     raise LayoutError(
         f"verify can't judge params={layout.params}: it rounds every parameter, and one process rounds none.",
         where=f"--layout {layout}",
         cause="every tensor would differ by that rounding, which could hide a real error",
-        hint=f"--layout {rest}, which differs only by that rounding",
+        hint=f"--layout {without_rounding}, which differs only by that rounding",
     )
 
 
-def run_verb(options: VerifyOptions, settings: list[str]) -> Printed:
+def run_verb(options: VerifyOptions, settings: list[str]) -> VerbOutput:
     """Run the verb; return the exit code, what `--json` prints, and the text."""
-    ended = verify(
+    outcome = verify(
         options.job, common=run_options(options), overrides=settings, steps=options.steps, against=options.against
     )
-    ended = failure_result(ended)
-    if not ended.tells:
-        return ended.exit_code, None, ""
-    return ended.exit_code, ended.summary() if ended.value is None else ended.value, ended.screen
+    outcome = failure_result(outcome)
+    if not outcome.prints_result:
+        return outcome.exit_code, None, ""
+    return outcome.exit_code, outcome.summary() if outcome.value is None else outcome.value, outcome.screen

@@ -27,18 +27,18 @@ from paceline.launch.inherited_environment import attempt_folder
 from paceline.launch.launcher import LaunchOutcome, LaunchRequest, start
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.planner.search.layout_with_forecast import TIMED, FallbackLayout
-from paceline.profiling.machine_benchmarks.this_machine import LocalMachine, machine_here
+from paceline.profiling.machine_benchmarks.this_machine import LocalMachine, benchmark_local_machine
 from paceline.run_folder.run_folder import RunFolder, run_of
 
 ENTRY = "paceline.measured_planning.auto_worker:write_choice"
-ANSWER = "auto.json"
-SECONDS = 20.0
+CHOICE_FILE = "auto.json"
+PLANNING_SECONDS = 20.0
 ORIGIN = "auto"
-CUT = "micro_batch_size"  # the name to pass to `--allow`
-_MICRO = f"train.{CUT}"
+MICRO_BATCH_ALLOWANCE = "micro_batch_size"  # the name to pass to `--allow`
+_MICRO_BATCH_SETTING = f"train.{MICRO_BATCH_ALLOWANCE}"
 
 
-def refuse_auto(*, update: str, compress: str) -> None:
+def refuse_auto_options(*, update: str, compress: str) -> None:
     """Refuse options that a plan does not model.
 
     Raises:
@@ -47,11 +47,13 @@ def refuse_auto(*, update: str, compress: str) -> None:
     problems: list[PacelineError] = []
     if not parse_update(update).has_cost_model:
         cause = "plans cover synchronous updates only"
-        what = f"--layout auto with --update {update}: its step time can't be forecast."
-        problems.append(LayoutError(what, cause=cause, hint=f"use --update {update} alone, which chooses its layout"))
+        message = f"--layout auto with --update {update}: its step time can't be forecast."
+        problems.append(
+            LayoutError(message, cause=cause, hint=f"use --update {update} alone, which chooses its layout")
+        )
     if str(parse_compress(compress)) != "none":
-        what = f"--layout auto with --compress {compress}: compression needs ddp."
-        problems.append(LayoutError(what, hint=f"--layout ddp --compress {compress}"))
+        message = f"--layout auto with --compress {compress}: compression needs ddp."
+        problems.append(LayoutError(message, hint=f"--layout ddp --compress {compress}"))
     joined = None if attempt_folder(os.environ) else detect_world(os.environ)
     if joined is not None and joined.world_size > 1:
         problems.append(
@@ -69,136 +71,149 @@ def resolve_auto_layout(task: Task, *, quiet: bool = False) -> tuple[Task, Launc
 
     The planned layout is printed. If planning failed, the outcome of its process is returned too.
     """
-    kept = as_before(task, quiet=quiet)
-    if kept is not None:
-        return kept, None
-    here = machine_here(ranks=task.ranks, device=task.device)
+    resumed = restore_auto_layout(task, quiet=quiet)
+    if resumed is not None:
+        return resumed, None
+    machine = benchmark_local_machine(ranks=task.ranks, device=task.device)
     folder = RunFolder(Path(task.run) / AUTO)
     folder.path.mkdir(parents=True, exist_ok=True)
     if not quiet:
         print_line("auto: planning: profiling the model, searching, replaying the best layout", sys.stderr)
-    own = replace(to_plan(task), run=str(folder.path), options={"fleet": here.fleet.as_json(), "seconds": SECONDS})
+    planning_task = replace(
+        make_planning_task(task),
+        run=str(folder.path),
+        options={"fleet": machine.cluster.as_json(), "seconds": PLANNING_SECONDS},
+    )
     outcome = start(LaunchRequest(
-        ranks=1, run=folder, entry=ENTRY, payload=own.as_json(), threads=usable_cores(), saves_checkpoints=False
+        ranks=1, run=folder, entry=ENTRY, payload=planning_task.as_json(), threads=usable_cores(),
+        saves_checkpoints=False,
     ))  # fmt: skip
     if outcome.exit_code:
         return task, outcome
-    return announce_choice(task, read_json(folder.path / ANSWER), here, quiet=quiet), None
+    return print_choice(task, read_json(folder.path / CHOICE_FILE), machine, quiet=quiet), None
 
 
-def to_plan(task: Task) -> Task:
+def make_planning_task(task: Task) -> Task:
     """Return the task for planning in one process; a resumed run keeps its microbatch size."""
     settings = {**task.settings}
-    if (begun := _begun(task)) is not None:
+    if (earlier_folder := _resumed_folder(task)) is not None:
         with suppress(OSError, ValueError, KeyError, TypeError):
-            settings.setdefault(_MICRO, read_json(begun / "plan.json")["micro_batch_size"])
+            settings.setdefault(_MICRO_BATCH_SETTING, read_json(earlier_folder / "plan.json")["micro_batch_size"])
     return replace(task, verb="plan", layout="single", ranks=1, device="cpu", faults="", resume=None, settings=settings)
 
 
-def announce_choice(task: Task, answer: Mapping[str, Any], here: LocalMachine, *, quiet: bool = False) -> Task:
+def print_choice(task: Task, answer: Mapping[str, Any], machine: LocalMachine, *, quiet: bool = False) -> Task:
     """Print three lines about the chosen layout, and return the task with it."""
-    rungs = [FallbackLayout(**rung) for rung in answer["rungs"]]
+    layouts = [FallbackLayout(**rung) for rung in answer["rungs"]]
     cost = f"planned in {format_duration(answer['seconds'])}"
-    cost += f", after {format_duration(here.seconds)} of measuring this machine" if here.seconds else ""
-    if rungs[0].source == TIMED:
+    cost += f", after {format_duration(machine.seconds)} of measuring this machine" if machine.seconds else ""
+    if layouts[0].source == TIMED:
         cost += "; paceline plan timed its steps here"
-    elif rungs[0].longer != 1:
-        cost += f"; times are corrected by steps timed here, {rungs[0].longer:.2f} times the estimate"
+    elif layouts[0].longer != 1:
+        cost += f"; times are corrected by steps timed here, {layouts[0].longer:.2f} times the estimate"
     else:
         cost += "; its step time is an estimate: paceline plan measures it"
-    doubt = f", NOT REPLAYED ({answer['unreplayed']})" if answer.get("unreplayed") else ""
+    replay_note = f", NOT REPLAYED ({answer['unreplayed']})" if answer.get("unreplayed") else ""
     lines = [
-        f"auto: {rungs[0]}, on {here.fleet}{doubt}",
+        f"auto: {layouts[0]}, on {machine.cluster}{replay_note}",
         f"why: {answer['why']}; {cost}",
         f"second: {answer['second']}",
     ]
-    _say(lines, quiet=quiet)
-    found = on_rung(task, rungs)
-    return replace(found, options={**found.options, "auto": lines})
+    _print_lines(lines, quiet=quiet)
+    chosen = apply_layout(task, layouts)
+    return replace(chosen, options={**chosen.options, "auto": lines})
 
 
-def on_rung(task: Task, rungs: Sequence[FallbackLayout]) -> Task:
+def apply_layout(task: Task, layouts: Sequence[FallbackLayout]) -> Task:
     """Return the task with the first of these layouts, which overrides its own, and the others as fallbacks."""
-    first, *rest = rungs
-    own_settings = settings_from_text(first.settings)
-    gone = {name for name in task.settings if task.origins.get(name) == ORIGIN} | set(own_settings)
-    own = {name: value for name, value in task.settings.items() if name not in gone}
+    first, *fallbacks = layouts
+    layout_settings = settings_from_text(first.settings)
+    overridden = {name for name in task.settings if task.origins.get(name) == ORIGIN} | set(layout_settings)
+    other_settings = {name: value for name, value in task.settings.items() if name not in overridden}
     return replace(
         task,
         layout=first.layout,
-        settings={**own, **own_settings},
+        settings={**other_settings, **layout_settings},
         origins={
-            **{name: task.origins[name] for name in own if name in task.origins},
-            **dict.fromkeys(own_settings, ORIGIN),
+            **{name: task.origins[name] for name in other_settings if name in task.origins},
+            **dict.fromkeys(layout_settings, ORIGIN),
         },
-        options={**task.options, **_remembered(first, rest)},
+        options={**task.options, **_layout_options(first, fallbacks)},
     )
 
 
-def _remembered(first: FallbackLayout, rest: Sequence[FallbackLayout]) -> dict[str, Any]:
-    return {"forecast": first.as_json(), "rungs": [rung.as_json() for rung in rest]}
+def _layout_options(first: FallbackLayout, fallbacks: Sequence[FallbackLayout]) -> dict[str, Any]:
+    return {"forecast": first.as_json(), "rungs": [rung.as_json() for rung in fallbacks]}
 
 
-def fallen_back(task: Task, failure: Failure | None) -> Task | None:
+def next_fallback_task(task: Task, failure: Failure | None) -> Task | None:
     """Return the task with its next fallback layout after out-of-memory, to resume from its newest checkpoint.
 
     Return None if no fallback is left, or if the failure has another cause. A layout that was recommended without a
     replay also falls back if it is refused.
     """
-    rungs = [FallbackLayout(**rung) for rung in task.options.get("rungs", ())]
-    if failure is None or not rungs:
+    fallbacks = [FallbackLayout(**rung) for rung in task.options.get("rungs", ())]
+    if failure is None or not fallbacks:
         return None
     is_refused = failure.exit_code == ExitCode.REFUSED and not task.options["forecast"]["replayed"]
     if not (failure.is_short_of_memory or is_refused):
         return None
-    first, run = rungs[0], RunFolder(Path(task.run))
-    before = task.options["forecast"]["peak_bytes"]
-    if failure.requested_bytes > before:  # no layout explains this allocation
+    first, run = fallbacks[0], RunFolder(Path(task.run))
+    failed_bytes = task.options["forecast"]["peak_bytes"]
+    if failure.requested_bytes > failed_bytes:  # no layout explains this allocation
         return None
     newest = resolve_mark(run.checkpoints, LATEST)
-    place = f"from {newest.name}" if newest is not None else "from the first step, because nothing had been saved"
-    why = f"{task.layout} was refused" if is_refused else failure.message.rstrip(".")
-    at = f" at step {failure.step}" if failure.step else ""
+    resume_text = f"from {newest.name}" if newest is not None else "from the first step, because nothing had been saved"
+    reason = f"{task.layout} was refused" if is_refused else failure.message.rstrip(".")
+    step_text = f" at step {failure.step}" if failure.step else ""
     print_line(
-        f"rank {failure.rank}{at}: {why}. auto: continuing {place} with {first}, which is forecast to need "
-        f"{format_size(first.peak_bytes)} instead of {format_size(before)}",
+        f"rank {failure.rank}{step_text}: {reason}. auto: continuing {resume_text} with {first}, "
+        f"which is forecast to need {format_size(first.peak_bytes)} instead of {format_size(failed_bytes)}",
         sys.stderr,
     )
-    found = on_rung(task, rungs)
+    retry = apply_layout(task, fallbacks)
     if not has_saves(run.checkpoints):
-        return replace(found, resume=None)
-    return replace(found, resume="newest", allow=tuple(dict.fromkeys([*task.allow, CUT])))
+        return replace(retry, resume=None)
+    return replace(retry, resume="newest", allow=tuple(dict.fromkeys([*task.allow, MICRO_BATCH_ALLOWANCE])))
 
 
-def _say(lines: Sequence[str], *, quiet: bool) -> None:
+def _print_lines(lines: Sequence[str], *, quiet: bool) -> None:
     """Print to standard output, or to standard error if standard output belongs to a script."""
     print_line("\n".join(lines), sys.stderr if quiet else None)
 
 
-def as_before(task: Task, *, quiet: bool = False) -> Task | None:
+def restore_auto_layout(task: Task, *, quiet: bool = False) -> Task | None:
     """Return the task with the layout of the run that it resumes, if that run had as many ranks; else None."""
-    if (folder := _begun(task)) is None:
+    if (folder := _resumed_folder(task)) is None:
         return None
     try:
-        before = Task.from_json(read_json(RunFolder(folder).task))
+        earlier_task = Task.from_json(read_json(RunFolder(folder).task))
     except (OSError, ValueError, TypeError):
         return None
-    if before.ranks != task.ranks or is_auto(before.layout):
+    if earlier_task.ranks != task.ranks or is_auto(earlier_task.layout):
         return None
-    options: dict[str, Any] = {name: before.options[name] for name in ("forecast", "rungs") if name in before.options}
-    own = {n: v for n, v in before.settings.items() if before.origins.get(n) == ORIGIN and n not in task.settings}
-    words = [f"--{name} {as_typed(value)}" for name, value in own.items()]
-    _say([f"auto: {' '.join([f'--layout {before.layout}', *words])}, as in this run so far"], quiet=quiet)
+    options: dict[str, Any] = {
+        name: earlier_task.options[name] for name in ("forecast", "rungs") if name in earlier_task.options
+    }
+    auto_settings = {
+        n: v
+        for n, v in earlier_task.settings.items()
+        if earlier_task.origins.get(n) == ORIGIN and n not in task.settings
+    }
+    setting_options = [f"--{name} {as_typed(value)}" for name, value in auto_settings.items()]
+    _print_lines(
+        [f"auto: {' '.join([f'--layout {earlier_task.layout}', *setting_options])}, as in this run so far"], quiet=quiet
+    )
     return replace(
         task,
-        layout=before.layout,
-        settings={**task.settings, **own},
-        origins={**task.origins, **dict.fromkeys(own, ORIGIN)},
+        layout=earlier_task.layout,
+        settings={**task.settings, **auto_settings},
+        origins={**task.origins, **dict.fromkeys(auto_settings, ORIGIN)},
         options={**task.options, **options},
     )
 
 
-def _begun(task: Task) -> Path | None:
+def _resumed_folder(task: Task) -> Path | None:
     """Return the folder of the run that the task resumes, or None."""
     if task.resume is None:
         return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from paceline.errors import LayoutError
 from paceline.launch.failures.oom_detection import freeze_existing_objects
-from paceline.measured_planning.finalist_replay import CandidateChecker, CheckedCandidate, row_seen
+from paceline.measured_planning.finalist_replay import CandidateChecker, CheckedCandidate, apply_replay
 from paceline.planner.advice.named_layouts import NamedLayouts, evaluate_named_layouts
 from paceline.planner.advice.recommendations import Advice, PlanRow, advise, build_advice
 from paceline.planner.cost.cost_model import CostModel
@@ -18,9 +18,9 @@ from paceline.planner.search.branch_and_bound import search
 from paceline.planner.search.search_space import FAMILY, SearchSpace, has_refused_option, is_layout_refused, option_keys
 from paceline.planner.search.shortlist import RejectedLayout, apply_measured_time, median_time_ratio
 
-_SEEN = 3  # the profiler has tried microbatches up to this size
-_SHORTLIST = 3  # layouts of a family that do not fit before the family is dropped; two equal refusals drop it too
-_MOST_REFUSED = 12  # after these, and after the time limit, the next one is recommended by its forecast
+_PROFILED_SAMPLES = 3  # the profiler has tried microbatches up to this size
+_MAX_MISFITS = 3  # layouts of a family that do not fit before the family is dropped; two equal refusals drop it too
+_MAX_REFUSALS = 12  # after these, and after the time limit, the next one is recommended by its forecast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,24 +29,24 @@ class ChosenLayout:
 
     forecast: CostModel
     advice: Advice
-    seen: Mapping[str, CheckedCandidate]
+    replays: Mapping[str, CheckedCandidate]
 
     @property
     def best(self) -> CheckedCandidate | None:
         """The replay of the recommended layout."""
-        return self.seen.get(str(self.advice.recommended.candidate))
+        return self.replays.get(str(self.advice.recommended.candidate))
 
 
 @freeze_existing_objects()
-def decide(
-    rehearsal: CandidateChecker,
+def choose_layout(
+    checker: CandidateChecker,
     forecast: CostModel,
     *,
     grid: SearchSpace,
-    until: float,
+    deadline: float,
     options: Sequence[Estimate] = (),
-    lost: Mapping[Candidate, RejectedLayout] | None = None,
-    others: bool = False,
+    rejected: Mapping[Candidate, RejectedLayout] | None = None,
+    replay_others: bool = False,
 ) -> ChosenLayout:
     """Return the best of `options`, or of the whole grid if none is left; `rejected` are known to be refused.
 
@@ -57,209 +57,216 @@ def decide(
     Raises:
         LayoutError: nothing fits.
     """
-    known = _Known(rehearsal, forecast, grid, options)
-    for candidate, own in sorted((lost or {}).items(), key=lambda one: _has_model_axes(one[0])):
-        if _is_left(candidate, known.forecast):  # an earlier refusal may have removed it
-            known.lose(candidate, own)
+    selection = _Selection(checker, forecast, grid, options)
+    for candidate, rejection in sorted((rejected or {}).items(), key=lambda one: _has_model_axes(one[0])):
+        if _is_allowed(candidate, selection.forecast):  # an earlier refusal may have removed it
+            selection.remove_rejected(candidate, rejection)
     case = None
     while True:
-        advice = known.advice()
+        advice = selection.make_advice()
         case = case or advice.case
-        row = _next(advice, known, until=until, others=others)
+        row = _next_row(advice, selection, deadline=deadline, replay_others=replay_others)
         if row is None:
             break
-        known.replay(row.estimate)
-    first = str(advice.recommended.candidate)
-    late = f"{known.num_refused} better ones were refused in replay, and the time limit was reached"
-    advice = replace(advice, case=case, not_replayed_reason="" if first in known.seen else late)
-    return ChosenLayout(forecast=known.forecast, advice=advice, seen=known.seen)
+        selection.replay_or_remove(row.estimate)
+    best_name = str(advice.recommended.candidate)
+    unreplayed_reason = f"{selection.num_refused} better ones were refused in replay, and the time limit was reached"
+    advice = replace(advice, case=case, not_replayed_reason="" if best_name in selection.replays else unreplayed_reason)
+    return ChosenLayout(forecast=selection.forecast, advice=advice, replays=selection.replays)
 
 
-def decide_named(
-    rehearsal: CandidateChecker, forecast: CostModel, layouts: Sequence[str], *, until: float,
+def choose_named_layouts(
+    checker: CandidateChecker, forecast: CostModel, layouts: Sequence[str], *, deadline: float,
     micro_batch_size: int | None = None, options: Sequence[Estimate] = (),
 ) -> tuple[NamedLayouts, dict[str, CheckedCandidate]]:  # fmt: skip
     """Return the named layouts in their order; the fastest that fits is replayed, and others as time allows.
 
     Without a requested `micro_batch_size`, a smaller one is tried if a layout does not fit.
     """
-    known, most = _Known(rehearsal, forecast, SearchSpace(), ()), dict[str, int]()
+    selection, max_micro_batch_sizes = _Selection(checker, forecast, SearchSpace(), ()), dict[str, int]()
     while True:
-        found = evaluate_named_layouts(
-            known.forecast,
+        named_layouts = evaluate_named_layouts(
+            selection.forecast,
             layouts,
             micro_batch_size=micro_batch_size,
             timed_estimates=options,
-            max_micro_batch_sizes=most,
+            max_micro_batch_sizes=max_micro_batch_sizes,
         )
-        rows = [row_seen(row, known.seen, forecast.cluster.device) for row in found.rows]
-        shown = replace(found, rows=tuple(rows), not_replayed_reason="")
-        wanted = [
-            *([] if shown.recommended_row is None else [shown.recommended_row]),
-            *(row for row in rows if known.has_time(row, until)),
+        rows = [apply_replay(row, selection.replays, forecast.cluster.device) for row in named_layouts.rows]
+        replayed_layouts = replace(named_layouts, rows=tuple(rows), not_replayed_reason="")
+        pending = [
+            *([] if replayed_layouts.recommended_row is None else [replayed_layouts.recommended_row]),
+            *(row for row in rows if selection.has_time(row, deadline)),
         ]
-        row = next((one for one in wanted if str(one.estimate.candidate) not in known.seen), None)
+        row = next((one for one in pending if str(one.estimate.candidate) not in selection.replays), None)
         if row is None:
-            return shown, known.seen
-        known.rehearse(row.estimate)
-        size, is_short = row.estimate.candidate.micro_batch_size, not known.seen[str(row.estimate.candidate)].error
-        is_short = is_short and not row_seen(row, known.seen, forecast.cluster.device).fits
-        if micro_batch_size is None and is_short and size > 1:
-            most[found.names[rows.index(row)]] = size - 1
+            return replayed_layouts, selection.replays
+        selection.run_replay(row.estimate)
+        size, is_too_large = (
+            row.estimate.candidate.micro_batch_size,
+            not selection.replays[str(row.estimate.candidate)].error,
+        )
+        is_too_large = is_too_large and not apply_replay(row, selection.replays, forecast.cluster.device).fits
+        if micro_batch_size is None and is_too_large and size > 1:
+            max_micro_batch_sizes[named_layouts.names[rows.index(row)]] = size - 1
 
 
-def _next(advice: Advice, known: "_Known", *, until: float, others: bool) -> PlanRow | None:
+def _next_row(advice: Advice, selection: "_Selection", *, deadline: float, replay_others: bool) -> PlanRow | None:
     """Return the next row to replay: the recommended one, then the others while there is time."""
-    first, *rest = advice.rows
-    if str(first.estimate.candidate) not in known.seen:
-        is_late = known.num_refused >= _MOST_REFUSED and time.monotonic() > until
-        return None if is_late else first
-    return next((row for row in rest if others and known.has_time(row, until)), None)
+    first, *other_rows = advice.rows
+    if str(first.estimate.candidate) not in selection.replays:
+        is_time_over = selection.num_refused >= _MAX_REFUSALS and time.monotonic() > deadline
+        return None if is_time_over else first
+    return next((row for row in other_rows if replay_others and selection.has_time(row, deadline)), None)
 
 
-class _Known:
+class _Selection:
     """The candidates that remain, and the replays and refusals so far."""
 
     def __init__(
-        self, rehearsal: CandidateChecker, forecast: CostModel, grid: SearchSpace, options: Sequence[Estimate]
+        self, checker: CandidateChecker, forecast: CostModel, grid: SearchSpace, options: Sequence[Estimate]
     ) -> None:
         self.forecast = forecast
-        self.seen: dict[str, CheckedCandidate] = {}
+        self.replays: dict[str, CheckedCandidate] = {}
         self.num_refused = 0
-        self._rehearsal = rehearsal
+        self._checker = checker
         self._grid = grid
         self._options = list(options)
         self._families = {one.candidate.family for one in options}
         self._misfits = Counter[str]()
         self._reasons: dict[str, list[str]] = {}
 
-    def advice(self) -> Advice:
+    def make_advice(self) -> Advice:
         """Return the advice for the candidates that remain."""
-        options = self._left()
+        options = self._available_options()
         if options:
             return build_advice(self.forecast, options, grid=self._grid)
         return advise(self.forecast, grid=self._grid)
 
-    def has_time(self, row: PlanRow, until: float) -> bool:
+    def has_time(self, row: PlanRow, deadline: float) -> bool:
         """Return whether a row should be replayed and would finish in time, judged by the earlier replays."""
         candidate = row.estimate.candidate
-        if str(candidate) in self.seen or not row.fits or self._misfits[candidate.family] >= _SHORTLIST:
+        if str(candidate) in self.replays or not row.fits or self._misfits[candidate.family] >= _MAX_MISFITS:
             return False
-        each = max((one.seconds / max(1, one.work) for one in self.seen.values()), default=0.0)
-        work = self._rehearsal.work(candidate, row.estimate.stages, self.forecast)
-        return each * work < until - time.monotonic()
+        seconds_per_block = max((one.seconds / max(1, one.work) for one in self.replays.values()), default=0.0)
+        work = self._checker.work(candidate, row.estimate.stages, self.forecast)
+        return seconds_per_block * work < deadline - time.monotonic()
 
-    def rehearse(self, estimate: Estimate) -> CheckedCandidate:
+    def run_replay(self, estimate: Estimate) -> CheckedCandidate:
         """Replay a candidate; if the job's code refuses it, record whether its microbatch size is the cause."""
-        found = self.seen[str(estimate.candidate)] = self._rehearsal.replayed(estimate, self.forecast)
-        if found.error and found.is_jobs:
-            self._learn(self._alone_refused(estimate.candidate))
-        return found
+        replay = self.replays[str(estimate.candidate)] = self._checker.replay(estimate, self.forecast)
+        if replay.error and replay.is_job_error:
+            self._add_refused(self._refused_micro_batch_size(estimate.candidate))
+        return replay
 
-    def replay(self, estimate: Estimate) -> None:
+    def replay_or_remove(self, estimate: Estimate) -> None:
         """Replay a candidate; remove it if it is refused or may not fit."""
-        found, candidate = self.rehearse(estimate), estimate.candidate
-        if found.error:
+        result, candidate = self.run_replay(estimate), estimate.candidate
+        if result.error:
             self.num_refused += 1
-            self.refuse(candidate, found.error)
+            self.remove_refused(candidate, result.error)
             return
-        row = row_seen(PlanRow(family=candidate.family, estimate=estimate), self.seen, self.forecast.cluster.device)
+        row = apply_replay(
+            PlanRow(family=candidate.family, estimate=estimate), self.replays, self.forecast.cluster.device
+        )
         if not row.fits:
             self.num_refused += 1
             self._misfits[candidate.family] += 1
-            reckoned = self.forecast.estimate(candidate)
-            times = found.peak_bytes / (reckoned.peak_bytes - reckoned.memory.reserve)
-            self.forecast = self.forecast.with_memory_ratio(candidate.family, max(1.0, times))
+            forecast_estimate = self.forecast.estimate(candidate)
+            ratio = result.peak_bytes / (forecast_estimate.peak_bytes - forecast_estimate.memory.reserve)
+            self.forecast = self.forecast.with_memory_ratio(candidate.family, max(1.0, ratio))
             self._options = [one for one in self._options if one.candidate != candidate]
 
-    def lose(self, candidate: Candidate, why: RejectedLayout) -> None:
+    def remove_rejected(self, candidate: Candidate, rejection: RejectedLayout) -> None:
         """Remove a candidate that was refused during timing."""
         self._families.add(candidate.family)
-        if why.is_job_error and not _has_model_axes(candidate):  # a replica runs the same code as one process
-            self._learn({_micro(candidate): why.reason})
-        elif why.is_job_error and (sizes := self._alone_refused(candidate)):
-            self._learn(sizes)
+        if rejection.is_job_error and not _has_model_axes(candidate):  # a replica runs the same code as one process
+            self._add_refused({_micro_batch_part(candidate): rejection.reason})
+        elif rejection.is_job_error and (sizes := self._refused_micro_batch_size(candidate)):
+            self._add_refused(sizes)
         else:
-            self.refuse(candidate, why.reason)
+            self.remove_refused(candidate, rejection.reason)
 
-    def refuse(self, candidate: Candidate, error: str) -> None:
+    def remove_refused(self, candidate: Candidate, error: str) -> None:
         """Remove the cause of a refusal: the microbatch size, a part of the layout, or the candidate itself."""
-        if not _is_left(candidate, self.forecast):
+        if not _is_allowed(candidate, self.forecast):
             return
-        parts = dict(_parts(candidate))
+        parts = dict(_single_part_candidates(candidate))
         if not parts:
             raise LayoutError(error, hint="--layout single shows the full error")
         axes = {word: one for word, one in parts.items() if word.partition("=")[0] in MODEL_AXES}
-        if len(axes) == 1 and self._rehearsal.is_of_parts(candidate, error):
+        if len(axes) == 1 and self._checker.is_split_error(candidate, error):
             refused = dict.fromkeys(axes, error)  # refused in every layout that has this axis
         else:
-            refused = self._refused_alone(axes, parts) or self._refused_alone(parts, parts)
+            refused = self._refused_parts(axes, parts) or self._refused_parts(parts, parts)
         for word, why in refused.items():
-            self._learn({word: why})
-            self._count(word.partition("=")[0], why)
+            self._add_refused({word: why})
+            self._count_refusal(word.partition("=")[0], why)
         if not refused:
-            self._learn({str(candidate): error})
-            self._count(next(iter(parts)) if len(parts) == 1 else f"{FAMILY}={candidate.family}", error)
+            self._add_refused({str(candidate): error})
+            self._count_refusal(next(iter(parts)) if len(parts) == 1 else f"{FAMILY}={candidate.family}", error)
 
-    def _refused_alone(self, wanted: Mapping[str, Candidate], parts: Mapping[str, Candidate]) -> dict[str, str]:
+    def _refused_parts(self, tested: Mapping[str, Candidate], parts: Mapping[str, Candidate]) -> dict[str, str]:
         """Return the parts of a layout that are refused without the other parts, with reasons."""
         if len(parts) == 1:
             return {}
-        why = {word: self._rehearsal.refusal(one, self.forecast) for word, one in wanted.items()}
-        return {word: said for word, said in why.items() if said}
+        reasons = {word: self._checker.refusal_reason(one, self.forecast) for word, one in tested.items()}
+        return {word: said for word, said in reasons.items() if said}
 
-    def _count(self, word: str, error: str) -> None:
+    def _count_refusal(self, part: str, error: str) -> None:
         """Remove a part of layouts after two refusals with the same reason, or three with any.
 
         An axis is removed after its sizes, and a family after its layouts.
         """
-        reasons = self._reasons.setdefault(word, [])
+        reasons = self._reasons.setdefault(part, [])
         reasons.append(re.sub(r"\d+", "", error))
-        if len(reasons) < _SHORTLIST and reasons.count(reasons[-1]) < 2:
+        if len(reasons) < _MAX_MISFITS and reasons.count(reasons[-1]) < 2:
             return
-        self._learn({word: error})
-        axis, _, size = word.partition("=")
+        self._add_refused({part: error})
+        axis, _, size = part.partition("=")
         if axis in MODEL_AXES and size:
-            self._count(axis, error)
+            self._count_refusal(axis, error)
 
-    def _alone_refused(self, candidate: Candidate) -> dict[str, str]:
+    def _refused_micro_batch_size(self, candidate: Candidate) -> dict[str, str]:
         """Return the microbatch size if the job's code refuses it in one process too; small sizes were profiled."""
-        if candidate.micro_batch_size <= _SEEN:
+        if candidate.micro_batch_size <= _PROFILED_SAMPLES:
             return {}
         plain = Candidate(micro_batch_size=candidate.micro_batch_size, precision=candidate.precision)
-        why = self._rehearsal.refusal(plain, self.forecast)
-        return {_micro(candidate): why} if why else {}
+        reason = self._checker.refusal_reason(plain, self.forecast)
+        return {_micro_batch_part(candidate): reason} if reason else {}
 
-    def _learn(self, refused: Mapping[str, str]) -> None:
+    def _add_refused(self, refused: Mapping[str, str]) -> None:
         facts = self.forecast.profile
         if refused:
             self.forecast = self.forecast.with_profile(replace(facts, refused={**facts.refused, **refused}))
 
-    def _is_left(self, candidate: Candidate) -> bool:
-        fits = str(candidate) in self.seen or self.forecast.estimate(candidate).fits
-        return fits and _is_left(candidate, self.forecast)
+    def _is_available(self, candidate: Candidate) -> bool:
+        fits = str(candidate) in self.replays or self.forecast.estimate(candidate).fits
+        return fits and _is_allowed(candidate, self.forecast)
 
-    def _left(self) -> list[Estimate]:
+    def _available_options(self) -> list[Estimate]:
         """Return the options that were not refused, and the next candidate of each family that has none left."""
-        left = [one for one in self._options if self._is_left(one.candidate)]
-        if not left:
+        available = [one for one in self._options if self._is_available(one.candidate)]
+        if not available:
             return []
-        if gone := self._families - {one.candidate.family for one in left}:
+        if lost_families := self._families - {one.candidate.family for one in available}:
             timed = {str(one.candidate): one.measured_time for one in self._options if one.measured_time is not None}
             plain = [self.forecast.estimate(one.candidate) for one in self._options if one.measured_time is not None]
             usual, best = median_time_ratio(plain, timed), search(self.forecast, grid=self._grid).best
-            left += [
-                apply_measured_time(best[family], {}, default_ratio=usual) for family in sorted(gone) if family in best
+            available += [
+                apply_measured_time(best[family], {}, default_ratio=usual)
+                for family in sorted(lost_families)
+                if family in best
             ]
-        return left
+        return available
 
 
-def _is_left(candidate: Candidate, forecast: CostModel) -> bool:
+def _is_allowed(candidate: Candidate, forecast: CostModel) -> bool:
     facts = forecast.profile
     return not (
         has_refused_option(candidate, facts)
         or is_layout_refused(candidate, facts)
-        or _micro(candidate) in facts.refused
+        or _micro_batch_part(candidate) in facts.refused
     )
 
 
@@ -267,11 +274,11 @@ def _has_model_axes(candidate: Candidate) -> bool:
     return any(axis in option_keys(candidate) for axis in MODEL_AXES)
 
 
-def _micro(candidate: Candidate) -> str:
+def _micro_batch_part(candidate: Candidate) -> str:
     return f"{MICRO_BATCH_KEY}={candidate.micro_batch_size}"
 
 
-def _parts(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+def _single_part_candidates(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
     """Yield the name of each axis and option, with a candidate that has only this part and its requirements."""
     c = candidate
     plain = Candidate(micro_batch_size=c.micro_batch_size, precision=c.precision)

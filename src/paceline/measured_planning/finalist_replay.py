@@ -11,7 +11,7 @@ from paceline.errors import DataError, LayoutError, PacelineError, as_refused
 from paceline.launch.failures.oom_detection import is_out_of_memory
 from paceline.measured_planning.depth_extrapolation import DepthExtrapolation
 from paceline.measured_planning.memory_replay import StageMemory, shorten_plan
-from paceline.measured_planning.split_trial import refuse_parts
+from paceline.measured_planning.split_trial import check_split_model
 from paceline.planner.advice.recommendations import PlanRow
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
@@ -35,7 +35,7 @@ class CheckedCandidate:
     peak_bytes: int = 0
     parts: Mapping[str, int] | None = None
     error: str = ""
-    is_jobs: bool = False
+    is_job_error: bool = False
     seconds: float = 0.0
     work: int = 0
 
@@ -45,48 +45,52 @@ class CandidateChecker:
     """A cache of replays. `ready` has a model on fake tensors, `original` is the job as it is."""
 
     ready: PreparedJob
-    real: PreparedJob
-    known: dict[str, CheckedCandidate] = field(default_factory=dict)
-    parts: dict[tuple[int, int], str] = field(default_factory=dict)
+    original: PreparedJob
+    replays: dict[str, CheckedCandidate] = field(default_factory=dict)
+    split_errors: dict[tuple[int, int], str] = field(default_factory=dict)
 
     @cached_property
-    def chain(self) -> DepthExtrapolation:
+    def depth_extrapolation(self) -> DepthExtrapolation:
         return DepthExtrapolation(self.ready.job, self.ready.settings)
 
-    def replayed(self, estimate: Estimate, forecast: CostModel) -> CheckedCandidate:
+    def replay(self, estimate: Estimate, forecast: CostModel) -> CheckedCandidate:
         """Return the replay of this estimate on a device of the forecast's machines."""
         name = f"{estimate.candidate} {estimate.stages}"
-        if name not in self.known:
-            self.known[name] = self._replayed(
+        if name not in self.replays:
+            self.replays[name] = self._run_replay(
                 estimate.candidate, estimate.stages, forecast, estimate.measured_time is not None
             )
-        return self.known[name]
+        return self.replays[name]
 
-    def refusal(self, candidate: Candidate, forecast: CostModel) -> str:
+    def refusal_reason(self, candidate: Candidate, forecast: CostModel) -> str:
         """Return the reason why the candidate is refused, or an empty string."""
-        return self._replayed(candidate, (), forecast, False).error
+        return self._run_replay(candidate, (), forecast, False).error
 
-    def is_of_parts(self, candidate: Candidate, error: str) -> bool:
+    def is_split_error(self, candidate: Candidate, error: str) -> bool:
         """Return whether cp and ep alone cause this error, in any microbatch size and layout."""
-        return bool(error) and self.parts.get((candidate.cp, candidate.ep)) == error
+        return bool(error) and self.split_errors.get((candidate.cp, candidate.ep)) == error
 
-    def work(self, candidate: Candidate, cut: tuple[int, ...], forecast: CostModel) -> int:
+    def work(self, candidate: Candidate, stage_blocks: tuple[int, ...], forecast: CostModel) -> int:
         """Return how many blocks the candidate's replay runs, over all stages."""
-        plan = shorten_plan(settled_plan(candidate, forecast.profile, forecast.cluster.device.kind))
-        blocks = _blocks(candidate, cut, forecast.profile)
-        return plan.num_micro // plan.replicas * max(1, self.chain.replayed(self.ready.settings, plan, blocks))
+        plan = shorten_plan(make_candidate_plan(candidate, forecast.profile, forecast.cluster.device.kind))
+        blocks = _blocks_per_stage(candidate, stage_blocks, forecast.profile)
+        return (
+            plan.num_micro
+            // plan.replicas
+            * max(1, self.depth_extrapolation.count_replayed_blocks(self.ready.settings, plan, blocks))
+        )
 
-    def _replayed(
-        self, candidate: Candidate, cut: tuple[int, ...], forecast: CostModel, has_run: bool
+    def _run_replay(
+        self, candidate: Candidate, stage_blocks: tuple[int, ...], forecast: CostModel, was_timed: bool
     ) -> CheckedCandidate:
-        began, facts = time.monotonic(), forecast.profile
+        start_time, facts = time.monotonic(), forecast.profile
         try:
-            if not has_run:
-                self._refuse_parts(candidate, facts)
-            plan = settled_plan(candidate, facts, forecast.cluster.device.kind)
-            settings = with_stages(self.ready.settings, cut)
-            blocks = _blocks(candidate, cut, facts)
-            stages = self.chain.replay(settings, plan, blocks)
+            if not was_timed:
+                self._check_split_model(candidate, facts)
+            plan = make_candidate_plan(candidate, facts, forecast.cluster.device.kind)
+            settings = set_stages(self.ready.settings, stage_blocks)
+            blocks = _blocks_per_stage(candidate, stage_blocks, facts)
+            stages = self.depth_extrapolation.replay(settings, plan, blocks)
         except DataError:
             raise
         except PacelineError as error:
@@ -94,17 +98,17 @@ class CandidateChecker:
         except Exception as error:  # of the job's own code: the plan continues without this layout
             if is_out_of_memory(error):
                 raise
-            return CheckedCandidate(layout=candidate.layout, error=as_refused(error), is_jobs=True)
+            return CheckedCandidate(layout=candidate.layout, error=as_refused(error), is_job_error=True)
         fullest: StageMemory = max(stages, key=lambda stage: stage.peak.total)
         return CheckedCandidate(
             layout=candidate.layout,
             peak_bytes=fullest.peak.total,
             parts=fullest.peak.as_json(),
-            seconds=time.monotonic() - began,
-            work=self.work(candidate, cut, forecast),
+            seconds=time.monotonic() - start_time,
+            work=self.work(candidate, stage_blocks, forecast),
         )
 
-    def _refuse_parts(self, candidate: Candidate, facts: ModelProfile) -> None:
+    def _check_split_model(self, candidate: Candidate, facts: ModelProfile) -> None:
         """Check that cp and ep compute the same as the whole model.
 
         Raises:
@@ -113,25 +117,25 @@ class CandidateChecker:
         key = (candidate.cp, candidate.ep)
         if key == (1, 1):
             return
-        if key not in self.parts:
-            self.parts[key] = ""
+        if key not in self.split_errors:
+            self.split_errors[key] = ""
             try:
-                refuse_parts(self.real, cp=candidate.cp, ep=candidate.ep, elements=facts.parameters)
+                check_split_model(self.original, cp=candidate.cp, ep=candidate.ep, elements=facts.parameters)
             except LayoutError as error:
-                self.parts[key] = error.what
-        if self.parts[key]:
-            raise LayoutError(self.parts[key])
+                self.split_errors[key] = error.what
+        if self.split_errors[key]:
+            raise LayoutError(self.split_errors[key])
 
 
-def row_seen(row: PlanRow, seen: Mapping[str, CheckedCandidate], device: Device) -> PlanRow:
+def apply_replay(row: PlanRow, replays: Mapping[str, CheckedCandidate], device: Device) -> PlanRow:
     """Return the row with the memory of its replay instead of the forecast, or with the reason for its refusal."""
-    found = seen.get(str(row.estimate.candidate))
-    if found is None:
+    replay = replays.get(str(row.estimate.candidate))
+    if replay is None:
         return row
-    if found.error:
-        return replace(row, refused=found.error)
-    counted = {name: float(value) for name, value in (found.parts or {}).items() if name in MEMORY_PARTS}
-    memory = Memory(**counted, reserve=device.reserve_bytes, host_bytes=row.estimate.memory.host_bytes)
+    if replay.error:
+        return replace(row, refused=replay.error)
+    replayed_bytes = {name: float(value) for name, value in (replay.parts or {}).items() if name in MEMORY_PARTS}
+    memory = Memory(**replayed_bytes, reserve=device.reserve_bytes, host_bytes=row.estimate.memory.host_bytes)
     estimate = replace(
         row.estimate,
         memory=memory,
@@ -141,7 +145,7 @@ def row_seen(row: PlanRow, seen: Mapping[str, CheckedCandidate], device: Device)
     return replace(row, estimate=estimate, replayed=True)
 
 
-def settled_plan(candidate: Candidate, facts: ModelProfile, device: str) -> ExecutionPlan:
+def make_candidate_plan(candidate: Candidate, facts: ModelProfile, device: str) -> ExecutionPlan:
     """Return the execution plan of a run with this candidate."""
     return make_execution_plan(
         layout=candidate.layout_spec,
@@ -151,13 +155,13 @@ def settled_plan(candidate: Candidate, facts: ModelProfile, device: str) -> Exec
     )
 
 
-def _blocks(candidate: Candidate, cut: tuple[int, ...], facts: ModelProfile) -> tuple[int, ...]:
+def _blocks_per_stage(candidate: Candidate, stage_blocks: tuple[int, ...], facts: ModelProfile) -> tuple[int, ...]:
     """Return the blocks in each stage: those of the forecast, or an equal split."""
     stages = candidate.pp * candidate.virtual
-    each, more = divmod(len(facts.blocks), stages)
-    return cut or tuple(each + (stage < more) for stage in range(stages))
+    quotient, remainder = divmod(len(facts.blocks), stages)
+    return stage_blocks or tuple(quotient + (stage < remainder) for stage in range(stages))
 
 
-def with_stages(settings: Settings, stages: tuple[int, ...]) -> Settings:
+def set_stages(settings: Settings, stages: tuple[int, ...]) -> Settings:
     """Return the settings with the forecast's blocks in each stage, unless all stages are equal."""
     return settings if len(set(stages)) < 2 else replace(settings, place=replace(settings.place, stages=stages))

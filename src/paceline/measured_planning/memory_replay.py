@@ -17,14 +17,14 @@ from paceline.measured_planning.simulated_ranks import SimulatedRanks
 from paceline.planner.cost.pipeline_formulas import max_in_flight
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.pipeline_options import is_schedule_file
-from paceline.profiling.cpu_workspace.operator_workspace import gloo_copies, moment_bytes
+from paceline.profiling.cpu_workspace.operator_workspace import gloo_copies, peak_operator_bytes
 from paceline.profiling.model_tracing.fake_execution import FakeExecutionMode
 from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline
 from paceline.profiling.model_tracing.memory_tracker import (
     MemoryByKind,
     MemoryTracker,
     StorageTracker,
-    elements,
+    element_bytes,
     memory_at_rest,
 )
 from paceline.schedule.registry import find_schedule
@@ -37,19 +37,19 @@ from paceline.trainer.loop import num_retained_batches
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.job_data import cut_for, read_first
 
-_MOST_MICRO = 2  # microbatches without a pipeline: all after the first are equal
+_MAX_MICROBATCHES = 2  # microbatches without a pipeline: all after the first are equal
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
     """The memory of one stage: between steps, and at its peak."""
 
-    between: MemoryByKind
+    between_steps: MemoryByKind
     peak: MemoryByKind
 
 
 def replay(
-    job: Job, settings: Settings, plan: ExecutionPlan, *, journals: Sequence[MemoryTimeline] = (), warm: bool = True
+    job: Job, settings: Settings, plan: ExecutionPlan, *, timelines: Sequence[MemoryTimeline] = (), warm_up: bool = True
 ) -> list[StageMemory]:
     """Run two steps of every stage and return the memory of the second; `timelines` has one for each stage, or none.
 
@@ -58,124 +58,136 @@ def replay(
     Raises:
         PacelineError: the run itself would be refused.
     """
-    scene = SimulatedRanks(mesh=plan.mesh)
-    alone = plan.mesh.ranks == 1
-    with nullcontext() if alone else fake_process_group(plan.mesh.ranks), preserve_rng():
+    simulated_ranks = SimulatedRanks(mesh=plan.mesh)
+    is_single = plan.mesh.ranks == 1
+    with nullcontext() if is_single else fake_process_group(plan.mesh.ranks), preserve_rng():
         if plan.mesh.pp == 1:
-            with scene.baton:
-                return [_stage(job, settings, plan, scene, 0, *journals, warm=warm)]
-        return _together(job, settings, plan, scene, journals)
+            with simulated_ranks.run_lock:
+                return [_replay_stage(job, settings, plan, simulated_ranks, 0, *timelines, warm_up=warm_up)]
+        return _replay_stages(job, settings, plan, simulated_ranks, timelines)
 
 
-def _together(
-    job: Job, settings: Settings, plan: ExecutionPlan, scene: SimulatedRanks, journals: Sequence[MemoryTimeline]
-) -> list[StageMemory]:
-    def run(stage: int) -> StageMemory:
-        with scene.baton:
-            return _stage(job, settings, plan, scene, stage, *journals[stage : stage + 1])
-
-    return run_threads(run, ranks=plan.mesh.pp, leave=scene.leave)
-
-
-def _stage(
+def _replay_stages(
     job: Job,
     settings: Settings,
-    whole: ExecutionPlan,
-    scene: SimulatedRanks,
+    plan: ExecutionPlan,
+    simulated_ranks: SimulatedRanks,
+    timelines: Sequence[MemoryTimeline],
+) -> list[StageMemory]:
+    def replay_stage(stage: int) -> StageMemory:
+        with simulated_ranks.run_lock:
+            return _replay_stage(job, settings, plan, simulated_ranks, stage, *timelines[stage : stage + 1])
+
+    return run_threads(replay_stage, ranks=plan.mesh.pp, leave=simulated_ranks.abort)
+
+
+def _replay_stage(
+    job: Job,
+    settings: Settings,
+    full_plan: ExecutionPlan,
+    simulated_ranks: SimulatedRanks,
     stage: int,
-    journal: MemoryTimeline | None = None,
+    timeline: MemoryTimeline | None = None,
     *,
-    warm: bool = True,
+    warm_up: bool = True,
 ) -> StageMemory:
-    plan = shorten_plan(whole)
-    world = scene.world(stage, backend=plan.backend)
-    made = StorageTracker()
-    hollow = FakeExecutionMode(
-        emptied=scene.emptied, see=made.see, copies=gloo_copies if plan.backend == "gloo" else None
+    plan = shorten_plan(full_plan)
+    world = simulated_ranks.world(stage, backend=plan.backend)
+    storage_tracker = StorageTracker()
+    fake_mode = FakeExecutionMode(
+        fake_storages=simulated_ranks.fake_storages,
+        on_operation=storage_tracker.observe,
+        backend_copies=gloo_copies if plan.backend == "gloo" else None,
     )
-    with hollow:
-        hollow.holds = False
+    with fake_mode:
+        fake_mode.comparisons_hold = False
         built = build_training_setup(job=job, settings=settings, plan=plan, world=world)
-        hollow.holds = True
-        shares = [member.parameter for member in built.named]
+        fake_mode.comparisons_hold = True
+        updated_tensors = [member.parameter for member in built.named]
         optimizers = built.update.optimizers
-        given = _batches(
+        step_inputs = _read_batches(
             built, plan, num_retained_batches(built) if step_rule(plan.update_rule).traits.reads_samples else 2
         )
-        first = _first(plan)
-        if warm:
-            built.step.run(given[-2] if first is None else _batches(built, first, 1)[0])
-        left_out = _left_out_bytes(given, whole, plan)
+        warm_up_plan = _warm_up_plan(plan)
+        if warm_up:
+            built.step.run(step_inputs[-2] if warm_up_plan is None else _read_batches(built, warm_up_plan, 1)[0])
+        left_out_bytes = _left_out_bytes(step_inputs, full_plan, plan)
         gc.collect()  # garbage in cycles is not part of the step
-        watch = MemoryTracker(
+        tracker = MemoryTracker(
             model=built.model,
             optimizers=optimizers,
-            shares=shares,
-            others=made.storages(),
-            moment=partial(moment_bytes, threads=plan.threads),
-            beside=lambda: hollow.copied_bytes + left_out,
-            note=None if journal is None else journal.note,
-            turn=None if journal is None else journal.turn,
+            updated_tensors=updated_tensors,
+            other_storages=storage_tracker.storages(),
+            operator_bytes=partial(peak_operator_bytes, threads=plan.threads),
+            extra_bytes=lambda: fake_mode.copied_bytes + left_out_bytes,
+            on_operation=None if timeline is None else timeline.record,
+            on_phase_change=None if timeline is None else timeline.start_part,
         )
-        with watch, _in_parts(built, journal):
-            built.step.run(given[-1])
-        between = memory_at_rest(model=built.model, optimizers=optimizers, shares=shares)
+        with tracker, _record_parts(built, timeline):
+            built.step.run(step_inputs[-1])
+        between_steps = memory_at_rest(model=built.model, optimizers=optimizers, updated_tensors=updated_tensors)
         built.close()
     trim_heap()
-    return StageMemory(between=between, peak=watch.peak)
+    return StageMemory(between_steps=between_steps, peak=tracker.peak)
 
 
-def _batches(built: TrainingSetup, plan: ExecutionPlan, count: int) -> list[StepInput]:
+def _read_batches(built: TrainingSetup, plan: ExecutionPlan, count: int) -> list[StepInput]:
     cut = cut_for(plan, built.settings, built.worlds.data)
     return read_first(built.data, built.settings, cut=cut, count=count)
 
 
-def _in_parts(built: TrainingSetup, journal: MemoryTimeline | None) -> AbstractContextManager[None]:
+def _record_parts(built: TrainingSetup, timeline: MemoryTimeline | None) -> AbstractContextManager[None]:
     """Return a context that starts a new part of the timeline after each action of a pipeline stage."""
     passes = built.step.passes
-    if journal is None or not isinstance(passes, PipelineForwardBackward):
+    if timeline is None or not isinstance(passes, PipelineForwardBackward):
         return nullcontext()
-    return passes.watched(lambda *_: journal.turn())
+    return passes.watched(lambda *_: timeline.start_part())
 
 
-def _first(plan: ExecutionPlan) -> ExecutionPlan | None:
+def _warm_up_plan(plan: ExecutionPlan) -> ExecutionPlan | None:
     """Return a plan of one round, for a step that creates gradients and optimizer state.
 
     Return None if the step must be as long as the others: gloo keeps the tensors that it sent, and asynchronous update
     rules end in the middle of a step.
     """
-    return None if plan.backend == "gloo" or not plan.update_rule.is_synchronous else _of_rounds(plan, 1)
+    return None if plan.backend == "gloo" or not plan.update_rule.is_synchronous else _set_rounds(plan, 1)
 
 
-def _left_out_bytes(given: Sequence[StepInput], whole: ExecutionPlan, short: ExecutionPlan) -> int:
+def _left_out_bytes(step_inputs: Sequence[StepInput], full_plan: ExecutionPlan, short_plan: ExecutionPlan) -> int:
     """Return the data bytes of left-out microbatches: on a CPU of all batches in memory, on a device of one."""
-    there, every = (-(-one.num_micro // one.replicas) for one in (short, whole))
-    each = elements([t for t in tensor_leaves([one.data for one in given[-1].micro[-1:]]) if t.layout is torch.strided])
-    batches = len(given)
-    return each * max(0, batches * (every - there) if whole.device == "cpu" else every - batches * there)
+    short_rounds, full_rounds = (-(-one.num_micro // one.replicas) for one in (short_plan, full_plan))
+    microbatch_bytes = element_bytes(
+        [t for t in tensor_leaves([one.data for one in step_inputs[-1].micro[-1:]]) if t.layout is torch.strided]
+    )
+    batches = len(step_inputs)
+    return microbatch_bytes * max(
+        0, batches * (full_rounds - short_rounds) if full_plan.device == "cpu" else full_rounds - batches * short_rounds
+    )
 
 
 def shorten_plan(plan: ExecutionPlan) -> ExecutionPlan:
     """Return the plan with as few microbatches as leave the peak memory unchanged."""
     rounds = -(-plan.num_micro // plan.replicas)
-    return _of_rounds(plan, min(_MOST_MICRO, rounds) if plan.mesh.pp == 1 else _filled(plan, rounds))
+    return _set_rounds(
+        plan, min(_MAX_MICROBATCHES, rounds) if plan.mesh.pp == 1 else _rounds_to_fill_pipeline(plan, rounds)
+    )
 
 
-def _of_rounds(plan: ExecutionPlan, rounds: int) -> ExecutionPlan:
+def _set_rounds(plan: ExecutionPlan, rounds: int) -> ExecutionPlan:
     num_micro = rounds * plan.replicas
     return replace(plan, num_micro=num_micro, global_batch_size=num_micro * plan.micro_batch_size)
 
 
-def _filled(plan: ExecutionPlan, rounds: int) -> int:
+def _rounds_to_fill_pipeline(plan: ExecutionPlan, rounds: int) -> int:
     """Return how many microbatches fill the pipeline: more of them do not change any rank's peak."""
     if is_schedule_file(plan.asked.schedule) or plan.backend == "gloo":  # gloo keeps sent tensors until the step ends
         return rounds
     rule, ranks = find_schedule(plan.asked.schedule), plan.mesh.pp
     virtual = plan.asked.virtual or rule.virtual
 
-    def held(micro: int) -> list[int]:
+    def in_flight(micro: int) -> list[int]:
         places = range(ranks)
         return [max_in_flight(rule.name, ranks=ranks, micro=micro, virtual=virtual, rank=place) for place in places]
 
-    fewest, by = (ranks + 2, 1) if rule.name == "1f1b" else (2 * ranks, ranks)
-    return next((micro for micro in range(fewest, rounds, by) if held(micro) == held(rounds)), rounds)
+    first, step = (ranks + 2, 1) if rule.name == "1f1b" else (2 * ranks, ranks)
+    return next((micro for micro in range(first, rounds, step) if in_flight(micro) == in_flight(rounds)), rounds)

@@ -16,7 +16,7 @@ from paceline.errors import PacelineError
 from paceline.filesystem.atomic_files import read_json
 from paceline.launch.failures.failure_record import Failure
 from paceline.launch.launcher import LaunchRequest, start
-from paceline.measured_planning.auto_layout import ANSWER, to_plan
+from paceline.measured_planning.auto_layout import CHOICE_FILE, make_planning_task
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import Candidate, candidate_from_layout
 from paceline.planner.hardware.cluster import Cluster, Device, Link
@@ -27,16 +27,16 @@ from paceline.planner.search.fallbacks import build_fallback
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.planner.search.neighbors import Change, cheapest_changes
 from paceline.planner.search.search_space import SearchSpace
-from paceline.profiling.machine_benchmarks.this_machine import kept_here
+from paceline.profiling.machine_benchmarks.this_machine import cached_local_cluster
 from paceline.run_folder.run_folder import RunFolder
 
-LEARN = "paceline.measured_planning.auto_worker:write_model_profile"
-_PART = 0.9  # share of the available memory that a restart may need
+PROFILE_ENTRY = "paceline.measured_planning.auto_worker:write_model_profile"
+_USABLE_SHARE = 0.9  # share of the available memory that a restart may need
 _LIBRARIES_BYTES = 64 << 20  # needed by training itself: stacks of threads, buffers of libraries
-_USUAL = Device(  # one core: only the ratios of its rates are used, and the page says so
+_TYPICAL_DEVICE = Device(  # one core: only the ratios of its rates are used, and the page says so
     name="a typical processor", kind="cpu", memory_bytes=1e15, flops_per_second={"fp32": 5e10}, bytes_per_second=5e9
 )
-_LINK = Link(name="memory", latency_seconds=1e-4, bytes_per_second=2e9)
+_TYPICAL_LINK = Link(name="memory", latency_seconds=1e-4, bytes_per_second=2e9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,15 @@ class OomAdvice:
     """Lines about the three cheapest changes after which the run would fit; `first_layout` is the cheapest one."""
 
     lines: tuple[str, ...] = ()
-    first: FallbackLayout | None = None
+    first_layout: FallbackLayout | None = None
 
 
 def cheaper_layouts(
-    task: Task, failure: Failure, *, learn: Callable[[Task], Mapping[str, Any]], typed: Callable[[FallbackLayout], str]
+    task: Task,
+    failure: Failure,
+    *,
+    profile_model: Callable[[Task], Mapping[str, Any]],
+    command_for: Callable[[FallbackLayout], str],
 ) -> OomAdvice:
     """Return advice for a run that ran out of memory; empty if its model can't be profiled.
 
@@ -57,74 +61,88 @@ def cheaper_layouts(
     if not parse_update(task.update).has_cost_model:
         return OomAdvice()
     try:
-        facts = model_profile_from_json(learn(task)["facts"])
+        facts = model_profile_from_json(profile_model(task)["facts"])
         candidate = _candidate(task, facts)
-        fleet = kept_here(ranks=task.ranks, device=task.device)
-        forecast = CostModel(profile=facts, cluster=fleet or _usual(task))
-        if (beyond := _beyond_the_forecast(forecast, candidate, failure)) is not None:
-            return OomAdvice(lines=(beyond,))
-        forecast = _short(forecast, candidate, failure)
+        cluster = cached_local_cluster(ranks=task.ranks, device=task.device)
+        forecast = CostModel(profile=facts, cluster=cluster or _typical_cluster(task))
+        if (oversized_line := _oversized_allocation_line(forecast, candidate, failure)) is not None:
+            return OomAdvice(lines=(oversized_line,))
+        forecast = _limit_to_available_memory(forecast, candidate, failure)
         changes = cheapest_changes(forecast, forecast.estimate(candidate), grid=SearchSpace())
     except (PacelineError, OSError, ValueError, KeyError, TypeError):
         return OomAdvice()
-    rungs = [build_fallback(change.estimate) for change in changes]
-    lines = [*_breakdown(forecast, candidate, failure), *_told(changes, rungs, forecast, candidate, fleet, typed)]
-    return OomAdvice(lines=tuple(lines), first=rungs[0] if rungs else None)
+    layouts = [build_fallback(change.estimate) for change in changes]
+    lines = [
+        *_breakdown(forecast, candidate, failure),
+        *_advice_lines(changes, layouts, forecast, candidate, cluster, command_for),
+    ]
+    return OomAdvice(lines=tuple(lines), first_layout=layouts[0] if layouts else None)
 
 
 def model_profile_of_run(task: Task) -> Mapping[str, Any]:
     """Return the model's profile: from the run's own plan, else from a new process."""
     folder = RunFolder(Path(task.run) / "auto")
     with suppress(OSError, ValueError):
-        return dict(read_json(folder.path / ANSWER))
+        return dict(read_json(folder.path / CHOICE_FILE))
     folder.path.mkdir(parents=True, exist_ok=True)
     print_line("out of memory: searching for layouts that need less", sys.stderr)
-    own = replace(to_plan(task), run=str(folder.path), options={"most_ranks": task.ranks})
+    profile_task = replace(make_planning_task(task), run=str(folder.path), options={"most_ranks": task.ranks})
     start(
         LaunchRequest(
-            ranks=1, run=folder, entry=LEARN, payload=own.as_json(), threads=usable_cores(), saves_checkpoints=False
+            ranks=1,
+            run=folder,
+            entry=PROFILE_ENTRY,
+            payload=profile_task.as_json(),
+            threads=usable_cores(),
+            saves_checkpoints=False,
         )
     )
-    return dict(read_json(folder.path / ANSWER))
+    return dict(read_json(folder.path / CHOICE_FILE))
 
 
 def _candidate(task: Task, facts: ModelProfile) -> Candidate:
     layout = parse_layout(task.layout)
     mesh = resolve_mesh(layout, ranks=task.ranks, problems=[])
-    given = task.settings.get("train.micro_batch_size")
+    requested = task.settings.get("train.micro_batch_size")
     with suppress(OSError, ValueError, KeyError):
-        given = read_json(Path(task.run) / "plan.json")["micro_batch_size"]
+        requested = read_json(Path(task.run) / "plan.json")["micro_batch_size"]
     share = -(-facts.global_batch_size // mesh.replicas)
-    micro = int(given or share)
+    micro = int(requested or share)
     return candidate_from_layout(
         layout, mesh, micro_batch_size=micro, precision=facts.precision, compiles=facts.compiles
     )
 
 
-def _beyond_the_forecast(forecast: CostModel, candidate: Candidate, failure: Failure) -> str | None:
+def _oversized_allocation_line(forecast: CostModel, candidate: Candidate, failure: Failure) -> str | None:
     """Return a line if the failed allocation is larger than the forecast for the whole rank: no layout explains it."""
-    whole = forecast.estimate(candidate).peak_bytes
-    if failure.requested_bytes <= whole:
+    forecast_bytes = forecast.estimate(candidate).peak_bytes
+    if failure.requested_bytes <= forecast_bytes:
         return None
-    asked = format_size(failure.requested_bytes)
+    allocation = format_size(failure.requested_bytes)
     return (
-        f"No other layout is suggested: this allocation alone ({asked}) is larger than everything that a rank holds by "
-        f"forecast ({format_size(round(whole))})."
+        f"No other layout is suggested: this allocation alone ({allocation}) is larger than everything that a rank "
+        f"holds by forecast ({format_size(round(forecast_bytes))})."
     )
 
 
-def _short(forecast: CostModel, candidate: Candidate, failure: Failure) -> CostModel:
+def _limit_to_available_memory(forecast: CostModel, candidate: Candidate, failure: Failure) -> CostModel:
     """Return the forecast for devices with the memory that is available here, corrected by the forecast's error."""
     reserve = forecast.cluster.device.reserve_bytes
     forecast_bytes = forecast.estimate(candidate).peak_bytes - reserve
-    held: Mapping[str, int] = failure.said.get("held") or {}
-    limit, beside = failure.said.get("limit_bytes"), sum(held.get(name, 0) for name in ("rest", "other processes"))
-    room = forecast_bytes
-    if limit is not None and "rest" in held:
-        needed = sum(held.values()) - beside
-        own = 0 if forecast.cluster.device.is_accelerator else _LIBRARIES_BYTES
-        room = min(room, max(0.0, limit - beside - own) / max(1.0, (needed - own) / forecast_bytes))
-    return forecast.with_memory_limit(reserve + _PART * room)
+    held_bytes: Mapping[str, int] = failure.said.get("held") or {}
+    limit, other_bytes = (
+        failure.said.get("limit_bytes"),
+        sum(held_bytes.get(name, 0) for name in ("rest", "other processes")),
+    )
+    available = forecast_bytes
+    if limit is not None and "rest" in held_bytes:
+        measured = sum(held_bytes.values()) - other_bytes
+        library_bytes = 0 if forecast.cluster.device.is_accelerator else _LIBRARIES_BYTES
+        available = min(
+            available,
+            max(0.0, limit - other_bytes - library_bytes) / max(1.0, (measured - library_bytes) / forecast_bytes),
+        )
+    return forecast.with_memory_limit(reserve + _USABLE_SHARE * available)
 
 
 def _breakdown(forecast: CostModel, candidate: Candidate, failure: Failure) -> Iterator[str]:
@@ -136,27 +154,34 @@ def _breakdown(forecast: CostModel, candidate: Candidate, failure: Failure) -> I
     yield from (f"  {name}: {value / 2**20:,.1f} MiB" for name, value in parts.items() if value)
 
 
-def _told(
+def _advice_lines(
     changes: Sequence[Change],
-    rungs: Sequence[FallbackLayout],
+    layouts: Sequence[FallbackLayout],
     forecast: CostModel,
     candidate: Candidate,
-    fleet: Cluster | None,
-    typed: Callable[[FallbackLayout], str],
+    cluster: Cluster | None,
+    command_for: Callable[[FallbackLayout], str],
 ) -> Iterator[str]:
-    before = forecast.estimate(candidate)
+    current = forecast.estimate(candidate)
     if not changes:
         yield f"No layout of {plural(forecast.cluster.ranks, 'rank')} within two changes would fit."
         return
-    usual = "" if fleet is not None else " (times are for a typical machine: this one was not measured yet)"
-    yield f"The cheapest changes, by forecast{usual}:"
-    for number, (change, rung) in enumerate(zip(changes, rungs, strict=True), 1):
-        less = format_size(round(before.peak_bytes - change.estimate.peak_bytes))
-        longer = f"{change.seconds / before.step_seconds:+.0%} time"
-        price = f" ({format_duration(abs(change.seconds))} per step)" if fleet is not None else ""
-        yield f"  {number}. {change.description}: {less} less, {longer}{price}"
-        yield f"     {typed(rung)}"
+    note = "" if cluster is not None else " (times are for a typical machine: this one was not measured yet)"
+    yield f"The cheapest changes, by forecast{note}:"
+    for number, (change, rung) in enumerate(zip(changes, layouts, strict=True), 1):
+        saved = format_size(round(current.peak_bytes - change.estimate.peak_bytes))
+        slowdown = f"{change.seconds / current.step_seconds:+.0%} time"
+        added_seconds = f" ({format_duration(abs(change.seconds))} per step)" if cluster is not None else ""
+        yield f"  {number}. {change.description}: {saved} less, {slowdown}{added_seconds}"
+        yield f"     {command_for(rung)}"
 
 
-def _usual(task: Task) -> Cluster:
-    return Cluster(device=_USUAL, devices=task.ranks, inside=_LINK, between=_LINK, host=_LINK, name="usual")
+def _typical_cluster(task: Task) -> Cluster:
+    return Cluster(
+        device=_TYPICAL_DEVICE,
+        devices=task.ranks,
+        inside=_TYPICAL_LINK,
+        between=_TYPICAL_LINK,
+        host=_TYPICAL_LINK,
+        name="usual",
+    )

@@ -5,52 +5,56 @@ from contextlib import suppress
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.measured_planning.timing.timing_cache import as_timed_here
+from paceline.measured_planning.timing.timing_cache import apply_stored_timing
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import candidate_from_layout
 from paceline.planner.hardware.cluster import Cluster, cluster_from_json
 from paceline.planner.model_costs.model_profile import ModelProfile, model_profile_from_json
 from paceline.planner.search.fallbacks import build_calibrated_fallback
 from paceline.planner.search.layout_with_forecast import FallbackLayout
-from paceline.profiling.calibration_store import keep_plan
-from paceline.profiling.machine_benchmarks.this_machine import kept_here
+from paceline.profiling.calibration_store import save_plan
+from paceline.profiling.machine_benchmarks.this_machine import cached_local_cluster
 from paceline.trainer.diagnostics.forecast_lookup import stored_plan_key
 from paceline.trainer.setup.prepare import PreparedJob
 
 SOURCE = "plan"
-Counted = tuple[int, Mapping[str, int]]
+ReplayedBytes = tuple[int, Mapping[str, int]]
 
 
-def store_plan(ready: PreparedJob, facts: ModelProfile, fleet: Cluster, *, replayed: Mapping[str, Counted]) -> None:
+def store_plan(
+    ready: PreparedJob, facts: ModelProfile, cluster: Cluster, *, replayed: Mapping[str, ReplayedBytes]
+) -> None:
     """Store the model's profile, the cluster, and the replayed bytes of its layouts with their parts."""
     with suppress(PacelineError, OSError):  # the job of a script has no file of its own
-        keep_plan(stored_plan_key(ready), {"facts": facts.as_json(), "cluster": fleet.as_json(), "replayed": replayed})
+        save_plan(
+            stored_plan_key(ready), {"facts": facts.as_json(), "cluster": cluster.as_json(), "replayed": replayed}
+        )
 
 
-def estimate_for_run(found: Mapping[str, Any], ready: PreparedJob, *, parameters: int) -> FallbackLayout | None:
+def estimate_for_run(stored: Mapping[str, Any], ready: PreparedJob, *, parameters: int) -> FallbackLayout | None:
     """Return the estimate for a run's layout, on this machine if it was measured, else on the planned one.
 
     Steps that were timed here replace forecast times.
     """
-    plan, facts, fleet = ready.plan, model_profile_from_json(found["facts"]), cluster_from_json(found["cluster"])
+    plan, facts, cluster = ready.plan, model_profile_from_json(stored["facts"]), cluster_from_json(stored["cluster"])
     trained = facts.parameters - sum(part.frozen_parameters for part in facts.parts)
     if trained != parameters or facts.global_batch_size != plan.global_batch_size:
         return None
-    if (here := kept_here(ranks=plan.mesh.ranks, device=plan.device)) is not None:
-        counted = found["replayed"] if fleet.device.kind == here.device.kind else {}
-        fleet = here
-    elif fleet.device.kind == plan.device and fleet.ranks == plan.mesh.ranks:
-        counted = found["replayed"]
+    if (local_cluster := cached_local_cluster(ranks=plan.mesh.ranks, device=plan.device)) is not None:
+        replayed = stored["replayed"] if cluster.device.kind == local_cluster.device.kind else {}
+        cluster = local_cluster
+    elif cluster.device.kind == plan.device and cluster.ranks == plan.mesh.ranks:
+        replayed = stored["replayed"]
     else:
         return None
-    precision, forecast = ready.settings.train.precision, CostModel(profile=facts, cluster=fleet)
+    precision, forecast = ready.settings.train.precision, CostModel(profile=facts, cluster=cluster)
     candidate = candidate_from_layout(
         plan.asked, plan.mesh, micro_batch_size=plan.micro_batch_size, precision=precision, compiles=facts.compiles
     )
-    own = counted.get(str(candidate))
+    replayed_bytes = replayed.get(str(candidate))
     return build_calibrated_fallback(
-        as_timed_here(ready, forecast, forecast.estimate(candidate)),
+        apply_stored_timing(ready, forecast, forecast.estimate(candidate)),
         forecast,
         source=SOURCE,
-        replayed=None if own is None else (int(own[0]), own[1]),
+        replayed=None if replayed_bytes is None else (int(replayed_bytes[0]), replayed_bytes[1]),
     )

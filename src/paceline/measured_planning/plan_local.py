@@ -9,10 +9,10 @@ from typing import Any
 from paceline.comm.process_group import LaunchInfo, World
 from paceline.errors import JobError, PacelineError, as_refused, user_line
 from paceline.launch.failures.oom_detection import freeze_existing_objects, is_out_of_memory
-from paceline.measured_planning.profile.probe_job import forecast_job, grid_of
+from paceline.measured_planning.profile.probe_job import make_search_space, prepare_for_profiling
 from paceline.measured_planning.profile.profile_job import profile_model
 from paceline.measured_planning.profile.truncated_model import truncate_depth
-from paceline.measured_planning.timing.layout_timing import can_be_cut, time_layouts
+from paceline.measured_planning.timing.layout_timing import can_truncate_blocks, time_layouts
 from paceline.planner.advice.named_layouts import evaluate_named_layouts
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate, MeasuredTime
@@ -29,8 +29,8 @@ from paceline.planner.search.shortlist import (
     timing_order,
     timing_trial,
 )
-from paceline.profiling.cpu_contention import most_of_others, read_cpu_times
-from paceline.profiling.machine_benchmarks.benchmark_cache import fingerprint
+from paceline.profiling.cpu_contention import max_cpu_contention, read_cpu_times
+from paceline.profiling.machine_benchmarks.benchmark_cache import machine_fingerprint
 from paceline.profiling.machine_benchmarks.benchmark_worker import probe_world
 from paceline.run_folder.run_folder import ROOT
 from paceline.trainer.setup.prepare import PreparedJob, join_world
@@ -57,7 +57,7 @@ class ProfiledJob:
     `depths` are the lengths of its lists of equal blocks, `notes` are lines to print.
     """
 
-    real: PreparedJob
+    original: PreparedJob
     ready: PreparedJob
     facts: ModelProfile
     depths: Sequence[int]
@@ -72,36 +72,38 @@ class PlannedLayouts:
     other programs used meanwhile.
     """
 
-    learnt: ProfiledJob
+    profiled_job: ProfiledJob
     forecast: CostModel
     grid: SearchSpace
     options: Sequence[Estimate]
-    lost: Mapping[Candidate, RejectedLayout] = field(default_factory=dict)
-    others: float = 0.0
+    rejected: Mapping[Candidate, RejectedLayout] = field(default_factory=dict)
+    other_cpu_share: float = 0.0
 
 
 @freeze_existing_objects()
-def profile_for_plan(ready: PreparedJob, *, most_ranks: int) -> ProfiledJob:
+def profile_for_plan(ready: PreparedJob, *, max_ranks: int) -> ProfiledJob:
     """Return the job's profile, found without a device and without the model's memory.
 
     Raises:
         PacelineError: the job can't be traced.
     """
-    real = ready
+    original = ready
     try:
-        ready, notes = forecast_job(ready)
+        ready, notes = prepare_for_profiling(ready)
         depths = truncate_depth(ready.job)[1]
-        facts = profile_model(ready.job, ready.settings, most_ranks=most_ranks)
+        facts = profile_model(ready.job, ready.settings, max_ranks=max_ranks)
     except PacelineError:
         raise
     except Exception as error:  # of the job's own code
         if is_out_of_memory(error):
             raise
-        raise _unplanned(error) from error
-    return ProfiledJob(real=real, ready=ready, facts=facts, depths=depths if can_be_cut(ready) else [], notes=notes)
+        raise _profiling_error(error) from error
+    return ProfiledJob(
+        original=original, ready=ready, facts=facts, depths=depths if can_truncate_blocks(ready) else [], notes=notes
+    )
 
 
-def _unplanned(error: Exception) -> JobError:
+def _profiling_error(error: Exception) -> JobError:
     return JobError(
         f"the job can't be profiled without real values: {as_refused(error)}",
         where=str(user_line(error) or ""),
@@ -111,60 +113,75 @@ def _unplanned(error: Exception) -> JobError:
     )
 
 
-def chosen_here(ready: PreparedJob, here: LocalMachineRequest, *, layouts: Sequence[str] = ()) -> PlannedLayouts | None:
+def plan_local_layouts(
+    ready: PreparedJob, request: LocalMachineRequest, *, layouts: Sequence[str] = ()
+) -> PlannedLayouts | None:
     """Time the best or the named layouts, and return them with the profile on rank 0; None on other ranks.
 
     Every rank calls this. Rank 0 profiles the job on tensors without memory, before the process group is created.
     """
-    place, grid = LaunchInfo.read(os.environ), grid_of(ready.settings, asked="paceline plan")
-    learnt = profile_for_plan(ready, most_ranks=place.world_size) if place.rank == 0 else None
+    launch_info, grid = LaunchInfo.read(os.environ), make_search_space(ready.settings, command="paceline plan")
+    profiled_job = profile_for_plan(ready, max_ranks=launch_info.world_size) if launch_info.rank == 0 else None
     world = join_world(ready)  # not closed after an error: other ranks would see that before its message
-    fleet = _fleet(ready, here, world)
-    found = None
-    if learnt is None:
-        if here.seconds:
-            _timed(ready, [], (), world=world, seconds=here.seconds)
+    cluster = _measure_cluster(ready, request, world)
+    planned = None
+    if profiled_job is None:
+        if request.seconds:
+            _time_options(ready, [], (), world=world, seconds=request.seconds)
     else:
-        forecast = CostModel(profile=learnt.facts, cluster=fleet)
-        options = _named(ready, forecast, layouts) if layouts else shortlist(forecast, grid=grid)
-        lost: dict[Candidate, RejectedLayout] = {}
-        others = 0.0
-        if here.seconds:
-            options, lost, others = _timed(ready, options, learnt.depths, world=world, seconds=here.seconds)
-        found = PlannedLayouts(learnt=learnt, forecast=forecast, grid=grid, options=options, lost=lost, others=others)
+        forecast = CostModel(profile=profiled_job.facts, cluster=cluster)
+        options = _named_options(ready, forecast, layouts) if layouts else shortlist(forecast, grid=grid)
+        rejected: dict[Candidate, RejectedLayout] = {}
+        other_cpu_share = 0.0
+        if request.seconds:
+            options, rejected, other_cpu_share = _time_options(
+                ready, options, profiled_job.depths, world=world, seconds=request.seconds
+            )
+        planned = PlannedLayouts(
+            profiled_job=profiled_job,
+            forecast=forecast,
+            grid=grid,
+            options=options,
+            rejected=rejected,
+            other_cpu_share=other_cpu_share,
+        )
     world.close()
-    return found
+    return planned
 
 
-def _named(ready: PreparedJob, forecast: CostModel, layouts: Sequence[str]) -> list[Estimate]:
+def _named_options(ready: PreparedJob, forecast: CostModel, layouts: Sequence[str]) -> list[Estimate]:
     """Return the named layouts that use all ranks and fit."""
-    found = evaluate_named_layouts(forecast, layouts, micro_batch_size=ready.settings.train.micro_batch_size)
-    own = [row.estimate for row in found.rows]
-    return [one for one in own if one.fits and one.candidate.ranks == forecast.cluster.ranks]
+    named_layouts = evaluate_named_layouts(forecast, layouts, micro_batch_size=ready.settings.train.micro_batch_size)
+    estimates = [row.estimate for row in named_layouts.rows]
+    return [one for one in estimates if one.fits and one.candidate.ranks == forecast.cluster.ranks]
 
 
-def _fleet(ready: PreparedJob, here: LocalMachineRequest, world: World) -> Cluster:
-    if here.fleet is not None:
-        return cluster_from_json(here.fleet)
-    ranks, local = world.world_size, here.ranks_per_node
-    mark = fingerprint(ranks=ranks, device=ready.plan.device, ranks_per_node=local)
-    probe = probe_world(world, mark, seconds=here.probe_seconds, folder=Path(ROOT).absolute(), ranks_per_node=local)
-    nodes = ranks / local if ready.plan.device == "cpu" else 1
-    return measured_cluster(probe, ranks=ranks, memory_bytes=nodes * here.node_bytes)
+def _measure_cluster(ready: PreparedJob, request: LocalMachineRequest, world: World) -> Cluster:
+    if request.fleet is not None:
+        return cluster_from_json(request.fleet)
+    ranks, ranks_per_node = world.world_size, request.ranks_per_node
+    machine = machine_fingerprint(ranks=ranks, device=ready.plan.device, ranks_per_node=ranks_per_node)
+    probe = probe_world(
+        world, machine, seconds=request.probe_seconds, folder=Path(ROOT).absolute(), ranks_per_node=ranks_per_node
+    )
+    nodes = ranks / ranks_per_node if ready.plan.device == "cpu" else 1
+    return measured_cluster(probe, ranks=ranks, memory_bytes=nodes * request.node_bytes)
 
 
-def _timed(
+def _time_options(
     ready: PreparedJob, options: Sequence[Estimate], depths: Sequence[int], *, world: World, seconds: float
 ) -> tuple[list[Estimate], dict[Candidate, RejectedLayout], float]:
     """Return rank 0's options with their timed steps, the refused ones with reasons, and the CPU share of others."""
-    told, depths = world.share_json([[timing_trial(one).as_json() for one in timing_order(options)], list(depths)])
-    before = read_cpu_times()
-    found = time_layouts(ready, [TimingTrial(**one) for one in told], depths=depths, world=world, seconds=seconds)
-    others = most_of_others([before, read_cpu_times()], world)
-    lost = {one.candidate: why for one in options if isinstance(why := found.get(str(one.candidate)), RejectedLayout)}
-    had = [one for one in options if one.candidate not in lost]
+    trials, depths = world.share_json([[timing_trial(one).as_json() for one in timing_order(options)], list(depths)])
+    cpu_before = read_cpu_times()
+    timings = time_layouts(ready, [TimingTrial(**one) for one in trials], depths=depths, world=world, seconds=seconds)
+    other_cpu_share = max_cpu_contention([cpu_before, read_cpu_times()], world)
+    rejected = {
+        one.candidate: why for one in options if isinstance(why := timings.get(str(one.candidate)), RejectedLayout)
+    }
+    accepted = [one for one in options if one.candidate not in rejected]
     return (
-        apply_measured_times(had, {name: one for name, one in found.items() if isinstance(one, MeasuredTime)}),
-        lost,
-        others,
+        apply_measured_times(accepted, {name: one for name, one in timings.items() if isinstance(one, MeasuredTime)}),
+        rejected,
+        other_cpu_share,
     )

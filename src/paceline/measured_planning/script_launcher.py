@@ -8,8 +8,8 @@ from paceline.config.task import Task
 from paceline.config.update_rule import parse_update
 from paceline.job import Job
 from paceline.launch.launcher import LaunchOutcome, LaunchRequest, start
-from paceline.measured_planning.auto_layout import fallen_back, to_plan
-from paceline.measured_planning.auto_worker import learnt_here
+from paceline.measured_planning.auto_layout import make_planning_task, next_fallback_task
+from paceline.measured_planning.auto_worker import compute_model_profile
 from paceline.measured_planning.oom_advice import cheaper_layouts
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.plugins import START_FOLDER
@@ -21,33 +21,33 @@ from paceline.trainer.setup.prepare import prepare
 
 def start_scripts(task: Task, script: list[str], *, exact: bool, job: Job) -> tuple[LaunchOutcome, tuple[str, ...]]:
     """Start the ranks and wait; return the last outcome and, after out-of-memory, advice on layouts that need less."""
-    outcome = _started(task, script, exact=exact)
-    while (then := fallen_back(task, outcome.failure)) is not None:
-        task = then
-        outcome = _started(task, script, exact=exact)
-    return outcome, _needing_less(task, outcome, job)
+    outcome = _start_ranks(task, script, exact=exact)
+    while (fallback := next_fallback_task(task, outcome.failure)) is not None:
+        task = fallback
+        outcome = _start_ranks(task, script, exact=exact)
+    return outcome, _oom_advice_lines(task, outcome, job)
 
 
-def _needing_less(task: Task, outcome: LaunchOutcome, job: Job) -> tuple[str, ...]:
+def _oom_advice_lines(task: Task, outcome: LaunchOutcome, job: Job) -> tuple[str, ...]:
     """Return the advice as lines for a `pl.Run`."""
     failure = outcome.failure
     if failure is None or not failure.is_short_of_memory:
         return ()
 
-    def learn(task: Task) -> Mapping[str, Any]:
-        return learnt_here(prepare(to_plan(task), job=job), most_ranks=task.ranks)
+    def profile_model(task: Task) -> Mapping[str, Any]:
+        return compute_model_profile(prepare(make_planning_task(task), job=job), max_ranks=task.ranks)
 
-    def typed(rung: FallbackLayout) -> str:
+    def python_line(rung: FallbackLayout) -> str:
         settings = {name: int(value) if value.isdigit() else value for name, value in rung.settings.items()}
         return f"pl.Run(..., layout={rung.layout!r}, settings={settings})"
 
-    return cheaper_layouts(task, failure, learn=learn, typed=typed).lines
+    return cheaper_layouts(task, failure, profile_model=profile_model, command_for=python_line).lines
 
 
-def _started(task: Task, script: list[str], *, exact: bool) -> LaunchOutcome:
+def _start_ranks(task: Task, script: list[str], *, exact: bool) -> LaunchOutcome:
     tails: list[LogTail] = []
 
-    def follow(folder: Path) -> LogTail:
+    def follow_logs(folder: Path) -> LogTail:
         for tail in tails[-1:]:
             tail.close()
         tails.append(LogTail(folder))
@@ -63,6 +63,6 @@ def _started(task: Task, script: list[str], *, exact: bool) -> LaunchOutcome:
         exact=exact,
         servers=parse_update(task.update).servers,
     )
-    outcome = start(request, on_start=follow)
+    outcome = start(request, on_start=follow_logs)
     tails[-1].close()
     return outcome

@@ -13,7 +13,7 @@ from paceline.trainer.setup.build_training_setup import build_model
 from paceline.trainer.setup.prepare import PreparedJob
 
 
-def refuse_parts(ready: PreparedJob, *, cp: int, ep: int, elements: int) -> None:
+def check_split_model(ready: PreparedJob, *, cp: int, ep: int, elements: int) -> None:
     """Run the checks of a run's start in this process, on few samples; large models are not checked.
 
     Raises:

@@ -44,7 +44,7 @@ def seconds_of(
     def seconds(blocks: Mapping[str, nn.Module]) -> list[float]:
         found = None
         if world.is_main:
-            found = list(_timed(model, blocks, example, late).both)
+            found = list(_timed(model, blocks, example, late).total)
         return list(world.share_json(found))
 
     return seconds
@@ -64,7 +64,7 @@ def _timed(
         side_effect_free(model, parameters=False),
         late.held([parameter for parameter in model.parameters() if id(parameter) not in inside]),
     ):
-        return timed(held=lambda block: late.held(block.parameters()))
+        return timed(hold_block=lambda block: late.held(block.parameters()))
 
 
 def _scalar(terms: Any) -> Tensor:

@@ -5,10 +5,10 @@ import torch.distributed as dist
 
 def available_backends() -> tuple[str, ...]:
     """Return the backends that this build of torch has."""
-    asked = {
+    checks = {
         "nccl": dist.is_nccl_available,
         "gloo": dist.is_gloo_available,
         "mpi": dist.is_mpi_available,
         "ucc": dist.is_ucc_available,
     }
-    return tuple(name for name, has in asked.items() if has())
+    return tuple(name for name, has in checks.items() if has())

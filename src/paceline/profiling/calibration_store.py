@@ -13,8 +13,8 @@ from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.planner.hardware.benchmark_results import Fingerprint
 from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, cache_folder
 
-_MOST = 5  # runs of a family
-_ALL = ""
+_MAX_RUNS = 5  # runs of a family
+_ALL_FAMILIES = ""
 
 
 def plan_key(
@@ -23,12 +23,14 @@ def plan_key(
     """Return a key from the job's file (or module name), its parameters, and the settings that change its profile."""
     ref = parse_jobref(job)
     text = ref.path.read_bytes() if ref.path is not None else str(ref.module).encode()
-    own = {name: str(value) for name, value in sorted(settings.items()) if name.startswith("job.")}
-    rest = json.dumps([ref.name, own, precision, global_batch_size, *(["compiled"] if compiles else [])])
-    return hashlib.sha256(text + rest.encode()).hexdigest()[:16]
+    job_settings = {name: str(value) for name, value in sorted(settings.items()) if name.startswith("job.")}
+    profile_inputs = json.dumps(
+        [ref.name, job_settings, precision, global_batch_size, *(["compiled"] if compiles else [])]
+    )
+    return hashlib.sha256(text + profile_inputs.encode()).hexdigest()[:16]
 
 
-def keep_plan(key: str, plan: Mapping[str, Any]) -> None:
+def save_plan(key: str, plan: Mapping[str, Any]) -> None:
     """Store a plan for runs of the job; nothing is stored if the folder can't be written."""
     _write(_plan_file(key), plan)
 
@@ -38,35 +40,35 @@ def read_plan(key: str) -> Any:
     return _read(_plan_file(key))
 
 
-def keep_timed(key: str, found: Mapping[str, Any]) -> None:
+def save_timings(key: str, timings: Mapping[str, Any]) -> None:
     """Store steps that were timed on this machine; nothing is stored if the folder can't be written."""
-    _write(_timed_file(key), found)
+    _write(_timed_file(key), timings)
 
 
-def read_timed(key: str) -> Any:
+def read_timings(key: str) -> Any:
     """Return the stored timings, or None."""
     return _read(_timed_file(key))
 
 
-def record_forecast_ratio(mark: Fingerprint, family: str, *, longer: float | None, fuller: float | None) -> None:
+def record_forecast_ratio(machine: Fingerprint, family: str, *, longer: float | None, fuller: float | None) -> None:
     """Record a run's seconds and bytes as multiples of their forecast, if known."""
-    file = _ratios_file(mark)
-    found = _checked(_read(file))
+    file = _ratios_file(machine)
+    ratios = _valid_ratios(_read(file))
     for kind, ratio in (("longer", longer), ("fuller", fuller)):
         if ratio is not None:
-            runs = found.setdefault(kind, {}).setdefault(family, [])
-            found[kind][family] = [*runs, ratio][-_MOST:]
-    if found:
-        _write(file, found)
+            runs = ratios.setdefault(kind, {}).setdefault(family, [])
+            ratios[kind][family] = [*runs, ratio][-_MAX_RUNS:]
+    if ratios:
+        _write(file, ratios)
 
 
-def forecast_ratios(mark: Fingerprint) -> tuple[dict[str, float], dict[str, float]]:
+def forecast_ratios(machine: Fingerprint) -> tuple[dict[str, float], dict[str, float]]:
     """Return the seconds and bytes of runs as multiples of their forecast, by family: the median of the last runs.
 
     A family without runs gets the median of all others, because most of the error is in the model's costs.
     """
-    found = _checked(_read(_ratios_file(mark)))
-    return _medians(found.get("longer", {})), _medians(found.get("fuller", {}))
+    ratios = _valid_ratios(_read(_ratios_file(machine)))
+    return _medians(ratios.get("longer", {})), _medians(ratios.get("fuller", {}))
 
 
 def _plan_file(key: str) -> Path:
@@ -77,17 +79,17 @@ def _timed_file(key: str) -> Path:
     return cache_folder() / f"timed-{key}.json"
 
 
-def _ratios_file(mark: Fingerprint) -> Path:
-    file = cache_file(mark)
+def _ratios_file(machine: Fingerprint) -> Path:
+    file = cache_file(machine)
     return file.with_name(file.name.replace("probe-", "ratios-", 1))
 
 
 def _medians(kind: Mapping[str, list[float]]) -> dict[str, float]:
-    own = {family: median(runs) for family, runs in kind.items() if runs}
-    return {**own, _ALL: median(own.values())} if own else {}
+    medians = {family: median(runs) for family, runs in kind.items() if runs}
+    return {**medians, _ALL_FAMILIES: median(medians.values())} if medians else {}
 
 
-def _checked(found: Any) -> dict[str, dict[str, list[float]]]:
+def _valid_ratios(found: Any) -> dict[str, dict[str, list[float]]]:
     """Return the valid part of the stored ratios."""
     if not isinstance(found, dict):
         return {}

@@ -11,9 +11,12 @@ import psutil
 
 from paceline.comm.process_group import World
 
-_MUCH, _IDLE = 0.1, 0.2  # shares of the cores: others disturb if they use this much, and less is idle
-_TELLS = 0.2  # over all cores: shorter readings are too coarse, because the kernel counts hundredths
-_WORK = ("user", "nice", "system", "steal")  # without interrupts, which the ranks' own messages cause
+_MIN_OTHER_SHARE, _MAX_IDLE_SHARE = (
+    0.1,
+    0.2,
+)  # shares of the cores: others disturb if they use this much, and less is idle
+_MIN_SECONDS = 0.2  # over all cores: shorter readings are too coarse, because the kernel counts hundredths
+_WORK_FIELDS = ("user", "nice", "system", "steal")  # without interrupts, which the ranks' own messages cause
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +28,9 @@ class CpuTimes:
     idle: float
     own: float
 
-    def since(self, before: "CpuTimes") -> "CpuTimes":
+    def difference_from(self, earlier: "CpuTimes") -> "CpuTimes":
         """Return the difference to an earlier reading."""
-        work, idle, own = self.work - before.work, self.idle - before.idle, self.own - before.own
+        work, idle, own = self.work - earlier.work, self.idle - earlier.idle, self.own - earlier.own
         return CpuTimes(machine=self.machine, work=work, idle=idle, own=own)
 
 
@@ -38,20 +41,20 @@ def read_cpu_times() -> CpuTimes:
     cores = [every[core] for core in usable if core < len(every)]
     return CpuTimes(
         machine=socket.gethostname(),
-        work=sum(getattr(core, name, 0.0) for core in cores for name in _WORK),
+        work=sum(getattr(core, name, 0.0) for core in cores for name in _WORK_FIELDS),
         idle=sum(core.idle + getattr(core, "iowait", 0.0) for core in cores),
-        own=_own(),
+        own=_process_seconds(),
     )
 
 
-def _own() -> float:
-    this, found = psutil.Process(), 0.0
-    for process in (this, *this.children(recursive=True)):
+def _process_seconds() -> float:
+    current, seconds = psutil.Process(), 0.0
+    for process in (current, *current.children(recursive=True)):
         with suppress(psutil.Error):
             times = process.cpu_times()
-            found += float(times.user + times.system)
-    ended = this.cpu_times()
-    return found + float(ended.children_user + ended.children_system)
+            seconds += float(times.user + times.system)
+    ended = current.cpu_times()
+    return seconds + float(ended.children_user + ended.children_system)
 
 
 def cpu_contention(ranks: Sequence[CpuTimes]) -> float:
@@ -60,23 +63,23 @@ def cpu_contention(ranks: Sequence[CpuTimes]) -> float:
     Each rank contributes its reading of the same period. The share is 0.0 if enough of the cores was idle, or if the
     period was too short.
     """
-    found = 0.0
+    contention = 0.0
     for machine in {one.machine for one in ranks}:
-        own = [one for one in ranks if one.machine == machine]
-        work, idle = max(one.work for one in own), max(one.idle for one in own)
-        if work + idle < _TELLS:
+        readings = [one for one in ranks if one.machine == machine]
+        work, idle = max(one.work for one in readings), max(one.idle for one in readings)
+        if work + idle < _MIN_SECONDS:
             continue
-        others = (work - sum(one.own for one in own)) / (work + idle)
-        if idle <= _IDLE * (work + idle) and others >= _MUCH:
-            found = max(found, others)
-    return found
+        other_share = (work - sum(one.own for one in readings)) / (work + idle)
+        if idle <= _MAX_IDLE_SHARE * (work + idle) and other_share >= _MIN_OTHER_SHARE:
+            contention = max(contention, other_share)
+    return contention
 
 
-def most_of_others(looks: Sequence[CpuTimes], world: World) -> float:
+def max_cpu_contention(readings: Sequence[CpuTimes], world: World) -> float:
     """Return the largest `cpu_contention` over the periods between successive readings, as many on every rank.
 
     Every rank calls this.
     """
-    every = world.gather_json([vars(after.since(before)) for before, after in pairwise(looks)])
-    parts = [[CpuTimes(**seen) for seen in of_ranks] for of_ranks in zip(*every, strict=True)]
-    return max(map(cpu_contention, parts), default=0.0)
+    differences = world.gather_json([vars(after.difference_from(before)) for before, after in pairwise(readings)])
+    periods = [[CpuTimes(**seen) for seen in of_ranks] for of_ranks in zip(*differences, strict=True)]
+    return max(map(cpu_contention, periods), default=0.0)

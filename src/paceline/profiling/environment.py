@@ -26,10 +26,10 @@ _PACKAGES = (
 )  # fmt: skip
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_CBWR", "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _GIT_SECONDS = 5
-_ONLY_WATCH = ("wandb", "tensorboard")
-_STARTERS = ("__main__", "__mp_main__")
+_LOGGING_PACKAGES = ("wandb", "tensorboard")
+_MAIN_MODULES = ("__main__", "__mp_main__")
 _PATHS = sysconfig.get_paths()
-_INSTALLED = (
+_INSTALLED_PREFIXES = (
     *(_PATHS[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
     str(Path(__file__).parents[1]),
 )
@@ -59,29 +59,31 @@ def environment(job: str = "") -> dict[str, Any]:
 
 def code_facts(job: str) -> dict[str, Any]:
     """Return what defines a job's training besides settings: its file, the loaded modules, and libraries."""
-    versions = {name: found for name in _PACKAGES if name not in _ONLY_WATCH and (found := _version(name)) is not None}
+    versions = {
+        name: found for name in _PACKAGES if name not in _LOGGING_PACKAGES and (found := _version(name)) is not None
+    }
     return {**job_facts(job), "modules": loaded_modules(), "torch_build": torch_build(), "packages": versions}
 
 
 def loaded_modules() -> dict[str, str]:
     """Return the digests of the files of the user's loaded modules, which belong to no package."""
-    found = {}
+    digests = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and name not in _STARTERS and not _is_installed(file):
+        if isinstance(file, str) and name not in _MAIN_MODULES and not _is_installed(file):
             with suppress(OSError, ValueError):
-                found[name] = hashlib.sha256(read_regular(Path(file))).hexdigest()
-    return found
+                digests[name] = hashlib.sha256(read_regular(Path(file))).hexdigest()
+    return digests
 
 
 def _is_installed(file: str) -> bool:
     """Return whether a file belongs to Python, Paceline or a package, wherever that was installed."""
-    return file.startswith(_INSTALLED) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+    return file.startswith(_INSTALLED_PREFIXES) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def job_facts(job: str) -> dict[str, Any]:
     """Return a job's file, its digest, the commit of its folder, and whether files were changed since."""
-    file = _file_of(job)
+    file = _job_file(job)
     folder = file.parent if file is not None else Path.cwd()
     commit = _git(folder, "rev-parse", "HEAD")
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no") if commit is not None else None
@@ -93,28 +95,28 @@ def job_facts(job: str) -> dict[str, Any]:
     }
 
 
-def _file_of(job: str) -> Path | None:
+def _job_file(job: str) -> Path | None:
     """Return a job's file; for a script that runs by itself, the script."""
     try:
         ref = parse_jobref(job)
         spec = find_spec(ref.module) if ref.module else None
-        given = ref.path or (spec.origin if spec else None)
+        job_file = ref.path or (spec.origin if spec else None)
     except (PacelineError, ImportError, ValueError):
-        given = None
-    for path in (given, sys.argv[0]):
+        job_file = None
+    for path in (job_file, sys.argv[0]):
         if path and str(path).endswith(".py") and Path(path).is_file():
             return Path(path).resolve()
     return None
 
 
-def _git(folder: Path, *words: str) -> str | None:
+def _git(folder: Path, *arguments: str) -> str | None:
     """Return git's output, or None if git is missing, does not know the folder, or is slow."""
-    command = ["git", "--no-optional-locks", "-C", str(folder), *words]
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return completed.stdout.strip() if completed.returncode == 0 else None
 
 
 def torch_build() -> str:

@@ -133,7 +133,7 @@ class Run:
         kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
         self._is_auto_layout = is_auto(layout)
         if self._is_auto_layout:
-            resolve("paceline.measured_planning.auto_layout:refuse_auto")(update=update, compress=compress)
+            resolve("paceline.measured_planning.auto_layout:refuse_auto_options")(update=update, compress=compress)
             layout = None
         raise_all(refuse_unknown_allowances(tuple(allow)))
         parsed_layout = parse_layout(layout) if layout is not None else None
@@ -377,7 +377,7 @@ class Run:
             raise _not_in_main_thread(num_processes)
         self._task = with_run_folder(self._task, is_chooser=launcher is None or launcher.rank == 0)
         if self._is_auto_layout:
-            self._task = resolve("paceline.measured_planning.auto_worker:settled_here")(self._task, job=self.job)
+            self._task = resolve("paceline.measured_planning.auto_worker:plan_script_task")(self._task, job=self.job)
         if runs_here:
             if self._exact or num_processes < self._task.ranks:
                 self._set_threads(count_threads(self._task, exact=self._exact))

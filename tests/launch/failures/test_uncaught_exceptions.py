@@ -223,7 +223,7 @@ def test_only_the_error_that_left_is_told_once_it_is_over(monkeypatch: pytest.Mo
         told.append(error)
         return report_failure(error)
 
-    monkeypatch.setattr(uncaught_module, "report", note)
+    monkeypatch.setattr(uncaught_module, "report_failure", note)
     for error in (left, other, of_it):
         sys.excepthook(type(error), error, None)
     assert told == [left, of_it] and passed == [left, other, of_it]
@@ -250,8 +250,8 @@ def test_what_ends_a_rank_of_another_launcher_is_raised_as_it_is(process: Proces
     process.be(0)
     mine = ValueError("my own mistake")
     with pytest.raises(ValueError, match="my own mistake") as caught:
-        functions._result(
-            CommandOutcome(exit_code=1, run=tmp_path, error=mine, keys={"go_on": "paceline train job.py"})
+        functions._build_result(
+            CommandOutcome(exit_code=1, run=tmp_path, error=mine, json_fields={"go_on": "paceline train job.py"})
         )
     assert caught.value is mine and mine.__notes__ == ["paceline train job.py"]
 

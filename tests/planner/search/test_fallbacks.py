@@ -15,7 +15,7 @@ from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_
 from paceline.planner.search.branch_and_bound import search, search_exhaustively
 from paceline.planner.search.fallbacks import build_fallback, fallback_layouts
 from paceline.planner.search.layout_with_forecast import FallbackLayout
-from paceline.profiling.calibration_store import forecast_ratios, keep_plan, plan_key, read_plan, record_forecast_ratio
+from paceline.profiling.calibration_store import forecast_ratios, plan_key, read_plan, record_forecast_ratio, save_plan
 from paceline.profiling.machine_benchmarks.benchmark_cache import cache_folder
 
 SIZES = Decoder(layers=4, width=1024, hidden=4096, heads=16, kv_heads=16, vocabulary=32000)
@@ -105,7 +105,7 @@ def test_a_kept_plan_is_of_the_jobs_file_as_it_is_now(tmp_path: Path, monkeypatc
         return plan_key(str(job) + text, settings=settings, **own)  # type: ignore[arg-type]
 
     first = key()
-    keep_plan(first, {"facts": 1})
+    save_plan(first, {"facts": 1})
     assert read_plan(first) == {"facts": 1} and read_plan("other") is None
     assert key(**{"train.steps": 3}) == first
     others = [key(**{"job.width": 5}), key(precision="bf16"), key(batch=4), key(compiles=True)]  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ def run(
     plan = SimpleNamespace(mesh=SimpleNamespace(ranks=2), device="cpu", threads=1)
     before = MemoryBaseline(used_bytes={"VmRSS": 0, "VmHWM": 0})
     built: Any = SimpleNamespace(world=world, plan=plan)
-    monkeypatch.setattr(module, "fingerprint", lambda ranks, device: SimpleNamespace(threads=1))
+    monkeypatch.setattr(module, "machine_fingerprint", lambda ranks, device: SimpleNamespace(threads=1))
     monkeypatch.setattr(module, "record_forecast_ratio", lambda mark, family, **ratios: kept.append((family, ratios)))
     watch = ForecastCheck(forecast=forecast, setup=built, memory_baseline=before, event_bus=EventBus([heard]))
     for step in range(1, steps + 1):

@@ -12,7 +12,7 @@ from paceline.launch.environments import JoinedWorld
 from paceline.planner.layout.execution_plan import refuse_backend
 from paceline.planner.layout.host_resources import usable_cores, visible_gpus
 
-_MOST_RANKS_PER_CORE = 64
+_MAX_RANKS_PER_CORE = 64
 
 
 def choose_device(text: str, problems: list[PacelineError]) -> str:
@@ -29,64 +29,74 @@ def choose_device(text: str, problems: list[PacelineError]) -> str:
     return ("cuda" if visible_gpus() else "cpu") if text == "auto" else text
 
 
-def choose_ranks(asked: int | None, joined: JoinedWorld | None, device: str, problems: list[PacelineError]) -> int:
+def choose_ranks(
+    requested_ranks: int | None, joined: JoinedWorld | None, device: str, problems: list[PacelineError]
+) -> int:
     """Return the number of ranks: as requested, as another launcher started, or one per GPU."""
-    if asked is not None and asked < 1:
-        problems.append(UsageError(f"--ranks {asked}: a run needs at least one.", hint="--ranks 2"))
+    if requested_ranks is not None and requested_ranks < 1:
+        problems.append(UsageError(f"--ranks {requested_ranks}: a run needs at least one.", hint="--ranks 2"))
         return 1
     if joined is not None:
-        if asked is not None and asked != joined.world_size:
-            problems.append(_other_world(asked, joined))
+        if requested_ranks is not None and requested_ranks != joined.world_size:
+            problems.append(_rank_count_error(requested_ranks, joined))
         return joined.world_size
     gpus = visible_gpus() if device == "cuda" else 0
-    if gpus and asked is not None and asked > gpus:
+    if gpus and requested_ranks is not None and requested_ranks > gpus:
         problems.append(
-            UsageError(f"--ranks {asked}, but this machine has {plural(gpus, 'GPU')}.", hint=f"--ranks {gpus}")
+            UsageError(
+                f"--ranks {requested_ranks}, but this machine has {plural(gpus, 'GPU')}.", hint=f"--ranks {gpus}"
+            )
         )
     cores = usable_cores()
-    if asked is not None and asked > _MOST_RANKS_PER_CORE * cores:
+    if requested_ranks is not None and requested_ranks > _MAX_RANKS_PER_CORE * cores:
         cause = "each rank is a process with its own model"
         problems.append(
             UsageError(
-                f"--ranks {asked}, but this machine has {plural(cores, 'core')}.", cause=cause, hint=f"--ranks {cores}"
+                f"--ranks {requested_ranks}, but this machine has {plural(cores, 'core')}.",
+                cause=cause,
+                hint=f"--ranks {cores}",
             )
         )
-    return asked or gpus or 1
+    return requested_ranks or gpus or 1
 
 
-def _other_world(asked: int, joined: JoinedWorld) -> UsageError:
+def _rank_count_error(requested_ranks: int, joined: JoinedWorld) -> UsageError:
     if joined.kind != "environment":
-        return UsageError(f"--ranks {asked}, but {joined.kind} started {joined.world_size}.", hint="leave --ranks out")
+        return UsageError(
+            f"--ranks {requested_ranks}, but {joined.kind} started {joined.world_size}.", hint="leave --ranks out"
+        )
     return UsageError(
-        f"--ranks {asked}, but the environment has RANK={joined.rank} WORLD_SIZE={joined.world_size}: a launcher "
-        "started this process as one of these ranks.",
+        f"--ranks {requested_ranks}, but the environment has RANK={joined.rank} WORLD_SIZE={joined.world_size}: "
+        "a launcher started this process as one of these ranks.",
         cause="they may be left over from another command" if joined.world_size == 1 else "",
         hint="unset RANK WORLD_SIZE, if no launcher set them; otherwise leave --ranks out",
     )
 
 
-def refuse_missing_backend(asked: str) -> list[PacelineError]:
+def refuse_missing_backend(backend: str) -> list[PacelineError]:
     """Refuse a backend that this build of torch lacks, before ranks are started.
 
     A child process asks torch: this process can't import it before the variables that select kernels are set.
     """
-    if asked in ("auto", "gloo"):
+    if backend in ("auto", "gloo"):
         return []
-    ask = "import json; from paceline.profiling import backends; print(json.dumps(backends.available_backends()))"
+    query = "import json; from paceline.profiling import backends; print(json.dumps(backends.available_backends()))"
     try:
-        told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=True)
-        return refuse_backend(asked, json.loads(told.stdout.splitlines()[-1]))
+        completed = subprocess.run(
+            [sys.executable, "-c", query], capture_output=True, text=True, timeout=60, check=True
+        )
+        return refuse_backend(backend, json.loads(completed.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return []  # the ranks report it instead
 
 
-def refuse_nested(joined: JoinedWorld | None, faults: Sequence[Fault], problems: list[PacelineError]) -> None:
+def refuse_nested_threads(joined: JoinedWorld | None, faults: Sequence[Fault], problems: list[PacelineError]) -> None:
     """Refuse replicas as threads if a launcher started several processes, and faults on a rank other than 0."""
-    beyond = [fault.rank for fault in faults if fault.rank]
-    if beyond:
+    faulty_ranks = [fault.rank for fault in faults if fault.rank]
+    if faulty_ranks:
         problems.append(
             UsageError(
-                f"a fault on rank {beyond[0]}, but layout threads is one process, rank 0.",
+                f"a fault on rank {faulty_ranks[0]}, but layout threads is one process, rank 0.",
                 hint='--faults "kill rank=0 step=50", or --layout ddp',
             )
         )

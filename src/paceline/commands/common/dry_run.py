@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from paceline.commands.common.execution import collect, refuse_shared_folder, unwritable_folder_error
+from paceline.commands.common.execution import collect_problems, refuse_shared_folder, unwritable_folder_error
 from paceline.config.job_reference import parse_jobref
 from paceline.config.loading import RequestedSettings, merge
 from paceline.config.task import Task
@@ -25,13 +25,13 @@ def check_start(task: Task, *, resume: str | None = None) -> str:
     """
     problems: list[PacelineError] = []
     joined = detect_world(os.environ)
-    tells_place = joined is None or joined.rank == 0
-    place = collect(problems, lambda: _check_run(task, resume=resume)) if tells_place else ""
+    chooses_folder = joined is None or joined.rank == 0
+    folder_text = collect_problems(problems, lambda: _check_run(task, resume=resume)) if chooses_folder else ""
     if task.verb == "train":
-        collect(problems, lambda: _check_sinks(task))
+        collect_problems(problems, lambda: _check_sinks(task))
     raise_all(problems)
-    what = "plan" if task.verb == "plan" else f"{task.layout} on {plural(task.ranks, 'rank')}"
-    return f"would be accepted: {what}{place}"
+    start_text = "plan" if task.verb == "plan" else f"{task.layout} on {plural(task.ranks, 'rank')}"
+    return f"would be accepted: {start_text}{folder_text}"
 
 
 def _check_run(task: Task, *, resume: str | None) -> str:
@@ -39,8 +39,8 @@ def _check_run(task: Task, *, resume: str | None) -> str:
     check_folder(run.path if run is not None else ROOT / task.short_job)
     if run is None:
         return f", a new run folder in {ROOT / task.short_job}"
-    begins = "" if start is None else f", resumed from {'its newest checkpoint' if start == 'newest' else start}"
-    return f", run folder {run.path}{begins}"
+    resume_text = "" if start is None else f", resumed from {'its newest checkpoint' if start == 'newest' else start}"
+    return f", run folder {run.path}{resume_text}"
 
 
 def check_folder(path: Path) -> None:
@@ -51,8 +51,8 @@ def check_folder(path: Path) -> None:
     """
     refuse_shared_folder(path)
     try:
-        lowest = next(one for one in (path, *path.absolute().parents) if one.exists())
-        with TemporaryFile(dir=lowest):
+        existing_folder = next(one for one in (path, *path.absolute().parents) if one.exists())
+        with TemporaryFile(dir=existing_folder):
             pass
     except OSError as error:
         raise unwritable_folder_error(path, error) from None

@@ -12,10 +12,10 @@ from traceback import format_exception
 from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import has_saves
-from paceline.commands.command_table import Starting
-from paceline.commands.common.devices import choose_device, choose_ranks, refuse_missing_backend, refuse_nested
-from paceline.commands.common.option_checks import misfit_parameters, parameters_of_object, unusable_run_dir
-from paceline.commands.common.resume_command import command_again, command_with
+from paceline.commands.command_table import StartOptions
+from paceline.commands.common.devices import choose_device, choose_ranks, refuse_missing_backend, refuse_nested_threads
+from paceline.commands.common.option_checks import check_job_parameters, refuse_invalid_run_dir, refuse_job_parameters
+from paceline.commands.common.resume_command import build_resume_command, build_retry_command
 from paceline.config.compression import Compression, parse_compress
 from paceline.config.job_reference import parameter_sources, parse_jobref
 from paceline.config.layout import Layout, LayoutKind, parse_layout
@@ -75,7 +75,7 @@ class RunOptions:
     """The handle from `open_job_file`, if the job is a Python object."""
 
 
-def run_options(options: Starting) -> RunOptions:
+def run_options(options: StartOptions) -> RunOptions:
     """Return the options of a verb's command line in the form that all verbs take."""
     return RunOptions(
         ranks=options.ranks,
@@ -100,11 +100,11 @@ class CommandOutcome:
     seconds: float = 0.0
     screen: str = ""
     value: Any = None
-    keys: Mapping[str, Any] = field(default_factory=dict)
+    json_fields: Mapping[str, Any] = field(default_factory=dict)
     """The content of `screen` under the keys of `--json`."""
-    launched: LaunchOutcome | None = None
+    launch_outcome: LaunchOutcome | None = None
     """The outcome of processes that were started here; None under another launcher."""
-    tells: bool = True
+    prints_result: bool = True
     """False on silent ranks of another launcher: rank 0 prints results, the first failing rank prints errors."""
     error: BaseException | None = None
     """The exception that ended this rank, if another launcher started it."""
@@ -112,11 +112,11 @@ class CommandOutcome:
     @property
     def failure(self) -> Failure | None:
         """Return the first failure of processes that were started here."""
-        return None if self.launched is None else self.launched.failure
+        return None if self.launch_outcome is None else self.launch_outcome.failure
 
     def summary(self) -> dict[str, Any]:
         """Return the keys of `--json` that every verb has."""
-        return {"exit_code": self.exit_code, "run": str(self.run), "seconds": self.seconds, **self.keys}
+        return {"exit_code": self.exit_code, "run": str(self.run), "seconds": self.seconds, **self.json_fields}
 
 
 def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str]) -> Task:
@@ -126,39 +126,41 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
         PacelineError, Problems: all problems at once.
     """
     problems: list[PacelineError] = []
-    ref = None if common.job_handle is not None else collect(problems, lambda: parse_jobref(job))
-    asked = collect(problems, lambda: read_asked(file=common.config, overrides=overrides)) or RequestedSettings()
-    settings = collect(problems, lambda: merge(asked))
+    ref = None if common.job_handle is not None else collect_problems(problems, lambda: parse_jobref(job))
+    requested = (
+        collect_problems(problems, lambda: read_asked(file=common.config, overrides=overrides)) or RequestedSettings()
+    )
+    settings = collect_problems(problems, lambda: merge(requested))
     if settings is not None:
-        collect(problems, lambda: check_names(settings.watch.to))
-    joined = collect(problems, lambda: detect_world(os.environ))
+        collect_problems(problems, lambda: check_names(settings.watch.to))
+    joined = collect_problems(problems, lambda: detect_world(os.environ))
     device = choose_device(common.device, problems)
-    text = common.layout
-    asked_layout = None if text is None else collect(problems, lambda: parse_layout(text))
-    threads = asked_layout is not None and asked_layout.kind is LayoutKind.THREADS
-    ranks = choose_ranks(common.ranks, None if threads else joined, device, problems)
-    update = collect(problems, lambda: parse_update(common.update)) or UpdateRule()
-    compress = collect(problems, lambda: parse_compress(common.compress)) or Compression()
-    layout = asked_layout if text is not None else parse_layout("single" if ranks == 1 else update.layout)
-    faults = collect(problems, lambda: parse_faults(common.faults)) or ()
-    if threads:
-        refuse_nested(joined, faults, problems)
+    layout_text = common.layout
+    requested_layout = None if layout_text is None else collect_problems(problems, lambda: parse_layout(layout_text))
+    uses_threads = requested_layout is not None and requested_layout.kind is LayoutKind.THREADS
+    ranks = choose_ranks(common.ranks, None if uses_threads else joined, device, problems)
+    update = collect_problems(problems, lambda: parse_update(common.update)) or UpdateRule()
+    compress = collect_problems(problems, lambda: parse_compress(common.compress)) or Compression()
+    layout = requested_layout if layout_text is not None else parse_layout("single" if ranks == 1 else update.layout)
+    faults = collect_problems(problems, lambda: parse_faults(common.faults)) or ()
+    if uses_threads:
+        refuse_nested_threads(joined, faults, problems)
     elif settings is not None and joined is None and ranks > 1:
         problems += refuse_missing_backend(settings.train.backend)
     if joined is not None:
         problems += rule_planning(update).refuse_launcher(update, launcher=joined.kind)
     if common.job_handle is not None:
-        problems += parameters_of_object(asked)
+        problems += refuse_job_parameters(requested)
     if ref is not None:
-        problems += misfit_parameters(parameter_sources(ref), asked)
-    if layout is not None and layout.ranks and common.ranks is None and (joined is None or threads):
+        problems += check_job_parameters(parameter_sources(ref), requested)
+    if layout is not None and layout.ranks and common.ranks is None and (joined is None or uses_threads):
         ranks = layout.ranks + update.servers
     if common.run_dir is not None:
-        problems += unusable_run_dir(common.run_dir)
+        problems += refuse_invalid_run_dir(common.run_dir)
     if layout is not None:
         processes = layout.processes(ranks=ranks)
         problems += refuse_idle_faults(faults, ranks=processes, steps=settings.train.steps if settings else None)
-        problems += _misfits(verb, layout, update, ranks, settings, asked)
+        problems += _layout_problems(verb, layout, update, ranks, settings, requested)
         problems += refuse_compression(compress, update, layout, ranks=ranks, settings=settings)
     raise_all(problems)
     assert layout is not None and settings is not None
@@ -171,15 +173,15 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
         compress=str(compress),
         ranks=ranks,
         device=device,
-        settings=asked.values,
-        origins=asked.origins,
+        settings=requested.values,
+        origins=requested.origins,
         faults=common.faults,
         job_handle=common.job_handle,
     )
 
 
-def _misfits(
-    verb: str, layout: Layout, update: UpdateRule, ranks: int, settings: Settings | None, asked: RequestedSettings
+def _layout_problems(
+    verb: str, layout: Layout, update: UpdateRule, ranks: int, settings: Settings | None, requested: RequestedSettings
 ) -> list[PacelineError]:
     """Return the conflicts of layout, ranks and settings. In `compare`, some layouts may not use every setting."""
     problems: list[PacelineError] = []
@@ -188,23 +190,23 @@ def _misfits(
     mesh = resolve_mesh(layout, ranks=workers, problems=problems, update=update)
     problems += [*check_axis_products(layout, mesh), *rule.refuse_layout(update, layout, mesh)]
     if settings is not None:
-        typed = [name for name, origin in asked.origins.items() if origin == TYPED and verb != "compare"]
+        typed_settings = [name for name, origin in requested.origins.items() if origin == TYPED and verb != "compare"]
         problems += [*check_layout_settings(layout, mesh, settings), *check_update_settings(update, settings)]
-        problems += refuse_unused_place_settings(layout, mesh, settings, requested=typed)
+        problems += refuse_unused_place_settings(layout, mesh, settings, requested=typed_settings)
     return problems
 
 
-def with_run(task: Task, *, resume: str | None) -> Task:
+def assign_run_folder(task: Task, *, resume: str | None) -> Task:
     """Return the task with its run folder: a new one, the newest, or the named one. Only rank 0 of a world chooses."""
     joined = detect_world(os.environ)
     if joined is not None and joined.rank != 0:
         return task
     name = task.short_job
-    run, start = choose_run(name, run=task.run, resume=resume)
+    run, resume_from = choose_run(name, run=task.run, resume=resume)
     if run is None:
         return replace(task, run=str(new_run(name).path))
-    make_folder(run.path)
-    return replace(task, run=str(run.path), resume=start)
+    create_run_folder(run.path)
+    return replace(task, run=str(run.path), resume=resume_from)
 
 
 def execute(
@@ -220,22 +222,22 @@ def execute(
     if joined is not None:
         adopt_launcher_variables(joined, os.environ)
         with redirect_stdout(sys.stderr) if common.quiet else nullcontext():  # standard output is only for the result
-            return _joined(task, entry, joined, one_thread, is_named=bool(common.run_dir))
+            return _execute_joined(task, entry, joined, one_thread, is_folder_named=bool(common.run_dir))
     settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
     exact = settings.train.exact or one_thread
     tails: list[LogTail] = []
-    count = parse_layout(task.layout).processes(ranks=task.ranks)
+    num_processes = parse_layout(task.layout).processes(ranks=task.ranks)
 
-    def follow(folder: Path) -> Callable[[], None]:
+    def follow_logs(folder: Path) -> Callable[[], None]:
         if not common.quiet:
-            print_line(f"starting {plural(count, 'process')}; logs in {task.run}/logs")
+            print_line(f"starting {plural(num_processes, 'process')}; logs in {task.run}/logs")
         if tails:
             tails[-1].close()
         tails.append(LogTail(folder))
-        return tails[-1] if not common.quiet else _nothing
+        return tails[-1] if not common.quiet else _do_nothing
 
     request = LaunchRequest(
-        ranks=count,
+        ranks=num_processes,
         run=RunFolder(logs or Path(task.run)),
         entry=entry,
         payload=task.as_json(),
@@ -248,10 +250,10 @@ def execute(
         saves_checkpoints=task.verb == "train",
         servers=parse_update(task.update).servers,
     )
-    launched = start(request, on_start=follow)
+    launch_outcome = start(request, on_start=follow_logs)
     if tails and not common.quiet:
         tails[-1].close()
-    return command_outcome(task, launched)
+    return command_outcome(task, launch_outcome)
 
 
 def read_result(task: Task, verb: str) -> Any:
@@ -260,76 +262,98 @@ def read_result(task: Task, verb: str) -> Any:
     return read_json(path) if path.exists() else None
 
 
-def command_outcome(task: Task, launched: LaunchOutcome) -> CommandOutcome:
+def command_outcome(task: Task, launch_outcome: LaunchOutcome) -> CommandOutcome:
     """Return the result of a launch: the final message and, if memory ran out, layouts that need less."""
-    go_on = command_again(task) if task.verb == "train" and launched.can_resume else ""
-    more: tuple[str, ...] = ()
-    if go_on and launched.failure is not None and launched.failure.is_short_of_memory:
-        from paceline.measured_planning.auto_layout import on_rung
+    resume_command = build_resume_command(task) if task.verb == "train" and launch_outcome.can_resume else ""
+    extra_lines: tuple[str, ...] = ()
+    if resume_command and launch_outcome.failure is not None and launch_outcome.failure.is_short_of_memory:
+        from paceline.measured_planning.auto_layout import apply_layout
         from paceline.measured_planning.oom_advice import cheaper_layouts, model_profile_of_run
 
-        found = cheaper_layouts(
-            task, launched.failure, learn=model_profile_of_run, typed=lambda rung: command_with(on_rung(task, [rung]))
+        advice = cheaper_layouts(
+            task,
+            launch_outcome.failure,
+            profile_model=model_profile_of_run,
+            command_for=lambda rung: build_retry_command(apply_layout(task, [rung])),
         )
-        more, go_on = found.lines, command_with(on_rung(task, [found.first])) if found.first is not None else go_on
-    screen = final_message(launched, resume_command=go_on, extra_lines=more)
-    keys = failure_as_json(launched, resume_command=go_on) | ({"changes": list(more)} if more else {})
+        extra_lines, resume_command = (
+            advice.lines,
+            build_retry_command(apply_layout(task, [advice.first_layout]))
+            if advice.first_layout is not None
+            else resume_command,
+        )
+    screen = final_message(launch_outcome, resume_command=resume_command, extra_lines=extra_lines)
+    json_fields = failure_as_json(launch_outcome, resume_command=resume_command) | (
+        {"changes": list(extra_lines)} if extra_lines else {}
+    )
     return CommandOutcome(
-        exit_code=launched.exit_code, run=Path(task.run), seconds=launched.seconds, screen=screen, keys=keys,
-        launched=launched,
+        exit_code=launch_outcome.exit_code, run=Path(task.run), seconds=launch_outcome.seconds, screen=screen,
+        json_fields=json_fields,
+        launch_outcome=launch_outcome,
     )  # fmt: skip
 
 
-def _joined(task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is_named: bool) -> CommandOutcome:
+def _execute_joined(
+    task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is_folder_named: bool
+) -> CommandOutcome:
     settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
     exact = settings.train.exact or one_thread
     if exact and not choose_exact_kernels() and settings.train.exact:
         raise torch_imported_error(
             f"`{task.verb}` was called by a program that imports torch, in a process of {joined.kind}"
         )
-    child = resolve("paceline.launch.agent.worker_process:run_joined")  # imports torch
+    run_rank = resolve("paceline.launch.agent.worker_process:run_joined")  # imports torch
     payload = task.as_json()
     replicas = task.ranks // joined.world_size
     per_node = joined.local_world_size * replicas
     cluster = Resources(ranks=task.ranks, cores=usable_cores(), ranks_per_node=per_node)
     threads = choose_threads(cluster=cluster, one_thread=exact, requested=settings.train.threads)
-    knows = task.verb == "train" and (joined.rank == 0 or is_named)  # rank 0 alone knows a folder that it chose
-    go_on = command_again(task, joined) if knows else ""
-    here, began = Path.cwd(), time.monotonic()
-    ended = child(entry, payload, threads=threads)
-    os.chdir(here)  # the job may have changed the working directory
+    knows_folder = task.verb == "train" and (
+        joined.rank == 0 or is_folder_named
+    )  # rank 0 alone knows a folder that it chose
+    resume_command = build_resume_command(task, joined) if knows_folder else ""
+    working_folder, start_time = Path.cwd(), time.monotonic()
+    rank_outcome = run_rank(entry, payload, threads=threads)
+    os.chdir(working_folder)  # the job may have changed the working directory
     outcome = CommandOutcome(
-        exit_code=int(ended.code), run=Path(task.run), seconds=time.monotonic() - began, tells=joined.rank == 0,
-        error=ended.error,
+        exit_code=int(rank_outcome.code), run=Path(task.run), seconds=time.monotonic() - start_time,
+        prints_result=joined.rank == 0,
+        error=rank_outcome.error,
     )  # fmt: skip
-    if ended.error is not None:
-        failure = failure_from_exception(ended.error, rank=joined.rank)
-        go_on = go_on if can_resume_run(outcome.run, outcome.exit_code, failure) else ""
-        last = f"Resume: {go_on}" if go_on and joined.rank == 0 else ""
-        return replace(outcome, screen=last, keys=joined_failure_as_json(failure, resume_command=go_on))
-    stopped = f"Stopped and saved. Resume: {go_on}" if ended.code == ExitCode.STOPPED and joined.rank == 0 else ""
-    return replace(outcome, screen=stopped)
+    if rank_outcome.error is not None:
+        failure = failure_from_exception(rank_outcome.error, rank=joined.rank)
+        resume_command = resume_command if can_resume_run(outcome.run, outcome.exit_code, failure) else ""
+        resume_line = f"Resume: {resume_command}" if resume_command and joined.rank == 0 else ""
+        return replace(
+            outcome, screen=resume_line, json_fields=joined_failure_as_json(failure, resume_command=resume_command)
+        )
+    stop_line = (
+        f"Stopped and saved. Resume: {resume_command}"
+        if rank_outcome.code == ExitCode.STOPPED and joined.rank == 0
+        else ""
+    )
+    return replace(outcome, screen=stop_line)
 
 
 def failure_result(outcome: CommandOutcome) -> CommandOutcome:
     """Return the outcome with the text that this rank prints about its failure; unchanged if there is no failure."""
     if outcome.error is None:
         return outcome
-    failure, turn = report_failure(outcome.error)
-    text = failure_sentence(failure, turn)
-    if turn.prints_all and not failure.said and not is_echo(failure):
+    failure, scope = report_failure(outcome.error)
+    text = failure_sentence(failure, scope)
+    if scope.prints_all and not failure.said and not is_echo(failure):
         hide_own_frames(outcome.error)
         text = "".join(format_exception(outcome.error)) + text
-    lines = [text] if turn.prints_all or turn.prints_line else []
-    is_only_echo = turn.is_already_reported and is_echo(failure)  # only a checkpoint shows that resuming helps
+    lines = [text] if scope.prints_all or scope.prints_line else []
+    is_only_echo = scope.is_already_reported and is_echo(failure)  # only a checkpoint shows that resuming helps
     shows_resume = outcome.screen and not (is_only_echo and not has_saves(RunFolder(outcome.run).checkpoints))
     screen = "\n".join([*lines, *([outcome.screen] if shows_resume else [])])
-    if screen and not turn.prints_all:
+    if screen and not scope.prints_all:
         print_line(screen, sys.stderr)
-    return replace(outcome, tells=turn.prints_all, screen=screen)
+    return replace(outcome, prints_result=scope.prints_all, screen=screen)
 
 
-def make_folder(path: Path) -> None:
+def create_run_folder(path: Path) -> None:
     """Create the named run folder, if it does not exist.
 
     Raises:
@@ -347,10 +371,14 @@ def make_folder(path: Path) -> None:
 
 def refuse_shared_folder(path: Path) -> None:
     """Refuse the home folder, or a folder above it or above the working directory, as a run folder."""
-    whole, home = path.resolve(), _home_folder()
-    if whole in (*Path.cwd().parents, *home, *(parent for folder in home for parent in folder.parents)):
+    resolved, home_folders = path.resolve(), _home_folders()
+    if resolved in (
+        *Path.cwd().parents,
+        *home_folders,
+        *(parent for folder in home_folders for parent in folder.parents),
+    ):
         raise UsageError(
-            f"--run-dir {path} is {whole}: the run's files would mix with everything else there.",
+            f"--run-dir {path} is {resolved}: the run's files would mix with everything else there.",
             hint="--run-dir runs/NAME",
         )
 
@@ -360,7 +388,7 @@ def unwritable_folder_error(path: Path, error: OSError) -> UsageError:
     return UsageError(f"the run folder {path} can't be written: {error.strerror}.", hint="--run-dir on a writable disk")
 
 
-def _home_folder() -> list[Path]:
+def _home_folders() -> list[Path]:
     """Return the user's home folder; a bare user id in a container may have none."""
     try:
         return [Path.home().resolve()]
@@ -368,7 +396,7 @@ def _home_folder() -> list[Path]:
         return []
 
 
-def collect(problems: list[PacelineError], read: Callable[[], Any]) -> Any:
+def collect_problems(problems: list[PacelineError], read: Callable[[], Any]) -> Any:
     """Return what `read` returns; if it raises a `PacelineError`, add its problems and return None."""
     try:
         return read()
@@ -377,5 +405,5 @@ def collect(problems: list[PacelineError], read: Callable[[], Any]) -> Any:
         return None
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return None

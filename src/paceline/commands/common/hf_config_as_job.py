@@ -10,25 +10,27 @@ from paceline.errors import MachineError, PacelineError, UsageError
 from paceline.planner.hardware.cluster import Cluster
 
 JOB = "paceline.hf.config_only_job:make_job"
-_CONFIG = "config.json"
-_EACH = 8  # samples per device
-_BATCH = "train.global_batch_size"
-_PRECISION = "train.precision"
-_MIXED = " (mixed: matmuls in {}, weights and optimizer in float32; --train.precision fp32 for float32 only)"
+_CONFIG_FILE = "config.json"
+_SAMPLES_PER_DEVICE = 8  # samples per device
+_BATCH_SETTING = "train.global_batch_size"
+_PRECISION_SETTING = "train.precision"
+_MIXED_PRECISION_NOTE = (
+    " (mixed: matmuls in {}, weights and optimizer in float32; --train.precision fp32 for float32 only)"
+)
 
 
-def is_config(job: str) -> bool:
+def is_hf_config(job: str) -> bool:
     """Return whether `job` is a config.json or its folder, a transformers class, or `module:SomeConfig`."""
     if Path(job).is_dir():
-        return (Path(job) / _CONFIG).is_file()
-    if Path(job).name == _CONFIG:
+        return (Path(job) / _CONFIG_FILE).is_file()
+    if Path(job).name == _CONFIG_FILE:
         return Path(job).is_file()
-    place, _, name = _split(job)
-    return place.partition(".")[0] == "transformers" or name.lower().endswith("config")
+    module, _, name = _split_reference(job)
+    return module.partition(".")[0] == "transformers" or name.lower().endswith("config")
 
 
-def as_job(
-    job: str, overrides: Sequence[str], *, ranks: int, fleet: Cluster | None = None, file: Path | None = None
+def config_as_job(
+    job: str, overrides: Sequence[str], *, ranks: int, cluster: Cluster | None = None, file: Path | None = None
 ) -> tuple[str, list[str], list[str]]:
     """Return a job built from the config, its settings, and lines about assumed values; other jobs are unchanged.
 
@@ -38,10 +40,10 @@ def as_job(
     Raises:
         UsageError, MachineError: a folder without a config, or no transformers to read one.
     """
-    if not is_config(job):
+    if not is_hf_config(job):
         if Path(job).is_dir():
             raise UsageError(
-                f"{job} is a folder without {_CONFIG}.",
+                f"{job} is a folder without {_CONFIG_FILE}.",
                 hint=f"paceline plan {job.rstrip('/')}/job.py, or a model's folder",
             )
         return job, list(overrides), []
@@ -49,45 +51,48 @@ def as_job(
         raise MachineError(
             f"{job} is a Hugging Face config, and transformers is not installed.", hint="pip install 'paceline[hf]'"
         )
-    place, colon, name = _split(job)
-    folder = Path(job).parent if Path(job).name == _CONFIG else Path(job)
-    source = str(folder.resolve()) if folder.is_dir() and Path(job).exists() else f"{place}{colon}{name}"
-    own, assumed = [f"--job.source={source}"], list[str]()
-    given = _given(overrides, file)
-    if not given & {_BATCH, "job.global_batch_size"}:
-        batch = _EACH * (ranks if fleet is None else fleet.ranks)
-        own.append(f"--{_BATCH}={batch}")
-        assumed.append(f"--{_BATCH} {batch}")
-    if "job.length" not in given:
+    module, colon, name = _split_reference(job)
+    folder = Path(job).parent if Path(job).name == _CONFIG_FILE else Path(job)
+    source = str(folder.resolve()) if folder.is_dir() and Path(job).exists() else f"{module}{colon}{name}"
+    config_settings, assumed = [f"--job.source={source}"], list[str]()
+    requested = _requested_names(overrides, file)
+    if not requested & {_BATCH_SETTING, "job.global_batch_size"}:
+        batch = _SAMPLES_PER_DEVICE * (ranks if cluster is None else cluster.ranks)
+        config_settings.append(f"--{_BATCH_SETTING}={batch}")
+        assumed.append(f"--{_BATCH_SETTING} {batch}")
+    if "job.length" not in requested:
         assumed.append("--job.length from the model's positions, at most 4,096")
-    if "job.optimizer" not in given:
+    if "job.optimizer" not in requested:
         assumed.append("--job.optimizer AdamW")
-    if _PRECISION not in given:
-        precision = _usual_precision(fleet)
-        own.append(f"--{_PRECISION}={precision}")
-        assumed.append(f"--{_PRECISION} {precision}{_MIXED.format(precision) if precision != 'fp32' else ''}")
-    return JOB, [*own, *overrides], [f"assumed: {' · '.join(assumed)}"] if assumed else []
+    if _PRECISION_SETTING not in requested:
+        precision = _usual_precision(cluster)
+        config_settings.append(f"--{_PRECISION_SETTING}={precision}")
+        assumed.append(
+            f"--{_PRECISION_SETTING} {precision}"
+            f"{_MIXED_PRECISION_NOTE.format(precision) if precision != 'fp32' else ''}"
+        )
+    return JOB, [*config_settings, *overrides], [f"assumed: {' · '.join(assumed)}"] if assumed else []
 
 
-def _given(overrides: Sequence[str], file: Path | None) -> set[str]:
+def _requested_names(overrides: Sequence[str], file: Path | None) -> set[str]:
     """Return the names of the settings in the arguments and in the file."""
-    found = {word.partition("=")[0].lstrip("-") for word in overrides if word.startswith("--")}
+    names = {word.partition("=")[0].lstrip("-") for word in overrides if word.startswith("--")}
     if file is not None:
         with suppress(PacelineError):  # an unreadable file is reported later, together with all other problems
-            found |= set(read_asked(file=file, overrides=()).values)
-    return found
+            names |= set(read_asked(file=file, overrides=()).values)
+    return names
 
 
-def _usual_precision(fleet: Cluster | None) -> str:
+def _usual_precision(cluster: Cluster | None) -> str:
     """Return bf16, or the precision to use on a device without bf16."""
-    if fleet is None:
+    if cluster is None:
         return "bf16"
-    return next((name for name in ("bf16", "fp16") if name in fleet.device.flops_per_second), "fp32")
+    return next((name for name in ("bf16", "fp16") if name in cluster.device.flops_per_second), "fp32")
 
 
-def _split(job: str) -> tuple[str, str, str]:
+def _split_reference(job: str) -> tuple[str, str, str]:
     """Split a reference into its parts; `transformers.LlamaConfig` is read as `transformers:LlamaConfig`."""
     if ":" in job or job.endswith(".py") or "/" in job:
         return job.partition(":")
-    place, _, name = job.rpartition(".")
-    return (place, ":", name) if place else (job, "", "")
+    module, _, name = job.rpartition(".")
+    return (module, ":", name) if module else (job, "", "")

@@ -12,58 +12,62 @@ from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError
 from paceline.job_parameters import misfits_of_source, without_default
 
-_MOST_OF_NAME, _MOST_OF_PATH = 255, 3800  # bytes: a file system's limits, less the names in a run folder
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 3800  # bytes: a file system's limits, less the names in a run folder
 
 
-def misfit_parameters(known: dict[str, tuple[str, str]] | None, asked: RequestedSettings) -> list[PacelineError]:
+def check_job_parameters(
+    parameters: dict[str, tuple[str, str]] | None, requested: RequestedSettings
+) -> list[PacelineError]:
     """Return the problems of `job.` settings: not a parameter of the job's function, of another type, or missing.
 
     `parameters` maps each name to the source of its annotation and default; None if they are unknown.
     """
-    if known is None:
+    if parameters is None:
         return []
-    given = {name[4:]: value for name, value in asked.values.items() if name.startswith("job.")}
+    values = {name[4:]: value for name, value in requested.values.items() if name.startswith("job.")}
     return [
-        *_unknown_parameters(known, list(given), asked),
-        *misfits_of_source(given, sources=known),
-        *(without_default(name) for name, (_, default) in known.items() if not default and name not in given),
+        *_unknown_parameters(parameters, list(values), requested),
+        *misfits_of_source(values, sources=parameters),
+        *(without_default(name) for name, (_, default) in parameters.items() if not default and name not in values),
     ]
 
 
-def _unknown_parameters(known: Collection[str], names: Sequence[str], asked: RequestedSettings) -> list[PacelineError]:
+def _unknown_parameters(
+    parameters: Collection[str], names: Sequence[str], requested: RequestedSettings
+) -> list[PacelineError]:
     return [
         UsageError(
             f"make_job has no parameter {name!r}.",
-            where=asked.origins.get(f"job.{name}", ""),
-            cause=did_you_mean(name, known),
-            hint=f"it takes: {', '.join(known) or 'none'}",
+            where=requested.origins.get(f"job.{name}", ""),
+            cause=did_you_mean(name, parameters),
+            hint=f"it takes: {', '.join(parameters) or 'none'}",
         )
         for name in names
-        if name not in known
+        if name not in parameters
     ]
 
 
-def parameters_of_object(asked: RequestedSettings) -> list[PacelineError]:
+def refuse_job_parameters(requested: RequestedSettings) -> list[PacelineError]:
     """Return an error for each `job.` setting, because a job that is already an object takes none."""
     return [
         UsageError(
             f"{name} is a parameter of make_job, but this job is already built.",
-            where=asked.origins.get(name, ""),
+            where=requested.origins.get(name, ""),
             hint=f"make_job({name[4:]}={value!r})",
         )
-        for name, value in asked.values.items()
+        for name, value in requested.values.items()
         if name.startswith("job.")
     ]
 
 
-def unusable_run_dir(text: str) -> list[PacelineError]:
+def refuse_invalid_run_dir(text: str) -> list[PacelineError]:
     """Return an error if `--run-dir` is not a valid path, whether or not it exists."""
     if not text.strip():
         return [UsageError("--run-dir is empty: is a variable unset?", hint="--run-dir runs/first, or leave it out")]
     longest = max(len(os.fsencode(part)) for part in Path(text).parts)
-    if longest > _MOST_OF_NAME or len(os.fsencode(text)) > _MOST_OF_PATH or "\0" in text:
-        what = f"its longest part has {longest:,} bytes, at most {_MOST_OF_NAME} are allowed"
-        return [UsageError(f"--run-dir {text[:40]}... is not a valid path: {what}.", hint="--run-dir runs/first")]
+    if longest > _MAX_NAME_BYTES or len(os.fsencode(text)) > _MAX_PATH_BYTES or "\0" in text:
+        reason = f"its longest part has {longest:,} bytes, at most {_MAX_NAME_BYTES} are allowed"
+        return [UsageError(f"--run-dir {text[:40]}... is not a valid path: {reason}.", hint="--run-dir runs/first")]
     return []
 
 
@@ -73,15 +77,15 @@ def misplaced_option_hint(verb: str, flag: str, value: str) -> tuple[str, str] |
     if verb == "compare" and name in ("update", "updates", "compress"):
         cause = "--layouts compares with --update sync; compare update rules and compression as trained runs"
         return cause, "paceline train JOB for each, then paceline compare RUN RUN"
-    if (place := place_of(flag, value)) is not None:
-        return place
-    said = f"{name}={value}" if value else name
+    if (hint := place_of(flag, value)) is not None:
+        return hint
+    option_text = f"{name}={value}" if value else name
     rule, method = rule_with(name), method_with(name)
     if rule is not None:
-        return "it belongs to --update", f"--update {rule}" if rule == name else f"--update {rule},{said}"
+        return "it belongs to --update", f"--update {rule}" if rule == name else f"--update {rule},{option_text}"
     if method is not None:
         return (
             "it belongs to --compress",
-            f"--compress {method}" if method == name else f"--compress {method},{said}",
+            f"--compress {method}" if method == name else f"--compress {method},{option_text}",
         )
     return None

@@ -17,10 +17,10 @@ class Result(Mapping[str, Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._value:
             raise AttributeError(f"this result has no {name!r}; it has {', '.join(map(str, self._value))}")
-        return _opened(self._value[name])
+        return _as_result(self._value[name])
 
     def __getitem__(self, name: str) -> Any:
-        return _opened(self._value[name])
+        return _as_result(self._value[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._value)
@@ -42,9 +42,9 @@ class Result(Mapping[str, Any]):
         return dict(self._value)
 
 
-def _opened(value: Any) -> Any:
+def _as_result(value: Any) -> Any:
     if isinstance(value, Mapping):
         return Result(value)
     if isinstance(value, list | tuple):
-        return [_opened(item) for item in value]
+        return [_as_result(item) for item in value]
     return value

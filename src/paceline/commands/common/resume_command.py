@@ -11,7 +11,7 @@ from paceline.launch.environments import JoinedWorld
 from paceline.run_folder.run_folder import RunFolder
 
 
-def command_again(task: Task, joined: JoinedWorld | None = None) -> str:
+def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
     """Return `paceline train` with the run folder and every requested setting, without the injected faults.
 
     A secret is masked with dots. Under another launcher, the line begins with its command, or with an instruction for
@@ -19,27 +19,27 @@ def command_again(task: Task, joined: JoinedWorld | None = None) -> str:
     """
     if task.job_handle is not None:
         return f"pl.train(job, run_dir={task.run!r}, ...) with the same arguments"
-    words = ["paceline", "train", task.job, "--run-dir", task.run]
+    command = ["paceline", "train", task.job, "--run-dir", task.run]
     if joined is None:
-        words += ["--ranks", str(task.ranks)]
+        command += ["--ranks", str(task.ranks)]
     elif joined.kind == "torchrun":
-        words = ["-m", *words]
+        command = ["-m", *command]
     if task.layout != ("single" if task.ranks == 1 else "ddp"):
-        words += ["--layout", task.layout]
+        command += ["--layout", task.layout]
     if task.update != "sync":
-        words += ["--update", task.update]
+        command += ["--update", task.update]
     if task.compress != "none":
-        words += ["--compress", task.compress]
+        command += ["--compress", task.compress]
     files = {origin.removeprefix("file ") for origin in task.origins.values() if origin.startswith("file ")}
     for file in sorted(files):
-        words += ["--config", file]
+        command += ["--config", file]
     for name, value in task.settings.items():
         if task.origins.get(name) in ("command line", "auto") and name != "run_dir":
-            words += [f"--{name}", mask_value(name, as_typed(value))]
-    return shlex.join(words) if joined is None else joined.launch_command(words)
+            command += [f"--{name}", mask_value(name, as_typed(value))]
+    return shlex.join(command) if joined is None else joined.launch_command(command)
 
 
-def command_with(task: Task) -> str:
+def build_retry_command(task: Task) -> str:
     """Return the same command for a changed microbatch size, which `--allow` accepts if a checkpoint exists."""
-    cut = " --allow micro_batch_size" if has_saves(RunFolder(Path(task.run)).checkpoints) else ""
-    return command_again(task) + cut
+    allow_option = " --allow micro_batch_size" if has_saves(RunFolder(Path(task.run)).checkpoints) else ""
+    return build_resume_command(task) + allow_option

@@ -15,30 +15,30 @@ from paceline.planner.model_costs.model_profile import BatchScaling
 from paceline.torch_internals.pytree import map_tensors
 from paceline.trainer.setup.job_data import JobData, read_first
 
-FEW, MORE = 2, 3  # a single sample may take another path through the model
-_SMALLEST = 1e-3  # relative size below which a term is rounding
+FEW_SAMPLES, MORE_SAMPLES = 2, 3  # a single sample may take another path through the model
+_MIN_RELATIVE_SIZE = 1e-3  # relative size below which a term is rounding
 _TOKENS = "input_ids"
 
 
-def length_of(job: Job, settings: Settings) -> int | None:
-    batch = samples_of(job, settings, samples=1).micro[0].data
+def sequence_length(job: Job, settings: Settings) -> int | None:
+    batch = read_samples(job, settings, samples=1).micro[0].data
     if job.sequence is not None:
-        found = [(batch[n] if isinstance(batch, dict) else batch[int(n)]).shape[d] for n, d in job.sequence.items()]
-        return int(found[0])
+        lengths = [(batch[n] if isinstance(batch, dict) else batch[int(n)]).shape[d] for n, d in job.sequence.items()]
+        return int(lengths[0])
     ids = batch.get(_TOKENS) if isinstance(batch, dict) else None
     return int(ids.shape[1]) if isinstance(ids, Tensor) and ids.dim() > 1 else None
 
 
-def lengths_of(length: int | None) -> tuple[int, ...]:
+def shorter_lengths(length: int | None) -> tuple[int, ...]:
     return () if length is None or length < 8 else (length // 2, length // 4)
 
 
-def samples_of(job: Job, settings: Settings, *, samples: int) -> StepInput:
+def read_samples(job: Job, settings: Settings, *, samples: int) -> StepInput:
     cut = BatchPartition(global_batch_size=samples, micro_batch_size=samples)
     return read_first(JobData(job, settings), settings, cut=cut)[0]
 
 
-def plan_of(settings: Settings, layout: str, ranks: int, *, samples: int) -> ExecutionPlan:
+def make_profiling_plan(settings: Settings, layout: str, ranks: int, *, samples: int) -> ExecutionPlan:
     return make_execution_plan(
         layout=parse_layout(layout),
         update=parse_update("sync"),
@@ -47,39 +47,48 @@ def plan_of(settings: Settings, layout: str, ranks: int, *, samples: int) -> Exe
     )
 
 
-def shorten_batch(batch: Any, whole: int | None, length: int) -> Any:
+def shorten_batch(batch: Any, full_length: int | None, length: int) -> Any:
     """Return the first positions of every tensor that is as long as the sequence."""
 
-    def shorter(tensor: Tensor) -> Tensor:
-        return tensor.narrow(1, 0, length).contiguous() if tensor.dim() > 1 and tensor.shape[1] == whole else tensor
+    def shorten(tensor: Tensor) -> Tensor:
+        return (
+            tensor.narrow(1, 0, length).contiguous() if tensor.dim() > 1 and tensor.shape[1] == full_length else tensor
+        )
 
-    return map_tensors(batch, shorter)
+    return map_tensors(batch, shorten)
 
 
-def amount_through(values: Sequence[float], length: int | None) -> BatchScaling:
+def fit_batch_scaling(values: Sequence[float], length: int | None) -> BatchScaling:
     """Fit a scaling to the counts for few samples, more samples and shorter samples; each adds a term.
 
     A cost that all samples share and that grows with their length does not have this form; the fit is exact at this
     length only.
     """
-    each = (values[1] - values[0]) / (MORE - FEW)
-    fixed = values[0] - FEW * each
-    if abs(fixed) < _SMALLEST * abs(values[0]):
-        each, fixed = values[0] / FEW, 0.0
-    if each < 0 or fixed < 0:  # a negative term would forecast less than was measured
-        each, fixed = max(value / count for value, count in zip(values, (FEW, MORE), strict=False)), 0.0
+    per_sample = (values[1] - values[0]) / (MORE_SAMPLES - FEW_SAMPLES)
+    fixed = values[0] - FEW_SAMPLES * per_sample
+    if abs(fixed) < _MIN_RELATIVE_SIZE * abs(values[0]):
+        per_sample, fixed = values[0] / FEW_SAMPLES, 0.0
+    if per_sample < 0 or fixed < 0:  # a negative term would forecast less than was measured
+        per_sample, fixed = (
+            max(value / count for value, count in zip(values, (FEW_SAMPLES, MORE_SAMPLES), strict=False)),
+            0.0,
+        )
     if length is None or len(values) < 4:
-        return BatchScaling(fixed=fixed, token=each / length) if length else BatchScaling(fixed=fixed, sample=each)
-    half, quarter = ((value - fixed) / FEW for value in values[2:4])
+        return (
+            BatchScaling(fixed=fixed, token=per_sample / length)
+            if length
+            else BatchScaling(fixed=fixed, sample=per_sample)
+        )
+    half, quarter = ((value - fixed) / FEW_SAMPLES for value in values[2:4])
     long, short = length // 2, length // 4
-    first, second = (each - half) / (length - long), (half - quarter) / (long - short)
+    first, second = (per_sample - half) / (length - long), (half - quarter) / (long - short)
     pair = (first - second) / (length - short)
     token = first - pair * (length + long)
-    if abs(pair) * length * length < _SMALLEST * abs(each):
+    if abs(pair) * length * length < _MIN_RELATIVE_SIZE * abs(per_sample):
         pair, token = 0.0, first
-    sample = each - length * (token + length * pair)
-    if abs(sample) < _SMALLEST * abs(each):
+    sample = per_sample - length * (token + length * pair)
+    if abs(sample) < _MIN_RELATIVE_SIZE * abs(per_sample):
         sample = 0.0
     if min(half, quarter, pair, sample + token + pair) < 0:
-        return BatchScaling(fixed=fixed, token=each / length)
+        return BatchScaling(fixed=fixed, token=per_sample / length)
     return BatchScaling(fixed=fixed, sample=sample, token=token, pair=pair)

@@ -16,17 +16,17 @@ from paceline.profiling.model_tracing.fake_execution import FakeExecutionMode
 from paceline.torch_internals.rng import preserve_rng
 from paceline.trainer.setup.build_training_setup import build_model
 
-KEPT = 3  # blocks of a list of equal ones
+KEPT_BLOCKS = 3  # blocks of a list of equal ones
 
 
-def built_once(job: Job, *, seed: int) -> Job:
+def build_once(job: Job, *, seed: int) -> Job:
     """Return the job with a model factory that copies a model, which is built once on fake tensors."""
     if isinstance(job.model, PretrainedModel):
         return job
-    with FakeExecutionMode() as hollow, preserve_rng():
-        hollow.holds = False
+    with FakeExecutionMode() as fake_mode, preserve_rng():
+        fake_mode.comparisons_hold = False
         model = build_model(job, seed=seed)
-    return _copied(job, model)
+    return _with_copied_model(job, model)
 
 
 class ModelCopies:
@@ -34,14 +34,14 @@ class ModelCopies:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.found: dict[Hashable, Any] = {}
+        self.cache: dict[Hashable, Any] = {}
 
     def __call__(self) -> nn.Module:
         """Return another copy."""
         return copy_model(self._model)
 
 
-def _copied(job: Job, model: nn.Module) -> Job:
+def _with_copied_model(job: Job, model: nn.Module) -> Job:
     """Return the job with copies of the model; the job itself if its model can't be copied."""
     copies = ModelCopies(model)
     try:
@@ -54,71 +54,71 @@ def _copied(job: Job, model: nn.Module) -> Job:
 
 def restore_depth(blocks: Sequence[LayerProfile], depths: Sequence[int]) -> Iterator[LayerProfile]:
     """Yield the profiles of all blocks: the middle one of the kept blocks of a list represents the omitted ones."""
-    rest = list(blocks)
+    remaining = list(blocks)
     for depth in depths:
-        kept, rest = rest[: min(depth, KEPT)], rest[min(depth, KEPT) :]
-        home = kept[0].name.rpartition(".")[0]
-        every = kept if depth <= KEPT else [kept[0], *[kept[1]] * (depth - 2), kept[2]]
-        yield from (replace(part, name=f"{home}.{place}") for place, part in enumerate(every))
+        kept, remaining = remaining[: min(depth, KEPT_BLOCKS)], remaining[min(depth, KEPT_BLOCKS) :]
+        list_name = kept[0].name.rpartition(".")[0]
+        all_blocks = kept if depth <= KEPT_BLOCKS else [kept[0], *[kept[1]] * (depth - 2), kept[2]]
+        yield from (replace(part, name=f"{list_name}.{place}") for place, part in enumerate(all_blocks))
 
 
 def truncate_depth(job: Job) -> tuple[Job, list[int]]:
     """Return the job with few of each list of equal blocks, and the old depths; the job itself if none is omitted."""
     if isinstance(job.model, PretrainedModel):
         return job, []
-    with FakeExecutionMode() as hollow, preserve_rng():
-        hollow.holds = False
+    with FakeExecutionMode() as fake_mode, preserve_rng():
+        fake_mode.comparisons_hold = False
         model = job.model()
-        depths = truncate_block_lists(model, KEPT)
-    return (_copied(job, model), depths) if depths else (job, [])
+        depths = truncate_block_lists(model, KEPT_BLOCKS)
+    return (_with_copied_model(job, model), depths) if depths else (job, [])
 
 
-def with_blocks(job: Job, count: int) -> tuple[Job, int] | None:
+def set_num_blocks(job: Job, count: int) -> tuple[Job, int] | None:
     """Return the job with `count` blocks in its one list of equal blocks, and the old depth; None if impossible."""
-    model, depths = _shortened(job, count)
-    found = _copied(job, model)
-    return None if len(depths) != 1 or found is job else (found, depths[0])
+    model, depths = _truncated_model(job, count)
+    truncated = _with_copied_model(job, model)
+    return None if len(depths) != 1 or truncated is job else (truncated, depths[0])
 
 
-def largest_of_each(job: Job, count: int) -> int:
+def largest_tensor_per_block(job: Job, count: int) -> int:
     """Return the elements of the largest tensor that each block trains; 0 if `set_num_blocks` can't change the job."""
-    model, depths = _shortened(job, count)
-    blocks = blocks_of(model).values() if len(depths) == 1 else ()
+    model, depths = _truncated_model(job, count)
+    blocks = named_blocks(model).values() if len(depths) == 1 else ()
     return min((max((p.numel() for p in b.parameters() if p.requires_grad), default=0) for b in blocks), default=0)
 
 
-def _shortened(job: Job, count: int) -> tuple[nn.Module, list[int]]:
-    with FakeExecutionMode() as hollow, preserve_rng():
-        hollow.holds = False
+def _truncated_model(job: Job, count: int) -> tuple[nn.Module, list[int]]:
+    with FakeExecutionMode() as fake_mode, preserve_rng():
+        fake_mode.comparisons_hold = False
         model = job.model()
         return model, truncate_block_lists(model, count)
 
 
-def truncate_block_lists(model: nn.Module, most: int) -> list[int]:
+def truncate_block_lists(model: nn.Module, max_blocks: int) -> list[int]:
     """Keep at most `max_blocks` of each list of equal blocks, including first and last; return the original depths.
 
     If blocks are not equal, or are not in a list of their own, the model does not change and the result is empty.
     """
     lists: dict[str, list[nn.Module]] = {}
-    for name, block in blocks_of(model).items():
+    for name, block in named_blocks(model).items():
         lists.setdefault(name.rpartition(".")[0], []).append(block)
     depths = [len(blocks) for blocks in lists.values()]
-    homes: dict[str, Any] = {name: model.get_submodule(name) for name in lists}
-    can_be_left = all(
-        isinstance(homes[name], nn.ModuleList | nn.Sequential)
-        and len(homes[name]) == len(blocks)
-        and (len(blocks) <= most or _are_alike(blocks))
+    block_lists: dict[str, Any] = {name: model.get_submodule(name) for name in lists}
+    can_truncate = all(
+        isinstance(block_lists[name], nn.ModuleList | nn.Sequential)
+        and len(block_lists[name]) == len(blocks)
+        and (len(blocks) <= max_blocks or _are_equal(blocks))
         for name, blocks in lists.items()
     )
-    if not can_be_left or max(depths, default=0) <= most:
+    if not can_truncate or max(depths, default=0) <= max_blocks:
         return []
     for name, depth in zip(lists, depths, strict=True):
-        del homes[name][most - 1 : depth - 1]
+        del block_lists[name][max_blocks - 1 : depth - 1]
     return depths
 
 
-def _are_alike(blocks: Sequence[nn.Module]) -> bool:
-    forms = {
+def _are_equal(blocks: Sequence[nn.Module]) -> bool:
+    descriptions = {
         repr(
             [
                 type(block),
@@ -128,10 +128,10 @@ def _are_alike(blocks: Sequence[nn.Module]) -> bool:
         )
         for block in blocks
     }
-    return len(forms) == 1
+    return len(descriptions) == 1
 
 
-def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+def named_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the chain of blocks by name; empty if there is no chain."""
     if not has_blocks(model):
         return {}

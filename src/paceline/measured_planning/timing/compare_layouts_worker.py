@@ -23,16 +23,16 @@ def measure(payload: Mapping[str, Any]) -> int:
     """Run timed steps, then some that are recorded; rank 0 writes the memory and communication of every rank."""
     task = Task.from_json(payload)
     session = Run.worker(task).open()
-    timed = int(task.options["steps"])
+    num_timed = int(task.options["steps"])
     batches = session.loop.batches()
-    for _ in range(timed):
+    for _ in range(num_timed):
         session.loop.step(next(batches))
     schedule = measure_schedule(session, batches)
-    found = session.world.gather_json(_looked_at(session, next(batches)))
+    observations = session.world.gather_json(_observe_step(session, next(batches)))
     if session.world.is_main:
         plan = session.prepared_job.plan
         answer = {
-            "ranks": found,
+            "ranks": observations,
             "micro_batch_size": plan.micro_batch_size,
             "schedule": None if schedule is None else asdict(schedule),
         }
@@ -42,31 +42,35 @@ def measure(payload: Mapping[str, Any]) -> int:
     return 0
 
 
-def _looked_at(session: Session, batch: Any) -> dict[str, Any]:
+def _observe_step(session: Session, batch: Any) -> dict[str, Any]:
     """Return this rank's memory and sent bytes in one step; for thread replicas, only the memory between steps."""
     built = session.setup
     with ExitStack() as stack:
-        sent = stack.enter_context(CommunicationCounter())
-        watch = stack.enter_context(_watch(built)) if len(built.models) == 1 else None
+        communication = stack.enter_context(CommunicationCounter())
+        tracker = stack.enter_context(_memory_tracker(built)) if len(built.models) == 1 else None
         session.loop.step(batch)
-    lying = [memory_at_rest(model=model, optimizers=[]) for model in built.models[1:]]
-    first = memory_at_rest(model=built.model, optimizers=built.update.optimizers, shares=_shares(built))
-    peak = watch.peak if watch is not None else _sum([first, *lying])
-    flows = {name: flow["sent_bytes"] for name, flow in sent.as_json().items()}
+    other_replicas = [memory_at_rest(model=model, optimizers=[]) for model in built.models[1:]]
+    first_replica = memory_at_rest(
+        model=built.model, optimizers=built.update.optimizers, updated_tensors=_updated_tensors(built)
+    )
+    peak = tracker.peak if tracker is not None else _sum([first_replica, *other_replicas])
+    flows = {name: flow["sent_bytes"] for name, flow in communication.as_json().items()}
     return {
         "held": peak.as_json(),
-        "between": _sum([first, *lying]).as_json(),
-        "kept": None if watch is None else watch.kept_bytes,
+        "between": _sum([first_replica, *other_replicas]).as_json(),
+        "kept": None if tracker is None else tracker.kept_bytes,
         "sent": flows,
     }
 
 
-def _watch(built: TrainingSetup) -> MemoryTracker:
+def _memory_tracker(built: TrainingSetup) -> MemoryTracker:
     device = built.world.device.type
-    return MemoryTracker(model=built.model, optimizers=built.update.optimizers, shares=_shares(built), device=device)
+    return MemoryTracker(
+        model=built.model, optimizers=built.update.optimizers, updated_tensors=_updated_tensors(built), device=device
+    )
 
 
-def _shares(built: TrainingSetup) -> list[Tensor]:
+def _updated_tensors(built: TrainingSetup) -> list[Tensor]:
     """Return the tensors that the optimizers update: the model's parameters, or this rank's rows of them."""
     return [member.parameter for member in built.named]
 

@@ -15,7 +15,7 @@ from paceline.trainer.session import Session
 
 STEPS = 3
 _MS = 1e3
-_Heard = list[list[Any]]
+_RecordedActions = list[list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,49 +35,51 @@ def measure_schedule(session: Session, batches: Iterator[Any]) -> Schedule | Non
     passes, world = session.setup.step.passes, session.world
     if not isinstance(passes, PipelineForwardBackward):
         return None
-    own: list[_Heard] = []
+    steps: list[_RecordedActions] = []
     for _ in range(STEPS):
-        heard: _Heard = []
+        actions: _RecordedActions = []
 
-        def hear(action: Action, start: float, stop: float, heard: _Heard = heard) -> None:
+        def record_action(action: Action, start: float, stop: float, actions: _RecordedActions = actions) -> None:
             if action.op.is_compute:
-                heard.append([str(action.op), action.stage, action.microbatch, start * _MS, stop * _MS])
+                actions.append([str(action.op), action.stage, action.microbatch, start * _MS, stop * _MS])
 
-        with passes.watched(hear):
+        with passes.watched(record_action):
             session.loop.step(next(batches))
-        own.append(heard)
-    everybody = world.gather_json(own)
+        steps.append(actions)
+    steps_by_rank = world.gather_json(steps)
     if not world.is_main:
         return None
-    chain = session.prepared_job.plan.mesh.group(world.rank, axes=("pp",))
-    return median_schedule([[everybody[rank][at] for rank in chain] for at in range(STEPS)], passes)
+    pipeline_ranks = session.prepared_job.plan.mesh.group(world.rank, axes=("pp",))
+    return median_schedule([[steps_by_rank[rank][at] for rank in pipeline_ranks] for at in range(STEPS)], passes)
 
 
-def median_schedule(steps: Sequence[Sequence[_Heard]], passes: PipelineForwardBackward) -> Schedule | None:
+def median_schedule(steps: Sequence[Sequence[_RecordedActions]], passes: PipelineForwardBackward) -> Schedule | None:
     """Return the step with the median bubble, from the recorded actions of every rank in several steps."""
     num_micro = 1 + max((one[2] for step in steps for rank in step for one in rank), default=-1)
     if not num_micro:
         return None
     program = passes.program(num_micro)
-    lines = sorted((timeline(step, name=f"{program.name} as measured") for step in steps), key=lambda t: t.bubble)
-    middle = lines[len(lines) // 2]
-    planned = simulate(program, costs=median_costs(middle, program))
-    named = Timeline(
+    timelines = sorted(
+        (build_timeline(step, name=f"{program.name} as measured") for step in steps), key=lambda t: t.bubble
+    )
+    median_timeline = timelines[len(timelines) // 2]
+    planned = simulate(program, costs=median_costs(median_timeline, program))
+    planned_timeline = Timeline(
         name=f"{program.name} as planned with these times", num_ranks=planned.num_ranks, spans=planned.spans
     )
-    picture = draw(named, measured=middle, unit="ms")
-    return Schedule(bubble=middle.bubble, planned=simulate(program).bubble, picture=picture)
+    picture = draw(planned_timeline, measured=median_timeline, unit="ms")
+    return Schedule(bubble=median_timeline.bubble, planned=simulate(program).bubble, picture=picture)
 
 
-def timeline(ranks: Sequence[_Heard], *, name: str) -> Timeline:
+def build_timeline(ranks: Sequence[_RecordedActions], *, name: str) -> Timeline:
     """Return the timeline of every rank's recorded actions; it starts with the first action."""
-    began = min(one[3] for rank in ranks for one in rank)
+    start_time = min(one[3] for rank in ranks for one in rank)
     spans = [
         Span(
             rank=at,
             action=Action(op=Op(op), stage=stage, microbatch=micro),
-            start=start - began,
-            stop=stop - began,
+            start=start - start_time,
+            stop=stop - start_time,
         )
         for at, rank in enumerate(ranks)
         for op, stage, micro, start, stop in rank
@@ -88,17 +90,17 @@ def timeline(ranks: Sequence[_Heard], *, name: str) -> Timeline:
 def median_costs(measured: Timeline, program: Program) -> Costs:
     """Return the median time of each operation at each stage; messages take no time."""
 
-    def of(op: Op) -> list[float]:
-        found: list[list[float]] = [[] for _ in range(program.num_stages)]
+    def median_seconds(op: Op) -> list[float]:
+        seconds: list[list[float]] = [[] for _ in range(program.num_stages)]
         for span in measured.compute_spans:
             if span.action.op is op:
-                found[span.action.stage].append(span.seconds)
-        return [median(each) if each else 0.0 for each in found]
+                seconds[span.action.stage].append(span.seconds)
+        return [median(each) if each else 0.0 for each in seconds]
 
-    has_whole = any(span.action.op is Op.BACKWARD for span in measured.compute_spans)
+    has_full_backward = any(span.action.op is Op.BACKWARD for span in measured.compute_spans)
     return Costs(
-        forward=of(Op.FORWARD),
-        input=of(Op.INPUT),
-        weight=of(Op.WEIGHT),
-        backward=of(Op.BACKWARD) if has_whole else None,
+        forward=median_seconds(Op.FORWARD),
+        input=median_seconds(Op.INPUT),
+        weight=median_seconds(Op.WEIGHT),
+        backward=median_seconds(Op.BACKWARD) if has_full_backward else None,
     )

@@ -5,36 +5,36 @@ from statistics import median, quantiles
 
 from paceline.planner.cost.estimate import MeasuredTime
 
-_LEAST = 4  # for a spread
+_MIN_STEPS = 4  # for a spread
 
 
 def summarize_timings(
-    looked: Sequence[tuple[str, int, Sequence[float]]], depths: Sequence[int]
+    timings: Sequence[tuple[str, int, Sequence[float]]], depths: Sequence[int]
 ) -> dict[str, MeasuredTime]:
     """Return by candidate the median, or the extrapolation from the medians of two shorter models."""
-    found: dict[str, dict[int, Sequence[float]]] = {}
-    for candidate, blocks, seconds in looked:
-        found.setdefault(candidate, {})[blocks] = seconds
-    return {candidate: _timed(looks, sum(depths)) for candidate, looks in found.items()}
+    seconds_by_depth: dict[str, dict[int, Sequence[float]]] = {}
+    for candidate, blocks, seconds in timings:
+        seconds_by_depth.setdefault(candidate, {})[blocks] = seconds
+    return {candidate: _summarize(looks, sum(depths)) for candidate, looks in seconds_by_depth.items()}
 
 
-def _timed(looks: Mapping[int, Sequence[float]], whole: int) -> MeasuredTime:
-    blocks = sorted(looks)
-    middle = [median(looks[one]) for one in blocks]
-    seconds = middle[-1]
+def _summarize(seconds_by_depth: Mapping[int, Sequence[float]], num_blocks: int) -> MeasuredTime:
+    blocks = sorted(seconds_by_depth)
+    medians = [median(seconds_by_depth[one]) for one in blocks]
+    seconds = medians[-1]
     if len(blocks) == 2:
-        each = (middle[1] - middle[0]) / (blocks[1] - blocks[0])
-        seconds += max(0.0, each) * (whole - blocks[1])
+        per_block = (medians[1] - medians[0]) / (blocks[1] - blocks[0])
+        seconds += max(0.0, per_block) * (num_blocks - blocks[1])
     return MeasuredTime(
         seconds=seconds,
-        spread=_spread(looks[blocks[-1]]),
-        steps=sum(map(len, looks.values())),
+        spread=_spread(seconds_by_depth[blocks[-1]]),
+        steps=sum(map(len, seconds_by_depth.values())),
         blocks=tuple(blocks),
     )
 
 
 def _spread(seconds: Sequence[float]) -> float:
-    if len(seconds) < _LEAST:
+    if len(seconds) < _MIN_STEPS:
         return 0.0
     low, middle, high = quantiles(seconds, n=4)
     return (high - low) / 2 / middle

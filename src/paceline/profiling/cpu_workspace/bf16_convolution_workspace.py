@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 
 _FLOAT_BYTES = 4
-_PAIR, _FEW = 2, 3  # channels up to _FEW are read in place
-_OWN_BYTES = 8580  # the barrier of the threads
+_PAIR_ELEMENTS, _FEW_CHANNELS = 2, 3  # channels up to _FEW are read in place
+_BARRIER_BYTES = 8580  # the barrier of the threads
 
 Side = tuple[int, int, tuple[int, ...]]
 """The channels, the channels padded to blocks, and the spatial size of an image."""
@@ -23,7 +23,7 @@ class Bf16ConvolutionCall:
     source: Side
     result: Side
     kernel: tuple[int, ...]
-    step: int
+    stride: int
     padding: int
     groups: int
     biases: int
@@ -34,24 +34,30 @@ class Bf16ConvolutionCall:
         """Return the bytes of all threads' sums of an image, for a kernel of one element; else 0."""
         if max(self.kernel) > 1:
             return 0
-        (_, given, _), (_, found, sides) = self.source, self.result
-        picked = given * self.item_bytes if self.step > 1 else 0
-        return self.threads * math.prod(sides) * (found * _FLOAT_BYTES + picked)
+        (_, in_channels, _), (_, out_channels, output_size) = self.source, self.result
+        strided_bytes = in_channels * self.item_bytes if self.stride > 1 else 0
+        return self.threads * math.prod(output_size) * (out_channels * _FLOAT_BYTES + strided_bytes)
 
-    def of_weight_bytes(self) -> int:
+    def weight_gradient_bytes(self) -> int:
         """Return the bytes of the transposed images, and of the gradient in float32."""
         if max(self.kernel) == 1:
             return 0
-        (channels, given, sides), (_, found, smaller) = self.source, self.result
-        is_few = channels <= _FEW
-        wide = (channels if is_few else given) * found // self.groups * math.prod(self.kernel) * _FLOAT_BYTES
-        steps = -(-(sides[-1] + 2 * max(self.padding, 1)) // self.step)
-        source = 0 if is_few else given * math.prod(sides[:-1]) * self.step * _even(steps) * self.item_bytes
-        result = found * math.prod(smaller[:-1]) * _even(smaller[-1]) * self.item_bytes
+        (channels, in_channels, input_size), (_, out_channels, output_size) = self.source, self.result
+        is_few = channels <= _FEW_CHANNELS
+        gradient_bytes = (
+            (channels if is_few else in_channels) * out_channels // self.groups * math.prod(self.kernel) * _FLOAT_BYTES
+        )
+        row_steps = -(-(input_size[-1] + 2 * max(self.padding, 1)) // self.stride)
+        source = (
+            0
+            if is_few
+            else in_channels * math.prod(input_size[:-1]) * self.stride * _round_up_to_pair(row_steps) * self.item_bytes
+        )
+        result = out_channels * math.prod(output_size[:-1]) * _round_up_to_pair(output_size[-1]) * self.item_bytes
         sums = (_FLOAT_BYTES + self.item_bytes) * self.biases
-        apart = self.step == 1 and self.groups == 1 and not is_few
-        return (self.threads if apart else 1) * (source + result + wide) + _OWN_BYTES + sums
+        is_per_thread = self.stride == 1 and self.groups == 1 and not is_few
+        return (self.threads if is_per_thread else 1) * (source + result + gradient_bytes) + _BARRIER_BYTES + sums
 
 
-def _even(number: int) -> int:
-    return number + number % _PAIR
+def _round_up_to_pair(number: int) -> int:
+    return number + number % _PAIR_ELEMENTS

@@ -18,24 +18,24 @@ from dataclasses import dataclass
 from paceline.profiling.cpu_workspace.bf16_convolution_workspace import Bf16ConvolutionCall
 from paceline.profiling.cpu_workspace.im2col_workspace import Im2colCall
 
-_BLOCK, _HALF_BLOCK, _FEW = 16, 8, 3
-_SMALL = 20480  # of a single image, below which torch uses its own im2col
-_ROW = 32  # bfloat16 rows are padded to a multiple of this when they are transposed
+_BLOCK_CHANNELS, _HALF_BLOCK_CHANNELS, _FEW_CHANNELS = 16, 8, 3
+_SMALL_ELEMENTS = 20480  # of a single image, below which torch uses its own im2col
+_ROW_ELEMENTS = 32  # bfloat16 rows are padded to a multiple of this when they are transposed
 _FLOAT_BYTES = 4
-_TURNED_BYTES = 600_000  # of both images; larger ones are transposed in parts
-_OWN_BYTES = 30_000  # addresses of the products
-_SUMMED_BYTES = 70_000  # rows of sums in float32
-_WIDEST = 14  # wider kernels' weight gradients use im2col, one image at a time
+_MAX_TRANSPOSED_BYTES = 600_000  # of both images; larger ones are transposed in parts
+_ADDRESS_BYTES = 30_000  # addresses of the products
+_FLOAT_SUM_BYTES = 70_000  # rows of sums in float32
+_MAX_ONEDNN_KERNEL = 14  # wider kernels' weight gradients use im2col, one image at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Convolution:
     """A convolution call."""
 
-    images: int
-    given: int
-    found: int
-    sides: tuple[int, ...]
+    batch_size: int
+    in_channels: int
+    out_channels: int
+    input_size: tuple[int, ...]
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -46,93 +46,101 @@ class Convolution:
     item_bytes: int
     channels_last: bool
     threads: int
-    block: int = _BLOCK
+    block_channels: int = _BLOCK_CHANNELS
     """The channels of a block: float32 numbers in a register."""
     has_tiles: bool = True
     """True if bfloat16 products are computed in tiles (AMX)."""
 
     def forward_bytes(self) -> int:
         """Return the peak bytes of the forward, including its result."""
-        if self._is_narrow:
-            return self._narrow.forward_bytes()
-        found = self._pictures(self.found, self.sides_found)
-        if self.is_unfolded:
-            return found + self._unfolded_bytes()
+        if self._uses_16bit_im2col:
+            return self._im2col_call.forward_bytes()
+        result = self._image_bytes(self.out_channels, self.output_size)
+        if self.uses_im2col:
+            return result + self._im2col_bytes()
         if self.channels_last:
-            return found + 2 * self._weights(self.given, self.found)
-        if self._in_rows(grows=self.transposed):
-            operands = self._pictures(self.given, self.sides) + self._weights(self.given, self.found)
-            return max(operands + found + self._summed_bytes(), 3 * found)
-        wide = self._pictures(self._block(self.found), self.sides_found)
-        sums = self._paired.forward_bytes() if self._is_paired else 0
-        if self._is_read_as_it_lies:
-            return max(self._weights(self.given, self._block(self.found)) + wide, wide + found)
-        read = self._pictures(self._block(self.given), self.sides)
-        extra = wide if self.transposed and self.has_bias else 0
-        extra *= _FLOAT_BYTES // self.item_bytes if self._is_paired else 1
-        return max(extra + sums + read + self._wide_weights() + wide, wide + found)
+            return result + 2 * self._weight_bytes(self.in_channels, self.out_channels)
+        if self._copies_channels_last(grows=self.transposed):
+            operands = self._image_bytes(self.in_channels, self.input_size) + self._weight_bytes(
+                self.in_channels, self.out_channels
+            )
+            return max(operands + result + self._float_sum_bytes(), 3 * result)
+        padded_result = self._image_bytes(self._padded_channels(self.out_channels), self.output_size)
+        sums = self._bf16_call.forward_bytes() if self._multiplies_pairs else 0
+        if self._reads_input_in_place:
+            return max(
+                self._weight_bytes(self.in_channels, self._padded_channels(self.out_channels)) + padded_result,
+                padded_result + result,
+            )
+        padded_input = self._image_bytes(self._padded_channels(self.in_channels), self.input_size)
+        extra = padded_result if self.transposed and self.has_bias else 0
+        extra *= _FLOAT_BYTES // self.item_bytes if self._multiplies_pairs else 1
+        return max(extra + sums + padded_input + self._padded_weight_bytes() + padded_result, padded_result + result)
 
     def backward_bytes(self, *, source: bool, weight: bool, bias: bool) -> int:
         """Return the peak bytes of the backward, for the requested gradients."""
-        if self._is_narrow:
-            return self._narrow.backward_bytes(source=source, weight=weight, bias=bias)
-        results = self._pictures(self.given, self.sides) if source else 0
-        if self.is_unfolded:
-            return results + self._weights(self.given, self.found) * weight + self._unfolded_bytes()
+        if self._uses_16bit_im2col:
+            return self._im2col_call.backward_bytes(source=source, weight=weight, bias=bias)
+        results = self._image_bytes(self.in_channels, self.input_size) if source else 0
+        if self.uses_im2col:
+            return results + self._weight_bytes(self.in_channels, self.out_channels) * weight + self._im2col_bytes()
         if self.channels_last:
-            return results + 3 * self._weights(self.given, self.found)
-        of_source = self._of_source_bytes() if source else 0
-        return max(of_source, results + self._of_weight_bytes() if weight else 0)
+            return results + 3 * self._weight_bytes(self.in_channels, self.out_channels)
+        input_gradient = self._input_gradient_bytes() if source else 0
+        return max(input_gradient, results + self._weight_gradient_bytes() if weight else 0)
 
     @property
-    def sides_found(self) -> tuple[int, ...]:
+    def output_size(self) -> tuple[int, ...]:
         """The spatial size of the results."""
         lengths = []
-        for place, side in enumerate(self.sides):
-            reach = self.dilation[place] * (self.kernel[place] - 1) + 1
-            step, pad = self.stride[place], self.padding[place]
+        for dim, side in enumerate(self.input_size):
+            window = self.dilation[dim] * (self.kernel[dim] - 1) + 1
+            step, pad = self.stride[dim], self.padding[dim]
             lengths.append(
-                (side - 1) * step - 2 * pad + reach if self.transposed else (side + 2 * pad - reach) // step + 1
+                (side - 1) * step - 2 * pad + window if self.transposed else (side + 2 * pad - window) // step + 1
             )
         return tuple(lengths)
 
     @property
-    def is_unfolded(self) -> bool:
+    def uses_im2col(self) -> bool:
         """Return whether torch computes it by its own matrix products (im2col)."""
         if self.item_bytes != _FLOAT_BYTES:
             return False
-        plain = not (self.is_strided or any(each != 1 for each in self.dilation))
-        one = plain and self.images < _BLOCK and set(self.kernel[-2:]) == {1} and self.threads == 1
-        elements = self.images * self.given * math.prod(self.sides)
-        small = self.images == 1 and elements <= _SMALL and min(self.kernel[-2:]) <= _FEW
-        return one or (self.groups == 1 and small)
+        is_plain = not (self.is_strided or any(each != 1 for each in self.dilation))
+        is_pointwise = (
+            is_plain and self.batch_size < _BLOCK_CHANNELS and set(self.kernel[-2:]) == {1} and self.threads == 1
+        )
+        elements = self.batch_size * self.in_channels * math.prod(self.input_size)
+        is_small = self.batch_size == 1 and elements <= _SMALL_ELEMENTS and min(self.kernel[-2:]) <= _FEW_CHANNELS
+        return is_pointwise or (self.groups == 1 and is_small)
 
     @property
-    def _is_narrow(self) -> bool:
-        return self.item_bytes < _FLOAT_BYTES and self.block < _BLOCK
+    def _uses_16bit_im2col(self) -> bool:
+        return self.item_bytes < _FLOAT_BYTES and self.block_channels < _BLOCK_CHANNELS
 
     @property
-    def _narrow(self) -> Im2colCall:
-        dilated = any(each != 1 for each in self.dilation)
+    def _im2col_call(self) -> Im2colCall:
+        is_dilated = any(each != 1 for each in self.dilation)
         return Im2colCall(
-            images=self.images, given=self.given, found=self.found, sides=self.sides, sides_found=self.sides_found,
-            kernel=self.kernel, is_plain=not self.is_strided and not any(self.padding), is_dilated=dilated,
+            batch_size=self.batch_size, in_channels=self.in_channels, out_channels=self.out_channels,
+            input_size=self.input_size, output_size=self.output_size,
+            kernel=self.kernel, is_plain=not self.is_strided and not any(self.padding), is_dilated=is_dilated,
             groups=self.groups, transposed=self.transposed, item_bytes=self.item_bytes,
         )  # fmt: skip
 
     @property
-    def _is_paired(self) -> bool:
-        is_apart = self.groups > 1 and self.groups == self.given  # nothing is summed over channels
-        return self.item_bytes < _FLOAT_BYTES and not self.has_tiles and not is_apart
+    def _multiplies_pairs(self) -> bool:
+        is_depthwise = self.groups > 1 and self.groups == self.in_channels  # nothing is summed over channels
+        return self.item_bytes < _FLOAT_BYTES and not self.has_tiles and not is_depthwise
 
     @property
-    def _paired(self) -> Bf16ConvolutionCall:
-        small = (self.given, self._block(self.given), self.sides)
-        large = (self.found, self._block(self.found), self.sides_found)
-        source, result = (large, small) if self.transposed else (small, large)
+    def _bf16_call(self) -> Bf16ConvolutionCall:
+        source_side = (self.in_channels, self._padded_channels(self.in_channels), self.input_size)
+        result_side = (self.out_channels, self._padded_channels(self.out_channels), self.output_size)
+        source, result = (result_side, source_side) if self.transposed else (source_side, result_side)
         return Bf16ConvolutionCall(
-            source=source, result=result, kernel=self.kernel, step=self.stride[-1], padding=self.padding[-1],
-            groups=self.groups, biases=self.found, item_bytes=self.item_bytes, threads=self.threads,
+            source=source, result=result, kernel=self.kernel, stride=self.stride[-1], padding=self.padding[-1],
+            groups=self.groups, biases=self.out_channels, item_bytes=self.item_bytes, threads=self.threads,
         )  # fmt: skip
 
     @property
@@ -141,88 +149,124 @@ class Convolution:
         return any(each != 1 for each in self.stride)
 
     @property
-    def _is_read_as_it_lies(self) -> bool:
-        return self.given < _BLOCK and self.groups == 1 and not self.transposed
+    def _reads_input_in_place(self) -> bool:
+        return self.in_channels < _BLOCK_CHANNELS and self.groups == 1 and not self.transposed
 
-    def _in_rows(self, *, grows: bool) -> bool:
+    def _copies_channels_last(self, *, grows: bool) -> bool:
         """Return whether the algorithm is *channels last copy*; `grows`: from a smaller image to a larger."""
         if self.item_bytes != _FLOAT_BYTES and self.has_tiles:
-            return self.groups != self.given or self.groups == 1
-        return grows and self.is_strided and (self.groups == 1 or self.block < _BLOCK)
+            return self.groups != self.in_channels or self.groups == 1
+        return grows and self.is_strided and (self.groups == 1 or self.block_channels < _BLOCK_CHANNELS)
 
-    def _of_source_bytes(self) -> int:
-        result = self._pictures(self.given, self.sides)
-        if self._in_rows(grows=not self.transposed):
-            operands = self._pictures(self.found, self.sides_found) + self._weights(self._block(self.given), self.found)
+    def _input_gradient_bytes(self) -> int:
+        result = self._image_bytes(self.in_channels, self.input_size)
+        if self._copies_channels_last(grows=not self.transposed):
+            operands = self._image_bytes(self.out_channels, self.output_size) + self._weight_bytes(
+                self._padded_channels(self.in_channels), self.out_channels
+            )
             return max(operands + result, 3 * result)
-        wide = self._pictures(self._block(self.given), self.sides)
-        gradient = self._pictures(self._block(self.found), self.sides_found)
-        return max(gradient + self._wide_weights() + wide, wide + result)
+        padded_result = self._image_bytes(self._padded_channels(self.in_channels), self.input_size)
+        gradient = self._image_bytes(self._padded_channels(self.out_channels), self.output_size)
+        return max(gradient + self._padded_weight_bytes() + padded_result, padded_result + result)
 
-    def _of_weight_bytes(self) -> int:
-        if self._in_rows(grows=False):
-            pictures = self._pictures(self.given, self.sides) + self._pictures(self.found, self.sides_found)
-            return pictures + self._weights_in_pairs() + self._turned_bytes()
-        own = self._weights(self.given, self.found)
-        if self.kernel[-1] > _WIDEST:
-            return 5 * own + self._unfolded_bytes() // self.images
-        if self.block < _BLOCK and (len(self.sides) > 2 or any(each != 1 for each in self.dilation)):
-            return 5 * own + self.given * math.prod((*self.kernel, *self.sides_found[-2:])) * self.item_bytes
-        read = 0
-        if self.given > _FEW or self.groups > 1 or self.transposed:
-            wide = _HALF_BLOCK if self.given <= _HALF_BLOCK and self.groups == 1 else self._block(self.given)
-            read = self._pictures(wide, self.sides)
-        gradient = self._pictures(self._block(self.found), self.sides_found)
-        kept = self._wide_weights() if self.given > _FEW else own
-        sums = self._paired.of_weight_bytes() if self._is_paired else 0
-        return max(gradient + read + kept + sums, kept + own)
+    def _weight_gradient_bytes(self) -> int:
+        if self._copies_channels_last(grows=False):
+            image_bytes = self._image_bytes(self.in_channels, self.input_size) + self._image_bytes(
+                self.out_channels, self.output_size
+            )
+            return image_bytes + self._paired_weight_bytes() + self._transposed_bytes()
+        weight_bytes = self._weight_bytes(self.in_channels, self.out_channels)
+        if self.kernel[-1] > _MAX_ONEDNN_KERNEL:
+            return 5 * weight_bytes + self._im2col_bytes() // self.batch_size
+        if self.block_channels < _BLOCK_CHANNELS and (
+            len(self.input_size) > 2 or any(each != 1 for each in self.dilation)
+        ):
+            return (
+                5 * weight_bytes
+                + self.in_channels * math.prod((*self.kernel, *self.output_size[-2:])) * self.item_bytes
+            )
+        padded_input = 0
+        if self.in_channels > _FEW_CHANNELS or self.groups > 1 or self.transposed:
+            padded_channels = (
+                _HALF_BLOCK_CHANNELS
+                if self.in_channels <= _HALF_BLOCK_CHANNELS and self.groups == 1
+                else self._padded_channels(self.in_channels)
+            )
+            padded_input = self._image_bytes(padded_channels, self.input_size)
+        gradient = self._image_bytes(self._padded_channels(self.out_channels), self.output_size)
+        padded_weights = self._padded_weight_bytes() if self.in_channels > _FEW_CHANNELS else weight_bytes
+        sums = self._bf16_call.weight_gradient_bytes() if self._multiplies_pairs else 0
+        return max(gradient + padded_input + padded_weights + sums, padded_weights + weight_bytes)
 
-    def _turned_bytes(self) -> int:
+    def _transposed_bytes(self) -> int:
         """Return the bytes of the transposed bfloat16 images and of the sums in float32."""
-        given, sides, found, smaller = self.given, self.sides, self.found, self.sides_found
+        in_channels, input_size, out_channels, output_size = (
+            self.in_channels,
+            self.input_size,
+            self.out_channels,
+            self.output_size,
+        )
         if self.transposed:
-            given, sides, found, smaller = found, smaller, given, sides
+            in_channels, input_size, out_channels, output_size = out_channels, output_size, in_channels, input_size
         step, pad = self.stride[-1], self.padding[-1]
-        row = step * _up(-(-(sides[-1] + 2 * pad) // step), _ROW)
-        source = _up(given, _BLOCK) * math.prod(sides[:-1]) * row * self.item_bytes
-        result = _up(found, _BLOCK) * math.prod(smaller) * self.item_bytes
-        parts = 1 if self.is_strided else -(-(source + result) // _TURNED_BYTES)
-        sums = _up(given, _BLOCK) * _up(found, _BLOCK) // self.groups * math.prod(self.kernel) * _FLOAT_BYTES
-        return self.threads * ((source + result) // parts + sums) + _OWN_BYTES
+        row = step * _round_up(-(-(input_size[-1] + 2 * pad) // step), _ROW_ELEMENTS)
+        source = _round_up(in_channels, _BLOCK_CHANNELS) * math.prod(input_size[:-1]) * row * self.item_bytes
+        result = _round_up(out_channels, _BLOCK_CHANNELS) * math.prod(output_size) * self.item_bytes
+        parts = 1 if self.is_strided else -(-(source + result) // _MAX_TRANSPOSED_BYTES)
+        sums = (
+            _round_up(in_channels, _BLOCK_CHANNELS)
+            * _round_up(out_channels, _BLOCK_CHANNELS)
+            // self.groups
+            * math.prod(self.kernel)
+            * _FLOAT_BYTES
+        )
+        return self.threads * ((source + result) // parts + sums) + _ADDRESS_BYTES
 
-    def _summed_bytes(self) -> int:
+    def _float_sum_bytes(self) -> int:
         """Return the bytes of the sums in float32 of a bfloat16 call and, with strides, of a rearranged image."""
         if max(self.kernel) == 1 or self.item_bytes == _FLOAT_BYTES:
             return 0
-        image = _up(self.given, _ROW) * math.prod(self.sides) * self.item_bytes if self.is_strided else 0
-        return self.threads * (_SUMMED_BYTES + image)
+        image = (
+            _round_up(self.in_channels, _ROW_ELEMENTS) * math.prod(self.input_size) * self.item_bytes
+            if self.is_strided
+            else 0
+        )
+        return self.threads * (_FLOAT_SUM_BYTES + image)
 
-    def _weights_in_pairs(self) -> int:
+    def _paired_weight_bytes(self) -> int:
         """Return the bytes of bfloat16 weights in padded blocks of element pairs."""
-        given, found = (self.found, self.given) if self.transposed else (self.given, self.found)
+        in_channels, out_channels = (
+            (self.out_channels, self.in_channels) if self.transposed else (self.in_channels, self.out_channels)
+        )
         if self.groups > 1:
-            return self._weights(given, found)
-        return self._weights(_up(given, _ROW), _up(found, _BLOCK))
+            return self._weight_bytes(in_channels, out_channels)
+        return self._weight_bytes(_round_up(in_channels, _ROW_ELEMENTS), _round_up(out_channels, _BLOCK_CHANNELS))
 
-    def _unfolded_bytes(self) -> int:
+    def _im2col_bytes(self) -> int:
         if self.transposed:
-            return self.images * self.found * math.prod(self.kernel) * math.prod(self.sides) * self.item_bytes
+            return (
+                self.batch_size
+                * self.out_channels
+                * math.prod(self.kernel)
+                * math.prod(self.input_size)
+                * self.item_bytes
+            )
         if set(self.kernel) == {1}:
             return 0
-        return self.given * math.prod(self.kernel) * self._pictures(1, self.sides_found)
+        return self.in_channels * math.prod(self.kernel) * self._image_bytes(1, self.output_size)
 
-    def _pictures(self, channels: int, sides: tuple[int, ...]) -> int:
-        return self.images * channels * math.prod(sides) * self.item_bytes
+    def _image_bytes(self, channels: int, size: tuple[int, ...]) -> int:
+        return self.batch_size * channels * math.prod(size) * self.item_bytes
 
-    def _weights(self, given: int, found: int) -> int:
-        return given * found // self.groups * math.prod(self.kernel) * self.item_bytes
+    def _weight_bytes(self, in_channels: int, out_channels: int) -> int:
+        return in_channels * out_channels // self.groups * math.prod(self.kernel) * self.item_bytes
 
-    def _wide_weights(self) -> int:
-        return self._weights(self._block(self.given), self._block(self.found))
+    def _padded_weight_bytes(self) -> int:
+        return self._weight_bytes(self._padded_channels(self.in_channels), self._padded_channels(self.out_channels))
 
-    def _block(self, channels: int) -> int:
-        return channels if self.groups > 1 else _up(channels, self.block)
+    def _padded_channels(self, channels: int) -> int:
+        return channels if self.groups > 1 else _round_up(channels, self.block_channels)
 
 
-def _up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple

@@ -15,11 +15,11 @@ _FLOAT_BYTES = 4
 class Im2colCall:
     """A convolution call that uses im2col."""
 
-    images: int
-    given: int
-    found: int
-    sides: tuple[int, ...]
-    sides_found: tuple[int, ...]
+    batch_size: int
+    in_channels: int
+    out_channels: int
+    input_size: tuple[int, ...]
+    output_size: tuple[int, ...]
     kernel: tuple[int, ...]
     is_plain: bool
     """True for a stride of one and no padding: a kernel of one element reads the images in place."""
@@ -30,36 +30,48 @@ class Im2colCall:
 
     def forward_bytes(self) -> int:
         """Return the peak bytes of the forward, including its result."""
-        result = self._pictures(self.found, self.sides_found)
-        alone = result + self._slice(self.given, self.sides) + self._columns(1 if self.is_dilated else self.images)
-        return max(alone, 2 * result) if self.groups > 1 else alone
+        result = self._image_bytes(self.out_channels, self.output_size)
+        working = (
+            result
+            + self._group_bytes(self.in_channels, self.input_size)
+            + self._column_bytes(1 if self.is_dilated else self.batch_size)
+        )
+        return max(working, 2 * result) if self.groups > 1 else working
 
     def backward_bytes(self, *, source: bool, weight: bool, bias: bool) -> int:
         """Return the peak bytes of the backward, for the requested gradients."""
-        of_source = self._pictures(self.given, self.sides) if source else 0
-        of_weight = self.given * self.found // self.groups * math.prod(self.kernel) * self.item_bytes if weight else 0
-        of_bias = self.found * self.item_bytes if bias else 0
+        input_gradient = self._image_bytes(self.in_channels, self.input_size) if source else 0
+        weight_gradient = (
+            self.in_channels * self.out_channels // self.groups * math.prod(self.kernel) * self.item_bytes
+            if weight
+            else 0
+        )
+        bias_gradient = self.out_channels * self.item_bytes if bias else 0
         all_at_once = not self.is_dilated and not self.transposed
-        slices = self._slice(self.given, self.sides) + self._slice(self.found, self.sides_found)
-        every = of_source + of_weight + of_bias
-        working = every + slices + self._columns(self.images if all_at_once else 1)
+        slices = self._group_bytes(self.in_channels, self.input_size) + self._group_bytes(
+            self.out_channels, self.output_size
+        )
+        gradients = input_gradient + weight_gradient + bias_gradient
+        working = gradients + slices + self._column_bytes(self.batch_size if all_at_once else 1)
         if self.groups > 1:
-            return max(working, 2 * every)
-        summed = 0
+            return max(working, 2 * gradients)
+        bias_sum = 0
         if bias and not self.is_dilated:
-            numbers = self.images * self.found * math.prod(self.sides_found) + self.found
-            summed = of_source + numbers * _FLOAT_BYTES + of_bias
-        return max(working, summed)
+            numbers = self.batch_size * self.out_channels * math.prod(self.output_size) + self.out_channels
+            bias_sum = input_gradient + numbers * _FLOAT_BYTES + bias_gradient
+        return max(working, bias_sum)
 
-    def _columns(self, images: int) -> int:
+    def _column_bytes(self, images: int) -> int:
         if self.is_plain and set(self.kernel) == {1} and not self.transposed:
             return 0
-        channels, sides = (self.found, self.sides) if self.transposed else (self.given, self.sides_found)
+        channels, sides = (
+            (self.out_channels, self.input_size) if self.transposed else (self.in_channels, self.output_size)
+        )
         return images * channels // self.groups * math.prod(self.kernel) * math.prod(sides) * self.item_bytes
 
-    def _slice(self, channels: int, sides: tuple[int, ...]) -> int:
+    def _group_bytes(self, channels: int, sides: tuple[int, ...]) -> int:
         """Return the bytes of one group's part of the images."""
-        return self._pictures(channels, sides) // self.groups if self.groups > 1 else 0
+        return self._image_bytes(channels, sides) // self.groups if self.groups > 1 else 0
 
-    def _pictures(self, channels: int, sides: tuple[int, ...]) -> int:
-        return self.images * channels * math.prod(sides) * self.item_bytes
+    def _image_bytes(self, channels: int, sides: tuple[int, ...]) -> int:
+        return self.batch_size * channels * math.prod(sides) * self.item_bytes

@@ -15,49 +15,49 @@ from paceline.torch_internals.dispatch_modes import name_of
 from paceline.torch_internals.private_api import has_tiles
 
 
-def moment_bytes(func: Any, args: Any, *, threads: int = 1) -> int:
+def peak_operator_bytes(func: Any, args: Any, *, threads: int = 1) -> int:
     """Return the peak bytes that an operator allocates, including its results; 0 for operators without a formula."""
     name = name_of(func)
     if name == "aten::convolution":
-        return _read(args[0], args[1], args[2], args[3:9], threads).forward_bytes()
+        return _convolution_of(args[0], args[1], args[2], args[3:9], threads).forward_bytes()
     if name != "aten::convolution_backward":
         return 0
-    gradient, wanted = args[0], args[10]
-    call = _read(args[1], args[2], args[3] or None, args[4:10], threads)
+    gradient, output_mask = args[0], args[10]
+    call = _convolution_of(args[1], args[2], args[3] or None, args[4:10], threads)
     in_order = gradient.is_contiguous() or (call.channels_last and _is_channels_last(gradient))
-    copied = 0 if in_order else int(gradient.nbytes)
-    return copied + call.backward_bytes(source=wanted[0], weight=wanted[1], bias=wanted[2])
+    copied_bytes = 0 if in_order else int(gradient.nbytes)
+    return copied_bytes + call.backward_bytes(source=output_mask[0], weight=output_mask[1], bias=output_mask[2])
 
 
-def _read(source: Tensor, weight: Tensor, bias: Any, rest: Any, threads: int) -> Convolution:
-    stride, padding, dilation, transposed, _, groups = rest
-    each = source.dim() - 2
+def _convolution_of(source: Tensor, weight: Tensor, bias: Any, options: Any, threads: int) -> Convolution:
+    stride, padding, dilation, transposed, _, groups = options
+    num_dims = source.dim() - 2
 
-    def of(values: Any) -> tuple[int, ...]:
-        return tuple(values[place % len(values)] for place in range(each))
+    def expand(values: Any) -> tuple[int, ...]:
+        return tuple(values[place % len(values)] for place in range(num_dims))
 
     return Convolution(
-        images=source.shape[0],
-        given=source.shape[1],
-        found=weight.shape[1] * groups if transposed else weight.shape[0],
-        sides=tuple(source.shape[2:]),
+        batch_size=source.shape[0],
+        in_channels=source.shape[1],
+        out_channels=weight.shape[1] * groups if transposed else weight.shape[0],
+        input_size=tuple(source.shape[2:]),
         kernel=tuple(weight.shape[2:]),
-        stride=of(stride),
-        padding=of(padding),
-        dilation=of(dilation),
+        stride=expand(stride),
+        padding=expand(padding),
+        dilation=expand(dilation),
         groups=groups,
         transposed=transposed,
         has_bias=bias is not None,
         item_bytes=source.element_size(),
         channels_last=_is_channels_last(source),
         threads=threads,
-        block=_block(),
+        block_channels=_register_floats(),
         has_tiles=has_tiles(),
     )
 
 
 @cache
-def _block() -> int:
+def _register_floats() -> int:
     """Return how many float32 numbers a register of this machine holds."""
     return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 

@@ -17,7 +17,7 @@ from paceline.planner.layout.execution_plan import Resources, choose_threads
 from paceline.planner.layout.host_resources import cpu_name, gpu_models, usable_cores
 
 
-def fingerprint(*, ranks: int, device: str, ranks_per_node: int | None = None) -> Fingerprint:
+def machine_fingerprint(*, ranks: int, device: str, ranks_per_node: int | None = None) -> Fingerprint:
     """Return the fingerprint of this machine for `ranks`. It needs torch's version, but does not import torch."""
     cores = usable_cores()
     cluster = Resources(ranks=ranks, cores=cores, ranks_per_node=ranks_per_node)
@@ -38,28 +38,30 @@ def cache_folder(*, environ: Mapping[str, str] = os.environ) -> Path:
 
     A user without a home folder, such as a bare user id in a container, gets a folder in the temporary directory.
     """
-    asked = Path(environ.get("XDG_CACHE_HOME", ""))
-    if asked.is_absolute():
-        return asked / "paceline"
+    xdg_cache_home = Path(environ.get("XDG_CACHE_HOME", ""))
+    if xdg_cache_home.is_absolute():
+        return xdg_cache_home / "paceline"
     try:
         return Path.home() / ".cache" / "paceline"
     except RuntimeError:
         return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / "cache"
 
 
-def cache_file(mark: Fingerprint, *, environ: Mapping[str, str] = os.environ) -> Path:
+def cache_file(fingerprint: Fingerprint, *, environ: Mapping[str, str] = os.environ) -> Path:
     """Return the path of the benchmark with this fingerprint."""
-    digest = hashlib.sha256(json.dumps(asdict(mark), sort_keys=True).encode()).hexdigest()[:12]
-    return cache_folder(environ=environ) / f"probe-{mark.device}-{mark.ranks}-{digest}.json"
+    digest = hashlib.sha256(json.dumps(asdict(fingerprint), sort_keys=True).encode()).hexdigest()[:12]
+    return cache_folder(environ=environ) / f"probe-{fingerprint.device}-{fingerprint.ranks}-{digest}.json"
 
 
-def read_cached(mark: Fingerprint, *, environ: Mapping[str, str] = os.environ) -> HardwareBenchmark | None:
+def read_cached_benchmark(
+    fingerprint: Fingerprint, *, environ: Mapping[str, str] = os.environ
+) -> HardwareBenchmark | None:
     """Return the stored benchmark with exactly this fingerprint, or None."""
     try:
-        found = read_probe(read_json(cache_file(mark, environ=environ)))
+        benchmark = read_probe(read_json(cache_file(fingerprint, environ=environ)))
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return found if found.fingerprint == mark else None
+    return benchmark if benchmark.fingerprint == fingerprint else None
 
 
 def store_benchmark(probe: HardwareBenchmark, *, environ: Mapping[str, str] = os.environ) -> None:

@@ -15,25 +15,29 @@ from paceline.filesystem.atomic_files import write_json
 from paceline.planner.hardware.benchmark_results import Fingerprint, HardwareBenchmark, Rates
 from paceline.planner.layout.execution_plan import JobFacts, Resources, choose_backend, choose_threads
 from paceline.profiling.backends import available_backends
-from paceline.profiling.cpu_contention import CpuTimes, most_of_others, read_cpu_times
+from paceline.profiling.cpu_contention import CpuTimes, max_cpu_contention, read_cpu_times
 from paceline.profiling.machine_benchmarks.collective_benchmarks import measure_links
 from paceline.profiling.machine_benchmarks.compute_benchmarks import measure_compute, measure_copies
 from paceline.profiling.machine_benchmarks.disk_benchmark import measure_disk
 
 TIMEOUT_SECONDS = 120.0
-_LINKS, _COPIES, _DISK = 0.25, 0.1, 0.05  # shares of the time limit; the rest is for the compute rates
-_LEAST_SECONDS = 0.2
+_LINKS_SHARE, _COPIES_SHARE, _DISK_SHARE = (
+    0.25,
+    0.1,
+    0.05,
+)  # shares of the time limit; the rest is for the compute rates
+_MIN_SECONDS = 0.2
 
 
 def measure(payload: Mapping[str, Any]) -> int:
     """Measure for about `payload["seconds"]`, and write the `HardwareBenchmark` as JSON to `payload["answer"]`."""
-    mark = payload["fingerprint"]
-    mark = Fingerprint(**{**mark, "gpus": tuple(mark["gpus"])})
-    world = _join(mark)
+    fingerprint = payload["fingerprint"]
+    fingerprint = Fingerprint(**{**fingerprint, "gpus": tuple(fingerprint["gpus"])})
+    world = _join_world(fingerprint)
     try:
         probe = probe_world(
             world,
-            mark,
+            fingerprint,
             seconds=float(payload["seconds"]),
             folder=Path(payload["folder"]),
             ranks_per_node=int(payload["ranks_per_node"]),
@@ -58,13 +62,15 @@ def load_levels(*, ranks: int, cores: int, device: str) -> list[tuple[int, int]]
     ]
 
 
-def _join(mark: Fingerprint) -> World:
+def _join_world(fingerprint: Fingerprint) -> World:
     problems: list[PacelineError] = []
     facts = JobFacts(global_batch_size=1, built_in_backends=available_backends())
-    backend, _ = choose_backend(Resources(ranks=mark.ranks, device=mark.device), facts, problems)
+    backend, _ = choose_backend(Resources(ranks=fingerprint.ranks, device=fingerprint.device), facts, problems)
     raise_all(problems)
-    place = LaunchInfo.read(os.environ)
-    return World.join(place=place, device_type=mark.device, backend=backend, timeout_seconds=TIMEOUT_SECONDS)
+    launch_info = LaunchInfo.read(os.environ)
+    return World.join(
+        place=launch_info, device_type=fingerprint.device, backend=backend, timeout_seconds=TIMEOUT_SECONDS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,58 +78,66 @@ class TimeBudget:
     """A time budget: each part gets its share of the time that the earlier parts left."""
 
     world: World
-    ends: float
+    end_time: float
 
-    def share(self, part: float, *, of: float) -> float:
+    def seconds_for(self, share: float, *, total: float) -> float:
         """Return the seconds for a part; `total` is the share of this and all later parts. All ranks get the same."""
-        left = float(self.world.share_json(self.ends - time.perf_counter()))
-        return max(left, _LEAST_SECONDS) * part / of
+        remaining = float(self.world.share_json(self.end_time - time.perf_counter()))
+        return max(remaining, _MIN_SECONDS) * share / total
 
 
 def probe_world(
-    world: World, mark: Fingerprint, *, seconds: float, folder: Path, ranks_per_node: int
+    world: World, fingerprint: Fingerprint, *, seconds: float, folder: Path, ranks_per_node: int
 ) -> HardwareBenchmark:
     """Return what all ranks of a world measure together within about `seconds`. Every rank calls this."""
-    began, looks = time.perf_counter(), [read_cpu_times()]
-    purse = TimeBudget(world=world, ends=began + seconds)
-    links, copies = _LINKS * (world.world_size > 1), _COPIES * (world.device.type == "cuda")
-    crowded = ranks_per_node > mark.cores
-    collectives = measure_links(world, seconds=purse.share(links, of=1), crowded=crowded)
-    looks.append(read_cpu_times())
-    found = measure_copies(world, seconds=purse.share(copies, of=1 - links))
-    disk = measure_disk(world, folder=folder, seconds=purse.share(_DISK, of=1 - links - copies))
+    start_time, cpu_readings = time.perf_counter(), [read_cpu_times()]
+    budget = TimeBudget(world=world, end_time=start_time + seconds)
+    links_share, copies_share = _LINKS_SHARE * (world.world_size > 1), _COPIES_SHARE * (world.device.type == "cuda")
+    shares_cores = ranks_per_node > fingerprint.cores
+    collectives = measure_links(world, seconds=budget.seconds_for(links_share, total=1), shares_cores=shares_cores)
+    cpu_readings.append(read_cpu_times())
+    copies = measure_copies(world, seconds=budget.seconds_for(copies_share, total=1 - links_share))
+    disk = measure_disk(
+        world, folder=folder, seconds=budget.seconds_for(_DISK_SHARE, total=1 - links_share - copies_share)
+    )
     threads = torch.get_num_threads()
     try:
-        rates = _rates(purse, mark, ranks_per_node, looks)
+        rates = _measure_rates(budget, fingerprint, ranks_per_node, cpu_readings)
     finally:
         torch.set_num_threads(threads)  # layouts may be timed in the same process
     return HardwareBenchmark(
-        fingerprint=mark,
+        fingerprint=fingerprint,
         backend=world.backend,
-        took_seconds=time.perf_counter() - began,
+        took_seconds=time.perf_counter() - start_time,
         rates=rates,
         collectives=collectives,
-        copies=found,
+        copies=copies,
         disk=disk,
-        others=most_of_others(looks, world),
+        others=max_cpu_contention(cpu_readings, world),
     )
 
 
-def _rates(purse: TimeBudget, mark: Fingerprint, local: int, looks: list[CpuTimes]) -> tuple[Rates, ...]:
+def _measure_rates(
+    budget: TimeBudget, fingerprint: Fingerprint, ranks_per_node: int, cpu_readings: list[CpuTimes]
+) -> tuple[Rates, ...]:
     """Return the compute rates for each number of busy ranks, and add CPU readings; rank 0 is always busy.
 
     Each machine has `ranks_per_node` consecutive ranks.
     """
-    world, found = purse.world, []
-    local, wanted = world.share_json([local, load_levels(ranks=local, cores=mark.cores, device=mark.device)])
-    for number, (busy, threads) in enumerate(wanted):
-        seconds = purse.share(1, of=len(wanted) - number)
-        ranks = [rank for rank in range(world.world_size) if rank % local < busy]
-        looks.append(read_cpu_times())
-        part = world.part([ranks, *([rank] for rank in range(world.world_size) if rank not in ranks)])
+    world, rates = budget.world, []
+    ranks_per_node, levels = world.share_json(
+        [ranks_per_node, load_levels(ranks=ranks_per_node, cores=fingerprint.cores, device=fingerprint.device)]
+    )
+    for number, (busy, threads) in enumerate(levels):
+        seconds = budget.seconds_for(1, total=len(levels) - number)
+        ranks = [rank for rank in range(world.world_size) if rank % ranks_per_node < busy]
+        cpu_readings.append(read_cpu_times())
+        subgroup = world.part([ranks, *([rank] for rank in range(world.world_size) if rank not in ranks)])
         if world.rank in ranks:
-            crowded = busy * threads > mark.cores
-            found.append(measure_compute(part, busy=busy, threads=threads, seconds=seconds, crowded=crowded))
+            shares_cores = busy * threads > fingerprint.cores
+            rates.append(
+                measure_compute(subgroup, num_busy=busy, threads=threads, seconds=seconds, shares_cores=shares_cores)
+            )
         world.barrier()
-    looks.append(read_cpu_times())
-    return tuple(found)
+    cpu_readings.append(read_cpu_times())
+    return tuple(rates)

@@ -8,27 +8,35 @@ import torch.distributed as dist
 
 from paceline.comm.process_group import ALL_GATHER, REDUCE_SCATTER, World
 from paceline.planner.hardware.benchmark_results import Collective
-from paceline.profiling.machine_benchmarks.interleaved_timer import Call, Family, Size, time_all
+from paceline.profiling.machine_benchmarks.interleaved_timer import BenchmarkFamily, BenchmarkSize, Call, time_families
 
-_MOST_SECONDS = 0.3  # of one call
+_MAX_CALL_SECONDS = 0.3  # of one call
 _CALLS_IN_BUDGET = 20  # of the slowest size of each kind
-_FLOAT = 4
+_FLOAT_BYTES = 4
 _AMOUNTS = (2**8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**25)
 _AMOUNTS_GPU = (*_AMOUNTS, 2**28)
 
 
-def measure_links(world: World, *, seconds: float, crowded: bool = False) -> tuple[Collective, ...]:
+def measure_links(world: World, *, seconds: float, shares_cores: bool = False) -> tuple[Collective, ...]:
     """Return the timings of all collectives; empty for one process. Every rank calls this."""
     sizes = group_sizes(world.world_size)
-    limit = min(_MOST_SECONDS, seconds / (max(len(sizes), 1) * len(_MAKERS) * _CALLS_IN_BUDGET))
-    found: list[Collective] = []
+    limit = min(_MAX_CALL_SECONDS, seconds / (max(len(sizes), 1) * len(_COLLECTIVES) * _CALLS_IN_BUDGET))
+    collectives: list[Collective] = []
     for size in sizes:
-        part = world.part(neighbours(world.world_size, size=size))
-        families = list(_families(part, size=size))
-        own = seconds / len(sizes)
-        curves = time_all(families, world=world, seconds=own, limit=limit, join=max, lead=True, crowded=crowded)
-        found += [Collective(kind=key[0], ranks=size, curve=curve) for key, curve in curves.items()]
-    return tuple(found)
+        subgroup = world.part(neighbor_groups(world.world_size, size=size))
+        families = list(_benchmarks(subgroup, size=size))
+        seconds_per_size = seconds / len(sizes)
+        curves = time_families(
+            families,
+            world=world,
+            seconds=seconds_per_size,
+            max_call_seconds=limit,
+            combine_ranks=max,
+            has_untimed_call=True,
+            shares_cores=shares_cores,
+        )
+        collectives += [Collective(kind=key[0], ranks=size, curve=curve) for key, curve in curves.items()]
+    return tuple(collectives)
 
 
 def group_sizes(ranks: int) -> tuple[int, ...]:
@@ -36,88 +44,90 @@ def group_sizes(ranks: int) -> tuple[int, ...]:
     return tuple(sorted({2**power for power in range(1, ranks.bit_length()) if 2**power <= ranks} | {ranks} - {1}))
 
 
-def neighbours(ranks: int, *, size: int) -> list[list[int]]:
+def neighbor_groups(ranks: int, *, size: int) -> list[list[int]]:
     """Return as many groups of `size` adjacent ranks as possible; each remaining rank is a group of its own."""
-    whole = ranks // size * size
-    groups = [list(range(start, start + size)) for start in range(0, whole, size)]
-    return groups + [[rank] for rank in range(whole, ranks)]
+    num_grouped = ranks // size * size
+    groups = [list(range(start, start + size)) for start in range(0, num_grouped, size)]
+    return groups + [[rank] for rank in range(num_grouped, ranks)]
 
 
-def _families(part: World, *, size: int) -> Iterator[Family]:
+def _benchmarks(subgroup: World, *, size: int) -> Iterator[BenchmarkFamily]:
     """Yield the benchmarks of this group; a rank without a group of this size takes part with calls that do nothing."""
-    amounts = _AMOUNTS_GPU if part.device.type == "cuda" else _AMOUNTS
-    for kind, make in _MAKERS.items():
+    amounts = _AMOUNTS_GPU if subgroup.device.type == "cuda" else _AMOUNTS
+    for kind, make in _COLLECTIVES.items():
         payload = [_payload(kind, amount, size) for amount in amounts]
         sizes = [
-            Size(
-                amount=_FLOAT * number,
-                make=partial(make, part, number) if part.world_size == size else partial(_idle, part, number),
+            BenchmarkSize(
+                amount=_FLOAT_BYTES * number,
+                make_call=partial(make, subgroup, number)
+                if subgroup.world_size == size
+                else partial(_idle, subgroup, number),
                 times=2 if kind == "send" else 1,
             )
             for number in dict.fromkeys(payload)
         ]
-        yield Family(key=(kind,), sizes=sizes)
+        yield BenchmarkFamily(key=(kind,), sizes=sizes)
 
 
 def _payload(kind: str, amount: int, size: int) -> int:
     """Return the elements that a rank passes in, a multiple of `size`; for a gather, the result has the amount."""
-    return max(1, amount // _FLOAT // size) * (1 if kind == "all_gather" else size)
+    return max(1, amount // _FLOAT_BYTES // size) * (1 if kind == "all_gather" else size)
 
 
-def _zeros(part: World, number: int) -> torch.Tensor:
-    return torch.zeros(number, device=part.device)
+def _zeros(subgroup: World, number: int) -> torch.Tensor:
+    return torch.zeros(number, device=subgroup.device)
 
 
-def _all_reduce(part: World, number: int) -> Call:
-    return partial(dist.all_reduce, _zeros(part, number), group=part.group)
+def _all_reduce(subgroup: World, number: int) -> Call:
+    return partial(dist.all_reduce, _zeros(subgroup, number), group=subgroup.group)
 
 
-def _all_gather(part: World, number: int) -> Call:
-    whole = _zeros(part, number * part.world_size)
-    return partial(ALL_GATHER, whole, _zeros(part, number), group=part.group)
+def _all_gather(subgroup: World, number: int) -> Call:
+    gathered = _zeros(subgroup, number * subgroup.world_size)
+    return partial(ALL_GATHER, gathered, _zeros(subgroup, number), group=subgroup.group)
 
 
-def _reduce_scatter(part: World, number: int) -> Call:
-    own = _zeros(part, number // part.world_size)
-    return partial(REDUCE_SCATTER, own, _zeros(part, number), group=part.group)
+def _reduce_scatter(subgroup: World, number: int) -> Call:
+    shard = _zeros(subgroup, number // subgroup.world_size)
+    return partial(REDUCE_SCATTER, shard, _zeros(subgroup, number), group=subgroup.group)
 
 
-def _all_to_all(part: World, number: int) -> Call:
-    return partial(dist.all_to_all_single, _zeros(part, number), _zeros(part, number), group=part.group)
+def _all_to_all(subgroup: World, number: int) -> Call:
+    return partial(dist.all_to_all_single, _zeros(subgroup, number), _zeros(subgroup, number), group=subgroup.group)
 
 
-def _broadcast(part: World, number: int) -> Call:
+def _broadcast(subgroup: World, number: int) -> Call:
     """Return a broadcast from each rank in turn: a constant source would run ahead of its receivers."""
-    tensor, turn = _zeros(part, number), iter(_turns(part.world_size))
-    return lambda: dist.broadcast(tensor, group_src=next(turn), group=part.group)
+    tensor, sources = _zeros(subgroup, number), iter(_cycle_ranks(subgroup.world_size))
+    return lambda: dist.broadcast(tensor, group_src=next(sources), group=subgroup.group)
 
 
-def _send(part: World, number: int) -> Call:
+def _send(subgroup: World, number: int) -> Call:
     """Return a send and a receive between two adjacent ranks, all pairs at once."""
-    tensor, fellow = _zeros(part, number), part.rank ^ 1
-    if fellow >= part.world_size:
-        return _idle(part, number)
-    send = partial(dist.send, tensor, group=part.group, group_dst=fellow)
-    hear = partial(dist.recv, tensor, group=part.group, group_src=fellow)
-    first, then = (send, hear) if part.rank < fellow else (hear, send)
+    tensor, peer = _zeros(subgroup, number), subgroup.rank ^ 1
+    if peer >= subgroup.world_size:
+        return _idle(subgroup, number)
+    send = partial(dist.send, tensor, group=subgroup.group, group_dst=peer)
+    receive = partial(dist.recv, tensor, group=subgroup.group, group_src=peer)
+    first, second = (send, receive) if subgroup.rank < peer else (receive, send)
 
     def call() -> None:
         first()
-        then()
+        second()
 
     return call
 
 
-def _idle(part: World, number: int) -> Call:
+def _idle(subgroup: World, number: int) -> Call:
     return lambda: None
 
 
-def _turns(size: int) -> Iterator[int]:
+def _cycle_ranks(size: int) -> Iterator[int]:
     while True:
         yield from range(size)
 
 
-_MAKERS: dict[str, Callable[[World, int], Call]] = {
+_COLLECTIVES: dict[str, Callable[[World, int], Call]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
@@ -125,4 +135,4 @@ _MAKERS: dict[str, Callable[[World, int], Call]] = {
     "broadcast": _broadcast,
     "send": _send,
 }
-KINDS: Sequence[str] = tuple(_MAKERS)
+KINDS: Sequence[str] = tuple(_COLLECTIVES)

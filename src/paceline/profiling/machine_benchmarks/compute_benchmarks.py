@@ -17,45 +17,56 @@ from paceline.planner.hardware.benchmark_results import (
     Rates,
 )
 from paceline.planner.hardware.timing_curve import TimingCurve
-from paceline.profiling.machine_benchmarks.interleaved_timer import Call, Family, Key, Size, time_all
+from paceline.profiling.machine_benchmarks.interleaved_timer import (
+    BenchmarkFamily,
+    BenchmarkSize,
+    Call,
+    Key,
+    time_families,
+)
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NARROW = (4, 16, 64, 256, 1024)
-_NARROWER = 8  # the other edges are at least this many times larger
-_MOST_SECONDS = 0.1  # of one call
+_NARROW_ROWS = (4, 16, 64, 256, 1024)
+_NARROW_RATIO = 8  # the other edges are at least this many times larger
+_MAX_CALL_SECONDS = 0.1  # of one call
 _CALLS_IN_BUDGET = 100  # of the slowest kind
-_CHAIN = 32
+_CHAIN_LENGTH = 32
 _TENSORS = 8
 _ADAMW_BYTES = 28  # per element: parameter, gradient and two moments are read, all but the gradient written
-_NORMED = 512
-_ROW_BYTES = 4 * _NORMED
+_ROW_ELEMENTS = 512
+_ROW_BYTES = 4 * _ROW_ELEMENTS
 _MIB = 2**20
 _STREAMS = (2**12, 2**16, 2**18, _MIB, 4 * _MIB, 16 * _MIB, 28 * _MIB, 36 * _MIB, 64 * _MIB)
 """Sizes around 32 MiB are included: glibc's malloc gets larger blocks from the system each time, page by page."""
 _STREAMS_GPU = (2**12, 2**16, _MIB, 16 * _MIB, 64 * _MIB, 512 * _MIB)
 
 
-def measure_compute(world: World, *, busy: int, threads: int, seconds: float, crowded: bool = False) -> Rates:
+def measure_compute(world: World, *, num_busy: int, threads: int, seconds: float, shares_cores: bool = False) -> Rates:
     """Return the rates of the busy ranks. Every busy rank calls this."""
     torch.set_num_threads(threads)
-    limit = min(_MOST_SECONDS, seconds / _CALLS_IN_BUDGET)
-    found = time_all(
-        list(_families(world.device)), world=world, seconds=seconds, limit=limit, join=fmean, crowded=crowded
+    limit = min(_MAX_CALL_SECONDS, seconds / _CALLS_IN_BUDGET)
+    curves = time_families(
+        list(_benchmarks(world.device)),
+        world=world,
+        seconds=seconds,
+        max_call_seconds=limit,
+        combine_ranks=fmean,
+        shares_cores=shares_cores,
     )
 
-    def named(kind: str) -> dict[str, TimingCurve]:
-        return {key[1]: curve for key, curve in found.items() if key[0] == kind}
+    def curves_of_kind(kind: str) -> dict[str, TimingCurve]:
+        return {key[1]: curve for key, curve in curves.items() if key[0] == kind}
 
     return Rates(
-        busy=busy,
+        busy=num_busy,
         threads=threads,
-        products={name: _products(name, curve, found) for name, curve in named("product").items()},
-        attention=named("attention"),
-        attention_trained=named("trained"),
-        streams=named("stream"),
-        optimizers=named("optimizer"),
-        operation_seconds=found["operation", "forward"].points[0].seconds,
-        trained_operation_seconds=found["operation", "trained"].points[0].seconds,
+        products={name: _matmul_timings(name, curve, curves) for name, curve in curves_of_kind("product").items()},
+        attention=curves_of_kind("attention"),
+        attention_trained=curves_of_kind("trained"),
+        streams=curves_of_kind("stream"),
+        optimizers=curves_of_kind("optimizer"),
+        operation_seconds=curves["operation", "forward"].points[0].seconds,
+        trained_operation_seconds=curves["operation", "trained"].points[0].seconds,
     )
 
 
@@ -65,88 +76,102 @@ def measure_copies(world: World, *, seconds: float) -> dict[str, TimingCurve]:
         return {}
     sizes = [2**power for power in (12, 16, 20, 24, 28)]
     families = [
-        Family(key=(way,), sizes=[Size(amount=size, make=partial(_copy, way, size, world.device)) for size in sizes])
+        BenchmarkFamily(
+            key=(way,),
+            sizes=[BenchmarkSize(amount=size, make_call=partial(_copy, way, size, world.device)) for size in sizes],
+        )
         for way in ("to_device", "to_host")
     ]
-    found = time_all(families, world=world, seconds=seconds, limit=_MOST_SECONDS, join=fmean)
+    found = time_families(
+        families, world=world, seconds=seconds, max_call_seconds=_MAX_CALL_SECONDS, combine_ranks=fmean
+    )
     return {key[0]: curve for key, curve in found.items()}
 
 
-def _products(precision: str, square: TimingCurve, found: Mapping[Key, TimingCurve]) -> MatmulTimings:
+def _matmul_timings(precision: str, square: TimingCurve, curves: Mapping[Key, TimingCurve]) -> MatmulTimings:
     """Return the timings of square matmuls, and of narrow ones relative to a square one with as many FLOPs."""
     narrow = []
-    for key, curve in found.items():
+    for key, curve in curves.items():
         if key[:2] == ("narrow", precision):
             one = curve.points[0]
             narrow.append((int(key[2]), one.seconds / square.seconds(one.amount)))
     if narrow:
-        narrow.append((_NARROWER * narrow[-1][0], 1.0))
+        narrow.append((_NARROW_RATIO * narrow[-1][0], 1.0))
     return MatmulTimings(square=square, narrow=tuple(narrow))
 
 
-def _families(device: torch.device) -> Iterator[Family]:
-    big = device.type == "cuda"
-    wide = 4096 if big else 512
-    edges = (256, 512, 1024, 2048, 4096, 8192) if big else (32, 64, 128, 256, 512, 1024, 2048)
-    lengths = (128, 512, 2048, 8192) if big else (32, 128, 512, 2048)
+def _benchmarks(device: torch.device) -> Iterator[BenchmarkFamily]:
+    is_gpu = device.type == "cuda"
+    edge = 4096 if is_gpu else 512
+    edges = (256, 512, 1024, 2048, 4096, 8192) if is_gpu else (32, 64, 128, 256, 512, 1024, 2048)
+    lengths = (128, 512, 2048, 8192) if is_gpu else (32, 128, 512, 2048)
     for name, dtype in PRECISIONS.items():
-        cubes = [Size(amount=2.0 * n**3, make=partial(_product, n, n, dtype, device), times=3) for n in edges]
-        yield Family(key=("product", name), sizes=cubes)
-        for least in (each for each in _NARROW if _NARROWER * each <= wide):
-            make = partial(_product, least, wide, dtype, device)
-            yield Family(
-                key=("narrow", name, str(least)), sizes=[Size(amount=2.0 * least * wide**2, make=make, times=3)]
+        cubes = [
+            BenchmarkSize(amount=2.0 * n**3, make_call=partial(_linear_layer, n, n, dtype, device), times=3)
+            for n in edges
+        ]
+        yield BenchmarkFamily(key=("product", name), sizes=cubes)
+        for rows in (each for each in _NARROW_ROWS if _NARROW_RATIO * each <= edge):
+            make = partial(_linear_layer, rows, edge, dtype, device)
+            yield BenchmarkFamily(
+                key=("narrow", name, str(rows)),
+                sizes=[BenchmarkSize(amount=2.0 * rows * edge**2, make_call=make, times=3)],
             )
         for kind, work in (("attention", ATTENTION_FLOPS), ("trained", TRAINED_ATTENTION_FLOPS)):
-            heads = 128 if big else 4
+            heads = 128 if is_gpu else 4
             sizes = [
-                Size(
+                BenchmarkSize(
                     amount=work * length**2 * HEAD_WIDTH,
-                    make=partial(_attention, heads, length, dtype, device, trained=kind == "trained"),
+                    make_call=partial(_attention, heads, length, dtype, device, trained=kind == "trained"),
                     times=heads,
                 )
                 for length in lengths
             ]
-            yield Family(key=(kind, name), sizes=sizes)
-    yield from _streams(device, sizes=_STREAMS_GPU if big else _STREAMS)
-    yield from _optimizers(device, most=2**22 if big else 2**19)
+            yield BenchmarkFamily(key=(kind, name), sizes=sizes)
+    yield from _stream_benchmarks(device, sizes=_STREAMS_GPU if is_gpu else _STREAMS)
+    yield from _optimizer_benchmarks(device, max_elements=2**22 if is_gpu else 2**19)
     for kind in ("forward", "trained"):
         make_chain = partial(_chain, device, trained=kind == "trained")
-        yield Family(key=("operation", kind), sizes=[Size(amount=1, make=make_chain, times=_CHAIN)])
+        yield BenchmarkFamily(
+            key=("operation", kind), sizes=[BenchmarkSize(amount=1, make_call=make_chain, times=_CHAIN_LENGTH)]
+        )
 
 
-def _streams(device: torch.device, *, sizes: Sequence[int]) -> Iterator[Family]:
-    held: list[Tensor] = []  # two, which all sizes and kinds share
+def _stream_benchmarks(device: torch.device, *, sizes: Sequence[int]) -> Iterator[BenchmarkFamily]:
+    buffers: list[Tensor] = []  # two, which all sizes and kinds share
 
     def make(kind: Callable[[Tensor, Tensor], object], size: int) -> Call:
-        while len(held) < 2:
-            held.append(torch.rand(sizes[-1] // _ROW_BYTES, _NORMED, device=device))
-        one, other = (tensor[: size // _ROW_BYTES] for tensor in held)
+        while len(buffers) < 2:
+            buffers.append(torch.rand(sizes[-1] // _ROW_BYTES, _ROW_ELEMENTS, device=device))
+        one, other = (tensor[: size // _ROW_BYTES] for tensor in buffers)
         return partial(kind, one, other)
 
     kinds: dict[str, tuple[int, Callable[[Tensor, Tensor], object]]] = {
         "copy": (2, lambda one, other: other.copy_(one)),
         "add": (3, torch.add),
         "gelu": (2, lambda one, _: F.gelu(one)),
-        "norm": (2, lambda one, _: F.layer_norm(one, (_NORMED,))),
+        "norm": (2, lambda one, _: F.layer_norm(one, (_ROW_ELEMENTS,))),
     }
     for name, (moved, kind) in kinds.items():
-        yield Family(
-            key=("stream", name), sizes=[Size(amount=moved * size, make=partial(make, kind, size)) for size in sizes]
+        yield BenchmarkFamily(
+            key=("stream", name),
+            sizes=[BenchmarkSize(amount=moved * size, make_call=partial(make, kind, size)) for size in sizes],
         )
 
 
-def _optimizers(device: torch.device, *, most: int) -> Iterator[Family]:
-    elements = [number for number in (2**6, 2**12, 2**16, 2**19, 2**22) if number <= most]
+def _optimizer_benchmarks(device: torch.device, *, max_elements: int) -> Iterator[BenchmarkFamily]:
+    elements = [number for number in (2**6, 2**12, 2**16, 2**19, 2**22) if number <= max_elements]
     for name, fused in (("adamw", None), ("adamw fused", True)):
         sizes = [
-            Size(amount=_ADAMW_BYTES * number, make=partial(_adamw, number, fused, device), times=_TENSORS)
+            BenchmarkSize(
+                amount=_ADAMW_BYTES * number, make_call=partial(_adamw, number, fused, device), times=_TENSORS
+            )
             for number in elements
         ]
-        yield Family(key=("optimizer", name), sizes=sizes)
+        yield BenchmarkFamily(key=("optimizer", name), sizes=sizes)
 
 
-def _product(rows: int, edge: int, dtype: torch.dtype, device: torch.device) -> Call:
+def _linear_layer(rows: int, edge: int, dtype: torch.dtype, device: torch.device) -> Call:
     """Return the three matmuls of a linear layer: forward, input gradient, weight gradient."""
     x = torch.rand(rows, edge, device=device).to(dtype)
     gradient = torch.rand(rows, edge, device=device).to(dtype)
@@ -186,7 +211,7 @@ def _chain(device: torch.device, *, trained: bool) -> Call:
 
     def call() -> None:
         end = start
-        for _ in range(_CHAIN):
+        for _ in range(_CHAIN_LENGTH):
             end = end * one
         if trained:
             torch.autograd.grad(end, start, gradient)
@@ -194,9 +219,9 @@ def _chain(device: torch.device, *, trained: bool) -> Call:
     return call
 
 
-def _copy(way: str, size: int, device: torch.device) -> Call:
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(size, dtype=torch.uint8, device=device)
-    if way == "to_device":
-        return partial(there.copy_, host, non_blocking=True)
-    return partial(host.copy_, there, non_blocking=True)
+def _copy(direction: str, size: int, device: torch.device) -> Call:
+    host_tensor = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    device_tensor = torch.empty(size, dtype=torch.uint8, device=device)
+    if direction == "to_device":
+        return partial(device_tensor.copy_, host_tensor, non_blocking=True)
+    return partial(host_tensor.copy_, device_tensor, non_blocking=True)

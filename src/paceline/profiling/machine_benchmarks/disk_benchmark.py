@@ -12,59 +12,61 @@ from paceline.filesystem.atomic_files import free_bytes
 from paceline.planner.hardware.benchmark_results import Disk
 
 _CHUNK = 8 * 2**20
-_MOST_CHUNKS = 16
-_LEFT_FREE = 8  # at most this fraction (1/8) of the free space is written
+_MAX_CHUNKS = 16
+_FREE_SPACE_DIVISOR = 8  # at most this fraction (1/8) of the free space is written
 
 
 def measure_disk(world: World, *, folder: Path, seconds: float) -> Disk | None:
     """Return the disk rates, or None if a rank can't write there. No file is left behind. Every rank calls this."""
-    place = _existing(folder)
-    most = max(1, min(_MOST_CHUNKS, free_bytes(place) // (_LEFT_FREE * world.world_size * _CHUNK)))
-    file = place / f".probe-{world.rank}-{os.getpid()}"
+    existing_folder = _existing_parent(folder)
+    max_chunks = max(
+        1, min(_MAX_CHUNKS, free_bytes(existing_folder) // (_FREE_SPACE_DIVISOR * world.world_size * _CHUNK))
+    )
+    file = existing_folder / f".probe-{world.rank}-{os.getpid()}"
     world.barrier()
-    write = _tried(lambda: _write(file, chunks=most, seconds=seconds / 2))
+    write = _measure_or_none(lambda: _measure_write(file, chunks=max_chunks, seconds=seconds / 2))
     world.barrier()
-    read = _tried(lambda: _read(file))
+    read = _measure_or_none(lambda: _measure_read(file))
     with suppress(OSError):
         file.unlink(missing_ok=True)
-    found = world.gather_json([write, read])
-    if any(rate is None for rank in found for rate in rank):
+    rates = world.gather_json([write, read])
+    if any(rate is None for rank in rates for rate in rank):
         return None
-    writes, reads = (fmean(column) for column in zip(*found, strict=True))
-    return Disk(folder=str(place), write_rate=writes, read_rate=reads)
+    writes, reads = (fmean(column) for column in zip(*rates, strict=True))
+    return Disk(folder=str(existing_folder), write_rate=writes, read_rate=reads)
 
 
-def _tried(measure: Callable[[], float]) -> float | None:
+def _measure_or_none(measure: Callable[[], float]) -> float | None:
     try:
         return measure()
     except OSError:
         return None
 
 
-def _write(file: Path, *, chunks: int, seconds: float) -> float:
+def _measure_write(file: Path, *, chunks: int, seconds: float) -> float:
     """Return the write rate in bytes per second, including the flush, over about `seconds`."""
-    data, number = os.urandom(_CHUNK), 0
-    began = time.perf_counter()
+    data, num_chunks = os.urandom(_CHUNK), 0
+    start_time = time.perf_counter()
     with file.open("wb", buffering=0) as out:
-        while number < chunks and (not number or time.perf_counter() - began < seconds):
+        while num_chunks < chunks and (not num_chunks or time.perf_counter() - start_time < seconds):
             out.write(data)
             os.fsync(out.fileno())
-            number += 1
-    return number * _CHUNK / (time.perf_counter() - began)
+            num_chunks += 1
+    return num_chunks * _CHUNK / (time.perf_counter() - start_time)
 
 
-def _read(file: Path) -> float:
+def _measure_read(file: Path) -> float:
     """Return the read rate in bytes per second, from the disk if the system drops its cache of the file."""
     with file.open("rb", buffering=0) as source:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        began, num_bytes = time.perf_counter(), 0
-        while found := source.read(_CHUNK):
-            num_bytes += len(found)
-        return num_bytes / (time.perf_counter() - began)
+        start_time, num_bytes = time.perf_counter(), 0
+        while chunk := source.read(_CHUNK):
+            num_bytes += len(chunk)
+        return num_bytes / (time.perf_counter() - start_time)
 
 
-def _existing(folder: Path) -> Path:
+def _existing_parent(folder: Path) -> Path:
     """Return the nearest existing parent folder."""
     while not folder.is_dir():
         folder = folder.parent

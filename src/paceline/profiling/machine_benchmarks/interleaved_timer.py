@@ -14,41 +14,41 @@ from paceline.planner.hardware.timing_curve import Point, TimingCurve
 Call = Callable[[], object]
 Key = tuple[str, ...]
 ROUNDS = 5
-_MOST_ROUNDS = 25
-_MOST_CALLS = 2000
-_SHORT = 3e-3  # shorter calls are timed more often
-_LOOKS = 5
-_FEW = 3
-_GRACE = 4  # times the limit for the first few sizes: small sizes alone predict little
-_AHEAD = 0.3  # of the time for selecting sizes, which the first families may take from the others
-_LEAST_WINDOW = 1e-3
-_PART = 5e-4  # of a part of a turn: shorter than a scheduler's time slice
-_NO_TIME = 1e-9
+_MAX_ROUNDS = 25
+_MAX_CALLS = 2000
+_SHORT_SECONDS = 3e-3  # shorter calls are timed more often
+_SHORT_REPEATS = 5
+_MIN_SIZES = 3
+_FIRST_SIZES_FACTOR = 4  # times the limit for the first few sizes: small sizes alone predict little
+_FIRST_FAMILIES_SHARE = 0.3  # of the time for selecting sizes, which the first families may take from the others
+_MIN_WINDOW_SECONDS = 1e-3
+_PART_SECONDS = 5e-4  # of a part of a turn: shorter than a scheduler's time slice
+_MIN_SECONDS = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class BenchmarkSize:
     """An amount of work, and a factory of the call that does it; each call does it `times` times."""
 
     amount: float
-    make: Callable[[], Call]
+    make_call: Callable[[], Call]
     times: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class BenchmarkFamily:
     """A benchmark in several sizes, the smallest first."""
 
     key: Key
-    sizes: Sequence[Size]
+    sizes: Sequence[BenchmarkSize]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class TimedCall:
     """A call to time; `seconds` is about what one call takes, the same number on all ranks."""
 
     key: Key
-    size: Size
+    size: BenchmarkSize
     call: Call
     seconds: float
 
@@ -59,27 +59,27 @@ class SynchronizedRanks:
 
     world: World
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         """Return the time after all work queued on the device is done."""
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
         return time.perf_counter()
 
-    def agree(self, value: float) -> float:
+    def max_over_ranks(self, value: float) -> float:
         """Return the maximum over all ranks; all wait for it."""
-        told = torch.tensor([value], dtype=torch.float64, device=self.world.device)
-        return float(self.world.all_reduce(told, op="max"))
+        tensor = torch.tensor([value], dtype=torch.float64, device=self.world.device)
+        return float(self.world.all_reduce(tensor, op="max"))
 
 
-def time_all(
-    families: Sequence[Family],
+def time_families(
+    families: Sequence[BenchmarkFamily],
     *,
     world: World,
     seconds: float,
-    limit: float,
-    join: Callable[[Sequence[float]], float],
-    lead: bool = False,
-    crowded: bool = False,
+    max_call_seconds: float,
+    combine_ranks: Callable[[Sequence[float]], float],
+    has_untimed_call: bool = False,
+    shares_cores: bool = False,
 ) -> dict[Key, TimingCurve]:
     """Return a curve for each family that works here. All ranks of `world` call this, with the same families.
 
@@ -91,91 +91,114 @@ def time_all(
     `shares_cores` it is the whole turn, because ranks that wait for a core disturb each other. `combine_ranks` combines
     the times of all ranks in a round into one number.
     """
-    together = SynchronizedRanks(world=world)
-    began = time.perf_counter()
-    ends, whole, sizes = began + seconds, sum(len(family.sizes) for family in families), 0
-    trials: list[Trial] = []
+    ranks = SynchronizedRanks(world=world)
+    start_time = time.perf_counter()
+    deadline, num_sizes, num_selected = start_time + seconds, sum(len(family.sizes) for family in families), 0
+    trials: list[TimedCall] = []
     for family in families:
-        sizes += len(family.sizes)
-        until = began + seconds / 2 * (_AHEAD + (1 - _AHEAD) * sizes / whole)
-        trials += _grown(family, together, limit=limit, ends=until)
-    left = max(ends - time.perf_counter(), seconds / 4)
-    part = inf if crowded or world.device.type == "cuda" else _PART
-    found = _rounds(trials, together, seconds=together.agree(left), lead=lead, part=part)
-    everybody = world.gather_json(found)
+        num_selected += len(family.sizes)
+        family_deadline = start_time + seconds / 2 * (
+            _FIRST_FAMILIES_SHARE + (1 - _FIRST_FAMILIES_SHARE) * num_selected / num_sizes
+        )
+        trials += _select_sizes(family, ranks, max_call_seconds=max_call_seconds, deadline=family_deadline)
+    remaining = max(deadline - time.perf_counter(), seconds / 4)
+    part_seconds = inf if shares_cores or world.device.type == "cuda" else _PART_SECONDS
+    rounds_by_trial = _time_rounds(
+        trials,
+        ranks,
+        seconds=ranks.max_over_ranks(remaining),
+        has_untimed_call=has_untimed_call,
+        part_seconds=part_seconds,
+    )
+    rounds_by_rank = world.gather_json(rounds_by_trial)
     points: dict[Key, list[Point]] = {}
-    for at, trial in enumerate(trials):
-        rounds = [join(one) for one in zip(*(rank[at] for rank in everybody), strict=True)]
-        points.setdefault(trial.key, []).append(_point(trial.size, rounds))
+    for index, trial in enumerate(trials):
+        rounds = [combine_ranks(one) for one in zip(*(rank[index] for rank in rounds_by_rank), strict=True)]
+        points.setdefault(trial.key, []).append(_curve_point(trial.size, rounds))
     return {key: TimingCurve.from_points(own) for key, own in points.items()}
 
 
-def _grown(family: Family, together: SynchronizedRanks, *, limit: float, ends: float) -> list[Trial]:
+def _select_sizes(
+    family: BenchmarkFamily, ranks: SynchronizedRanks, *, max_call_seconds: float, deadline: float
+) -> list[TimedCall]:
     """Return trials of the sizes that are not too slow, as predicted from the smaller ones."""
-    found: list[Trial] = []
+    trials: list[TimedCall] = []
     for size in family.sizes:
-        if found and _expected(found, size.amount) > limit * (_GRACE if len(found) < _FEW else 1):
+        if trials and _predict_seconds(trials, size.amount) > max_call_seconds * (
+            _FIRST_SIZES_FACTOR if len(trials) < _MIN_SIZES else 1
+        ):
             break
-        if len(found) >= _FEW and together.agree(time.perf_counter() > ends):
+        if len(trials) >= _MIN_SIZES and ranks.max_over_ranks(time.perf_counter() > deadline):
             break
-        call = _made(size)
-        seconds = together.agree(inf if call is None else _spent(call, 1, together))
+        call = _make_call(size)
+        seconds = ranks.max_over_ranks(inf if call is None else _time_calls(call, 1, ranks))
         if call is None or seconds == inf:
             break
-        looks = _LOOKS if seconds < _SHORT else 1  # a single disturbed call must not end the selection
-        seconds = min(seconds, together.agree(min(_spent(call, 1, together) for _ in range(looks))))
-        found.append(Trial(key=family.key, size=size, call=call, seconds=max(seconds, _NO_TIME)))
-    return found
+        num_repeats = (
+            _SHORT_REPEATS if seconds < _SHORT_SECONDS else 1
+        )  # a single disturbed call must not end the selection
+        seconds = min(seconds, ranks.max_over_ranks(min(_time_calls(call, 1, ranks) for _ in range(num_repeats))))
+        trials.append(TimedCall(key=family.key, size=size, call=call, seconds=max(seconds, _MIN_SECONDS)))
+    return trials
 
 
-def _expected(found: Sequence[Trial], amount: float) -> float:
+def _predict_seconds(trials: Sequence[TimedCall], amount: float) -> float:
     """Return the predicted seconds, on the line through the last two sizes; at most proportional to the last one."""
-    last = found[-1]
-    if len(found) == 1:
+    last = trials[-1]
+    if len(trials) == 1:
         return last.seconds
-    before = found[-2]
+    before = trials[-2]
     slope = (last.seconds - before.seconds) / (last.size.amount - before.size.amount)
     return last.seconds + min(max(slope, 0.0), last.seconds / last.size.amount) * (amount - last.size.amount)
 
 
-def _made(size: Size) -> Call | None:
+def _make_call(size: BenchmarkSize) -> Call | None:
     """Return the call after one trial run; None if this device or build does not support it."""
     try:
-        call = size.make()
+        call = size.make_call()
         call()
     except (RuntimeError, NotImplementedError):
         return None
     return call
 
 
-def _rounds(
-    trials: Sequence[Trial], together: SynchronizedRanks, *, seconds: float, lead: bool, part: float
+def _time_rounds(
+    trials: Sequence[TimedCall],
+    ranks: SynchronizedRanks,
+    *,
+    seconds: float,
+    has_untimed_call: bool,
+    part_seconds: float,
 ) -> list[list[float]]:
     """Return each trial's seconds per unit of work, round by round; the last round may be incomplete."""
-    found: list[list[float]] = [[] for _ in trials]
-    slow = sum(trial.seconds for trial in trials) * (1 + lead)
-    window = max((seconds / ROUNDS - slow) / max(len(trials), 1), _LEAST_WINDOW)
-    ends = time.perf_counter() + seconds
-    for number in range(_MOST_ROUNDS):
-        for trial, own in zip(trials, found, strict=True):
-            if together.agree(time.perf_counter() > ends) and number:
-                return found
-            if lead:
+    rounds_by_trial: list[list[float]] = [[] for _ in trials]
+    untimed_seconds = sum(trial.seconds for trial in trials) * (1 + has_untimed_call)
+    window = max((seconds / ROUNDS - untimed_seconds) / max(len(trials), 1), _MIN_WINDOW_SECONDS)
+    deadline = time.perf_counter() + seconds
+    for number in range(_MAX_ROUNDS):
+        for trial, trial_rounds in zip(trials, rounds_by_trial, strict=True):
+            if ranks.max_over_ranks(time.perf_counter() > deadline) and number:
+                return rounds_by_trial
+            if has_untimed_call:
                 trial.call()
-            calls = round(min(max(window / trial.seconds, 1), _MOST_CALLS))
-            each = min(calls, max(1, round(min(part / trial.seconds, calls))))
-            parts = [_spent(trial.call, each, together) for _ in range(calls // each)]
-            own.append(median(parts) / (each * trial.size.times))
-    return found
+            calls = round(min(max(window / trial.seconds, 1), _MAX_CALLS))
+            calls_per_part = min(calls, max(1, round(min(part_seconds / trial.seconds, calls))))
+            parts = [_time_calls(trial.call, calls_per_part, ranks) for _ in range(calls // calls_per_part)]
+            trial_rounds.append(median(parts) / (calls_per_part * trial.size.times))
+    return rounds_by_trial
 
 
-def _spent(call: Call, calls: int, together: SynchronizedRanks) -> float:
-    began = together.now()
+def _time_calls(call: Call, calls: int, ranks: SynchronizedRanks) -> float:
+    start_time = ranks.read_clock()
     for _ in range(calls):
         call()
-    return together.now() - began
+    return ranks.read_clock() - start_time
 
 
-def _point(size: Size, rounds: Sequence[float]) -> Point:
-    middle = max(median(rounds), _NO_TIME)
-    return Point(amount=size.amount, seconds=middle, spread=median(abs(one - middle) for one in rounds) / middle)
+def _curve_point(size: BenchmarkSize, rounds: Sequence[float]) -> Point:
+    median_seconds = max(median(rounds), _MIN_SECONDS)
+    return Point(
+        amount=size.amount,
+        seconds=median_seconds,
+        spread=median(abs(one - median_seconds) for one in rounds) / median_seconds,
+    )

@@ -15,35 +15,39 @@ from paceline.launch.rendezvous import adopt_launcher_variables
 from paceline.planner.hardware.benchmark_results import Fingerprint, HardwareBenchmark, read_probe
 from paceline.planner.layout.host_resources import busy_share
 from paceline.plugins import resolve
-from paceline.profiling.machine_benchmarks.benchmark_cache import fingerprint, read_cached, store_benchmark
+from paceline.profiling.machine_benchmarks.benchmark_cache import (
+    machine_fingerprint,
+    read_cached_benchmark,
+    store_benchmark,
+)
 from paceline.run_folder.run_folder import ROOT, RunFolder
 
 ENTRY = "paceline.profiling.machine_benchmarks.benchmark_worker:measure"
-SECONDS = 20.0
+BENCHMARK_SECONDS = 20.0
 _START_SECONDS = 5.0  # starting processes and importing torch
-_LEAST_SHARE = 0.6
+_MIN_SHARE = 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkRequest:
     """The parameters of a benchmark: its total seconds, and the folder whose disk is measured."""
 
-    seconds: float = SECONDS
+    seconds: float = BENCHMARK_SECONDS
     folder: Path = ROOT
 
-    def payload(self, mark: Fingerprint, *, answer: Path, ranks_per_node: int) -> dict[str, Any]:
+    def payload(self, fingerprint: Fingerprint, *, answer: Path, ranks_per_node: int) -> dict[str, Any]:
         """Return the payload for the ranks."""
         return {
-            "seconds": max(self.seconds - _START_SECONDS, _LEAST_SHARE * self.seconds),
+            "seconds": max(self.seconds - _START_SECONDS, _MIN_SHARE * self.seconds),
             "folder": str(self.folder.absolute()),
-            "fingerprint": asdict(mark),
+            "fingerprint": asdict(fingerprint),
             "answer": str(answer),
             "ranks_per_node": ranks_per_node,
         }
 
 
-def probe_here(
-    *, ranks: int, device: str = "cpu", asked: BenchmarkRequest | None = None, again: bool = False
+def probe_machine(
+    *, ranks: int, device: str = "cpu", request: BenchmarkRequest | None = None, refresh: bool = False
 ) -> HardwareBenchmark:
     """Return the cached benchmark of this machine, torch and number of ranks; else, or with `refresh`, a new one.
 
@@ -53,27 +57,27 @@ def probe_here(
     Raises:
         MachineError: the processes did not start, or failed.
     """
-    mark = fingerprint(ranks=ranks, device=device)
-    kept = None if again else read_cached(mark)
-    if kept is not None and kept.is_quiet:
-        return kept
-    if kept is not None and not replace(kept, others=busy_share()).is_quiet:
-        return kept
-    probe = _measured(mark, asked or BenchmarkRequest())
+    fingerprint = machine_fingerprint(ranks=ranks, device=device)
+    cached = None if refresh else read_cached_benchmark(fingerprint)
+    if cached is not None and cached.is_quiet:
+        return cached
+    if cached is not None and not replace(cached, others=busy_share()).is_quiet:
+        return cached
+    probe = _run_benchmark(fingerprint, request or BenchmarkRequest())
     store_benchmark(probe)
     return probe
 
 
-def _measured(mark: Fingerprint, asked: BenchmarkRequest) -> HardwareBenchmark:
+def _run_benchmark(fingerprint: Fingerprint, benchmark_request: BenchmarkRequest) -> HardwareBenchmark:
     with scratch_folder("probe") as scratch:
         answer = scratch.path / "answer.json"
-        payload = asked.payload(mark, answer=answer, ranks_per_node=mark.ranks)
+        payload = benchmark_request.payload(fingerprint, answer=answer, ranks_per_node=fingerprint.ranks)
         request = LaunchRequest(
-            ranks=mark.ranks,
+            ranks=fingerprint.ranks,
             run=RunFolder(scratch.path),
             entry=ENTRY,
             payload=payload,
-            threads=mark.threads,
+            threads=fingerprint.threads,
             saves_checkpoints=False,
         )
         outcome = start(request)
@@ -81,15 +85,15 @@ def _measured(mark: Fingerprint, asked: BenchmarkRequest) -> HardwareBenchmark:
             raise KeyboardInterrupt
         if outcome.exit_code or not answer.exists():
             raise MachineError(
-                f"the probe of {plural(mark.ranks, 'rank')} on {mark.device} failed.",
+                f"the probe of {plural(fingerprint.ranks, 'rank')} on {fingerprint.device} failed.",
                 cause=failure_screen(outcome),
                 hint="--ranks 1 shows whether one rank works",
             )
         return read_probe(read_json(answer))
 
 
-def probe_joined(
-    joined: JoinedWorld, *, device: str = "cpu", asked: BenchmarkRequest | None = None
+def probe_joined_world(
+    joined: JoinedWorld, *, device: str = "cpu", request: BenchmarkRequest | None = None
 ) -> HardwareBenchmark | None:
     """Return on rank 0 a benchmark by the processes that a launcher has started; nothing is cached.
 
@@ -99,12 +103,14 @@ def probe_joined(
         PacelineError: this process, or another, failed.
     """
     adopt_launcher_variables(joined, os.environ)
-    local = joined.local_world_size
-    mark = fingerprint(ranks=joined.world_size, device=device, ranks_per_node=local)
+    ranks_per_node = joined.local_world_size
+    fingerprint = machine_fingerprint(ranks=joined.world_size, device=device, ranks_per_node=ranks_per_node)
     with scratch_folder("probe") as scratch:
         answer = scratch.path / "answer.json"
-        payload = (asked or BenchmarkRequest()).payload(mark, answer=answer, ranks_per_node=local)
-        ended = resolve("paceline.launch.agent.worker_process:run_joined")(ENTRY, payload, threads=mark.threads)
-        if ended.error is not None:
-            raise ended.error
+        payload = (request or BenchmarkRequest()).payload(fingerprint, answer=answer, ranks_per_node=ranks_per_node)
+        rank_outcome = resolve("paceline.launch.agent.worker_process:run_joined")(
+            ENTRY, payload, threads=fingerprint.threads
+        )
+        if rank_outcome.error is not None:
+            raise rank_outcome.error
         return read_probe(read_json(answer)) if answer.exists() else None

@@ -7,38 +7,38 @@ from paceline.planner.hardware.benchmark_results import HardwareBenchmark
 from paceline.planner.hardware.cluster import Cluster
 from paceline.planner.hardware.local_cluster import measured_cluster, node_memory
 from paceline.profiling.calibration_store import forecast_ratios
-from paceline.profiling.machine_benchmarks.benchmark_cache import fingerprint, read_cached
-from paceline.profiling.machine_benchmarks.machine_benchmark import probe_here
+from paceline.profiling.machine_benchmarks.benchmark_cache import machine_fingerprint, read_cached_benchmark
+from paceline.profiling.machine_benchmarks.machine_benchmark import probe_machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMachine:
     """This machine as a cluster; `seconds` were spent on a new benchmark, 0 if one was cached."""
 
-    fleet: Cluster
+    cluster: Cluster
     seconds: float
 
 
-def machine_here(*, ranks: int, device: str) -> LocalMachine:
+def benchmark_local_machine(*, ranks: int, device: str) -> LocalMachine:
     """Return this machine as a cluster of `ranks`.
 
     Raises:
         MachineError: the benchmark failed, or the memory of its GPUs is unknown.
     """
-    began = time.monotonic()
-    before = read_cached(fingerprint(ranks=ranks, device=device))
-    probe = probe_here(ranks=ranks, device=device)  # a new one if other programs disturbed the cached one
+    start_time = time.monotonic()
+    cached = read_cached_benchmark(machine_fingerprint(ranks=ranks, device=device))
+    probe = probe_machine(ranks=ranks, device=device)  # a new one if other programs disturbed the cached one
     return LocalMachine(
-        fleet=_fleet(probe, ranks, device), seconds=0.0 if probe == before else time.monotonic() - began
+        cluster=_make_cluster(probe, ranks, device), seconds=0.0 if probe == cached else time.monotonic() - start_time
     )
 
 
-def kept_here(*, ranks: int, device: str) -> Cluster | None:
+def cached_local_cluster(*, ranks: int, device: str) -> Cluster | None:
     """Return this machine as a cluster if a benchmark is cached, else None; nothing is measured."""
-    probe = read_cached(fingerprint(ranks=ranks, device=device))
-    return None if probe is None else _fleet(probe, ranks, device)
+    probe = read_cached_benchmark(machine_fingerprint(ranks=ranks, device=device))
+    return None if probe is None else _make_cluster(probe, ranks, device)
 
 
-def _fleet(probe: HardwareBenchmark, ranks: int, device: str) -> Cluster:
+def _make_cluster(probe: HardwareBenchmark, ranks: int, device: str) -> Cluster:
     longer, fuller = forecast_ratios(probe.fingerprint)
     return replace(measured_cluster(probe, ranks=ranks, memory_bytes=node_memory(device)), longer=longer, fuller=fuller)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from paceline.profiling.model_tracing.flop_counter import FIRST, LAST
+from paceline.profiling.model_tracing.flop_counter import AFTER_BLOCKS, BEFORE_BLOCKS
 from paceline.torch_internals.private_api import in_backward
 from paceline.torch_internals.pytree import tensor_leaves
 
@@ -36,17 +36,17 @@ class ActivationTracker:
 
     def __init__(self, *, blocks: Mapping[str, nn.Module]) -> None:
         self._blocks = blocks
-        self._order = [FIRST, *blocks, LAST]
-        self._part = FIRST
+        self._order = [BEFORE_BLOCKS, *blocks, AFTER_BLOCKS]
+        self._part = BEFORE_BLOCKS
         self._live: dict[int, tuple[int, str, weakref.ref[UntypedStorage]]] = {}
         self._bytes = 0
-        self._began = 0
-        self._up_to: dict[str, float] | None = None
-        self._forward = dict.fromkeys(self._order, 0.0)
-        self.lives = {name: ActivationUsage() for name in self._order}
+        self._part_start_bytes = 0
+        self._kept_up_to_part: dict[str, float] | None = None
+        self._forward_peaks = dict.fromkeys(self._order, 0.0)
+        self.usage = {name: ActivationUsage() for name in self._order}
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def track(self) -> Iterator[None]:
         """Track a forward with its loss in this context, then `backward`."""
         handles = []
         for name, block in self._blocks.items():
@@ -59,60 +59,66 @@ class ActivationTracker:
                 handle.remove()
             self._live.clear()
 
-    def turn(self) -> None:
+    def end_forward(self) -> None:
         """End the forward: tensors that exist now are kept for backward."""
         sums = dict.fromkeys(self._order, 0.0)
         for size, part, _ in self._live.values():
             sums[part] += size
-        total, self._up_to = 0.0, {}
+        total, self._kept_up_to_part = 0.0, {}
         for name in self._order:
             total += sums[name]
-            self._up_to[name] = total
-            self.lives[name].kept_bytes = sums[name]
-            self.lives[name].moment_bytes = max(0.0, self._forward[name] - sums[name])
-        self._part = LAST
+            self._kept_up_to_part[name] = total
+            self.usage[name].kept_bytes = sums[name]
+            self.usage[name].moment_bytes = max(0.0, self._forward_peaks[name] - sums[name])
+        self._part = AFTER_BLOCKS
 
-    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def observe(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record one operation."""
-        given = {id(tensor.untyped_storage()) for tensor in tensor_leaves([args, kwargs]) if _is_plain(tensor)}
+        input_ids = {id(tensor.untyped_storage()) for tensor in tensor_leaves([args, kwargs]) if _is_plain(tensor)}
         for tensor in tensor_leaves(result):
-            if _is_plain(tensor) and id(tensor.untyped_storage()) not in given:
-                self._follow(tensor.untyped_storage())
-        if self._up_to is None:
-            self._forward[self._part] = max(self._forward[self._part], float(self._bytes - self._began))
+            if _is_plain(tensor) and id(tensor.untyped_storage()) not in input_ids:
+                self._track_storage(tensor.untyped_storage())
+        if self._kept_up_to_part is None:
+            self._forward_peaks[self._part] = max(
+                self._forward_peaks[self._part], float(self._bytes - self._part_start_bytes)
+            )
         else:
-            life = self.lives[self._part]
-            life.moment_bytes = max(life.moment_bytes, self._bytes - self._up_to[self._part])
+            usage = self.usage[self._part]
+            usage.moment_bytes = max(usage.moment_bytes, self._bytes - self._kept_up_to_part[self._part])
 
-    def _follow(self, storage: UntypedStorage) -> None:
-        place = id(storage)
-        if place in self._live:
+    def _track_storage(self, storage: UntypedStorage) -> None:
+        storage_id = id(storage)
+        if storage_id in self._live:
             return
-        self._live[place] = (storage.nbytes(), self._part, weakref.ref(storage, lambda _: self._forget(place)))
+        self._live[storage_id] = (
+            storage.nbytes(),
+            self._part,
+            weakref.ref(storage, lambda _: self._forget(storage_id)),
+        )
         self._bytes += storage.nbytes()
 
-    def _forget(self, place: int) -> None:
-        gone = self._live.pop(place, None)
-        if gone is not None:
-            self._bytes -= gone[0]
+    def _forget(self, storage_id: int) -> None:
+        entry = self._live.pop(storage_id, None)
+        if entry is not None:
+            self._bytes -= entry[0]
 
-    def _go_on(self, name: str) -> None:
-        self._part, self._began = name, self._bytes
+    def _start_part(self, name: str) -> None:
+        self._part, self._part_start_bytes = name, self._bytes
 
     def _enter(self, name: str, *_: Any) -> None:
         if not in_backward():
-            self._go_on(name)
+            self._start_part(name)
 
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         if in_backward():  # recomputation
             return
         for tensor in tensor_leaves(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(self._back(name))
-        following = self._order[self._order.index(name) + 1]
-        self._go_on(following)
+                tensor.register_hook(self._backward_hook(name))
+        next_part = self._order[self._order.index(name) + 1]
+        self._start_part(next_part)
 
-    def _back(self, name: str) -> Callable[[Tensor], None]:
+    def _backward_hook(self, name: str) -> Callable[[Tensor], None]:
         def back(_: Tensor) -> None:
             self._part = name
 

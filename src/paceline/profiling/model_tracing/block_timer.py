@@ -24,7 +24,7 @@ class BlockTimes:
     last: tuple[float, float]
 
     @property
-    def both(self) -> tuple[float, ...]:
+    def total(self) -> tuple[float, ...]:
         """Return forward plus backward seconds of each block."""
         return tuple(one + other for one, other in zip(self.forward, self.backward, strict=True))
 
@@ -35,7 +35,7 @@ def time_blocks(
     blocks: Mapping[str, nn.Module],
     call: Callable[[], Tensor],
     repeats: int = 5,
-    held: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
+    hold_block: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
 ) -> BlockTimes:
     """Time a forward that ends in a scalar, block by block. `blocks` are in the order of the forward.
 
@@ -44,9 +44,9 @@ def time_blocks(
     advance as in any forward.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    rounds = [_Round(model, blocks, device, held).run(call) for _ in range(repeats + 1)][1:]
-    middle = [median(column) for column in zip(*(each.seconds() for each in rounds), strict=True)]
-    forward, backward = middle[::2], middle[1::2]
+    rounds = [_Round(model, blocks, device, hold_block).run(call) for _ in range(repeats + 1)][1:]
+    medians = [median(column) for column in zip(*(each.seconds() for each in rounds), strict=True)]
+    forward, backward = medians[::2], medians[1::2]
     return BlockTimes(
         names=tuple(blocks),
         forward=tuple(forward[1:-1]),
@@ -62,83 +62,83 @@ class _Round:
         model: nn.Module,
         blocks: Mapping[str, nn.Module],
         device: torch.device,
-        held: Callable[[nn.Module], AbstractContextManager[object]],
+        hold_block: Callable[[nn.Module], AbstractContextManager[object]],
     ) -> None:
-        self._model, self._blocks, self._device, self._held = model, blocks, device, held
+        self._model, self._blocks, self._device, self._hold_block = model, blocks, device, hold_block
         self._first = (0.0, 0.0)
         self._last = (0.0, 0.0)
-        self._each: dict[str, tuple[float, float]] = {}
-        self._began = 0.0
+        self._block_times: dict[str, tuple[float, float]] = {}
+        self._start_time = 0.0
 
     def run(self, call: Callable[[], Tensor]) -> "_Round":
-        gates = [CallInterceptor(module, self._gate(name)) for name, module in self._blocks.items()]
+        interceptors = [CallInterceptor(module, self._interceptor(name)) for name, module in self._blocks.items()]
         try:
-            self._began = self._now()
+            self._start_time = self._read_clock()
             result = call()
-            ended = self._now()
-            self._last = (ended - self._began, self._backward([result], list(self._model.parameters())))
+            end_time = self._read_clock()
+            self._last = (end_time - self._start_time, self._time_backward([result], list(self._model.parameters())))
         finally:
-            for gate in reversed(gates):
+            for gate in reversed(interceptors):
                 gate.undo()
         return self
 
     def seconds(self) -> list[float]:
         """Return forward and backward seconds in turn: first, each block, last."""
-        return [*self._first, *(second for name in self._blocks for second in self._each[name]), *self._last]
+        return [*self._first, *(second for name in self._blocks for second in self._block_times[name]), *self._last]
 
-    def _gate(self, name: str) -> Callable[..., Any]:
-        def gate(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            before = self._now() - self._began
-            live: list[Tensor] = []
-            cut: list[Tensor] = []
-            args, kwargs = _detached((args, kwargs), live, cut)
-            if not self._each:
-                self._first = (before, self._backward(live, list(self._model.parameters())))
-            with self._held(self._blocks[name]):
-                output = self._block(name, cut, lambda: call(*args, **kwargs))
-            self._began = self._now()
+    def _interceptor(self, name: str) -> Callable[..., Any]:
+        def intercept(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            first_seconds = self._read_clock() - self._start_time
+            outputs: list[Tensor] = []
+            leaves: list[Tensor] = []
+            args, kwargs = _detach((args, kwargs), outputs, leaves)
+            if not self._block_times:
+                self._first = (first_seconds, self._time_backward(outputs, list(self._model.parameters())))
+            with self._hold_block(self._blocks[name]):
+                output = self._time_block(name, leaves, lambda: call(*args, **kwargs))
+            self._start_time = self._read_clock()
             return output
 
-        return gate
+        return intercept
 
-    def _block(self, name: str, cut: Sequence[Tensor], call: Callable[[], Any]) -> Any:
-        began = self._now()
+    def _time_block(self, name: str, leaves: Sequence[Tensor], call: Callable[[], Any]) -> Any:
+        start_time = self._read_clock()
         output = call()
-        forward = self._now() - began
-        found: list[Tensor] = []
-        output = _detached(output, found, [])
+        forward = self._read_clock() - start_time
+        outputs: list[Tensor] = []
+        output = _detach(output, outputs, [])
         weights = [p for p in self._blocks[name].parameters() if p.requires_grad]
-        self._each[name] = (forward, self._backward(found, [*cut, *weights]))
+        self._block_times[name] = (forward, self._time_backward(outputs, [*leaves, *weights]))
         return output
 
-    def _backward(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> float:
-        live = [tensor for tensor in outputs if tensor.requires_grad and tensor.grad_fn is not None]
-        wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        if not live or not wanted:
+    def _time_backward(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> float:
+        differentiable = [tensor for tensor in outputs if tensor.requires_grad and tensor.grad_fn is not None]
+        targets = [tensor for tensor in inputs if tensor.requires_grad]
+        if not differentiable or not targets:
             return 0.0
-        gradients = [torch.ones_like(tensor) for tensor in live]
-        began = self._now()
-        torch.autograd.grad(live, wanted, gradients, allow_unused=True)
-        return self._now() - began
+        gradients = [torch.ones_like(tensor) for tensor in differentiable]
+        start_time = self._read_clock()
+        torch.autograd.grad(differentiable, targets, gradients, allow_unused=True)
+        return self._read_clock() - start_time
 
-    def _now(self) -> float:
+    def _read_clock(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
 
-def _detached(value: Any, live: list[Tensor], cut: list[Tensor]) -> Any:
+def _detach(value: Any, originals: list[Tensor], leaves: list[Tensor]) -> Any:
     """Return a copy detached from the graph; the originals are added to `live`, the detached leaves to `cut`."""
     if isinstance(value, Tensor):
         if not value.requires_grad:
             return value
-        live.append(value)
-        cut.append(value.detach().requires_grad_())
-        return cut[-1].clone()
+        originals.append(value)
+        leaves.append(value.detach().requires_grad_())
+        return leaves[-1].clone()
     if isinstance(value, Mapping):
-        parts = {key: _detached(part, live, cut) for key, part in value.items()}
+        parts = {key: _detach(part, originals, leaves) for key, part in value.items()}
         return parts if type(value) is dict else type(value)(parts)  # type: ignore[call-arg]
     if isinstance(value, tuple | list):
-        each = [_detached(part, live, cut) for part in value]
+        each = [_detach(part, originals, leaves) for part in value]
         return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
     return value

@@ -47,16 +47,16 @@ class CommunicationCounter(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flows: dict[str, CollectiveTotals] = {}
+        self.totals: dict[str, CollectiveTotals] = {}
 
     @property
     def total_bytes(self) -> float:
         """The bytes that left this rank."""
-        return sum(flow.sent_bytes for flow in self.flows.values())
+        return sum(flow.sent_bytes for flow in self.totals.values())
 
     def as_json(self) -> dict[str, dict[str, float]]:
         """Return the totals by collective."""
-        return {name: asdict(flow) for name, flow in sorted(self.flows.items())}
+        return {name: asdict(flow) for name, flow in sorted(self.totals.items())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count the operation and run it; distributed tensors are unwrapped to local operations first."""
@@ -70,14 +70,14 @@ class CommunicationCounter(DispatchMode):
         name = _NAMES.get(func._schema.name.partition("::")[2])
         if name is None:
             return
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        group = next((given[key] for key in ("process_group", "group_name", "group") if key in given), None)
-        payload = sum(_bytes(tensor) for key in _INPUTS for tensor in _tensors(given.get(key)))
-        flow = self.flows.setdefault(name, CollectiveTotals())
-        flow.calls += 1
+        arguments = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        group = next((arguments[key] for key in ("process_group", "group_name", "group") if key in arguments), None)
+        payload = sum(_tensor_bytes(tensor) for key in _INPUTS for tensor in _tensors(arguments.get(key)))
+        totals = self.totals.setdefault(name, CollectiveTotals())
+        totals.calls += 1
         if name in SHARES:
-            flow.payload_bytes += payload
-            flow.sent_bytes += payload * SHARES[name](group_size(group))
+            totals.payload_bytes += payload
+            totals.sent_bytes += payload * SHARES[name](group_size(group))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -88,5 +88,5 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _bytes(tensor: Tensor) -> int:
+def _tensor_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()

@@ -13,35 +13,35 @@ class Fusion:
     """A model of fusion that receives a block's operations in order; each method returns moved bytes."""
 
     def __init__(self) -> None:
-        self._unwritten: dict[int, int] = {}
-        self._inside: set[int] = set()
-        self._read: set[int] = set()
+        self._unwritten_bytes: dict[int, int] = {}
+        self._chain_results: set[int] = set()
+        self._chain_inputs: set[int] = set()
 
-    def joined(self, given: Iterable[Tensor], made: Iterable[Tensor]) -> float:
+    def add_operation(self, inputs: Iterable[Tensor], results: Iterable[Tensor]) -> float:
         """Return the bytes that an operation which is not a matmul adds to its chain."""
-        found = 0.0
-        for tensor in given:
+        num_bytes = 0.0
+        for tensor in inputs:
             key = _key(tensor)
-            if key not in self._inside and key not in self._read:
-                self._read.add(key)
-                found += self._unwritten.pop(key, 0) + min(tensor.nbytes, tensor.untyped_storage().nbytes())
-        for tensor in made:
-            self._inside.add(_key(tensor))
-            self._unwritten[_key(tensor)] = tensor.nbytes
-        return found
+            if key not in self._chain_results and key not in self._chain_inputs:
+                self._chain_inputs.add(key)
+                num_bytes += self._unwritten_bytes.pop(key, 0) + min(tensor.nbytes, tensor.untyped_storage().nbytes())
+        for tensor in results:
+            self._chain_results.add(_key(tensor))
+            self._unwritten_bytes[_key(tensor)] = tensor.nbytes
+        return num_bytes
 
-    def product(self, given: Iterable[Tensor], made: Iterable[Tensor]) -> float:
+    def add_matmul(self, inputs: Iterable[Tensor], results: Iterable[Tensor]) -> float:
         """Return the bytes that are written before a matmul, which ends the current chain."""
-        found = self.end(given)
-        for tensor in made:
-            self._unwritten.pop(_key(tensor), None)
-        return found
+        num_bytes = self.end_chain(inputs)
+        for tensor in results:
+            self._unwritten_bytes.pop(_key(tensor), None)
+        return num_bytes
 
-    def end(self, given: Iterable[Tensor]) -> float:
+    def end_chain(self, readers_inputs: Iterable[Tensor]) -> float:
         """Return the bytes of these tensors that must be written for the next reader."""
-        self._inside.clear()
-        self._read.clear()
-        return float(sum(self._unwritten.pop(_key(tensor), 0) for tensor in given))
+        self._chain_results.clear()
+        self._chain_inputs.clear()
+        return float(sum(self._unwritten_bytes.pop(_key(tensor), 0) for tensor in readers_inputs))
 
 
 def _key(tensor: Tensor) -> int:

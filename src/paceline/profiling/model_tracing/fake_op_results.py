@@ -10,29 +10,29 @@ from torch import Tensor
 from paceline.errors import JobError, line_now
 
 
-def _number(func: Any, args: Any, kwargs: Any) -> Any:
+def _one_if_float(func: Any, args: Any, kwargs: Any) -> Any:
     """Return 1.0 for an unknown floating-point number; integers and booleans are known."""
     return 1.0 if args[0].is_floating_point() else func(*args, **kwargs)
 
 
-def _yes(func: Any, args: Any, kwargs: Any) -> bool:
+def _always_true(func: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
-ANSWERS: dict[str, Callable[[Any, Any, Any], Any]] = {
-    "aten::_local_scalar_dense": _number,
-    "aten::equal": _yes,
-    "aten::is_nonzero": _yes,
-    "aten::allclose": _yes,
+FIXED_RESULTS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "aten::_local_scalar_dense": _one_if_float,
+    "aten::equal": _always_true,
+    "aten::is_nonzero": _always_true,
+    "aten::allclose": _always_true,
 }
-COMPARES = {"aten::gt", "aten::ge", "aten::lt", "aten::le"}
+COMPARISONS = {"aten::gt", "aten::ge", "aten::lt", "aten::le"}
 _POSITIONS = {"aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin", "aten::max", "aten::min"}
 _POSITIONS |= {"aten::multinomial"}
-DRAWN = {"aten::native_dropout", "aten::bernoulli"}
+RANDOM_MASKS = {"aten::native_dropout", "aten::bernoulli"}
 """Operations whose masks are as large as activations, and are never read."""
 
 
-def fill_unknown_integers(func: Any, tensor: Tensor, args: Any, *, holds: bool) -> None:
+def fill_unknown_integers(func: Any, tensor: Tensor, args: Any, *, comparisons_hold: bool) -> None:
     """Fill integers and booleans that were computed from unknown numbers.
 
     Everything is finite; each position is chosen equally often, so that experts get equally many tokens.
@@ -41,10 +41,10 @@ def fill_unknown_integers(func: Any, tensor: Tensor, args: Any, *, holds: bool) 
     """
     name = func._schema.name
     if name in _POSITIONS and tensor.dtype is torch.int64:
-        _in_turn(tensor, args)
+        _fill_with_positions_in_order(tensor, args)
     elif name in ("aten::eq", "aten::ne"):  # a finite number equals itself, and no infinity
         tensor.fill_(_is_infinite(args[1]) == (name == "aten::ne"))
-    elif holds and name in COMPARES:
+    elif comparisons_hold and name in COMPARISONS:
         tensor.fill_(1)
     else:
         tensor.zero_()
@@ -54,17 +54,17 @@ def _is_infinite(value: Any) -> bool:
     return isinstance(value, float) and math.isinf(value)
 
 
-def _in_turn(tensor: Tensor, args: Any) -> None:
+def _fill_with_positions_in_order(tensor: Tensor, args: Any) -> None:
     source: Tensor = args[0]
-    numbers = [arg for arg in args[1:] if isinstance(arg, int) and not isinstance(arg, bool)]
-    dim = numbers[-1] if numbers and -source.dim() <= numbers[-1] < source.dim() else -1
-    among = source.shape[dim] if source.dim() else 1
-    tensor.copy_((torch.arange(tensor.numel()) % max(among, 1)).view(tensor.shape))
+    integers = [arg for arg in args[1:] if isinstance(arg, int) and not isinstance(arg, bool)]
+    dim = integers[-1] if integers and -source.dim() <= integers[-1] < source.dim() else -1
+    size = source.shape[dim] if source.dim() else 1
+    tensor.copy_((torch.arange(tensor.numel()) % max(size, 1)).view(tensor.shape))
 
 
 def result_shapes(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the operation's results on `meta`, corrected where its own shape inference is wrong."""
-    corrected = _CORRECTED.get(func._schema.name)
+    corrected = _CORRECTIONS.get(func._schema.name)
     return func(*args, **kwargs) if corrected is None else corrected(func, args, kwargs)
 
 
@@ -83,15 +83,15 @@ def unknown_result_error(func: Any, error: Exception) -> JobError:
     )
 
 
-PACKED = {"aten::_pack_padded_sequence": 2, "aten::_pad_packed_sequence": 1}
+PACKED_SEQUENCE_OPERATIONS = {"aten::_pack_padded_sequence": 2, "aten::_pad_packed_sequence": 1}
 """Operations that reorder rows of several lengths, with the number of dimensions of a row index."""
 
 
 def packed_sequence_form(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], Tensor]:
     """Return the form of the packed data, and the lengths, which are computed with rows of one element."""
-    data, rows = args[0], PACKED[func._schema.name]
-    thin, lengths = func(torch.zeros((*data.shape[:rows], 1), dtype=data.dtype), *args[1:], **kwargs)
-    shape = (*thin.shape[: 3 - rows], *data.shape[rows:])
+    data, num_row_dims = args[0], PACKED_SEQUENCE_OPERATIONS[func._schema.name]
+    narrow, lengths = func(torch.zeros((*data.shape[:num_row_dims], 1), dtype=data.dtype), *args[1:], **kwargs)
+    shape = (*narrow.shape[: 3 - num_row_dims], *data.shape[num_row_dims:])
     return (shape, torch.empty(shape, device="meta").stride(), data.dtype), lengths
 
 
@@ -99,22 +99,22 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _every_place(func: Any, args: Any, kwargs: Any) -> Tensor:
+def _nonzero_everywhere(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Return the result of `nonzero` if no element is zero."""
-    found: Tensor = args[0].new_empty((args[0].dim(), args[0].numel()), dtype=torch.int64)
-    return found.t()
+    positions: Tensor = args[0].new_empty((args[0].dim(), args[0].numel()), dtype=torch.int64)
+    return positions.t()
 
 
-def _all_differ(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _unique_everywhere(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result of `unique` if all elements differ."""
-    tensor, asked = args[0], dict(zip(("sorted", "return_inverse", "return_counts"), args[1:], strict=False)) | kwargs
-    inverse = tensor.shape if asked.get("return_inverse") or asked.get("return_counts") else (0,)
-    counts = (tensor.numel(),) if asked.get("return_counts") else (0,)
-    places = [tensor.new_empty(shape, dtype=torch.int64) for shape in (inverse, counts)]
-    return tensor.new_empty((tensor.numel(),)), *places
+    tensor, options = args[0], dict(zip(("sorted", "return_inverse", "return_counts"), args[1:], strict=False)) | kwargs
+    inverse = tensor.shape if options.get("return_inverse") or options.get("return_counts") else (0,)
+    counts = (tensor.numel(),) if options.get("return_counts") else (0,)
+    indices = [tensor.new_empty(shape, dtype=torch.int64) for shape in (inverse, counts)]
+    return tensor.new_empty((tensor.numel(),)), *indices
 
 
-def _grouped(func: Any, args: Any, kwargs: Any) -> Tensor:
+def _grouped_matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Return the result of a grouped matmul: shape inference accepts few dtypes and alignments only."""
     left, right = args[0], args[1]
     offsets = args[2] if len(args) > 2 else kwargs.get("offs")
@@ -124,40 +124,40 @@ def _grouped(func: Any, args: Any, kwargs: Any) -> Tensor:
         (3, 3): (left.shape[0], left.shape[-2], right.shape[-1]),
         (2, 2): (0 if offsets is None else offsets.shape[0], left.shape[0], right.shape[-1]),
     }
-    found: Tensor = left.new_empty(shapes[left.dim(), right.dim()], dtype=kwargs.get("out_dtype") or left.dtype)
-    return found
+    result: Tensor = left.new_empty(shapes[left.dim(), right.dim()], dtype=kwargs.get("out_dtype") or left.dtype)
+    return result
 
 
-_FEW, _MORE, _PAGE = 8, 24, 4096
+_FEW_POSITIONS, _MORE_POSITIONS, _PAGE_BYTES = 8, 24, 4096
 
 
-def _recurrent(func: Any, args: Any, kwargs: Any) -> Any:
+def _recurrent_layer(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the result with its workspace, which shape inference omits: extrapolated from few positions."""
-    inputs, rest = args[0], args[1:]
-    output, hidden, cell, kept = func(*args, **kwargs)
-    positions = inputs.shape[0]
+    source, rest = args[0], args[1:]
+    output, hidden, cell, reserve = func(*args, **kwargs)
+    positions = source.shape[0]
 
-    def workspace(length: int) -> int:
-        real = [_real(inputs[:length]), *(_real(arg) if isinstance(arg, Tensor) else arg for arg in rest)]
+    def workspace_bytes(length: int) -> int:
+        real = [_zeros_like(source[:length]), *(_zeros_like(arg) if isinstance(arg, Tensor) else arg for arg in rest)]
         found = func(*real, **kwargs)[3]
         return 0 if found is None else int(found.numel())  # without gradients there is none
 
-    if positions <= _MORE:
-        num_bytes = workspace(positions)
+    if positions <= _MORE_POSITIONS:
+        num_bytes = workspace_bytes(positions)
     else:
-        few, more = workspace(_FEW), workspace(_MORE)
-        num_bytes = more + (more - few) * (positions - _MORE) // (_MORE - _FEW)
-        num_bytes = -(-num_bytes // _PAGE) * _PAGE
-    return output, hidden, cell, torch.empty(num_bytes, dtype=torch.uint8, device="meta") if num_bytes else kept
+        few, more = workspace_bytes(_FEW_POSITIONS), workspace_bytes(_MORE_POSITIONS)
+        num_bytes = more + (more - few) * (positions - _MORE_POSITIONS) // (_MORE_POSITIONS - _FEW_POSITIONS)
+        num_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    return output, hidden, cell, torch.empty(num_bytes, dtype=torch.uint8, device="meta") if num_bytes else reserve
 
 
-def _real(tensor: Tensor) -> Tensor:
+def _zeros_like(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
-_CORRECTED = {
-    "aten::_grouped_mm": _grouped,
-    "aten::mkldnn_rnn_layer": _recurrent,
-    "aten::nonzero": _every_place,
-    "aten::_unique2": _all_differ,
+_CORRECTIONS = {
+    "aten::_grouped_mm": _grouped_matmul,
+    "aten::mkldnn_rnn_layer": _recurrent_layer,
+    "aten::nonzero": _nonzero_everywhere,
+    "aten::_unique2": _unique_everywhere,
 }

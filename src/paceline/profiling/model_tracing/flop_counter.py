@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from paceline.profiling.model_tracing.compile_fusion import Fusion
 from paceline.torch_internals.pytree import tensor_leaves
 
-FIRST, LAST = "", "\0"
+BEFORE_BLOCKS, AFTER_BLOCKS = "", "\0"
 """The names of the parts before the first block and after the last."""
 
 
@@ -54,127 +54,129 @@ class FlopCounter:
 
     def __init__(self, model: nn.Module, *, blocks: Mapping[str, nn.Module]) -> None:
         self._blocks = blocks
-        self._last = list(blocks)[-1] if blocks else ""
-        self._part = FIRST
-        self._held: list[Tensor] = []  # keeps counted storages alive, so that no new one gets the same id
-        self._known = {id(t.untyped_storage()) for t in [*model.parameters(), *model.buffers()]}
+        self._last_block = list(blocks)[-1] if blocks else ""
+        self._part = BEFORE_BLOCKS
+        self._saved_tensors: list[Tensor] = []  # keeps counted storages alive, so that no new one gets the same id
+        self._counted_ids = {id(t.untyped_storage()) for t in [*model.parameters(), *model.buffers()]}
         self._fusion = Fusion()
-        self.costs = {name: LayerCounts() for name in (FIRST, *blocks, LAST)}
+        self.costs = {name: LayerCounts() for name in (BEFORE_BLOCKS, *blocks, AFTER_BLOCKS)}
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def count_forward(self) -> Iterator[None]:
         """Count a forward, and the loss after it, in this context."""
         handles = []
         for name, block in self._blocks.items():
-            handles.append(block.register_forward_pre_hook(self._enter(name), prepend=True))
-            handles.append(block.register_forward_hook(self._leave(name)))
-        self._part = FIRST
+            handles.append(block.register_forward_pre_hook(self._enter_hook(name), prepend=True))
+            handles.append(block.register_forward_hook(self._leave_hook(name)))
+        self._part = BEFORE_BLOCKS
         try:
-            with saved_tensors_hooks(self._save, lambda tensor: tensor):
+            with saved_tensors_hooks(self._count_saved, lambda tensor: tensor):
                 yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def observe(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Count one operation."""
-        cost, name = self.costs[self._part], func._schema.name
+        counts, name = self.costs[self._part], func._schema.name
         if name.startswith("c10d::"):
-            self._message(cost, name, args)
+            self._count_collective(counts, name, args)
             return
-        made = [tensor for tensor in tensor_leaves(result) if not tensor.is_meta]
-        given = {id(tensor.untyped_storage()) for tensor in tensor_leaves(args)}
-        new = sum(tensor.nbytes for tensor in made if id(tensor.untyped_storage()) not in given)
-        cost.largest_bytes = max(cost.largest_bytes, float(new))
-        short = name.partition(".")[0]
-        if short in _ATTENTION or short in _PRODUCTS:
-            self._product(cost, short, args, made)
-            cost.product_bytes += new
-        elif new or any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
-            taken = [tensor for tensor in tensor_leaves(args) if not tensor.is_meta]
-            cost.moved_bytes += sum(tensor.nbytes for tensor in tensor_leaves(args)) + sum(t.nbytes for t in made)
-            cost.fused_bytes += self._fusion.joined(taken, made)
+        results = [tensor for tensor in tensor_leaves(result) if not tensor.is_meta]
+        input_ids = {id(tensor.untyped_storage()) for tensor in tensor_leaves(args)}
+        new_bytes = sum(tensor.nbytes for tensor in results if id(tensor.untyped_storage()) not in input_ids)
+        counts.largest_bytes = max(counts.largest_bytes, float(new_bytes))
+        base_name = name.partition(".")[0]
+        if base_name in _ATTENTION or base_name in _PRODUCTS:
+            self._count_matmul(counts, base_name, args, results)
+            counts.product_bytes += new_bytes
+        elif new_bytes or any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+            inputs = [tensor for tensor in tensor_leaves(args) if not tensor.is_meta]
+            counts.moved_bytes += sum(tensor.nbytes for tensor in tensor_leaves(args)) + sum(t.nbytes for t in results)
+            counts.fused_bytes += self._fusion.add_operation(inputs, results)
 
-    def _product(self, cost: LayerCounts, name: str, args: Any, made: Sequence[Tensor]) -> None:
-        cost.fused_bytes += self._fusion.product((tensor for tensor in tensor_leaves(args) if not tensor.is_meta), made)
+    def _count_matmul(self, counts: LayerCounts, name: str, args: Any, results: Sequence[Tensor]) -> None:
+        counts.fused_bytes += self._fusion.add_matmul(
+            (tensor for tensor in tensor_leaves(args) if not tensor.is_meta), results
+        )
         if name in _ATTENTION:
-            done, masked = _scores(args)
-            cost.attention, cost.masked = cost.attention + done, cost.masked + masked
+            computed, masked = _attention_flops(args)
+            counts.attention, counts.masked = counts.attention + computed, counts.masked + masked
         else:
-            cost.products += _PRODUCTS[name](args, made)
+            counts.products += _PRODUCTS[name](args, results)
 
-    def _message(self, cost: LayerCounts, name: str, args: Any) -> None:
+    def _count_collective(self, counts: LayerCounts, name: str, args: Any) -> None:
         if name.startswith("c10d::allreduce"):
-            cost.reduced_bytes += sum(tensor.nbytes for tensor in tensor_leaves(args[0]))
-            cost.reduced_calls += 1
+            counts.reduced_bytes += sum(tensor.nbytes for tensor in tensor_leaves(args[0]))
+            counts.reduced_calls += 1
         elif name.startswith("c10d::alltoall"):
-            cost.exchanged_bytes += sum(tensor.nbytes for tensor in tensor_leaves(args[1]))
+            counts.exchanged_bytes += sum(tensor.nbytes for tensor in tensor_leaves(args[1]))
 
-    def _save(self, tensor: Tensor) -> Tensor:
+    def _count_saved(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if id(storage) not in self._known and tensor.layout is torch.strided:
-            self._known.add(id(storage))
-            self._held.append(tensor)
+        if id(storage) not in self._counted_ids and tensor.layout is torch.strided:
+            self._counted_ids.add(id(storage))
+            self._saved_tensors.append(tensor)
             self.costs[self._part].saved_bytes += storage.nbytes()
         return tensor
 
-    def _enter(self, name: str) -> Callable[..., None]:
+    def _enter_hook(self, name: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:
-            self._fusion.end(())
+            self._fusion.end_chain(())
             self._part = name
 
         return enter
 
-    def _leave(self, name: str) -> Callable[..., None]:
+    def _leave_hook(self, name: str) -> Callable[..., None]:
         def leave(_: nn.Module, __: Any, output: Any) -> None:
-            own = self.costs[name]
-            own.output_bytes = float(sum(tensor.nbytes for tensor in tensor_leaves(output)))
-            own.fused_bytes += self._fusion.end(tensor_leaves(output))
-            if name == self._last:
-                self._part = LAST
+            counts = self.costs[name]
+            counts.output_bytes = float(sum(tensor.nbytes for tensor in tensor_leaves(output)))
+            counts.fused_bytes += self._fusion.end_chain(tensor_leaves(output))
+            if name == self._last_block:
+                self._part = AFTER_BLOCKS
 
         return leave
 
 
-def _matrix(args: Sequence[Any], made: Sequence[Tensor]) -> float:
-    return float(2 * made[0].numel() * args[0].shape[-1])
+def _matmul_flops(args: Sequence[Any], results: Sequence[Tensor]) -> float:
+    return float(2 * results[0].numel() * args[0].shape[-1])
 
 
-def _matrix_added(args: Sequence[Any], made: Sequence[Tensor]) -> float:
-    return float(2 * made[0].numel() * args[1].shape[-1])
+def _addmm_flops(args: Sequence[Any], results: Sequence[Tensor]) -> float:
+    return float(2 * results[0].numel() * args[1].shape[-1])
 
 
-def _convolution(args: Sequence[Any], made: Sequence[Tensor]) -> float:
+def _convolution_flops(args: Sequence[Any], results: Sequence[Tensor]) -> float:
     source, weight, is_transposed = args[0], args[1], args[6]
-    each = math.prod(weight.shape[1:])
-    return float(2 * each * (source.numel() if is_transposed else made[0].numel()))
+    flops_per_element = math.prod(weight.shape[1:])
+    return float(2 * flops_per_element * (source.numel() if is_transposed else results[0].numel()))
 
 
-def _scores(args: Sequence[Any]) -> tuple[float, float]:
+def _attention_flops(args: Sequence[Any]) -> tuple[float, float]:
     """Return the FLOPs of both matmuls of attention: those computed, and those that a causal mask skips."""
     query, key = args[0], args[1]
-    every = 4.0 * query.numel() * key.shape[-2]
-    made = 0.5 * every if any(arg is True for arg in args[3:]) else every
-    return made, every - made
+    total = 4.0 * query.numel() * key.shape[-2]
+    computed = 0.5 * total if any(arg is True for arg in args[3:]) else total
+    return computed, total - computed
 
 
-def _grouped(args: Sequence[Any], made: Sequence[Tensor]) -> float:
-    return float(2 * made[0].numel() * args[0].shape[-1])
+def _grouped_matmul_flops(args: Sequence[Any], results: Sequence[Tensor]) -> float:
+    return float(2 * results[0].numel() * args[0].shape[-1])
 
 
-def _recurrent(args: Sequence[Any], made: Sequence[Tensor]) -> float:
+def _recurrent_flops(args: Sequence[Any], results: Sequence[Tensor]) -> float:
     positions = math.prod(args[0].shape[:2])
     return float(2 * positions * (args[1].numel() + args[2].numel()))
 
 
 _PRODUCTS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], float]] = {
-    "aten::mm": _matrix,
-    "aten::bmm": _matrix,
-    "aten::addmm": _matrix_added,
-    "aten::baddbmm": _matrix_added,
-    "aten::convolution": _convolution,
-    "aten::_grouped_mm": _grouped,
-    "aten::mkldnn_rnn_layer": _recurrent,
+    "aten::mm": _matmul_flops,
+    "aten::bmm": _matmul_flops,
+    "aten::addmm": _addmm_flops,
+    "aten::baddbmm": _addmm_flops,
+    "aten::convolution": _convolution_flops,
+    "aten::_grouped_mm": _grouped_matmul_flops,
+    "aten::mkldnn_rnn_layer": _recurrent_flops,
 }
 _ATTENTION = {
     "aten::_scaled_dot_product_flash_attention",

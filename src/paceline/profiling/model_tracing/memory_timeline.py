@@ -15,7 +15,7 @@ from paceline.profiling.model_tracing.memory_tracker import KINDS, MemoryByKind
 
 Bytes = tuple[int, ...]
 Part = list[tuple[str, Bytes]]
-Turn = tuple[int, int]
+ExtraIteration = tuple[int, int]
 
 
 @dataclass
@@ -24,113 +24,122 @@ class MemoryTimeline:
 
     parts: list[Part] = field(default_factory=lambda: [[]])
 
-    def note(self, name: str, held: Bytes) -> None:
+    def record(self, name: str, num_bytes: Bytes) -> None:
         """Record the bytes held at this operation."""
-        self.parts[-1].append((name, held))
+        self.parts[-1].append((name, num_bytes))
 
-    def turn(self) -> None:
+    def start_part(self) -> None:
         """Start another part."""
         if self.parts[-1]:
             self.parts.append([])
 
 
-def peak_of(base: MemoryTimeline, more: Sequence[tuple[MemoryTimeline, int]]) -> MemoryByKind | None:
+def extrapolate_peak(base: MemoryTimeline, longer: Sequence[tuple[MemoryTimeline, int]]) -> MemoryByKind | None:
     """Return the peak with added blocks, or None if the steps differ in anything but those blocks.
 
     `longer` has a pair per chain of blocks: the timeline with one more block, and how many blocks to add.
     """
-    if any(len(journal.parts) != len(base.parts) for journal, _ in more):
+    if any(len(journal.parts) != len(base.parts) for journal, _ in longer):
         return None
-    found: list[Bytes] = []
+    totals: list[Bytes] = []
     for place, part in enumerate(base.parts):
         rows = [[held for _, held in part]]
-        for journal, blocks in more:
-            turns = _turns(part, journal.parts[place])
-            if turns is None:
+        for journal, blocks in longer:
+            iterations = _find_extra_iterations(part, journal.parts[place])
+            if iterations is None:
                 return None
-            rows.append([_grown(pair, blocks) for pair in _pairs(part, journal.parts[place], turns)])
-        found += [tuple(map(sum, zip(*each, strict=True))) for each in zip(*rows, strict=True)]
-    most = max(found, key=sum, default=())
-    return MemoryByKind(**dict(zip(KINDS, most, strict=False)))
+            rows.append([_added_bytes(pair, blocks) for pair in _byte_pairs(part, journal.parts[place], iterations)])
+        totals += [tuple(map(sum, zip(*each, strict=True))) for each in zip(*rows, strict=True)]
+    peak = max(totals, key=sum, default=())
+    return MemoryByKind(**dict(zip(KINDS, peak, strict=False)))
 
 
-def extrapolate(base: MemoryTimeline, more: MemoryTimeline, blocks: int) -> MemoryTimeline | None:
+def extrapolate(base: MemoryTimeline, longer: MemoryTimeline, blocks: int) -> MemoryTimeline | None:
     """Return the timeline with `blocks` more than `base`; `longer` has one more. None if the others differ."""
-    if len(more.parts) != len(base.parts):
+    if len(longer.parts) != len(base.parts):
         return None
-    found = MemoryTimeline(parts=[])
-    for few, other in zip(base.parts, more.parts, strict=True):
-        turns = _turns(few, other)
-        lines = None if turns is None else _lines(few, other, turns, blocks)
-        if lines is None:
+    extrapolated = MemoryTimeline(parts=[])
+    for few, other in zip(base.parts, longer.parts, strict=True):
+        iterations = _find_extra_iterations(few, other)
+        part = None if iterations is None else _extrapolate_part(few, other, iterations, blocks)
+        if part is None:
             return None
-        found.parts.append(lines)
-    return found
+        extrapolated.parts.append(part)
+    return extrapolated
 
 
-def _lines(few: Part, more: Part, turns: Sequence[Turn], blocks: int) -> Part | None:
+def _extrapolate_part(
+    short_part: Part, longer_part: Part, iterations: Sequence[ExtraIteration], blocks: int
+) -> Part | None:
     """Return the operations of one part, with each inserted block's bytes interpolated."""
-    grown = [_grown(pair, blocks) for pair in _pairs(few, more, turns)]
-    held = [(name, tuple(map(add, own, more_))) for (name, own), more_ in zip(few, grown, strict=True)]
-    found: Part = []
-    before = 0
-    for turn, once in turns:
-        found += held[before:turn]
-        last, following = held[max(0, turn - once) : turn], held[turn : turn + once]
-        if [name for name, _ in last] != [name for name, _ in following] or len(last) != once:
+    added = [_added_bytes(pair, blocks) for pair in _byte_pairs(short_part, longer_part, iterations)]
+    totals = [(name, tuple(map(add, own, more_))) for (name, own), more_ in zip(short_part, added, strict=True)]
+    operations: Part = []
+    previous_end = 0
+    for position, num_operations in iterations:
+        operations += totals[previous_end:position]
+        preceding, following = (
+            totals[max(0, position - num_operations) : position],
+            totals[position : position + num_operations],
+        )
+        if [name for name, _ in preceding] != [name for name, _ in following] or len(preceding) != num_operations:
             return None
         for block in range(1, blocks + 1):
-            for (name, low), (_, high) in zip(last, following, strict=True):
+            for (name, low), (_, high) in zip(preceding, following, strict=True):
                 steps = [divmod((b - a) * block, blocks + 1) for a, b in zip(low, high, strict=True)]
                 if any(rest for _, rest in steps):
                     return None
-                found.append((name, tuple(a + step for a, (step, _) in zip(low, steps, strict=True))))
-        before = turn
-    return found + held[before:]
+                operations.append((name, tuple(a + step for a, (step, _) in zip(low, steps, strict=True))))
+        previous_end = position
+    return operations + totals[previous_end:]
 
 
-def _grown(pair: tuple[Bytes, Bytes], blocks: int) -> Bytes:
+def _added_bytes(pair: tuple[Bytes, Bytes], blocks: int) -> Bytes:
     return tuple((b - a) * blocks for a, b in zip(*pair, strict=True))
 
 
-def _pairs(few: Part, more: Part, turns: Sequence[Turn]) -> list[tuple[Bytes, Bytes]]:
+def _byte_pairs(short_part: Part, longer_part: Part, iterations: Sequence[ExtraIteration]) -> list[tuple[Bytes, Bytes]]:
     """Return the bytes at each operation of `short_part`, and at the same operation of `longer_part`."""
-    ends = [turn for turn, _ in turns]
-    added = list(accumulate((once for _, once in turns), initial=0))
-    return [(held, more[at + added[bisect_right(ends, at)]][1]) for at, (_, held) in enumerate(few)]
+    ends = [turn for turn, _ in iterations]
+    added = list(accumulate((once for _, once in iterations), initial=0))
+    return [(held, longer_part[at + added[bisect_right(ends, at)]][1]) for at, (_, held) in enumerate(short_part)]
 
 
-def _turns(few: Part, more: Part) -> list[Turn] | None:
+def _find_extra_iterations(short_part: Part, longer_part: Part) -> list[ExtraIteration] | None:
     """Return the positions at which `longer_part` has one more iteration of a loop over blocks, and its operations.
 
     The position is the middle of the loop. Return None if there is another difference.
     """
-    names, others = [name for name, _ in few], [name for name, _ in more]
-    found: list[Turn] = []
-    known = added = 0
-    while added < len(others) - len(names):
-        stop = known + _alike(names, others, known, known + added)
-        left = len(others) - len(names) - added
-        rounds = _rounds(others, stop + added, left)
-        if not rounds:
+    names, longer_names = [name for name, _ in short_part], [name for name, _ in longer_part]
+    iterations: list[ExtraIteration] = []
+    matched = added = 0
+    while added < len(longer_names) - len(names):
+        stop = matched + _common_length(names, longer_names, matched, matched + added)
+        remaining = len(longer_names) - len(names) - added
+        lengths = _iteration_lengths(longer_names, stop + added, remaining)
+        if not lengths:
             return None
-        runs = {n: _alike(names, others, stop, stop + added + n) for n in rounds}
+        common_lengths = {n: _common_length(names, longer_names, stop, stop + added + n) for n in lengths}
         # a loop that continues to the end takes all remaining operations
-        once = max(rounds, key=lambda n: (runs[n], n == left))
+        num_operations = max(lengths, key=lambda n: (common_lengths[n], n == remaining))
         start = stop
-        while start > known and others[start - 1 + added] == others[start - 1 + added + once]:
+        while start > matched and longer_names[start - 1 + added] == longer_names[start - 1 + added + num_operations]:
             start -= 1
-        found.append(((start + stop) // 2, once))
-        known, added = stop, added + once
-    return found if names[known:] == others[known + added :] else None
+        iterations.append(((start + stop) // 2, num_operations))
+        matched, added = stop, added + num_operations
+    return iterations if names[matched:] == longer_names[matched + added :] else None
 
 
-def _rounds(names: list[str], at: int, most: int) -> list[int]:
+def _iteration_lengths(names: list[str], position: int, max_length: int) -> list[int]:
     """Return the possible lengths of a loop's extra iteration: it equals the operations just before it."""
-    return [n for n in range(1, min(most, at) + 1) if names[at - n : at] == names[at : at + n]]
+    return [
+        n
+        for n in range(1, min(max_length, position) + 1)
+        if names[position - n : position] == names[position : position + n]
+    ]
 
 
-def _alike(names: list[str], others: list[str], start: int, other: int) -> int:
+def _common_length(names: list[str], longer_names: list[str], start: int, longer_start: int) -> int:
     """Return how many operations are equal in both from these positions on."""
-    pairs = zip(islice(names, start, None), islice(others, other, None), strict=False)
+    pairs = zip(islice(names, start, None), islice(longer_names, longer_start, None), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -44,7 +44,7 @@ class MemoryByKind:
 
 
 def memory_at_rest(
-    *, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), shares: Sequence[Tensor] = ()
+    *, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), updated_tensors: Sequence[Tensor] = ()
 ) -> MemoryByKind:
     """Return this rank's bytes between two steps, without padding; shared memory counts once.
 
@@ -53,23 +53,23 @@ def memory_at_rest(
     """
     parameters = list(model.parameters())
     return MemoryByKind(
-        parameters=elements(parameters),
-        gradients=elements([p.grad for p in [*parameters, *shares] if p.grad is not None]),
-        optimizer=elements(list(optimizer_tensors(optimizers))),
-        buffers=elements(list(model.buffers())),
+        parameters=element_bytes(parameters),
+        gradients=element_bytes([p.grad for p in [*parameters, *updated_tensors] if p.grad is not None]),
+        optimizer=element_bytes(list(optimizer_tensors(optimizers))),
+        buffers=element_bytes(list(model.buffers())),
     )
 
 
-def elements(tensors: Sequence[Tensor]) -> int:
+def element_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of the tensors' elements on this rank; an expanded tensor counts its memory once."""
-    found: dict[int, tuple[int, dict[tuple[int, torch.Size], int]]] = {}
+    sizes: dict[int, tuple[int, dict[tuple[int, torch.Size], int]]] = {}
     for each in map(local_tensor, tensors):
         if each.is_meta:  # the memory is on another rank
             continue
         storage = each.untyped_storage()
-        _, views = found.setdefault(id(storage), (storage.nbytes(), {}))
+        _, views = sizes.setdefault(id(storage), (storage.nbytes(), {}))
         views[(int(each.storage_offset()), each.shape)] = each.numel() * each.element_size()
-    return sum(min(size, sum(views.values())) for size, views in found.values())
+    return sum(min(size, sum(views.values())) for size, views in sizes.values())
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -85,14 +85,14 @@ def optimizer_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[T
     """Yield the tensors of the optimizers' states."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
-            yield from _within(state)
+            yield from _counted_tensors(state)
 
 
 @dataclass
-class _Live:
+class _LiveStorage:
     num_bytes: int
     kind: str
-    gone: "weakref.ref[UntypedStorage]"
+    reference: "weakref.ref[UntypedStorage]"
 
 
 class StorageTracker:
@@ -100,24 +100,24 @@ class StorageTracker:
 
     def __init__(self) -> None:
         self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
-        self._is_told = False
+        self._is_finished = False
 
-    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def observe(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record the storages that an operation created; a view of an input has no new storage."""
-        if self._is_told:
+        if self._is_finished:
             return
-        for storage in _new(result, self._storages, args, kwargs):
-            place = id(storage)
-            self._storages[place] = weakref.ref(storage, partial(self._forget, place))
+        for storage in _new_storages(result, self._storages, args, kwargs):
+            storage_id = id(storage)
+            self._storages[storage_id] = weakref.ref(storage, partial(self._forget, storage_id))
 
-    def _forget(self, place: int, _: object) -> None:
-        self._storages.pop(place, None)
+    def _forget(self, storage_id: int, _: object) -> None:
+        self._storages.pop(storage_id, None)
 
     def storages(self) -> list[UntypedStorage]:
         """Return the storages that are alive, and stop tracking."""
-        self._is_told = True
-        found = [known() for known in list(self._storages.values())]
-        return [storage for storage in found if storage is not None]
+        self._is_finished = True
+        storages = [known() for known in list(self._storages.values())]
+        return [storage for storage in storages if storage is not None]
 
 
 class MemoryTracker(DispatchMode):
@@ -137,37 +137,37 @@ class MemoryTracker(DispatchMode):
         *,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer] = (),
-        shares: Sequence[Tensor] = (),
-        others: Iterable[UntypedStorage] = (),
+        updated_tensors: Sequence[Tensor] = (),
+        other_storages: Iterable[UntypedStorage] = (),
         device: str = "cpu",
-        moment: Callable[[Any, Any], int] | None = None,
-        beside: Callable[[], int] | None = None,
-        note: Callable[[str, tuple[int, ...]], None] | None = None,
-        turn: Callable[[], None] | None = None,
+        operator_bytes: Callable[[Any, Any], int] | None = None,
+        extra_bytes: Callable[[], int] | None = None,
+        on_operation: Callable[[str, tuple[int, ...]], None] | None = None,
+        on_phase_change: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._moment, self._beside = device, moment, beside
-        self._note, self._turn = note, turn
-        self._parameters = list({id(p): p for p in (*model.parameters(), *shares)}.values())
+        self._device, self._operator_bytes, self._extra_bytes = device, operator_bytes, extra_bytes
+        self._on_operation, self._on_phase_change = on_operation, on_phase_change
+        self._parameters = list({id(p): p for p in (*model.parameters(), *updated_tensors)}.values())
         self._bytes = dict.fromkeys(KINDS, 0)
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, _LiveStorage] = {}
         self._without_gradient = [p for p in self._parameters if p.requires_grad]
         self._was_backward = False
         self._exits = ExitStack()
-        self._most = 0
+        self._peak_bytes = 0
         self.peak = MemoryByKind()
         """The bytes of each kind when their sum was highest."""
         self.kept_bytes = 0
         """The activations when backward began; the maximum over the microbatches."""
-        for kind, tensors in self._known(model, optimizers, shares):
+        for kind, tensors in self._initial_tensors(model, optimizers, updated_tensors):
             for tensor in tensors:
-                self._follow(local_tensor(tensor).untyped_storage(), kind)
-        for storage in others:
-            self._follow(storage, "activations")
+                self._track(local_tensor(tensor).untyped_storage(), kind)
+        for storage in other_storages:
+            self._track(storage, "activations")
 
     def __enter__(self) -> "MemoryTracker":
-        self._exits.enter_context(storage_resizes(self._resized))
-        self._compare("begun")
+        self._exits.enter_context(storage_resizes(self._on_resize))
+        self._update_peak("begun")
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -184,55 +184,55 @@ class MemoryTracker(DispatchMode):
         if backward and not self._was_backward:
             self.kept_bytes = max(self.kept_bytes, self._bytes["activations"])
         if self._was_backward and not backward:
-            self._gradients()
+            self._reclassify_gradients()
             self._without_gradient = [p for p in self._parameters if p.requires_grad]
-        if backward != self._was_backward and self._turn is not None:
-            self._turn()
+        if backward != self._was_backward and self._on_phase_change is not None:
+            self._on_phase_change()
         self._was_backward = backward
         name = name_of(func)
-        if self._moment is not None:
-            self._compare(name, self._moment(func, args))
+        if self._operator_bytes is not None:
+            self._update_peak(name, self._operator_bytes(func, args))
         result = func(*args, **(kwargs or {}))
-        for storage in _new(result, self._live, args, kwargs):
-            self._follow(storage, "activations")
-        self._compare(name, has_gradients=self._moment is None)  # a running operation creates no gradients
+        for storage in _new_storages(result, self._live, args, kwargs):
+            self._track(storage, "activations")
+        self._update_peak(name, has_gradients=self._operator_bytes is None)  # a running operation creates no gradients
         return result
 
-    def _known(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], shares: Sequence[Tensor]
+    def _initial_tensors(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], updated_tensors: Sequence[Tensor]
     ) -> Iterator[tuple[str, list[Tensor]]]:
         yield "parameters", list(model.parameters())
         yield "gradients", [p.grad for p in self._parameters if p.grad is not None]
-        yield "optimizer", [*optimizer_tensors(optimizers), *shares]
+        yield "optimizer", [*optimizer_tensors(optimizers), *updated_tensors]
         yield "buffers", list(model.buffers())
 
-    def _follow(self, storage: UntypedStorage, kind: str) -> None:
-        place = id(storage)
-        if place in self._live or storage.device.type != self._device:
+    def _track(self, storage: UntypedStorage, kind: str) -> None:
+        storage_id = id(storage)
+        if storage_id in self._live or storage.device.type != self._device:
             return
-        gone = weakref.ref(storage, lambda _: self._forget(place))
-        self._live[place] = _Live(storage.nbytes(), kind, gone)
+        reference = weakref.ref(storage, lambda _: self._forget(storage_id))
+        self._live[storage_id] = _LiveStorage(storage.nbytes(), kind, reference)
         self._bytes[kind] += storage.nbytes()
 
-    def _forget(self, place: int) -> None:
-        live = self._live.pop(place, None)
+    def _forget(self, storage_id: int) -> None:
+        live = self._live.pop(storage_id, None)
         if live is not None:
             self._bytes[live.kind] -= live.num_bytes
 
-    def _resized(self, storage: UntypedStorage) -> None:
+    def _on_resize(self, storage: UntypedStorage) -> None:
         live = self._live.get(id(storage))
         if live is None:
-            self._follow(storage, "activations")
+            self._track(storage, "activations")
         else:
             self._bytes[live.kind] += storage.nbytes() - live.num_bytes
             live.num_bytes = storage.nbytes()
-        self._compare("resized")
+        self._update_peak("resized")
 
-    def _gradients(self) -> None:
+    def _reclassify_gradients(self) -> None:
         """Reclassify activations that have become gradients."""
         if all(map(is_, map(_GRADIENT, self._without_gradient), repeat(None))):  # as after most operations
             return
-        left = [parameter for parameter in self._without_gradient if parameter.grad is None]
+        remaining = [parameter for parameter in self._without_gradient if parameter.grad is None]
         for gradient in (parameter.grad for parameter in self._without_gradient):
             if gradient is None:
                 continue
@@ -241,34 +241,34 @@ class MemoryTracker(DispatchMode):
                 self._bytes["activations"] -= live.num_bytes
                 self._bytes["gradients"] += live.num_bytes
                 live.kind = "gradients"
-        self._without_gradient = left
+        self._without_gradient = remaining
 
-    def _compare(self, name: str, moment_bytes: int = 0, *, has_gradients: bool = True) -> None:
-        moment_bytes += 0 if self._beside is None else self._beside()
-        there = sum(self._bytes.values()) + moment_bytes
-        is_most = there > self._most
-        if has_gradients and self._was_backward and (is_most or self._note is not None):
-            self._gradients()
-        if is_most:
-            self._most = there
-            self.peak = MemoryByKind(**{**self._bytes, "activations": self._bytes["activations"] + moment_bytes})
-        if self._note is not None:
-            *others, activations = self._bytes.values()
-            self._note(name, (*others, activations + moment_bytes))
+    def _update_peak(self, name: str, operator_bytes: int = 0, *, has_gradients: bool = True) -> None:
+        operator_bytes += 0 if self._extra_bytes is None else self._extra_bytes()
+        total = sum(self._bytes.values()) + operator_bytes
+        is_peak = total > self._peak_bytes
+        if has_gradients and self._was_backward and (is_peak or self._on_operation is not None):
+            self._reclassify_gradients()
+        if is_peak:
+            self._peak_bytes = total
+            self.peak = MemoryByKind(**{**self._bytes, "activations": self._bytes["activations"] + operator_bytes})
+        if self._on_operation is not None:
+            *other_kinds, activations = self._bytes.values()
+            self._on_operation(name, (*other_kinds, activations + operator_bytes))
 
 
-def _new(result: Any, known: Container[int], args: Any, kwargs: Any) -> list[UntypedStorage]:
+def _new_storages(result: Any, known: Container[int], args: Any, kwargs: Any) -> list[UntypedStorage]:
     """Return the storages of an operation's results that are neither known nor its inputs."""
-    new = {}
-    for storage in map(Tensor.untyped_storage, _within(result)):
+    storages = {}
+    for storage in map(Tensor.untyped_storage, _counted_tensors(result)):
         if id(storage) not in known:
-            new[id(storage)] = storage
-    if new:
-        for tensor in _within([args, kwargs]):
-            new.pop(id(tensor.untyped_storage()), None)
-    return list(new.values())
+            storages[id(storage)] = storage
+    if storages:
+        for tensor in _counted_tensors([args, kwargs]):
+            storages.pop(id(tensor.untyped_storage()), None)
+    return list(storages.values())
 
 
-def _within(value: Any) -> Iterator[Tensor]:
+def _counted_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the dense tensors with memory in nested values."""
     return (t for t in tensor_leaves(value) if t.layout is torch.strided and t.device.type != "meta")

@@ -13,7 +13,7 @@ from paceline.launch.failures.oom_detection import process_memory
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.profiling.calibration_store import record_forecast_ratio
 from paceline.profiling.cpu_contention import CpuTimes, cpu_contention, read_cpu_times
-from paceline.profiling.machine_benchmarks.benchmark_cache import fingerprint
+from paceline.profiling.machine_benchmarks.benchmark_cache import machine_fingerprint
 from paceline.trainer.diagnostics.memory_report import MemoryBaseline
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
@@ -64,7 +64,9 @@ class ForecastCheck:
         """Report the comparison once enough steps have run, or the run is over."""
         if self._forecast is None or self._report is not None or not (len(self._times) >= STEPS or is_last_step):
             return
-        cpu_times = None if self._start_cpu_times is None else vars(read_cpu_times().since(self._start_cpu_times))
+        cpu_times = (
+            None if self._start_cpu_times is None else vars(read_cpu_times().difference_from(self._start_cpu_times))
+        )
         by_rank = self._setup.world.gather_json([self._peak_bytes(), self._seconds(), cpu_times])
         peaks = [peak for peak, _, _ in by_rank if peak is not None]
         forecast, seconds = self._forecast, max(seconds for _, seconds, _ in by_rank)
@@ -92,7 +94,7 @@ class ForecastCheck:
         if report is None or forecast is None or not self._setup.world.is_main:
             return
         with suppress(OSError, RuntimeError):
-            machine = fingerprint(ranks=plan.mesh.ranks, device=plan.device)
+            machine = machine_fingerprint(ranks=plan.mesh.ranks, device=plan.device)
             if machine.threads != plan.threads:
                 return
             is_time_reliable = not report.others and forecast.step_seconds / forecast.longer >= _LEAST_SECONDS

@@ -64,7 +64,7 @@ def _describe_memory(error: Exception, setup: TrainingSetup | None, memory_basel
         }
         return out_of_memory_error(error, phase="building the model", held=bytes_by_purpose, limit=limit)
     parameters = [member.parameter for member in setup.named]
-    model_memory = memory_at_rest(model=setup.model, optimizers=setup.update.optimizers, shares=parameters)
+    model_memory = memory_at_rest(model=setup.model, optimizers=setup.update.optimizers, updated_tensors=parameters)
     model_bytes = {
         "parameters": model_memory.parameters + model_memory.buffers,
         "gradients": model_memory.gradients,
