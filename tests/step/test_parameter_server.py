@@ -270,7 +270,7 @@ def test_workers_that_are_killed_at_any_moment_lose_and_double_nothing(shop: Sho
 def test_a_killed_worker_is_back_soon(shop: Shop) -> None:
     words = ("--update", "ps,staleness=2", "--faults", "kill rank=1 step=3")
     ended = count(shop, *words, ranks=3, epochs=100, environ={"DELAY": "0.02"})
-    assert ended.code == 0 and "rank 1 is back, a worker as before" in notes(shop, "run"), ended.text
+    assert ended.code == 0 and "the worker of rank 1 has restarted" in notes(shop, "run"), ended.text
     all_seen(shop, epochs=100, updates=1000)
 
 

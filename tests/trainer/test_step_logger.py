@@ -16,7 +16,7 @@ EACH = 0.02
 def lines(*, lag: int, steps: int, every: int) -> list[StepDone]:
     """What is logged of steps that take `EACH` seconds, of 8 samples and 24 tokens."""
     told: list[Any] = []
-    replica = SimpleNamespace(buffers=SimpleNamespace(new_notes=list), contract=SimpleNamespace(note=""), tapes=())
+    replica = SimpleNamespace(buffers=SimpleNamespace(new_notes=list), contract=SimpleNamespace(note=""), state_recorders=())
     built: Any = SimpleNamespace(
         settings=SimpleNamespace(log=SimpleNamespace(every=every, statistics=False)),
         job=SimpleNamespace(best=None, early_stopping=None, metrics={}, eval_data=None),

@@ -1,4 +1,4 @@
-"""Errors that are raised on every rank if they occur on one, so that no rank waits for one that has failed."""
+"""Errors that are raised on every rank if they occur on one, so that no rank waits for a failed one."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -43,9 +43,9 @@ def raise_for_all(world: World, problem: CheckpointError | None) -> None:
 
 
 def all_arrived_within(world: World, what: str, *, seconds: float = 5.0) -> bool:
-    """Return whether every rank calls this within `seconds`, so that no rank waits for one that has given up.
+    """Return whether every rank calls this within `seconds`. Return False if that cannot be determined.
 
-    Ranks that did not reach this point call nothing. The result is False if it cannot be determined.
+    Unlike a barrier, it does not hang if some ranks never call it.
     """
     if world.group is None:
         return True
@@ -61,7 +61,7 @@ def all_arrived_within(world: World, what: str, *, seconds: float = 5.0) -> bool
 
 
 def first_value_per_key(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the ranks' mappings; for each key the value of the first rank that has it is used."""
+    """Merge the ranks' mappings; each key gets the value of the first rank that has it."""
     found: dict[str, Any] = {}
     for said in told:
         for name, value in said.items():

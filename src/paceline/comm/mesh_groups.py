@@ -11,10 +11,9 @@ from paceline.planner.layout.mesh import AXIS_ORDER, DATA_AXES, GRADIENT_AXES, M
 class MeshGroups:
     """The process groups of this rank, one per mesh axis; each includes the rank itself.
 
-    `data` ranks have other samples of the same weights. `summed` is `data` combined with `cp`: their gradients are
-    summed. `shard_replicas` are the `summed` ranks that hold the same rows of sharded weights. `ep` splits `data` into
-    groups that divide the experts, and `expert_replicas` are the `summed` ranks that hold the same experts: the same
-    position in every group.
+    `data` are the ranks that train the same weights on other samples. `summed` is `data` combined with `cp`: the ranks
+    over which gradients are summed. `shard_replicas` are the `summed` ranks that hold the same shards. `ep` splits
+    `data` into groups that divide the experts; `expert_replicas` are the `summed` ranks that hold the same experts.
     """
 
     mesh: Mesh
@@ -37,7 +36,7 @@ class MeshGroups:
 
     @staticmethod
     def for_local_sgd_site(all_ranks: World, *, mesh: Mesh) -> "MeshGroups":
-        """Return the groups of one replica as if it were alone: its `all_ranks` holds the ranks of this site.
+        """Return the groups of this rank's site of local SGD: `all_ranks` is the world of this site only.
 
         Every rank calls this once.
         """
@@ -48,7 +47,7 @@ class MeshGroups:
     def _of(
         all_ranks: World, whole: Mesh, mesh: Mesh, part: Callable[[Sequence[Sequence[int]]], World]
     ) -> "MeshGroups":
-        """Return the worlds of `mesh`; `part` identifies its ranks by their positions in the `whole` mesh."""
+        """Return the groups of `mesh`. `split` creates a world from groups of positions in `full_mesh`."""
 
         def among(*axes: str) -> World:
             return part(whole.groups([axis for axis in axes if mesh.size(axis) > 1]))

@@ -1,4 +1,4 @@
-"""The world: this process's rank among all ranks, and their collectives. It is passed as an argument, never global."""
+"""The world: this process's rank and the collectives over all ranks. It is passed as an argument, never global."""
 
 import gc
 import json
@@ -32,7 +32,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchInfo:
-    """The position of this process, as a launcher sets it."""
+    """This process's rank and the rendezvous address, as a launcher sets them."""
 
     rank: int = 0
     world_size: int = 1
@@ -44,7 +44,7 @@ class LaunchInfo:
 
     @staticmethod
     def read(environ: Mapping[str, str]) -> "LaunchInfo":
-        """Read the environment variables that torchrun and our own launcher set."""
+        """Read the environment variables that torchrun and Paceline's launcher set."""
         environ = own_environ(environ)
         port, fd = environ.get("MASTER_PORT"), environ.get(LISTEN_FD)
         return LaunchInfo(
@@ -60,7 +60,7 @@ class LaunchInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEntrance:
-    """The address at which processes outside a world connect; `session` distinguishes successive openings."""
+    """The address at which workers outside the world connect; a new `session` separates it from an earlier one."""
 
     place: LaunchInfo
     session: str = "run"
@@ -80,8 +80,8 @@ class PendingMessage(Protocol):
 class World:
     """The processes that train together. With one process nothing is sent and no group is created.
 
-    `store` is the rendezvous store; None if another launcher keeps it, until `words` connects to it. If processes
-    outside this world come and go, they connect at `entrance`, and `store` answers them.
+    `store` is the rendezvous store. It is None until `connect_store` connects to it, if another launcher hosts it.
+    Workers outside this world, which may restart, connect at `worker_endpoint` through `store`.
     """
 
     rank: int = 0
@@ -150,10 +150,10 @@ class World:
         )
 
     def words(self) -> Store:
-        """Return the store where ranks leave messages for each other; if another launcher keeps it, connect first.
+        """Return the rendezvous store; if another launcher hosts it, connect to it first.
 
         Raises:
-            dist.DistError, RuntimeError: the process that keeps the store has exited.
+            dist.DistError, RuntimeError: the process that hosts the store has exited.
         """
         if self.store is None:
             place = LaunchInfo.read(os.environ)
@@ -183,11 +183,11 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """True if this rank writes output that is written once."""
+        """True on rank 0, which writes the run's output."""
         return self.rank == 0
 
     def sends(self, kind: str, tensor: torch.Tensor) -> None:
-        """Count the bytes that are sent in this group; `bytes_sent.SHARES` lists the kinds."""
+        """Add the bytes that a collective sends to `traffic`; `bytes_sent.SHARES` lists the kinds of collectives."""
         self.traffic.sent_bytes += self._shares[kind] * tensor.nbytes
 
     @cached_property
@@ -195,7 +195,7 @@ class World:
         return {kind: share(self.world_size) for kind, share in SHARES.items()}
 
     def all_reduce(self, tensor: torch.Tensor, *, op: Op = "sum") -> torch.Tensor:
-        """Reduce in place over all ranks and return it."""
+        """Reduce the tensor in place over all ranks and return it."""
         if self.group is not None:
             self.sends("all_reduce", tensor)
             dist.all_reduce(tensor, op=_OPS[op], group=self.group)
@@ -209,12 +209,12 @@ class World:
         return _waiting(dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True))
 
     def start_all_to_all(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
-        """Start to send row r of `source` to rank r, and to fill row r of `target` with the row that rank r sends."""
+        """Start an all-to-all: row r of `source` is sent to rank r, and row r of `target` receives rank r's row."""
         self.sends("all_to_all", source)
         return _waiting(dist.all_to_all_single(target, source, group=self.group, async_op=True))
 
     def all_gather(self, tensor: torch.Tensor, *, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-        """Return every rank's tensor; rank r's has `shapes[r]`. Smaller ones are sent padded to the largest."""
+        """Return every rank's tensor; rank r's has `shapes[r]`. Smaller tensors are padded to the largest."""
         if self.group is None:
             return [tensor]
         sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -235,7 +235,7 @@ class World:
         return own
 
     def all_to_all(self, rows: torch.Tensor, *, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
-        """Send the next `send[r]` rows to rank r; return the rows received, `receive[r]` from rank r, concatenated."""
+        """Send `send[r]` consecutive rows to rank r; return `receive[r]` rows from each rank r, in rank order."""
         if self.group is None:
             return rows.clone()
         got = rows.new_empty(sum(receive), *rows.shape[1:])
@@ -246,7 +246,7 @@ class World:
     def start_ring_shift(
         self, tensors: Sequence[torch.Tensor], *, shapes: Sequence[Shape]
     ) -> Callable[[], list[torch.Tensor]]:
-        """Start sending to the next rank; the returned function waits for the previous rank's tensors, of `shapes`."""
+        """Start to send to the next rank. The returned function returns the previous rank's tensors, of `shapes`."""
         if self.group is None:
             return lambda: list(tensors)
         kept = [tensor.contiguous() for tensor in tensors]
@@ -267,12 +267,12 @@ class World:
         return wait
 
     def start_send(self, tensor: torch.Tensor, *, to: int, tag: int) -> "PendingMessage":
-        """Start to send to one rank, which receives with the same tag; the tensor must not change until it is sent."""
+        """Start to send a tensor to one rank. The tensor must not change before the send has completed."""
         self.sends("send", tensor)
         return _started(dist.isend(tensor, group=self.group, group_dst=to, tag=tag))
 
     def start_receive(self, tensor: torch.Tensor, *, source: int, tag: int) -> "PendingMessage":
-        """Start to fill a tensor with the message that one rank sends with this tag."""
+        """Start to receive a tensor that one rank sends with this tag."""
         return _started(dist.irecv(tensor, group=self.group, group_src=source, tag=tag))
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
@@ -303,7 +303,7 @@ class World:
         return self.gather_json(value if self.rank == source else None)[source]
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         self.all_reduce(torch.zeros(1, device=self.device))
 
     def close(self) -> None:
@@ -314,7 +314,7 @@ class World:
         self.let_go()
 
     def let_go(self) -> None:
-        """Drop this reference to the group; the group's threads have to end before the interpreter does."""
+        """Release the group and the store; the group's threads must end before the interpreter exits."""
         if self.group is not None:
             for world in (self, *self.parts.values()):
                 object.__setattr__(world, "group", None)
@@ -323,11 +323,11 @@ class World:
 
 
 _joined: list[dist.ProcessGroup | None] = []
-"""The group of the world that this process is in, or that a failed run left behind."""
+"""The process group that Paceline has created in this process; it may belong to a failed run."""
 
 
 def _leave_failed_world() -> None:
-    """Destroy the group that a failed run left, so that a script that catches the error can start another run.
+    """Destroy the group of a failed run, so that a script that catches the error can start another run.
 
     Raises:
         UsageError: the script itself created the group.
@@ -345,11 +345,11 @@ def _leave_failed_world() -> None:
 
 
 _STORES: dict[tuple[str, int | None], tuple[Store, Iterator[int]]] = {}
-"""The store of each meeting point, and the number of the next world that meets there."""
+"""The store at each rendezvous address, and a counter of the worlds that were created with it."""
 
 
 def _next_store(place: LaunchInfo, timeout: timedelta) -> Store:
-    """Return a store for one world: later worlds at the same meeting point must not read the keys of earlier ones."""
+    """Return a store for one world, with a prefix: a world must not read keys of an earlier world in the same store."""
     point = place.address, place.port
     if point not in _STORES:
         _STORES[point] = _store(place, timeout), count()
@@ -358,7 +358,7 @@ def _next_store(place: LaunchInfo, timeout: timedelta) -> Store:
 
 
 def _store(place: LaunchInfo, timeout: timedelta) -> Store:
-    """Return the store of our launcher, whose rank 0 inherits a listening socket, or that of another launcher."""
+    """Return the store of Paceline's launcher, whose rank 0 inherits a listening socket, or of another launcher."""
     if own_environ(os.environ).get(LISTEN_FD) is None:
         store: Store = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
         return store
@@ -377,7 +377,7 @@ def _device(device_type: str, local_rank: int) -> torch.device:
         return torch.device(device_type)
     if local_rank >= torch.cuda.device_count():
         raise MachineError(
-            f"rank wants GPU {local_rank}, this machine has {torch.cuda.device_count()}.",
+            f"this rank needs GPU {local_rank}, but this machine has {torch.cuda.device_count()}.",
             hint="--device cpu, or fewer --ranks",
         )
     torch.cuda.set_device(local_rank)

@@ -1,7 +1,7 @@
-"""Ranks that threads of one process play: replicas of the `threads` layout, and ranks simulated to check a layout.
+"""Ranks as threads of one process: replicas of the `threads` layout, and ranks that are simulated to check a layout.
 
-Every replica posts a value in each round and reads all values once the last one has arrived. Every replica sums in
-replica order, so sums are deterministic and the same for all.
+In each round every replica posts a value, and reads all values once the last one has been posted. Every replica sums in
+replica order, so sums are deterministic and the same on all replicas.
 """
 
 import json
@@ -24,7 +24,7 @@ _SIMULATION_SECONDS = 60.0  # a simulated rank waits for computation of the same
 
 
 class PeerFailed(Exception):
-    """Another replica failed first; this replica's own error is of no interest."""
+    """Another replica failed first; that replica's error is reported instead of this one."""
 
 
 @dataclass
@@ -34,10 +34,10 @@ class _Round:
 
 
 class ThreadRendezvous:
-    """A rendezvous in numbered rounds; a replica may post the next round before it has read the last one.
+    """A rendezvous in numbered rounds. A replica may post to the next round before it has read the previous one.
 
-    `pause(replica)` is a context in which that replica waits for the others. `simulates`: they are ranks that are
-    simulated to check a layout, which an error says.
+    `pause(replica)` returns a context in which that replica waits for the others. `simulates`: the replicas are
+    simulated ranks; error messages then name them so.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ThreadRendezvous:
             self._changed.notify_all()
 
     def post(self, value: Any, *, replica: int) -> Callable[[], list[Any]]:
-        """Post a value for this round; the returned function waits for all replicas' values."""
+        """Post a value to this replica's next round. The returned function waits for all replicas' values."""
         with self._changed:
             number = self._next[replica]
             self._next[replica] += 1
@@ -85,13 +85,13 @@ class ThreadRendezvous:
         return lambda: self._collect(place, replica)
 
     def send(self, value: Any, *, address: tuple[int, int, int]) -> None:
-        """Leave a message for one replica: `address` is (sender, receiver, tag)."""
+        """Store a message for one replica; `address` is (sender, receiver, tag)."""
         with self._changed:
             self._mail[address] = value
             self._changed.notify_all()
 
     def receive(self, *, address: tuple[int, int, int]) -> Any:
-        """Wait for the message sent to this address, and return it."""
+        """Wait for the message at this address, and return it."""
         with self._pause(address[1]), self._changed:
             came = self._changed.wait_for(lambda: self._is_over or address in self._mail, self._timeout)
             if address in self._mail:
@@ -103,7 +103,7 @@ class ThreadRendezvous:
             came = self._changed.wait_for(lambda: self._is_over or place.present == self.replicas, self._timeout)
             if place.present == self.replicas:
                 return place.values
-        raise PeerFailed if came else self._late(f"only {place.present} of {self.replicas} replicas came")
+        raise PeerFailed if came else self._late(f"only {place.present} of {self.replicas} replicas arrived")
 
     def _late(self, what: str) -> RunError:
         if self._simulates:
@@ -121,12 +121,12 @@ class ThreadRendezvous:
 
 @dataclass(frozen=True)
 class _Delivery:
-    """A message to a replica; `wait` returns once it has arrived."""
+    """A message between replicas, sent or received; `wait` completes it."""
 
     arrive: Callable[[], object] = lambda: None
 
     def is_completed(self) -> bool:
-        """Return False: a message makes no progress before `wait`."""
+        """Return False: a message is only completed by `wait`."""
         return False
 
     def wait(self) -> object:
@@ -136,7 +136,7 @@ class _Delivery:
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadWorld(World):
-    """A world of the replicas of one process: `rank` is the replica's number. Nothing leaves the process."""
+    """A world of the replicas of one process: `rank` is the replica's number. No data leaves the process."""
 
     meeting: ThreadRendezvous = field(repr=False)
 
@@ -168,7 +168,7 @@ class ThreadWorld(World):
         """Send rows to every replica and return the received rows."""
         found = self.exchange(rows.detach().clone().split(list(send)))
         got = [parts[self.rank].to(rows.device) for parts in found]
-        assert [len(part) for part in got] == list(receive), "other rows came than this rank's route says"
+        assert [len(part) for part in got] == list(receive), "received a different number of rows than this rank's route expects"
         return torch.cat(got)
 
     def start_ring_shift(self, tensors: Sequence[Tensor], *, shapes: Sequence[Shape]) -> Callable[[], list[Tensor]]:
@@ -184,12 +184,12 @@ class ThreadWorld(World):
         return wait
 
     def start_send(self, tensor: Tensor, *, to: int, tag: int) -> PendingMessage:
-        """Leave a copy of the tensor for one replica."""
+        """Send a copy of the tensor to one replica."""
         self.meeting.send(tensor.detach().clone(), address=(self.rank, to, tag))
         return _Delivery()
 
     def start_receive(self, tensor: Tensor, *, source: int, tag: int) -> PendingMessage:
-        """Return a message; waiting for it fills the tensor with what one replica has sent."""
+        """Return a pending message; waiting for it copies what one replica has sent into the tensor."""
         address = (source, self.rank, tag)
         return _Delivery(lambda: tensor.detach().copy_(self.meeting.receive(address=address)))
 
@@ -204,13 +204,13 @@ class ThreadWorld(World):
         return [json.loads(text) for text in self.exchange(json.dumps(value))]
 
     def close(self) -> None:
-        """Do nothing: the owner of the process's world closes it."""
+        """Do nothing: the caller closes the world of the process."""
 
 
 def thread_worlds(
     *, replicas: int, world: World | None = None, timeout_seconds: float = _PATIENCE_SECONDS
 ) -> list[World]:
-    """Return one world per replica; on GPUs replica k uses GPU k. A single replica keeps the world unchanged."""
+    """Return one world per replica; on GPUs replica k uses GPU k. For a single replica return the world unchanged."""
     world = world or World.alone()
     if replicas == 1:
         return [world]
@@ -226,7 +226,7 @@ def _worlds(world: World, meeting: ThreadRendezvous) -> list[World]:
 
 
 def run_threads(work: Callable[[int], T], *, ranks: int, leave: Callable[[], None]) -> list[T]:
-    """Run `work(rank)` once per rank, each in a thread, and return the results; `leave` wakes ranks that wait for one.
+    """Run `work(rank)` in one thread per rank and return the results. After an error `leave` wakes the waiting ranks.
 
     Raises:
         BaseException: the error of the first rank that failed by itself.
@@ -253,9 +253,9 @@ def run_threads(work: Callable[[int], T], *, ranks: int, leave: Callable[[], Non
 
 
 def run_simulated_ranks(work: Callable[[World], T], *, ranks: int, seed: int | None = None) -> list[T]:
-    """Run `work` once per rank, each in its own thread and world, and return the results.
+    """Run `work` in one thread and world per rank, and return the results.
 
-    With a `seed`, each rank has its own random generators, seeded alike; otherwise all share the process's.
+    With a `seed`, each rank has its own random generators, all with this seed; else all share those of the process.
 
     Raises:
         BaseException: the error of the first rank that failed by itself.
@@ -279,7 +279,7 @@ def run_simulated_ranks(work: Callable[[World], T], *, ranks: int, seed: int | N
 
 
 class _Turns:
-    """Lets one rank run at a time, each with its own random generator states; all start from one seed."""
+    """A lock that lets one rank run at a time, with this rank's random generator states; all start from one seed."""
 
     def __init__(self, *, ranks: int, seed: int) -> None:
         seed_all(seed)
@@ -288,7 +288,7 @@ class _Turns:
 
     @contextmanager
     def of(self, rank: int) -> Iterator[None]:
-        """Run as this rank inside the block."""
+        """Return a context in which only this rank runs."""
         self._begin(rank)
         try:
             yield
@@ -297,7 +297,7 @@ class _Turns:
 
     @contextmanager
     def pause(self, rank: int) -> Iterator[None]:
-        """Let other ranks run inside the block."""
+        """Return a context in which other ranks may run."""
         self._end(rank)
         try:
             yield

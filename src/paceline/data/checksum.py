@@ -23,16 +23,16 @@ _DEEPEST = 200
 
 
 def checksum(sample: Any, start: int) -> int:
-    """Return the CRC that continues `start` over the content of one sample.
+    """Return the CRC of one sample's content, which continues the CRC `start`.
 
-    Equal content gives an equal number in every process. For an object whose content Python cannot copy (an open file,
-    a lock), only the type counts.
+    Equal content has an equal CRC in every process. For an object that Python cannot copy (an open file, a lock), the
+    CRC is that of its type.
     """
     return _Content().add(sample, start)
 
 
 class _Content:
-    """A walk over one sample; an object that contains itself counts as a number the second time."""
+    """A traversal of one sample. An object that contains itself is replaced by a number where it occurs again."""
 
     def __init__(self) -> None:
         self._open: dict[int, int] = {}
@@ -73,7 +73,7 @@ class _Content:
         return zlib.crc32(str(name).encode(), start) if isinstance(name, _SAID_BY_REPR) else self.add(name, start)
 
     def _copied(self, value: Any, start: int) -> int:
-        """Return the CRC over the parts from which `copy` and `pickle` would rebuild the object."""
+        """Return the CRC over the parts from which `copy` and `pickle` rebuild the object."""
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         start = zlib.crc32(kind.encode(), start)
         try:

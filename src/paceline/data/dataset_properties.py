@@ -1,4 +1,4 @@
-"""Dataset properties that are needed before training, found in a process that may read the data."""
+"""Properties of a dataset that are needed before training, and comparison of the ranks' datasets."""
 
 import random
 import time
@@ -20,10 +20,10 @@ Agree = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetProperties:
-    """The length of a map-style dataset, and what its first and middle sample show.
+    """The length of a map-style dataset, and properties of its first and middle sample.
 
-    `draws`: reading draws from the global generators. `fingerprint` is a checksum of both samples. `problem` is why one
-    could not be read.
+    `draws`: reading draws from the global random generators. `fingerprint` is a checksum of both samples. `problem` is
+    the error, if one of them could not be read.
     """
 
     num_samples: int
@@ -47,7 +47,7 @@ def find_facts(source: Source, *, seed: int) -> DatasetProperties:
     """Return the properties of the job's `train_data`, a map-style dataset.
 
     Raises:
-        JobError: it is empty, or its length is not the same each time.
+        JobError: it is empty, or its length changes from call to call.
     """
     return read_apart(source, lambda: _facts(source.data, seed=seed), seed=seed)
 
@@ -74,7 +74,7 @@ def _facts(data: Any, *, seed: int) -> DatasetProperties:
 
 
 def looked_at(num_samples: int) -> list[int]:
-    """Return the indices of the samples from which the properties are found: the first and the middle one."""
+    """Return the indices of the samples that are read for the properties: the first and the middle one."""
     return list({0: 0, num_samples // 2: 0})
 
 
@@ -82,7 +82,7 @@ def find_length(data: Any, *, name: str, before: int | None = None) -> int:
     """Return `len(data)`.
 
     Raises:
-        JobError: it is 0, or not what it was `before`.
+        JobError: it is 0, or differs from `expected`.
     """
     total = call_user_dataset(lambda: len(data), doing=f"len() of {name}")
     if total == 0:
@@ -105,10 +105,10 @@ def refuse_other_data(
     name: str,
     is_same: Callable[[], bool],
 ) -> None:
-    """Compare the ranks' data by length and checksum; every rank that compares the same values raises alike.
+    """Compare the ranks' data by length and checksum. All ranks with the same arguments raise the same error.
 
-    `is_same` tells whether on every rank these samples are the same when they are read again: only then do different
-    samples mean different data, and not random numbers that the dataset draws itself.
+    `is_same` returns whether, on every rank, reading these samples again gives the same samples. If not, the dataset
+    draws random numbers, and different samples do not mean different data.
 
     Raises:
         DesyncError: a rank has another length, or other samples.
@@ -133,7 +133,7 @@ def refuse_other_data(
 
 
 def read_again(source: Source, *, samples: Sequence[int], epoch: int | None, seed: int) -> bool:
-    """Return whether these samples are the same when they are read twice."""
+    """Return whether reading these samples twice gives the same samples."""
 
     def twice() -> bool:
         if epoch is not None:
@@ -146,9 +146,9 @@ def read_again(source: Source, *, samples: Sequence[int], epoch: int | None, see
 def spread_checksums(
     source: Source, *, chosen: Sequence[int] | None, seed: int, most: int, seconds: float
 ) -> tuple[list[int], list[int]]:
-    """Return indices of samples from all over the data, and the checksum of each.
+    """Return indices of samples spread over the dataset, and the checksum of each.
 
-    Without `chosen` indices, it chooses at most `most` of them, and stops reading after `seconds`.
+    Without `fixed_indices`, choose at most `max_samples` at random, and stop reading after `seconds`.
     """
 
     def read() -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""The fetcher: turns sample indices into one collated microbatch, in this process or in a data worker."""
+"""The fetcher: it reads samples by index and collates them to a microbatch, in this process or in a data worker."""
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +25,9 @@ _MOST_TEXT = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchRequest:
-    """A request for one microbatch, or, if `seen` is given, for a `DatasetSummary` at the start of an epoch.
+    """A request for one microbatch, or, with a `check`, for a `DatasetSummary` at the start of an epoch.
 
-    If `epoch` is None, as in an evaluation, the dataset is not told the epoch.
+    If `epoch` is None, as in an evaluation, `set_epoch` is not called.
     """
 
     epoch: int | None
@@ -37,16 +37,16 @@ class MicrobatchRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCheckRequest:
-    """The samples to check at the start of an epoch; none if only the length matters."""
+    """The samples to check at the start of an epoch; none if only the length is checked."""
 
     samples: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerError:
-    """An exception that leaves a data worker as text, because the object itself may not be picklable.
+    """An exception in a data worker as text, because the exception itself may not be picklable.
 
-    `what` is for the screen; `full` is the whole text with the traceback, for the rank's log.
+    `what` is for the screen; `full` is the text with the traceback, for the rank's log.
     """
 
     what: str
@@ -57,7 +57,7 @@ class WorkerError:
 
 
 class Fetcher(Dataset[Any]):
-    """A dataset of microbatches: reads samples and collates them; an exception is returned as `WorkerError`."""
+    """A dataset of microbatches: it reads samples and collates them, and returns an exception as a `WorkerError`."""
 
     def __init__(self, *, data: Any, collate: Callable[[list[Any]], Any] | None, seed: int, seed_samples: bool) -> None:
         self._data = data
@@ -91,7 +91,7 @@ class Fetcher(Dataset[Any]):
             )
 
     def _begin(self, epoch: int | None) -> None:
-        """Ask the dataset for its length once, as a DataLoader does (some read their index then), and set the epoch."""
+        """Set the epoch. Call `len()` once before, as a DataLoader does, since some datasets read their index then."""
         if not self._begun:
             self._begun = True
             len(self._data)
@@ -107,7 +107,7 @@ class Fetcher(Dataset[Any]):
         return DatasetSummary(num_samples=total, samples=samples, checksum=value)
 
     def _read(self, wanted: MicrobatchRequest, samples: list[Any]) -> None:
-        """Append the samples to `samples`; after an exception its length tells which sample failed."""
+        """Append the samples to `samples`, whose length after an exception shows which sample failed."""
         epoch = wanted.epoch or 0
         if not self._seed_samples:
             seed_all(stream_key(self._seed, "microbatch", epoch, wanted.indices[0]))
@@ -118,20 +118,20 @@ class Fetcher(Dataset[Any]):
 
 
 def all_checksums(data: Any, samples: Sequence[int], *, epoch: int, seed: int) -> int:
-    """Return one checksum over these samples, each read with its own seed; 0 if one can't be read."""
+    """Return one checksum over these samples, each read with its own seed; 0 if a sample can't be read."""
     value = 0
     with preserve_rng():
         for index in samples:
             seed_sample(seed=seed, epoch=epoch, index=index)
             try:
                 value = checksum(data[index], value)
-            except Exception:  # whoever needs it says so
+            except Exception:  # the read that needs the sample reports the error
                 return 0
     return value
 
 
 def worker_error(error: Exception, *, doing: str, hint: str = "") -> WorkerError:
-    """Return a description of what went wrong and where in the user's code."""
+    """Return the exception as text, with the line of the user's code that raised it."""
     line = user_line(error)
     where = f"{line}: {line.text}" if line else ""
     said = on_a_screen(str(error))
@@ -143,15 +143,15 @@ def worker_error(error: Exception, *, doing: str, hint: str = "") -> WorkerError
 
 
 def _full_text(error: Exception) -> str:
-    """Return the whole traceback as text, at most 1 MiB; an empty string if it can't be formatted."""
+    """Return the traceback as text, at most 1 MiB; an empty string if it can't be formatted."""
     try:
         return "".join(format_exception(error))[:_MOST_TEXT]
-    except Exception:  # some can't be printed
+    except Exception:  # some exceptions can't be printed
         return ""
 
 
 def raise_worker_error(value: Any) -> Any:
-    """Return the microbatch, or raise the error it carries.
+    """Return the value, or raise the error if it is a `WorkerError`.
 
     Raises:
         DataError: the dataset or the collation raised.
@@ -165,9 +165,10 @@ def raise_worker_error(value: Any) -> Any:
 
 
 def worker_init(source: Source, *, alone: bool, parent: int) -> Callable[[int], None]:
-    """Return the function that a data worker runs first: it ignores signals and dies with its rank, `parent`.
+    """Return the function that a data worker runs first: it makes the worker ignore signals and die with its `parent`.
 
-    The user's own `worker_init_fn` then finds its dataset in `get_worker_info()`, and no other worker if `alone`.
+    It calls the user's `worker_init_fn` last, with the dataset in `get_worker_info()`. `alone`: the worker appears as
+    the only one.
     """
     then = source.loader.worker_init_fn if source.loader is not None else None
 
@@ -182,9 +183,9 @@ def worker_init(source: Source, *, alone: bool, parent: int) -> Callable[[int], 
 
 
 def obey_rank(parent: int) -> None:
-    """Make this process ignore signals and die with its parent.
+    """Make this process ignore stop signals and die with its parent.
 
-    Signals get a handler instead of SIG_IGN, because a program that the dataset starts would inherit SIG_IGN.
+    It installs a handler instead of SIG_IGN, because programs that the dataset starts would inherit SIG_IGN.
     """
     die_with_parent(parent)
     for name in STOP_SIGNALS:
@@ -192,9 +193,9 @@ def obey_rank(parent: int) -> None:
 
 
 def tell_epoch(data: Any, epoch: int) -> None:
-    """Call `set_epoch(epoch)` on a dataset or, if a wrapper has none, on the datasets that it holds.
+    """Call `set_epoch(epoch)` on a dataset or, if it is a wrapper without this method, on the datasets that it wraps.
 
-    torch's `Subset` and `ConcatDataset`, and wrappers like them, name theirs `dataset` or `datasets`.
+    torch's `Subset` and `ConcatDataset`, and wrappers like them, have these in `dataset` or `datasets`.
     """
     waiting, seen = [data], set[int]()
     while waiting:
@@ -212,7 +213,7 @@ def tell_epoch(data: Any, epoch: int) -> None:
 
 
 def _passed_over(number: int, frame: FrameType | None) -> None:
-    """Ignore a signal: the rank decides what it means."""
+    """Ignore a signal, since the rank handles it."""
 
 
 def _shown(indices: Sequence[int]) -> str:

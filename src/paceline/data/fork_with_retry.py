@@ -1,9 +1,9 @@
-"""A fork that begins: each child says so, and one that does not is killed and forked again.
+"""A fork with a check that the child runs: each child reports its start; a child that hangs is killed and forked again.
 
-Python 3.11 can hang in the child of a fork before it runs any code: `PyOS_AfterFork_Child` waits for the lock of the
-list of threads. Another thread held it at that moment and can't release it, since a fork copies one thread only. A
-thread of gloo takes that lock whenever it lets go of a tensor, so a rank that forks data workers right after a
-collective met this about once in 200 evaluations. Python 3.12 creates a new lock first.
+In Python 3.11 the child of a fork can hang before it runs any code: `PyOS_AfterFork_Child` waits for the lock of the
+list of threads. If another thread held it during the fork, nothing releases it in the child, which has one thread only.
+A gloo thread takes this lock whenever it releases a tensor, so a rank that forks data workers right after a collective
+hung in about one of 200 evaluations. Python 3.12 creates a new lock in the child.
 """
 
 import os
@@ -14,11 +14,11 @@ from multiprocessing.popen_fork import Popen
 from multiprocessing.process import BaseProcess
 
 PATIENCE_SECONDS = (2.0, 4.0, 8.0, 16.0)
-"""How long each try is waited for; a last one is left to itself, as it may only be slow."""
+"""The timeout of each try in seconds; one more try has no timeout, since the machine may only be slow."""
 
 
 class _StartedFork(Popen):
-    """Fork until a child has begun."""
+    """A fork that is repeated until a child has started."""
 
     def _launch(self, process_obj: BaseProcess) -> None:
         for seconds in PATIENCE_SECONDS:
@@ -26,7 +26,7 @@ class _StartedFork(Popen):
             process_obj.begun = (read, write)  # type: ignore[attr-defined]
             super()._launch(process_obj)  # type: ignore[misc]
             os.close(write)
-            has_begun = bool(select.select([read], [], [], seconds)[0])  # or has ended: then its end says why
+            has_begun = bool(select.select([read], [], [], seconds)[0])  # also true if the child has exited
             os.close(read)
             if has_begun:
                 return
@@ -39,7 +39,7 @@ class _StartedFork(Popen):
 
 
 class _StartedProcess(ForkProcess):
-    """A process that tells its parent that it runs."""
+    """A process that reports its start to its parent."""
 
     begun: tuple[int, int] | None = None
 
@@ -58,7 +58,7 @@ class _StartedProcess(ForkProcess):
 
 
 class StartedForkContext(ForkContext):
-    """The `fork` context, as a DataLoader takes it, whose children have all begun when they are started."""
+    """The `fork` context for a DataLoader; `start` of its processes returns once the child runs."""
 
     Process = _StartedProcess
 

@@ -13,7 +13,7 @@ from paceline.data.types import DatasetSummary, LocalMicro, StepInput
 
 
 class RandomAccessLoader:
-    """A loader that reads what `MapStyleLoader` would give a replica, in any order."""
+    """A loader that reads shares of batches in any order, with the samples that `MapStyleLoader` would yield."""
 
     def __init__(
         self, *, data: Any, collate: Collate | None, order: Any, seed: int, sample_seeds: str, global_batch_size: int,
@@ -35,7 +35,7 @@ class RandomAccessLoader:
         self._fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=seeded)
 
     def share(self, cursor: Cursor, *, micro_batch_size: int, number: int = 0, of: int = 1) -> StepInput:
-        """Return part `number` of `of` of the batch that begins at `cursor`."""
+        """Return share `number` of the batch at `cursor`, which is divided into `num_shares` shares."""
         batch = self._order.batch(
             cursor,
             global_batch_size=self._size,
@@ -46,7 +46,7 @@ class RandomAccessLoader:
         return StepInput(batch=batch, micro=tuple(self._read(batch, index) for index in mine))
 
     def compare(self, epoch: int, summary: DatasetSummary, *, rank: int) -> None:
-        """Compare this worker's data with the server's summary of its own, once per epoch.
+        """Compare this worker's data with the summary of the server's data, once per epoch.
 
         Raises:
             DataError: it can't be read.
@@ -67,10 +67,10 @@ class RandomAccessLoader:
         )
 
     def order_of(self, epoch: int) -> list[str] | None:
-        """Return a name for the user's own order, and its origin; every worker must have the same. None without one."""
+        """Return a checksum of the user-defined order, to compare workers, and its origin; None without one."""
         if not self._order.is_own:
             return None
-        if epoch not in self._names:  # a checksum of all of it: once an epoch, not once a share
+        if epoch not in self._names:  # a checksum over all indices: computed once per epoch
             self._names = {e: name for e, name in self._names.items() if e == epoch - 1}
             self._names[epoch] = self._order.name(epoch)
         return [self._names[epoch], self._what]

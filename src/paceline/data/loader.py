@@ -30,7 +30,7 @@ from paceline.torch_internals.rng import stream_key
 
 
 class BatchLoader(Protocol):
-    """The loader protocol that the training loop reads from."""
+    """A loader of step inputs, from which the training loop reads."""
 
     @property
     def num_samples(self) -> int | None:
@@ -38,12 +38,12 @@ class BatchLoader(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The loader's lines for the banner."""
+        """The lines that the banner shows about the data."""
 
     def __iter__(self) -> Iterator[StepInput]: ...
 
     def state(self) -> Mapping[str, Any]:
-        """Return the state that a checkpoint must hold in addition to the cursor; every replica calls this."""
+        """Return the state that a checkpoint needs in addition to the cursor. Every replica calls this."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a state returned by `state`, before iterating."""
@@ -69,8 +69,8 @@ def make_loader(
 ) -> BatchLoader:
     """Return the loader of one replica, starting at `cursor`. `data` may be a `Source` with known `facts`.
 
-    `agree` gathers a JSON value from every replica; with it, replicas share the reading of a stream, and compare their
-    data and a user-defined order at the start of each epoch.
+    `gather_json` gathers a value from every replica. With it, replicas divide the reading of a stream between them,
+    and compare their data and a user-defined order at the start of each epoch.
     """
     source = read_source(data, collate=collate, order=order, workers=workers, name="train_data")
     if not source.is_indexed:
@@ -125,7 +125,7 @@ class MapStyleLoader:
         self.notes = (*source.notes, *self._of_size())
 
     def __iter__(self) -> Iterator[StepInput]:
-        """Yield step inputs without end, epoch after epoch."""
+        """Yield step inputs forever, epoch after epoch."""
         fetched = self._workers.start(self._ahead())
         epoch, summary = None, None
         for batch, plans in self._plans():
@@ -157,15 +157,15 @@ class MapStyleLoader:
         )
 
     def _read_spare(self, batch: Batch) -> Any:
-        """Read the first microbatch of a global batch outside the planned order."""
+        """Read the first microbatch of a global batch now, outside the order of the data workers."""
         wanted = self._wanted(batch, 0)
         return raise_worker_error(read_apart(self._source, lambda: self._fetcher[wanted], seed=self._seed))
 
     def _glance(self, epoch: int) -> MicrobatchRequest:
-        """Return the request that checks the data at an epoch's start: the length, and samples if they are compared.
+        """Return the request that checks the data at an epoch's start: its length, and the samples to compare.
 
-        The compared sample is another in each epoch. A server's workers may join at any time and have not been compared
-        yet: their request also includes the samples that the properties were found from.
+        The compared sample changes from epoch to epoch. Workers of a parameter server may join at any time, so their
+        request also has the samples that were compared at the run's start.
         """
         drawn = (stream_key(self._seed, "glance", epoch) % self._total,)
         samples = drawn if self._cut.reads else tuple({*looked_at(self._total), *drawn})
@@ -177,7 +177,7 @@ class MapStyleLoader:
     def _ahead(self) -> Iterator[MicrobatchRequest]:
         """Yield the requests for data workers; an empty one for a batch in which this replica has no microbatch.
 
-        Without it, a replica that never has a microbatch would search for its next one forever.
+        Without the empty ones, a replica that never has a microbatch would search for its next one forever.
         """
         epoch: int | None = None
         for batch, plans in self._plans():
@@ -191,7 +191,7 @@ class MapStyleLoader:
         return dict(self._begun)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Remember the order that the resumed epoch was started with."""
+        """Store the order that the resumed epoch was started with."""
         self._begun = state
 
     def close(self) -> None:
@@ -199,12 +199,12 @@ class MapStyleLoader:
         self._workers.close()
 
     def _begin(self, epoch: int, summary: DatasetSummary) -> None:
-        """Check at an epoch's first batch that all replicas have the same data and order, and those of the run's start.
+        """Check at an epoch's first batch that all replicas have the same data and order, and that neither has changed.
 
         Raises:
             DataError: the data is longer or shorter than when the run began.
             DesyncError: a replica has other data or another order.
-            ResumeError: the run stopped in this epoch and had another order then.
+            ResumeError: the run has resumed in this epoch, and the order has changed.
         """
         if self._agree is not None:
             told = self._agree([summary.num_samples, summary.checksum])
@@ -277,10 +277,10 @@ def eval_feed(
     totals: dict[str, list[int]] | None = None,
     agree: Agree | None = None,
 ) -> Iterator[LocalMicro]:
-    """Yield every sample exactly once over all replicas: no padding, and replicas may have different counts.
+    """Yield microbatches such that each sample is read once over all replicas; replicas may read different numbers.
 
     `totals` receives the sample counts and checksums of a stream's shards, so that replicas can compare them. With
-    `agree`, which gathers a JSON value from every replica, a user-defined order is compared first.
+    `gather_json`, which gathers a value from every replica, a user-defined order is compared first.
     """
     source = read_source(data, collate=collate, order=None, workers=workers, name=name)
     if not source.is_indexed:

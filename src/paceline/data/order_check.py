@@ -9,10 +9,10 @@ _SAMPLER = "torch.randperm(n) without a generator of its own in __iter__: torch'
 
 
 def refuse_apart(names: Sequence[str], *, what: str, when: str) -> None:
-    """Compare every rank's order; every rank raises alike.
+    """Compare every rank's order; all ranks raise the same error.
 
     Raises:
-        DesyncError: a rank's order is not rank 0's.
+        DesyncError: a rank's order differs from rank 0's.
     """
     others = [rank for rank, name in enumerate(names) if name != names[0]]
     if others:

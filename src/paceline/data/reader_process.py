@@ -1,10 +1,10 @@
 """The process in which data is read before the data workers exist.
 
-A handle that a dataset opens at its first read is shared with every process that is forked later: two of them seek
-and read, and get each other's records. So with data workers, the process that forks them reads none of the user's
-data: no sample and no length, neither for a fact nor for a first batch. A separate process is forked to answer such
-questions. It looks like a data worker to user code, and it ends afterwards. Without data workers nothing is forked,
-and data is read in place.
+A file handle that a dataset opens at its first read is shared with every process that is forked later: two of them
+would seek and read at the same time, and get wrong records. So if there are data workers, the process that forks them
+does not use the dataset itself, not even `len()`. It forks a separate process, which looks like a data worker to user
+code, for each such read, and this process then ends. Without data workers nothing is forked, and the rank reads the
+data itself.
 """
 
 import os
@@ -29,7 +29,7 @@ Found = TypeVar("Found")
 
 
 def read_apart(source: Source, read: Callable[[], Found], *, seed: int = 0) -> Found:
-    """Return what `read` returns; run it in a separate process if the source has data workers.
+    """Return `read()`, which runs in a separate process if the source has data workers.
 
     Raises:
         PacelineError: raised by `read`.
@@ -51,7 +51,7 @@ class _Once:
 
 
 class DataProcess:
-    """A forked process that calls the methods of one object and returns the results; `make` builds the object there."""
+    """A forked process that calls methods of one object and returns the results. `make` builds the object there."""
 
     def __init__(self, source: Source, *, make: Callable[[], Any], seed: int = 0) -> None:
         with start_workers(1):
@@ -66,10 +66,10 @@ class DataProcess:
         closed_at_exit(self)
 
     def ask(self, method: str, /, *given: Any, **named: Any) -> Any:
-        """Return what this method of the object returns.
+        """Call a method of the object in the process and return the result.
 
         Raises:
-            PacelineError, DataError: it raised, or the process is gone.
+            PacelineError, DataError: the method raised an exception, or the process has died.
         """
         try:
             self._pipe.send_bytes(pickle.dumps((method, given, named), protocol=5))
@@ -98,7 +98,7 @@ def _end(process: BaseProcess, pipe: Connection) -> None:
 def _answer(
     source: Source, make: Callable[[], Any], seed: int, parent: int, theirs: Connection, pipe: Connection
 ) -> None:
-    """Answer questions in the forked process until the pipe is closed."""
+    """Run the requested calls in the forked process until the pipe is closed."""
     obey_rank(parent)
     theirs.close()
     become_worker(source.data, seed=seed)
@@ -121,7 +121,7 @@ def _answer(
 
 
 def _carried(error: Exception) -> PacelineError:
-    """Return an error that can be pickled: our own as it is, any other as text with the user's line."""
+    """Return an error that can be pickled: a `PacelineError` itself, any other error as text with the user's line."""
     if isinstance(error, PacelineError):
         return error
     try:

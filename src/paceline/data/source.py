@@ -1,4 +1,4 @@
-"""Normalisation of the user's data: a map-style or iterable dataset, an order, and settings."""
+"""The user's data in one form: a map-style or iterable dataset, an order, and the settings for reading it."""
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ _OWN = ("shard", "set_epoch", "state_dict", "num_shards", "n_shards")
 
 @dataclass(frozen=True, kw_only=True)
 class RegeneratedIterable:
-    """An iterable over a generator function, which it calls again for each pass."""
+    """An iterable over a generator function, which is called again for each pass."""
 
     make: Callable[[], Any]
 
@@ -52,7 +52,7 @@ class Source:
 
     @property
     def gives_order(self) -> str:
-        """The origin of the order, in words."""
+        """The origin of the order, as text for messages."""
         own = self.loader is not None and self.order is self.loader.sampler
         return "the DataLoader's sampler" if own else "order="
 
@@ -63,13 +63,13 @@ def is_indexed(data: Any) -> bool:
 
 
 class MadeDatasets:
-    """A cache of the data that functions return: map-style datasets are made once, all others for each pass."""
+    """A cache of the datasets that functions return: a map-style dataset is created once, any other for each pass."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Any, Any]] = {}
 
     def data(self, given: Any) -> Any:
-        """Return the data: `given` itself, or what it returns if it is a function."""
+        """Return the dataset: `data` itself, or what it returns if it is a function."""
         if not _makes_data(given):
             return given
         if id(given) in self._kept:
@@ -83,7 +83,7 @@ class MadeDatasets:
 
 
 def _makes_data(data: Any) -> bool:
-    """Return whether this is a function or a class that is called for the data."""
+    """Return whether this is a function or a class, which must be called to get the dataset."""
     is_data = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
     return isinstance(data, type) or (callable(data) and not is_data)
 
@@ -113,7 +113,7 @@ def read_source(
 
 
 def _from_loader(loader: DataLoader[Any], *, collate: Collate | None, order: Any, workers: int, name: str) -> Source:
-    """Return a source with the user's DataLoader settings; only the assignment of samples is ours."""
+    """Return a source with the settings of the user's DataLoader, except how samples form batches."""
     _check_loader(loader, name)
     notes = ["the DataLoader's own settings are kept; global_batch_size sets the batches"]
     if loader.drop_last and name == "train_data":
@@ -169,7 +169,7 @@ def _order_of(sampler: Any) -> tuple[Any, str]:
 
 
 def refuse_no_batch(num_samples: int, *, batch: int) -> None:
-    """Raise an error if dropping an epoch's short batch leaves no batch.
+    """Raise an error if an epoch has only a short batch, which is dropped.
 
     Raises:
         UsageError: with both numbers.
@@ -206,7 +206,7 @@ class Order:
         """Return the batch at `cursor`; each epoch is as long as its own order.
 
         Raises:
-            UsageError: short batches are dropped, and an epoch has no other.
+            UsageError: short batches are dropped, and an epoch has no full batch.
         """
         left = self.size(cursor.epoch) - cursor.position
         if left <= 0 or (drop_last and left < global_batch_size):

@@ -13,7 +13,7 @@ _INSTEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPartition:
-    """The partition of global batches into microbatches and replicas. With `reads` False, others read the samples."""
+    """The partition of global batches into microbatches and replicas. With `reads` False, other processes read them."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -25,7 +25,7 @@ class BatchPartition:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMicro:
-    """A microbatch of this replica: collated `data`, its place `index` in the global batch, its samples."""
+    """A microbatch of this replica: its collated `data`, its position `index` in the global batch, and its samples."""
 
     index: int
     num_samples: int
@@ -44,9 +44,10 @@ class DatasetSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInput:
-    """This replica's share of one global batch; `micro` may be empty. `spare` reads another replica's microbatch.
+    """This replica's part of one global batch; `micro` may be empty.
 
-    `num_micro` and `num_samples` are counted over all replicas. `summary` belongs to the batch's epoch.
+    `num_micro` and `num_samples` count over all replicas. `read_stand_in` reads the data of another replica's
+    microbatch. `summary` describes the dataset in the batch's epoch.
     """
 
     batch: Batch

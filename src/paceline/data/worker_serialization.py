@@ -1,7 +1,7 @@
 """Serialization of samples in the data worker itself.
 
-A multiprocessing queue serializes in a thread. An object that cannot be serialized is dropped there, and the rank waits
-for it forever. Here the worker serializes what it read, so that an error reaches the rank like any other.
+A multiprocessing queue serializes in a background thread. An object that cannot be serialized is lost there, and the
+rank waits for it forever. So the worker itself serializes what it has read, and the rank gets any error.
 """
 
 import pickle
@@ -43,7 +43,7 @@ def pack(value: Any) -> SerializedMicrobatch:
 
 
 def not_sent(error: Exception) -> WorkerError:
-    """Return the error for samples that cannot leave the data worker."""
+    """Return the error for samples that a data worker cannot serialize."""
     return worker_error(error, doing="sending samples from a data worker to its rank", hint=_HINT)
 
 
@@ -52,7 +52,7 @@ def unpack(parcel: Any) -> Any:
 
     Raises:
         DataError: it cannot be rebuilt in this process.
-        OSError, EOFError: the worker is gone, and its shared memory with it.
+        OSError, EOFError: the worker has died, and its shared memory no longer exists.
     """
     if isinstance(parcel, DeserializedMicrobatch):
         return parcel.value
@@ -64,7 +64,7 @@ def load(content: bytes) -> Any:
 
     Raises:
         DataError: it cannot be rebuilt in this process.
-        OSError, EOFError: the other process is gone, and its shared memory with it.
+        OSError, EOFError: the other process has died, and its shared memory no longer exists.
     """
     try:
         return pickle.loads(content)

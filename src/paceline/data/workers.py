@@ -30,7 +30,7 @@ def closed_at_exit(pool: Any) -> None:
 
 
 def kept_settings(source: Source) -> dict[str, Any]:
-    """Return the worker settings of a user's DataLoader, for our own."""
+    """Return the arguments of Paceline's DataLoader, with the worker settings of the user's."""
     given = source.loader
     return {
         "batch_size": None,
@@ -55,7 +55,7 @@ class _Asked(Sampler[Any]):
 
 
 class Workers:
-    """The workers of one feed, if it asks for any."""
+    """The data workers of one loader, if it has any."""
 
     def __init__(self, *, fetcher: Fetcher, source: Source, pin_memory: bool, seed: int = 0) -> None:
         self._fetcher = fetcher
@@ -66,7 +66,7 @@ class Workers:
         closed_at_exit(self)
 
     def start(self, wanted: Iterable[MicrobatchRequest]) -> Iterator[Any] | None:
-        """Fetch only these requests ahead, in this order; return None if nothing is fetched ahead."""
+        """Start workers that fetch these requests in order; return an iterator of the results, None without workers."""
         self.close()
         if not self._source.workers:
             return None
@@ -86,7 +86,7 @@ class Workers:
         return guard_worker_death(self._iterator)
 
     def close(self) -> None:
-        """Stop the workers and wait for them; one that is stuck in the user's code is killed."""
+        """Stop the workers and wait for them; a worker that hangs in the user's code is killed."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             stop_data_workers(iterator)
@@ -94,10 +94,10 @@ class Workers:
 
 @contextmanager
 def start_workers(workers: int) -> Iterator[None]:
-    """Start data workers inside the block; if one can't be started, stop all.
+    """Return a context in which data workers are started; if one can't be started, stop all.
 
     Raises:
-        DataError: the system has no more processes, open files, memory or room in /dev/shm.
+        DataError: the system has no more processes, open files, memory or space in /dev/shm.
     """
     before = set(active_children())
     with suppress(OSError):  # the process that needs a socket reports it
@@ -123,7 +123,7 @@ def start_workers(workers: int) -> Iterator[None]:
 
 
 def guard_worker_death(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the same values; raise an error that names a data worker that died."""
+    """Yield the iterator's values; if a data worker dies, raise an error that says so."""
     while True:
         try:
             value = unpack(next(iterator))
@@ -136,7 +136,7 @@ def guard_worker_death(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def worker_died(said: str) -> DataError:
-    """Return the error for a data worker that died, with what is known of its end."""
+    """Return the error for a data worker that died; `reason` is what is known about its death."""
     return DataError(
         f"a data worker died: {said}",
         cause="it was killed, perhaps for memory, a library crashed, its code called exit, or too many files were open",

@@ -25,19 +25,20 @@ class ForwardBackward(Protocol):
     """The runner of a step's microbatches, and of an evaluation's."""
 
     tells: bool
-    """True if this rank reports the results for all ranks that see the same samples."""
+    """True if this rank reports the loss for all ranks that process the same samples."""
 
     def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
-        """Run forward and backward of all microbatches and leave the gradients with the reducer.
+        """Run forward and backward of all microbatches; the reducer receives the gradients.
 
-        Returns the step's reduction vector, already sent, and whether gradients still have to be divided by its count.
+        Returns the step's totals, whose all-reduce has started, and whether gradients must still be divided by the
+        global count.
 
         Raises:
-            JobError: this way of running the microbatches does not support the loss.
+            JobError: this runner does not support the loss.
         """
 
     def look(self, batch: Any, *, num_samples: int, see: See) -> None:
-        """Run one microbatch forward without gradients; a rank that has the output calls `see(output, terms, data)`."""
+        """Run one microbatch forward without gradients; ranks with the output call `on_output(output, terms, data)`."""
 
     def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
         """Return the model's output (its logits) for one tensor, computed without gradients, on every rank."""
@@ -46,7 +47,7 @@ class ForwardBackward(Protocol):
 class MicrobatchForwardBackward:
     """A runner that overlaps the all-reduce of the step's totals with the last backward.
 
-    `alone`: the loss is divided by this replica's own counts.
+    `divides_locally`: the loss is divided by this replica's own counts.
     """
 
     def __init__(self, replica: ReplicaContext, *, alone: bool = False) -> None:
@@ -99,7 +100,7 @@ class MicrobatchForwardBackward:
         step: int,
         stop: bool,
     ) -> TotalsReduction:
-        """Run the missing rounds with weight zero. As on every rank, the reduction vector is sent in the last round."""
+        """Run the missing microbatches as stand-ins of weight zero; the totals are sent with the last one."""
         if not missing:
             if totals is None:
                 totals = self._reporter.new_totals(given, None, stop=stop)
@@ -120,7 +121,7 @@ class MicrobatchForwardBackward:
 
 
 class IdleReplica:
-    """A provider of stand-in microbatches for a replica without samples, if layers communicate across all replicas."""
+    """The stand-in microbatches of a replica that has too few, if layers communicate across all replicas."""
 
     def __init__(self, replica: ReplicaContext, *, always: bool = False) -> None:
         self._replica = replica
@@ -128,13 +129,13 @@ class IdleReplica:
         self._spare: LocalMicrobatch | None = None
 
     def missing(self, given: StepBatch) -> int:
-        """Return the number of rounds in which this replica has no sample and others do."""
+        """Return how many microbatches this replica has fewer than the replica with the most."""
         if not self._meets:
             return 0
         return -(-given.num_micro // self._replica.worlds.data.world_size) - len(given.micro)
 
     def spare(self, given: StepBatch, data: Sequence[LocalMicrobatch]) -> LocalMicrobatch:
-        """Return a stand-in microbatch: one of this replica's own, or one of another replica's.
+        """Return a stand-in microbatch: one of this replica's own, else one that is read from another replica's part.
 
         Raises:
             JobError: the dataset is a stream, whose samples cannot be read twice.
@@ -154,7 +155,7 @@ class IdleReplica:
 
 
 class BatchForwardBackward:
-    """A runner of one pass, which computes the loss of the whole batch on every replica that has a part of it."""
+    """A runner for a loss over the whole batch, which every replica with samples computes once per step."""
 
     def __init__(self, replica: ReplicaContext) -> None:
         self._replica = replica
@@ -195,7 +196,7 @@ class BatchForwardBackward:
 
 
 def evaluate_microbatch(replica: ReplicaContext, batch: Any, *, num_samples: int, see: See) -> None:
-    """Run one microbatch forward as in an evaluation, and pass output, terms and data to `see`."""
+    """Run the forward of one microbatch in an evaluation, and pass output, terms and data to `on_output`."""
     portion = replica.portion(batch)
     with open_all(replica.around_forward):
         with portion.inside():
@@ -204,7 +205,10 @@ def evaluate_microbatch(replica: ReplicaContext, batch: Any, *, num_samples: int
 
 
 def forward(replica: ReplicaContext, portion: LocalMicrobatch, *, step: int, index: int, num_samples: int) -> Terms:
-    """Return one microbatch's loss terms, with its own random stream. Without samples, statistics are not updated."""
+    """Run the forward of one microbatch in its own random stream and return its loss terms.
+
+    Without samples, running statistics do not change.
+    """
     for tape in replica.tapes:
         tape.at(index, counts=num_samples > 0)
     with open_all(replica.around_forward) as contexts:
@@ -230,7 +234,7 @@ def _output(replica: ReplicaContext, batch: Any, *, step: int, index: int) -> An
 
 
 def open_all(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> ExitStack:
-    """Return a stack in which all contexts are open, for a `with`."""
+    """Enter all contexts and return a stack that exits them at the end of a `with` block."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context())
@@ -238,7 +242,7 @@ def open_all(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> E
 
 
 def _begin_draws(replica: ReplicaContext, contexts: ExitStack, *, step: int, index: int) -> None:
-    """Start the microbatch's random stream; threads that share the host's generators wait for their turn first."""
+    """Start the microbatch's random stream. Threads that share the host's generators first wait for their turn."""
     if replica.turns is None:
         replica.streams.enter(step=step, microbatch=index)
     else:
@@ -246,7 +250,7 @@ def _begin_draws(replica: ReplicaContext, contexts: ExitStack, *, step: int, ind
 
 
 def loss_for_backward(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
-    """Return the loss that backward runs on: the sum, or the sum of quotients if the global counts are known."""
+    """Return the loss that backward runs on: the plain sum, or, if the global counts are known, `sum(term / count)`."""
     if counts is None:
         (total, _), *_ = terms.values()
         return total
@@ -261,16 +265,16 @@ def loss_for_backward(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
 
 
 def _not_zero(count: Tensor) -> Tensor:
-    """Replace a count of zero by one: the sum is zero as well. If an empty batch is an error, the loss reports it."""
+    """Replace zero counts by one: their sums are zero too. The finite check reports a batch without targets."""
     return torch.where(count == 0, torch.ones_like(count), count)
 
 
 def backward(
     replica: ReplicaContext, loss: Tensor, *, last: bool, counts: bool = True, portion: LocalMicrobatch | None = None
 ) -> None:
-    """Run the backward of one microbatch's `portion`; `last` marks this replica's last one in the step.
+    """Run the backward of one microbatch; `last` marks this replica's last one in the step.
 
-    A microbatch with `counts=False` adds nothing, but takes part in communication.
+    A stand-in without samples (`has_samples=False`) adds no gradient, but takes part in communication.
     """
     if not loss.requires_grad:
         raise no_gradient()
@@ -292,5 +296,5 @@ def no_gradient() -> JobError:
 
 
 def passes_of(replica: ReplicaContext) -> ForwardBackward:
-    """Return the forward-backward runner of this job, the same on every rank."""
+    """Return the runner of this job's microbatches, the same on every rank."""
     return BatchForwardBackward(replica) if replica.contract.over_batch else MicrobatchForwardBackward(replica)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class Micro(Protocol):
-    """A microbatch of this replica; `index` is its position in the whole global batch."""
+    """A microbatch of this replica; `index` is its position in the global batch."""
 
     @property
     def index(self) -> int: ...
@@ -43,7 +43,7 @@ class ReplicaShare:
 
 
 def split_over_replicas(given: StepBatch, *, replica: int, replicas: int) -> ReplicaShare:
-    """Return the microbatches of one replica, dealt round robin as they are to processes."""
+    """Return the microbatches of one replica, assigned round robin as between processes."""
     return ReplicaShare(
         micro=[micro for micro in given.micro if micro.index % replicas == replica],
         num_micro=given.num_micro,

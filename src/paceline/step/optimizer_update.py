@@ -17,14 +17,14 @@ from paceline.step.step_totals import StepResult
 from paceline.torch_internals.private_api import lerp_all
 
 Norm = Callable[[], Tensor]
-# Bytes per element. In half precision a norm has three digits, and shards would be clipped by different norms.
+# Bytes per element. A norm in half precision has only three digits, so shards would be clipped by different norms.
 _EXACT_ENOUGH = 4
 
 
 class Ema:
     """An exponential moving average (Polyak and Juditsky, 1992) of the weights that this rank holds.
 
-    `settle` is called after the weights have been swapped with the average.
+    `after_swap` is called after the weights were exchanged with the average.
     """
 
     def __init__(self, *, live: Mapping[str, Tensor], decay: float, settle: Callable[[], None] = do_nothing) -> None:
@@ -49,7 +49,7 @@ class Ema:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Swap the average into the model for the duration of the context; the weights are restored bit for bit."""
+        """Return a context in which the model has the averages; it restores the weights bit for bit at its end."""
         self.swap()
         try:
             yield
@@ -117,10 +117,10 @@ class OptimizerUpdate:
         broken: Broken = (),
         follow: bool = True,
     ) -> tuple[Tensor | None, bool]:
-        """Update the weights. Return the gradient norm, if it was measured, and whether the update was made.
+        """Update the weights. Return the gradient norm, if it was measured, and whether the update was applied.
 
-        If `loss` is None, it is not known yet, and the caller runs the finite check one step later. If `follow` is
-        False, the caller advances the schedules.
+        If `loss` is None, it is not known yet, and the caller runs the finite check one step later. If
+        `steps_schedules` is False, the caller advances the schedules.
 
         Raises:
             NonFiniteError: the loss or a gradient is not finite, and the run is set to stop on that.
@@ -141,12 +141,12 @@ class OptimizerUpdate:
         return norm, True
 
     def follow(self) -> None:
-        """Advance the schedules by one step, whether or not the update was made."""
+        """Advance the schedules by one step, whether or not the update was applied."""
         for schedule in self.schedules:
             move_on(schedule)
 
     def refuse_empty(self, *, step: int, loss: float, counts: Mapping[str, float]) -> None:
-        """Raise if a whole batch has no target. A share without a target makes no update, which is no error.
+        """Raise if a whole batch has no target. A single share without a target only makes no update.
 
         Raises:
             NonFiniteError: the count of a term is zero, and such steps are not skipped.
@@ -157,7 +157,7 @@ class OptimizerUpdate:
     def refusal(
         self, *, step: int, loss: float, counts: Mapping[str, float] | None = None, broken: Broken = ()
     ) -> NonFiniteError:
-        """Return the error that names the terms whose count is zero, or the first non-finite gradients."""
+        """Return an error that names the terms whose count is zero, else the first non-finite gradients."""
         error = self._refusal(step, loss, counts or {})
         error.step, error.broken = step, broken
         return error
@@ -196,7 +196,7 @@ class OptimizerUpdate:
             nn.utils.clip_grads_with_norm_(parameters, most, norm)
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """Return the gradient norm; on a CPU an overflow is recomputed in float64, on a GPU that check would wait."""
+        """Return the gradient norm. On a CPU an overflow is recomputed in float64; on a GPU this check would wait."""
         if self._max_grad_norm is None and not self._check:
             return None
         if self._joint_norm is not None:
@@ -262,14 +262,14 @@ def schedule_error(schedule: Any, *, cause: str) -> JobError:
 
 
 class DeferredFiniteCheck:
-    """A finite check for GPUs that reads the previous step's result, which has already arrived on the host."""
+    """The finite check on GPUs, one step late: the previous step's result has already arrived on the host."""
 
     def __init__(self, update: OptimizerUpdate) -> None:
         self._update = update
         self._last: StepResult | None = None
 
     def check(self, result: StepResult | None) -> None:
-        """Check the step before `result`; pass None to check the last step at once, before its weights are saved.
+        """Check the step before `result`. With None, check the last step now, before its weights are saved.
 
         Raises:
             NonFiniteError: the loss or a gradient of that step was not finite.
@@ -281,12 +281,12 @@ class DeferredFiniteCheck:
 
 
 def gradient_values(gradient: Tensor) -> Tensor:
-    """Return the values of a gradient; a sparse one must be coalesced, as the server's are."""
+    """Return the values of a gradient; a sparse one must be coalesced, as the parameter server's are."""
     return gradient.values() if gradient.is_sparse else gradient
 
 
 def _wide_norm(gradients: Sequence[Tensor], *, otherwise: Tensor) -> Tensor:
-    """Return the norm in float64 of gradients divided by their largest magnitude; `otherwise` if that is infinite."""
+    """Return the norm in float64, computed after division by the largest magnitude; `fallback` if that is infinite."""
     largest = torch.stack([torch.linalg.vector_norm(g, math.inf).double() for g in gradients if g.numel()]).max()
     if not math.isfinite(largest.item()):
         return otherwise

@@ -31,7 +31,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Turns(Protocol):
-    """A policy for when a microbatch may run."""
+    """Turns of replicas that share the host's random generators: one forward or backward runs at a time."""
 
     def forward(self, seed: Callable[[], None]) -> AbstractContextManager[None]:
         """Return the context for a forward and its loss, entered after `seed()`."""
@@ -41,29 +41,32 @@ class Turns(Protocol):
 
 
 class Tape(Protocol):
-    """A record of what forwards change besides gradients, which at the end of a step is that of one process."""
+    """A recorder of state that forwards change, such as running statistics and counters in module attributes.
+
+    At the end of a step it sets this state to the values that one process would have.
+    """
 
     @property
     def waits(self) -> bool:
-        """Return whether forwards run in the order of one process, each after the previous one."""
+        """True if forwards run one after another over all ranks, in the order of one process."""
 
     def begin(self, *, num_micro: int = 0) -> None:
-        """Start a step of `num_micro` microbatches over all ranks, or start the same step again."""
+        """Start a step of `num_micro` microbatches over all ranks, or restart the same step."""
 
     def at(self, microbatch: int, *, counts: bool = True) -> None:
-        """Set the microbatch of the next forward or backward; without `counts` it is a stand-in."""
+        """Set the microbatch of the next forward or backward; without samples it is a stand-in."""
 
     def watching(self) -> AbstractContextManager[object]:
         """Return the context for a forward and its loss, or a backward."""
 
     def left(self, microbatch: int) -> None:
-        """End this microbatch's forward."""
+        """Record the end of this microbatch's forward."""
 
     def fold(self, *, num_micro: int) -> bool:
-        """Make the changes those of one process; return False, on all ranks, if the step must be repeated."""
+        """Set the state to that of one process; return False, on all ranks, if the step must be repeated."""
 
     def undo(self) -> None:
-        """Restore what the step has changed, because it was skipped."""
+        """Restore the state from before the step, because the step was skipped."""
 
     def new_notes(self) -> list[str]:
         """Return the notes for the user that were not returned before."""
@@ -74,7 +77,7 @@ class Tape(Protocol):
 
 @dataclass(frozen=True)
 class LocalMicrobatch:
-    """A rank's part of a microbatch. The forward runs within `inside()`, the backward within `again()`."""
+    """A rank's part of a microbatch, and the contexts that its forward and its backward run in."""
 
     data: Any
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -83,9 +86,9 @@ class LocalMicrobatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaContext:
-    """Everything one replica needs to run a step. `take_back()` undoes reducer state when a reduced step is skipped.
+    """Everything one replica needs to run a step. `undo_reduction()` restores the reducer's state after a skipped step.
 
-    `turns` exists only if several replicas are threads of this process.
+    `rng_turns` is set only if several replicas are threads of this process.
     """
 
     model: nn.Module
@@ -105,12 +108,12 @@ class ReplicaContext:
 
     @cached_property
     def portion(self) -> Callable[[Any], LocalMicrobatch]:
-        """A function from a microbatch on this rank's device to its part of it: all, or a slice of the sequence."""
+        """A function that returns this rank's part of a microbatch on its device: all, or a slice of the sequence."""
         return LocalMicrobatch if self.context is None else partial(_slice, self.context)
 
     @cached_property
     def load(self) -> Callable[[Any], LocalMicrobatch]:
-        """The same function for a microbatch in host memory: on a GPU its tensors are moved first."""
+        """A function like `slice_microbatch` for a microbatch in host memory, which it first moves to the device."""
         return self.portion if self.world.device.type == "cpu" else self._moved
 
     def _moved(self, batch: Any) -> LocalMicrobatch:
@@ -118,13 +121,13 @@ class ReplicaContext:
 
     @cached_property
     def around_forward(self) -> Sequence[Callable[[], AbstractContextManager[None]]]:
-        """The contexts that a forward and its loss run in: only those that this run needs."""
+        """The contexts that a forward and its loss run in; only those that this run needs."""
         mesh = self.worlds.mesh
         holds_parts = mesh.zero == 3 or mesh.tp > 1
         return [*([forward_runs] if holds_parts else []), *([self.autocast] if self.precision in _AUTOCAST else [])]
 
     def loss_reporter(self, *, tells: bool) -> LossReporter:
-        """Return a reporter of loss terms to all ranks; `tells` if this rank reports the ones that it computes."""
+        """Return a reporter of loss terms to all ranks. `reports_loss`: this rank reports the terms it computes."""
         return LossReporter(
             world=self.world,
             contract=self.contract,
@@ -140,17 +143,17 @@ class ReplicaContext:
 
     @property
     def needs_equal_microbatches(self) -> bool:
-        """True if a forward or backward waits for other replicas; all must then run equally many microbatches."""
+        """True if a forward or backward waits for other replicas; all must then run the same number of microbatches."""
         return self.rounds is not None or self.reducer.needs_equal_microbatches
 
     @cached_property
     def watched_buffers(self) -> Sequence[BufferPolicy]:
-        """The policy of the buffers, if the model has buffers that the policy watches."""
+        """A list with the buffer policy, or an empty list if the model has no buffer that the policy watches."""
         return [self.buffers] if self.buffers.watches else []
 
     @contextmanager
     def weightless(self) -> Iterator[None]:
-        """Run a microbatch with weight zero: running statistics and other buffers stay unchanged."""
+        """Return a context for a microbatch of weight zero: running statistics and other buffers stay unchanged."""
         if self.rounds is not None:
             self.rounds.weight = 0.0
         kept = [] if self.rounds is not None else [(buffer, buffer.clone()) for buffer in self.model.buffers()]
@@ -165,8 +168,8 @@ class ReplicaContext:
     def autocast(self) -> AbstractContextManager[None]:
         """Return the autocast context that the forward and the loss run in.
 
-        The autocast cache is off. It would keep a copy of every weight until the forward ends, also of weights that are
-        sharded or recomputed, and would save only the second cast of a tied weight.
+        The autocast cache is off. It would keep a copy of every weight until the forward ends, even of sharded and
+        recomputed weights, and would save only the second cast of a tied weight.
         """
         dtype = _AUTOCAST.get(self.precision)
         if dtype is None:

@@ -1,4 +1,4 @@
-"""The interface of an update rule: what the loop, the set-up, checkpoints and verify ask about it."""
+"""The interface of an update rule, for the loop, the set-up, checkpoints and verify."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -28,10 +28,11 @@ from paceline.step.synchronous import SynchronousStep
 class RuleTraits:
     """The properties of an update rule. The defaults are those of the synchronous rule.
 
-    `reads_samples`: the ranks of the process group read the samples. `takes_sparse`: sparse gradients are possible.
-    `divides_parameters`: a parameter may be divided over ranks, else each is one rank's. `spreads_updates`: each update
-    is sent to the ranks that hold other parts. `measures_joint_norm`: the gradient norm is that of all ranks together.
-    `verified`: how `verify` compares a run: step by step, or as two independent runs, or by a replay of what happened.
+    `reads_samples`: the ranks of the process group read the samples. `accepts_sparse_gradients`: gradients may be
+    sparse. `splits_parameters`: a parameter may be sharded over ranks; otherwise one rank owns all of it.
+    `spreads_updates`: after each update the other ranks receive the new values. `measures_joint_norm`: the gradient
+    norm is taken over all ranks. `verify_mode`: how `verify` compares a run: step by step, as two independent runs, or
+    by a replay of the recorded updates.
     """
 
     reads_samples: bool = True
@@ -44,10 +45,10 @@ class RuleTraits:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRequest:
-    """What a step is made from. `contexts` has one context for each replica of this process.
+    """The components that a step is built from. `contexts` has one context for each replica of this process.
 
-    `mirror` and `turns` are there if the replicas are threads, `shared` if processes share one model in memory.
-    `replicas` is the world of this rank's counterparts in the other replicas.
+    `thread_replicas` and `rng_turns` are set if the replicas are threads, `shared_model` if processes share one model
+    in memory. `replica_world` is the world of the ranks at this rank's position in the other replicas.
     """
 
     plan: ExecutionPlan
@@ -60,20 +61,20 @@ class StepRequest:
 
 
 class StepRule(ABC):
-    """The answers of one update rule. The defaults are those of the synchronous rule."""
+    """The behavior of one update rule. The defaults are those of the synchronous rule."""
 
     traits: ClassVar[RuleTraits] = RuleTraits()
 
     def refuse_job(self, job: Job, settings: Settings, plan: ExecutionPlan) -> Iterable[PacelineError]:
-        """Return an error for each feature of the job that the rule cannot have."""
+        """Return an error for each feature of the job that the rule does not support."""
         return ()
 
     def is_gradient_worker(self, update: UpdateRule, *, rank: int) -> bool:
-        """Return True if this rank only computes gradients, and joins no process group."""
+        """Return True if this rank only computes gradients and joins no process group."""
         return False
 
     def join(self, plan: ExecutionPlan, *, place: LaunchInfo, timeout_seconds: float) -> World:
-        """Join the other ranks. Every rank that is no gradient worker calls this once.
+        """Join the other ranks. Every rank that is not a gradient worker calls this once.
 
         Raises:
             MachineError: the ranks did not meet in time, or the device is missing.
@@ -85,23 +86,23 @@ class StepRule(ABC):
         return plan
 
     def groups(self, worlds: MeshGroups, *, plan: ExecutionPlan) -> MeshGroups:
-        """Return the groups of the ranks that have one set of weights in common. Every rank calls this."""
+        """Return the groups of the ranks that train the same weights. Every rank calls this."""
         return worlds
 
     def share_model(self, model: nn.Module, *, world: World) -> SharedModel | None:
-        """Return the model in memory that all processes share, or None if each has its own."""
+        """Return the model in memory that all processes share, or None if each process has its own."""
         return None
 
     @abstractmethod
     def make_step(self, request: StepRequest) -> SynchronousStep:
-        """Return the step by which this process's replicas turn a batch into an update.
+        """Return the step of this process's replicas.
 
         Raises:
             LayoutError, JobError, Problems: the model has something that the rule does not support.
         """
 
     def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
-        """Return the rule, with the properties of the layout that its results depend on, for a checkpoint."""
+        """Return a text for the checkpoint: the rule, and the properties of the layout that its results depend on."""
         return str(plan.update_rule)
 
     def buffer_note(self, policy: str) -> str:

@@ -1,7 +1,7 @@
 """The values that all ranks agree on in a step: one small vector, all-reduced once while backward runs.
 
-`LossReporter` fills the vector with this rank's loss terms, counts and flags, `TotalsReduction` reduces it, and
-`StepResult` reads it: lazily, because reading waits for the device.
+`LossReporter` fills the vector with this rank's loss terms, counts and flags. `TotalsReduction` reduces it.
+`StepResult` reads it only on demand, because reading waits for the device.
 """
 
 import math
@@ -41,7 +41,7 @@ class StepTotals:
     """The microbatches and terms whose sum is not finite."""
 
     def check_counts(self) -> None:
-        """Check the counts that the loss was divided by: a wrong count means a wrong gradient.
+        """Check that the loss was divided by the right counts: a wrong count means a wrong gradient.
 
         Raises:
             JobError: `count=` and the loss count different things.
@@ -77,7 +77,7 @@ class TotalsReduction:
         self._expected: Mapping[str, Tensor] = {}
 
     def expect(self, counts: Mapping[str, Tensor]) -> None:
-        """Store the global counts that the loss is divided by, if known in advance; the terms must give the same."""
+        """Store the global counts that the loss is divided by, if known in advance; the terms must have the same."""
         self._expected = counts
 
     def flag(self, number: int, value: float = 1.0) -> None:
@@ -91,14 +91,14 @@ class TotalsReduction:
         self._slots[microbatch] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
 
     def start(self) -> None:
-        """Start the all-reduce; ranks without a microbatch call this too."""
+        """Start the all-reduce. Ranks without a microbatch call this too."""
         self._vector = self._packed()
         self._wait = self._world.start_all_reduce(self._vector)
 
     def across(self, bundle: MessageBatcher) -> "TotalsReduction":
         """Return this reduction summed over all sites of local SGD.
 
-        Expected counts are not carried over: each site divides by its own, and has checked them already.
+        Expected counts are not copied: each site divides by its own counts and has checked them already.
         """
         wide = TotalsReduction(world=self._world, names=self.names, num_micro=self._num_micro, on_empty=self._on_empty)
         wide._flags, wide._ranks = self._flags, self._ranks * bundle.peers.world_size
@@ -107,11 +107,11 @@ class TotalsReduction:
         return wide
 
     def own_count(self) -> float:
-        """Return the total count over all terms that this rank has put in."""
+        """Return the sum of the counts of all terms that this rank has stored."""
         return math.fsum(float(count) for terms in self._slots.values() for _, count in terms.values())
 
     def own_loss(self) -> float:
-        """Return the loss of the terms that this rank has put in, each divided by its own count."""
+        """Return the loss of the terms that this rank has stored, each divided by its own count."""
         sums = {name: [0.0, 0.0] for name in self.names}
         for terms in self._slots.values():
             for name, (total, count) in terms.items():
@@ -119,9 +119,9 @@ class TotalsReduction:
         return sum(_quotient(total, count) for total, count in sums.values() if total or count)
 
     def divisor(self) -> float | Tensor:
-        """Return the global count of the only term; zero gives NaN gradients, which the finite check reports.
+        """Return the global count of the only term. A zero gives NaN gradients, which the finite check reports.
 
-        If `on_empty` is "zero", a zero count is replaced by one: the term's sums are zero as well.
+        If `on_empty` is "zero", a zero count is replaced by one: the sums of the term are zero too.
         """
         vector = self._arrived()
         counts = vector[_NUM_FLAGS + 1 :: 2]
@@ -237,12 +237,12 @@ class StepResult:
 
     @cached_property
     def reduced(self) -> StepTotals:
-        """The values that the ranks have reduced."""
+        """The reduced values of the step."""
         return self.totals.reduced()
 
     @property
     def loss(self) -> float:
-        """The sum of each term's quotient over the global batch."""
+        """The loss of the global batch: the sum over the terms of sum / count."""
         return self.reduced.loss
 
     @property
@@ -267,8 +267,9 @@ class StepResult:
 
 
 class LossReporter:
-    """A reporter of loss terms whose names are agreed once. `tells`: this rank alone reports these terms.
+    """A reporter of a step's loss terms to all ranks, which agree on the names of the terms in the first step.
 
+    `reports_loss`: this rank reports the terms that it computes, for all ranks that compute the same terms.
     `buffers`: the policy of the model's buffers, if it watches any.
     """
 
@@ -288,7 +289,7 @@ class LossReporter:
         return self._names is not None
 
     def agree(self, terms: Terms | None) -> None:
-        """Agree on the names of the terms; every rank calls this after the last stage has run a microbatch."""
+        """Agree on the names of the terms. Every rank calls this after the last stage has run a microbatch."""
         self._agreed_names(terms)
 
     def new_totals(self, given: StepBatch, terms: Terms | None, *, stop: bool) -> TotalsReduction:
@@ -300,7 +301,7 @@ class LossReporter:
         return totals
 
     def put(self, totals: TotalsReduction, index: int, terms: Terms) -> None:
-        """Put a microbatch's terms into the vector, if this rank is the one that reports them."""
+        """Store a microbatch's terms in the vector, if this rank reports them."""
         if self._tells:
             totals.put(index, terms)
 
@@ -311,7 +312,7 @@ class LossReporter:
         totals.start()
 
     def counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
-        """Return the counts of the whole batch if the job gives them before the forward, else None."""
+        """Return the counts of the global batch if the job gives them before the forward, else None."""
         if not self._contract.counts_first:
             return None
         local = own_counts(self._contract, data)
@@ -321,7 +322,7 @@ class LossReporter:
         return global_counts(local if self._tells else {}, world=self._world, names=self._names)
 
     def _agreed_names(self, terms: Terms | None) -> tuple[str, ...]:
-        """Return the agreed names of the terms, also on ranks whose first step holds no sample."""
+        """Return the names of the terms, on every rank, even if a rank has no sample in its first step."""
         if self._names is None:
             everybody = self._world.gather_json(None if terms is None else list(terms))
             first = next(names for names in everybody if names is not None)
@@ -336,7 +337,7 @@ class LossReporter:
 
 
 def own_counts(contract: LossContract, data: Sequence[Any]) -> dict[str, float | Tensor]:
-    """Return the counts of these microbatches alone; the job gives counts before the forward."""
+    """Return the counts of these microbatches, from the job's `count=`, before any forward."""
     local: dict[str, float | Tensor] = {}
     for batch in data:
         for name, count in contract.counts(batch).items():

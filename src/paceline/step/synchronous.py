@@ -1,4 +1,4 @@
-"""The synchronous training step: replicas run their microbatches, all-reduce gradients and make the same update."""
+"""The synchronous training step: replicas run their microbatches, all-reduce gradients and apply the same update."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ MOST_ATTEMPTS = 8
 class SynchronousStep:
     """A synchronous training step, the same program on every rank. `run` commits on all ranks or on none.
 
-    A step's results can be read without waiting `lag` steps later; here `lag` is 0, so they can be read at once.
+    The results of a step can be read without waiting `lag` steps later. Here `lag` is 0: they can be read at once.
     """
 
     lag = 0
@@ -36,7 +36,7 @@ class SynchronousStep:
         self._seen_writes = replica.world.world_size == 1 and not replica.exact
 
     def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
-        """Run forward, backward, gradient reduction, clipping and update. `stop` is this rank's request to stop after.
+        """Run forward, backward, gradient reduction, clipping and update. `stop`: this rank wants to stop after it.
 
         Raises:
             NonFiniteError: the loss or a gradient is not finite, and the run is set to stop on that.
@@ -50,7 +50,7 @@ class SynchronousStep:
         return result
 
     def _finish(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
-        """Update the weights; if `loss` is None (not read yet), run the finite check on the step before."""
+        """Update the weights. If `loss` is None, it was not read yet: run the finite check of the previous step."""
         began = time.perf_counter()
         broken = () if loss is None else result.reduced.broken
         norm, taken = self.replica.update.commit(step=self.steps_done + 1, loss=loss, counts=counts, broken=broken)
@@ -66,47 +66,47 @@ class SynchronousStep:
             self.late.check(result)
 
     def settle(self) -> None:
-        """Complete every step that is still in flight; every rank calls this."""
+        """Complete every step that is still in flight. Every rank calls this."""
 
     def flush_reports(self) -> None:
-        """Send every result that is still held back, because one rank alone may be about to read it."""
+        """Send all buffered results now, because a single rank may read one of them next."""
 
     @property
     def sent_bytes(self) -> float | None:
-        """The bytes that this rank has sent to others; None under ZeRO-3, where torch gathers units by itself."""
+        """The number of bytes that this rank has sent; None under ZeRO-3, where torch itself gathers the units."""
         worlds = self.replica.worlds
         return None if worlds.mesh.zero == 3 and worlds.shard.world_size > 1 else worlds.all_ranks.traffic.sent_bytes
 
     @property
     def kept_batches(self) -> int:
-        """The number of batches to keep until none of their gradients can still prove non-finite."""
+        """The number of recent batches that the loop keeps: a delayed finite check may still report one of them."""
         return 2 + self.lag
 
     @property
     def results_differ(self) -> bool:
-        """True if ranks see the result of a step at different times, so that no rank may wait for another there."""
+        """True if ranks read the result of a step at different times; reading it must then start no collective."""
         return bool(self.lag)
 
     def synchronised_weights(self) -> AbstractContextManager[dict[str, Tensor]]:
-        """Return a context with the weights to evaluate, save or export; it yields what this rank trains on instead.
+        """Return a context in which the model has the weights to evaluate, save or export.
 
-        It yields nothing if those are the weights of the model.
+        The context yields this rank's own training weights if they differ from those, else an empty dict.
         """
         return nullcontext({})
 
     def lateness(self) -> Sequence[Mapping[str, Any]] | None:
         """Return the gradient staleness (`events.Staleness`) of each worker that this process reports for.
 
-        The result is None, on all ranks alike, if gradients cannot be stale.
+        The result is None, on all ranks, if gradients cannot be stale.
         """
         return None
 
     def new_notes(self) -> list[str]:
-        """Return the notes about processes outside this world that have not been reported yet."""
+        """Return the notes about processes outside this world that were not returned before."""
         return []
 
     def gradients(self, given: StepBatch, *, stop: bool = False) -> StepResult:
-        """Leave the global gradient in every `.grad`; apart from gradients, only running statistics are updated."""
+        """Compute the global gradient into every `.grad`. Besides gradients, only running statistics change."""
         started = time.perf_counter()
         for _ in range(MOST_ATTEMPTS):
             for tape in self.replica.tapes:
@@ -140,7 +140,7 @@ class SynchronousStep:
         )
 
     def _explain(self, error: BaseException, before: list[int]) -> None:
-        """Note how far this rank was, if it gathers units one by one; raise instead if a forward wrote to a weight."""
+        """Add this rank's progress through its units to the error; raise a JobError if a forward wrote to a weight."""
         order = getattr(self.replica.reducer, "order", None)
         if order is not None:
             annotate_progress(error, order.told())
@@ -154,7 +154,7 @@ class SynchronousStep:
             tape.close()
 
     def _versions(self) -> list[int]:
-        """Return the parameters' version counters in the first step of several replicas, to detect forward writes."""
+        """Return the parameters' version counters, to detect writes by a forward; only in the first step."""
         return [] if self._seen_writes else [tensor_version(parameter) for parameter in self.replica.model.parameters()]
 
     def _refuse_writes(self, before: list[int]) -> None:
@@ -172,14 +172,17 @@ class SynchronousStep:
         return self.replica.autocast()
 
     def _settle_buffers(self, totals: TotalsReduction) -> None:
-        """Settle buffers: on a CPU by the reduced flag, on a GPU by this rank's own flag, since reading would wait."""
+        """Make the buffers equal on all ranks if one has changed.
+
+        On a CPU the reduced flag decides. On a GPU this rank's own flag decides, since reading the other would wait.
+        """
         reduced = totals.reduced() if self.replica.world.device.type == "cpu" else None
         for buffers in self.replica.watched_buffers:
             buffers.settle(changed=buffers.changed() if reduced is None else reduced.buffers_changed)
 
 
 def writes_to(name: str, *, trains: bool = True) -> JobError:
-    """Return the error for a forward that writes to a parameter; an untrained one is likely a momentum teacher."""
+    """Return the error for a forward that writes to a parameter. A frozen parameter likely is a momentum teacher's."""
     if not trains:
         return JobError(
             f"the forward writes to the parameter {name}, which is not trained: each rank would write to it once for "

@@ -17,7 +17,7 @@ class SynchronousRule(StepRule):
     """The rule of `--update sync`, with replicas that are processes or threads."""
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
-        """Return the synchronous step, of a pipeline, of threads, or of one replica."""
+        """Return the synchronous step of a pipeline, of threads, or of one replica."""
         contexts, piped = request.contexts, request.placed.piped
         passes = None if piped is None else PipelineForwardBackward(contexts[0], piped=piped)
         if request.mirror is None or request.turns is None:
@@ -37,5 +37,5 @@ STEP_RULES: Mapping[UpdateKind, StepRule] = {
 
 
 def step_rule(update: UpdateRule) -> StepRule:
-    """Return the object that answers for the requested rule."""
+    """Return the rule's object in the table."""
     return STEP_RULES[update.kind]

@@ -357,7 +357,7 @@ def test_a_wrong_route_shows(fault: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_route_that_sends_to_another_rank_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "plan_route", _swapped)
-    with pytest.raises(AssertionError, match="other rows came than this rank's route says"):
+    with pytest.raises(AssertionError, match="received a different number of rows than this rank's route expects"):
         assert_experts(seeded(lambda: Mixture(Stacked, count=4)), tokens(7, 5), ranks=2)
 
 

@@ -204,7 +204,7 @@ _make = built.make_update
 
 def make_update(job, settings, plan, model, placed, rules, *, world):
     made, given = _make(job, settings, plan, model, placed, rules, world=world)
-    take = made._take
+    take = made._step_optimizers
 
     def stale():
         kept = model.head.weight.detach().clone()
@@ -212,7 +212,7 @@ def make_update(job, settings, plan, model, placed, rules, *, world):
         model.head.weight.data.copy_(kept)
 
     if world.world_size > 1 and world.rank == 2:
-        made._take = stale
+        made._step_optimizers = stale
     return made, given
 
 built.make_update = make_update
@@ -231,9 +231,9 @@ _make = built.make_update
 
 def make_update(job, settings, plan, model, placed, rules, *, world):
     made, given = _make(job, settings, plan, model, placed, rules, world=world)
-    whole = made._norm
+    whole = made._measure_norm
     if world.world_size > 1:
-        made._norm = lambda gradients: whole(gradients[world.rank :: world.world_size])
+        made._measure_norm = lambda gradients: whole(gradients[world.rank :: world.world_size])
     return made, given
 
 built.make_update = make_update

@@ -80,12 +80,12 @@ ties.sum_tied_gradients = part
         says=("stage 0", "zero|no gradient|border|lost|sent back"),
         code="""
 from paceline.step.pipeline.schedule_interpreter import Pipeline
-_return = Pipeline._return
+_store = Pipeline._store_input_gradients
 
-def back(self, at, gradients):
-    _return(self, at, [None if g is None else g * 0 for g in gradients])
+def back(self, key, gradients):
+    _store(self, key, [None if g is None else g * 0 for g in gradients])
 
-Pipeline._return = back
+Pipeline._store_input_gradients = back
 """,
     ),
     Misplaced(
@@ -95,15 +95,15 @@ Pipeline._return = back
         should="The pipeline runs microbatch 1's samples twice and microbatch 2's never.",
         says=("microbatch", "twice|never|2|same"),
         code="""
-from paceline.step.pipeline.pipeline_forward_backward import _Work
-_forward = _Work.forward
+from paceline.step.pipeline.pipeline_forward_backward import _StepWork
+_forward = _StepWork.forward
 
 def forward(self, *, stage, microbatch, received):
-    if len(self.data) > 2:
-        self.data[2] = self.data[1]
+    if len(self.microbatches) > 2:
+        self.microbatches[2] = self.microbatches[1]
     return _forward(self, stage=stage, microbatch=microbatch, received=received)
 
-_Work.forward = forward
+_StepWork.forward = forward
 """,
     ),
     Misplaced(
@@ -114,17 +114,17 @@ _Work.forward = forward
         says=("stage 0", "microbatch"),
         code="""
 from paceline.step.pipeline.schedule_interpreter import Pipeline
-_weight = Pipeline._weight
+_weight = Pipeline._backward_weight
 
 def weight(self, action, work):
     if action.stage == 0 and action.microbatch == 3:
-        self._live.pop((0, 3))
+        self._pending.pop((0, 3))
         work.before_backward(stage=0, microbatch=3)
         work.after_backward(stage=0, microbatch=3)
         return
     _weight(self, action, work)
 
-Pipeline._weight = weight
+Pipeline._backward_weight = weight
 """,
     ),
     Misplaced(
@@ -231,18 +231,18 @@ ParameterAllGather.__call__ = lambda self: None
 import torch
 from paceline.step import forward_backward as passes
 
-def stand_in(self, given, data, missing, totals, *, step, stop):
-    if not missing:
-        return _stand_in(self, given, data, missing, totals, step=step, stop=stop)
-    spare = self._stand.spare(given, data)
-    terms = passes.forward(self._replica, spare, step=step, index=given.num_micro, num_samples=1)
-    totals = totals or self._reporter.new_totals(given, terms, stop=stop)
-    self._reporter.send(totals)
+def run_stand_ins(self, step_batch, microbatches, num_missing, totals, *, step, stop):
+    if not num_missing:
+        return _run(self, step_batch, microbatches, num_missing, totals, step=step, stop=stop)
+    stand_in = self._stand_ins.load_stand_in(step_batch, microbatches)
+    terms = passes.forward(self._replica, stand_in, step=step, index=step_batch.num_micro, num_samples=1)
+    totals = totals or self._reporter.new_totals(step_batch, terms, stop=stop)
+    self._reporter.start_reduction(totals)
     passes.backward(self._replica, torch.stack([t for t, _ in terms.values()]).sum(), last=True)
     return totals
 
-_stand_in = passes.MicrobatchForwardBackward._stand_in
-passes.MicrobatchForwardBackward._stand_in = stand_in
+_run = passes.MicrobatchForwardBackward._run_stand_ins
+passes.MicrobatchForwardBackward._run_stand_ins = run_stand_ins
 """,
     ),
     Misplaced(
@@ -283,7 +283,7 @@ _make = built.make_update
 
 def make_update(job, settings, plan, model, placed, rules, *, world):
     made, given = _make(job, settings, plan, model, placed, rules, world=world)
-    take = made._take
+    take = made._step_optimizers
     mine = next((m.parameter for m in placed.named if m.name == "blocks.3.down.weight"), None)
 
     def stale():
@@ -292,7 +292,7 @@ def make_update(job, settings, plan, model, placed, rules, *, world):
         mine.data.copy_(kept)
 
     if world.world_size > 1 and world.rank == 3 and mine is not None:
-        made._take = stale
+        made._step_optimizers = stale
     return made, given
 
 built.make_update = make_update

@@ -7,7 +7,7 @@ from paceline.data.order.cursor import Cursor
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """A microbatch at positions `start` to `stop` of the epoch's order; `index` is its place in the global batch."""
+    """A microbatch at positions `start` to `stop` of the epoch's order; `index` is its position in the global batch."""
 
     index: int
     start: int

@@ -1,4 +1,4 @@
-"""The data cursor: a run's progress through its data in a few bytes, owned by the run and not by a rank."""
+"""The data cursor: a run's position in its data, the same on all ranks."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """A data position: `position` samples of `epoch` are consumed; `samples` and `step` count from the run's start."""
+    """A position in the data: `position` samples into `epoch`; `samples` and `step` count since the run's start."""
 
     epoch: int = 0
     position: int = 0

@@ -1,11 +1,11 @@
-"""Leases of a parameter server: track which worker computes which batch share, and on which weight version.
+"""Leases of a parameter server: which worker computes which share of a batch, and on which weight version.
 
 A *version* is the number of updates applied so far. A gradient that was computed on version v and is applied after u
-updates is u - v updates late. The bound holds for every gradient, so it must be checked before a share is leased, and
-not only when its gradient arrives: with n gradients in flight, the one that is applied last is at least n - 1 updates
-late. Each leased share has a deadline, the update number v + bound. A share is leased, or an update applied, only if
-all others in flight can still be applied by their deadlines, one after another (the feasibility test for scheduling
-jobs of length one with deadlines: Jackson's rule, earliest deadline first).
+updates has the staleness u - v. The bound holds for every gradient, so it is checked before a share is leased, and not
+only when its gradient arrives: with n gradients in flight, the one that is applied last has a staleness of at least
+n - 1. Each leased share has a deadline, the update number v + bound. A share is leased, or an update applied, only if
+all other shares in flight can still be applied by their deadlines, one after another (the feasibility test for
+scheduling jobs of length one with deadlines: Jackson's rule, earliest deadline first).
 """
 
 import math
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShare:
-    """A share of a batch: part `number` of `of` of step `step`, which counts from 0."""
+    """A share of a batch: share `number` of the `num_shares` shares of step `step`, which counts from 0."""
 
     step: int
     number: int
@@ -25,7 +25,7 @@ class BatchShare:
 
 @dataclass(kw_only=True, eq=False)
 class Lease:
-    """A share that a worker computes, with the version of the weights it was given."""
+    """A share that a worker computes, and the version of the weights that it uses."""
 
     number: int
     share: BatchShare
@@ -35,9 +35,9 @@ class Lease:
 
 
 class Leases:
-    """The shares that are free, in flight, and applied. With bound 0 a batch's shares form one update.
+    """The shares that are free, in flight, and applied.
 
-    With any other bound each share is an update.
+    With a staleness bound of 0 the shares of a batch are one update; with a larger bound each share is one update.
     """
 
     def __init__(self, *, bound: float) -> None:
@@ -56,12 +56,12 @@ class Leases:
 
     @property
     def num_free(self) -> int:
-        """The number of shares that no worker computes."""
+        """The number of shares that are not leased."""
         return len(self._free)
 
     @property
     def num_out(self) -> int:
-        """The number of shares that were leased and are not applied yet."""
+        """The number of shares that are leased and not applied yet."""
         return len(self._out)
 
     @property
@@ -70,7 +70,7 @@ class Leases:
         return min((lease.number for lease in self._out), default=self._given + 1)
 
     def offer(self, shares: Iterable[BatchShare]) -> None:
-        """Add a batch's shares to those that may be leased."""
+        """Add a batch's shares to the free shares."""
         self._free += shares
 
     def grant(self, worker: int) -> Lease | None:
@@ -83,13 +83,13 @@ class Leases:
         return lease
 
     def push(self, lease: Lease) -> None:
-        """Record that the whole gradient of a lease has arrived."""
+        """Record that the complete gradient of a lease has arrived."""
         assert lease in self._out and not lease.pushed
         lease.pushed = True
         self._pushed.append(lease)
 
     def lose(self, worker: int) -> list[BatchShare]:
-        """Free the shares that a lost worker had not pushed, ahead of all later ones, and return them."""
+        """Free the shares that a lost worker had not pushed, before all later shares, and return them."""
         gone = [lease for lease in self._out if lease.worker == worker and not lease.pushed]
         self._out = [lease for lease in self._out if lease not in gone]
         back = sorted((lease.share for lease in gone), key=lambda share: (share.step, share.number))
@@ -97,7 +97,7 @@ class Leases:
         return back
 
     def ready(self) -> Sequence[Lease]:
-        """Return the leases of the next update in the order of summation; empty if it may not be applied yet."""
+        """Return the leases of the next update in the order of summation; empty if no update may be applied now."""
         if self.sums_shares:
             return self._ready_batch()
         for lease in self._pushed:
@@ -106,7 +106,7 @@ class Leases:
         return ()
 
     def record_update(self, leases: Sequence[Lease], *, counts: bool = True) -> None:
-        """Record that these leases became an update; with `counts` False it is skipped and makes no new version."""
+        """Record the update of these leases; with `is_applied` False it was skipped and makes no new version."""
         for lease in leases:
             self._out.remove(lease)
             self._pushed.remove(lease)
@@ -127,7 +127,7 @@ class Leases:
         return self._fits(self._out, version=self.version, more=1)
 
     def _fits(self, leases: Sequence[Lease], *, version: int, more: int = 0) -> bool:
-        """Return whether these leases, and `more` of this version, can be applied in turn, none of them too late."""
+        """Return whether these leases, and `num_new` new ones of `version`, can all be applied within the bound."""
         if math.isinf(self._bound):
             return True
         versions = [*sorted(lease.version for lease in leases), *[version] * more]

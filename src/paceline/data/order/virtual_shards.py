@@ -1,8 +1,8 @@
 """Assignment of a stream's samples to batches by virtual shard: a function of batch size and shard lengths only.
 
-A global batch is cut into as many blocks as there are shards that still have samples; block k comes from the k-th of
-them. Neither the number of ranks nor the microbatch size matters. A shard that runs out inside its block gives what it
-has; the others share the rest, so that every batch of an epoch but the last is full.
+A global batch is divided into as many blocks as there are shards that still have samples; block k comes from the k-th
+of these shards. The result does not depend on the number of ranks or the microbatch size. If a shard has fewer samples
+than its block, the other shards fill the block, so that every batch of an epoch except the last is full.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ MOST_SHARDS = 16
 def choose_shards(*, asked: int | None, real: int | None, global_batch_size: int) -> int:
     """Return the number of virtual shards: as many as the data has, at most 16 and at most one per sample of a batch.
 
-    It does not depend on the number of ranks, since the order of samples follows from it. One means that the stream is
-    not split; this is also the result if more are requested than the data has (`real`; None means any number).
+    The number does not depend on the number of ranks, because the order of samples depends on it. One means that the
+    stream is not split, as if more are requested than the data has (`num_real`; None if it can have any number).
 
     Raises:
-        UsageError: more shards than samples in a global batch, or less than one.
+        UsageError: more shards than samples in a global batch, or fewer than one.
     """
     if asked is None:
         return min(MOST_SHARDS, global_batch_size, real or MOST_SHARDS)
@@ -40,8 +40,8 @@ def block_sizes(size: int, parts: int) -> list[int]:
 def samples_per_shard(*, have: Sequence[int], ended: Sequence[bool], size: int) -> list[int] | None:
     """Return how many samples each shard gives to the next batch of `size`.
 
-    `have` counts samples that are known to be left, and `ended` says that there are no more. None means that more must
-    be known: the result never depends on how far a replica has read ahead.
+    `available` counts the samples that were read ahead in each shard, and `ended` says that the shard has no more. The
+    result is None if more must be read ahead first: it never depends on how far a replica has read ahead.
     """
     taken = [0] * len(have)
     while (wanted := size - sum(taken)) > 0:

@@ -11,7 +11,7 @@ _TAG = "__kind__"
 
 
 class CannotBeWritten(Exception):
-    """The error for a state with a value that has no exact form in JSON; the message names it."""
+    """The error for a value that cannot be converted to JSON without loss; the message names its type."""
 
 
 def to_json(value: Any) -> Any:

@@ -29,8 +29,8 @@ Agree = Callable[[Any], list[Any]]
 class StreamReading:
     """The settings that all epochs of a loader share.
 
-    `agree` gathers a value from every replica; without it, or if the stream is not split, a replica reads all shards
-    itself.
+    `gather_json` gathers a value from every replica. Without it, or if the stream is not split, every replica reads
+    all shards.
     """
 
     split: StreamSharding
@@ -41,7 +41,7 @@ class StreamReading:
 
     @property
     def shares(self) -> bool:
-        """Return whether the replicas share the reading."""
+        """True if the replicas divide the shards between them."""
         return self.agree is not None and self.split.shards > 1 and self.cut.replicas > 1
 
     def needs(self, takes: Sequence[int], replica: int) -> frozenset[int]:
@@ -52,7 +52,7 @@ class StreamReading:
 
 
 class Epoch:
-    """An epoch of a stream. `next_batch` plans how many samples of each shard come next; `give` returns the samples."""
+    """An epoch of a stream. `next_batch` plans how many samples each shard gives next; `take_batch` returns them."""
 
     def __init__(self, *, reads: StreamReading, number: int, saved: Mapping[str, Any] | None = None) -> None:
         self._reads = reads
@@ -82,7 +82,7 @@ class Epoch:
 
     @property
     def notes(self) -> list[str]:
-        """The readers' messages, each returned once."""
+        """The readers' notes that were not returned before."""
         found = [note for held in self._held.values() for note in held.notes]
         for held in self._held.values():
             held.notes.clear()
@@ -90,7 +90,7 @@ class Epoch:
 
     @property
     def checksum(self) -> int:
-        """The checksum that must be equal on all replicas."""
+        """A checksum that must be equal on all replicas."""
         whole = self._held.get(0)
         return whole.checksum if self._reads.split.shards == 1 and whole is not None else sum(self.read)
 
@@ -119,7 +119,7 @@ class Epoch:
         return rows
 
     def state(self) -> dict[str, Any]:
-        """Return the position of every shard as JSON; every replica calls this."""
+        """Return the position of every shard as JSON. Every replica calls this."""
         records = self._gather_records()
         ended = [done and shard not in records for shard, done in enumerate(self._ended)]
         return {"read": list(self.read), "ended": ended, "records": {str(k): v for k, v in records.items()}}
@@ -144,7 +144,7 @@ class Epoch:
             self._held[wish.stand.shard] = ShardBuffer(shard=wish.stand.shard, pool=pool, record=wish.record)
 
     def _catch_up(self, shards: Sequence[int]) -> None:
-        """Take over shards that other replicas have read so far."""
+        """Start to read shards that other replicas have read so far, and skip the samples that were used."""
         if shards:
             self._hold(shards)
         for shard in shards:
@@ -154,12 +154,12 @@ class Epoch:
                 raise _shorter(shard)
 
     def _refuse_other(self, agree: Agree, shard: int, *, ranks: tuple[int, int]) -> NoReturn:
-        """Raise the error that explains why two ranks have different samples; every replica reads some more, twice.
+        """Raise an error that explains why two ranks have different samples; first, every replica reads samples twice.
 
         Raises:
             DataError: always.
         """
-        if isinstance(self._reads.source.data, Iterator):  # which can be read once
+        if isinstance(self._reads.source.data, Iterator):  # it can be read only once
             mine = [self._held[shard].first(SEEN)] * 2
         else:
             mine = read_apart(self._reads.source, lambda: [self._first(shard, SEEN) for _ in range(2)])
@@ -176,7 +176,7 @@ class Epoch:
         return ShardPosition(shard=shard, epoch=self._number, seed=self._reads.seed)
 
     def _plan(self) -> None:
-        """Read ahead, agree with the other replicas on what is left, and plan the next batches."""
+        """Read ahead, agree with the other replicas on the available samples, and plan the next batches."""
         size, ahead = self._reads.cut.global_batch_size, 1 if not self._reads.shares else AHEAD
         while not self._planned and not self._over:
             have = self._agreed(ahead)
@@ -196,7 +196,7 @@ class Epoch:
         self._share_records()
 
     def _agreed(self, ahead: int) -> list[int]:
-        """Return how many samples of each shard are known to be left; the same on all replicas."""
+        """Return how many samples of each shard were read ahead; the result is the same on all replicas."""
         for shard, held in self._held.items():
             held.ensure(ahead * max(1, self._spread[shard]) + 1)
         mine = {str(s): [h.have, h.ended, h.read, h.checksum] for s, h in self._held.items()}
@@ -213,7 +213,7 @@ class Epoch:
         return have
 
     def _share_records(self) -> None:
-        """Gather every shard's record on all replicas if a shard changes its reader in the planned batches."""
+        """Gather the record of every shard on all replicas, if another replica reads a shard in the planned batches."""
         if not self._reads.shares:
             return
         needs = [self._last_needs]
@@ -234,9 +234,9 @@ class Epoch:
         return self._reads.agree(mine) if self._reads.shares and self._reads.agree is not None else [mine]
 
     def _compare_first(self) -> None:
-        """Compare the first samples; each replica also reads those of the next replica's shards.
+        """Compare the first samples of each shard between two replicas: each also reads those of the next replica.
 
-        If the stream is read whole, every replica has read the same ones.
+        If the stream is not split, every replica has read the same samples, and all are compared.
         """
         if self._reads.agree is None:
             return
@@ -257,14 +257,14 @@ class Epoch:
             if twin != name and len(set(numbers)) == FIRST:
                 raise DataError(
                     f"shards {twin} and {name} of the stream start with the same {FIRST} samples.",
-                    cause="shard(num_shards=, index=) gives the same samples for every index",
+                    cause="shard(num_shards=, index=) returns the same samples for every index",
                     hint="--data.shards 1 reads the stream whole on every replica",
                 )
 
 
 @lru_cache(maxsize=64)
 def _needs(cut: BatchPartition, takes: tuple[int, ...]) -> list[frozenset[int]]:
-    """Return the shards that each replica's microbatches take samples from; cached, as most batches take the same."""
+    """Return the shards that each replica's microbatches take samples from; cached, since most batches are alike."""
     size, found = sum(takes), []
     bounds = [sum(takes[:shard]) for shard in range(len(takes) + 1)]
     micro = -(-size // cut.micro_batch_size)

@@ -1,8 +1,8 @@
 """The loader of iterable datasets.
 
-A stream that can be split is split into virtual shards, and a replica reads those that it needs; any other stream is
-read whole by every replica, which keeps its own microbatches (exact, costs reading). Checksums detect a stream that
-gives other samples when it is read again: between replicas, and on resume.
+If a stream can be split, it is split into virtual shards, and each replica reads the shards that it needs. Otherwise
+every replica reads all of it and uses only its own microbatches, which is exact but reads more. Checksums detect a
+stream whose samples differ between replicas, or when it is read again on resume.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ __all__ = ["IterableLoader", "checksum"]
 
 
 class IterableLoader:
-    """A loader over an iterable. `agree` gathers every replica's value, in the order of replicas."""
+    """A loader over an iterable. `gather_json` returns the values of all replicas, in the order of replicas."""
 
     num_samples: int | None = None
 
@@ -55,11 +55,11 @@ class IterableLoader:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The loader's lines for the banner."""
+        """The lines that the banner shows about the data."""
         return (*self._source.notes, describe_stream(self._split, replicas=self._cut.replicas, kind="data"))
 
     def __iter__(self) -> Iterator[StepInput]:
-        """Yield step inputs without end: the stream is read again for each epoch."""
+        """Yield step inputs forever: the stream is read again for each epoch."""
         cursor = self._cursor
         self._collator = self._collator or Collator(self._source)
         epoch = self._resumed()
@@ -81,7 +81,7 @@ class IterableLoader:
                 epoch = self._opened(cursor.epoch)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the position of each shard, valid for any number of replicas; every replica calls this."""
+        """Return the position of each shard, for a resume on any number of replicas. Every replica calls this."""
         found: dict[str, Any] = {"shards": self._split.shards, "epoch": self._cursor.epoch}
         if self._epoch is not None and self._cursor.position:
             found |= self._epoch.state()
@@ -91,7 +91,7 @@ class IterableLoader:
         """Resume from a state returned by `state`, with its number of shards.
 
         Raises:
-            ResumeError: the stream can't be split as it was, or another number of shards is asked for.
+            ResumeError: the stream can't be split as before, or another number of shards is requested.
         """
         self._saved = state
         was, asked = int(state["shards"]), self._asked
@@ -141,7 +141,7 @@ class IterableLoader:
         return self._epoch
 
     def _resumed(self) -> Epoch:
-        """Return the resumed epoch: from saved records in constant time, else by reading from the epoch's start."""
+        """Return the resumed epoch: from saved records if possible, else by reading from the start of the epoch."""
         cursor, saved = self._cursor, self._saved
         known = saved is not None and saved.get("epoch") == cursor.epoch and "read" in saved
         if saved is not None and known and sum(saved["read"]) == cursor.position:

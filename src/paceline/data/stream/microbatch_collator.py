@@ -1,4 +1,4 @@
-"""Collation of a stream's samples into microbatches: in the rank, or in one more process if it has data workers."""
+"""Collation of a stream's samples into microbatches: in the rank, or, with data workers, in a separate process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from paceline.torch_internals.rng import seed_all
 
 
 class Collator:
-    """The collator of one stream, whose shards several data workers read."""
+    """The collator of one stream. With data workers and a user-defined `collate=`, it runs in a process of its own."""
 
     def __init__(self, source: Source) -> None:
         self._collating = _Collating(collate=source.collate or default_collate)

@@ -1,7 +1,7 @@
-"""Diagnosis of ranks that read different samples of a stream: a part each, another order, or new ones each time.
+"""Diagnosis of ranks that read different samples of a stream: a part by rank, another order, or random samples.
 
-A run assigns a stream's samples to ranks by itself. A stream that also takes its own part by rank is divided twice: of
-what a rank reads, only its own microbatches are used, and the rest of every part is lost.
+A run assigns the samples of a stream to ranks. A stream that already selects a part by rank is divided twice: each rank
+uses only its own microbatches of its part, and the other samples are never used.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ _SORT_IT = "sorted(os.listdir(...)), and a shuffle whose seed is the same on eve
 def other_stream(
     firsts: Sequence[Sequence[int]], again: Sequence[Sequence[int]], ranks: tuple[int, int], *, where: str
 ) -> DataError:
-    """Return the error for two ranks with different samples, from checksums of every rank's first ones, read twice.
+    """Return the error for two ranks with different samples, from checksums of every rank's first samples, read twice.
 
-    Ranks that have no sample in common each have a part of the stream, as far as it was read.
+    If the two ranks have no sample in common, the stream likely selects a part by rank.
     """
     one, other = ranks
     what = f"{where} gives different samples on rank {other} and rank {one}"

@@ -1,4 +1,4 @@
-"""A buffer of one shard on one replica: samples read ahead, counts of those used, and the record to resume from."""
+"""A buffer of one shard on one replica: the samples read ahead, and the record to resume from."""
 
 from collections import deque
 from typing import Any
@@ -10,7 +10,7 @@ from paceline.data.stream.shard_workers import InProcessShards, WorkerShards
 
 
 class ShardBuffer:
-    """A buffer whose samples are used in order. `read` and `checksum` cover those that were used in this epoch."""
+    """A buffer of samples of one shard. `read` and `checksum` cover the samples that were taken in this epoch."""
 
     def __init__(self, *, shard: int, pool: InProcessShards | WorkerShards, record: Record | None = None) -> None:
         self.shard = shard
@@ -28,16 +28,16 @@ class ShardBuffer:
 
     @property
     def have(self) -> int:
-        """The number of samples that were read ahead."""
+        """The number of samples in the buffer."""
         return len(self._rows)
 
     @property
     def ended(self) -> bool:
-        """Return whether the shard has no samples beyond those."""
+        """True if the shard has no samples after those in the buffer."""
         return self._over
 
     def ensure(self, samples: int) -> None:
-        """Read ahead until `samples` are buffered or the shard ends; a failing sample raises only when it is needed."""
+        """Read ahead until `samples` are buffered or the shard ends. An error is stored until its sample is needed."""
         while self.have < samples and not self._over and self._trouble is None:
             chunk = self._pool.chunk(self.shard)
             self._rows += chunk.rows
@@ -45,16 +45,16 @@ class ShardBuffer:
             self.notes += chunk.notes
 
     def fail(self) -> None:
-        """Raise the error that reading ahead has met, if any."""
+        """Raise the error that occurred while reading ahead, if any."""
         raise_worker_error(self._trouble)
 
     def first(self, samples: int) -> list[int]:
-        """Return the checksums of the next samples without using them."""
+        """Return the checksums of the next samples without taking them."""
         self.ensure(samples)
         return [row.crc for row, _ in zip(self._rows, range(samples), strict=False)]
 
     def take(self, samples: int) -> list[Any]:
-        """Use and return `samples` samples; fewer only if the shard is shorter than expected."""
+        """Take the next samples from the buffer; fewer than `samples` only at the end of the shard."""
         self.ensure(samples)
         if samples > self.have:
             self.fail()
@@ -73,7 +73,7 @@ class ShardBuffer:
         return found
 
     def record(self) -> dict[str, Any]:
-        """Return the record to resume from, as JSON: the oldest kept state, and a checksum of what was read since."""
+        """Return the record to resume from, as JSON: a recent state, and a checksum of the samples read since."""
         found: dict[str, Any] = {"read": self.read, "checksum": self.checksum}
         if self._anchors and self._anchors[0]["read"] <= self.read - READ_AGAIN:
             found["anchor"] = dict(self._anchors[0])

@@ -19,7 +19,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSample:
-    """A sample with its checksum; every `ANCHOR_EVERY` samples it has the shard's state right after it, as JSON."""
+    """A sample with its checksum; every `ANCHOR_EVERY`-th also has the dataset's state after it, as JSON."""
 
     sample: Any = field(repr=False)
     crc: int
@@ -28,7 +28,7 @@ class StreamSample:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardChunk:
-    """A chunk of consecutive rows of one shard; `ended` or `trouble` applies after the last of them."""
+    """A chunk of consecutive samples of one shard. After the last one, the shard has ended or an `error` occurred."""
 
     rows: list[StreamSample]
     ended: bool = False
@@ -38,7 +38,7 @@ class ShardChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPosition:
-    """A shard of an epoch; `seed` is None if samples are not seeded."""
+    """A shard in an epoch; `seed` is None if samples are not seeded."""
 
     shard: int
     epoch: int
@@ -46,7 +46,7 @@ class ShardPosition:
 
 
 class ShardReader:
-    """A reader of one shard. It trusts a record only after it has read some recorded samples again."""
+    """A reader of one shard. On resume it reads the last recorded samples again and compares their checksum."""
 
     def __init__(self, *, split: StreamSharding, stand: ShardPosition, record: Record | None = None) -> None:
         self._split = split
@@ -59,7 +59,7 @@ class ShardReader:
         self._writable = True
 
     def chunk(self, size: int) -> ShardChunk:
-        """Return the next `size` rows, fewer at the end."""
+        """Return the next `size` samples, fewer at the end."""
         rows: list[StreamSample] = []
         try:
             if self._samples is None:
@@ -95,7 +95,7 @@ class ShardReader:
             )
 
     def _again(self, anchor: Record, read: int) -> bool:
-        """Return whether the samples after the anchor are those that were read before."""
+        """Restore the anchor's state; return whether the samples after it are those that were read before."""
         self._open(anchor)
         return self._total(read - int(anchor["read"])) == int(anchor["checksum"])
 

@@ -1,4 +1,4 @@
-"""Reading of a replica's shards: in this process on request, or ahead of time in data workers."""
+"""Reading of a replica's shards: in this process when they are needed, or ahead of time in data workers."""
 
 import os
 import pickle
@@ -23,7 +23,7 @@ from paceline.torch_internals.rng import stream_key
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRequest:
-    """A shard to read: `portion` samples at a time, from its start or from a record."""
+    """A shard to read, `chunk_size` samples at a time, from its start or from a record."""
 
     stand: ShardPosition
     portion: int
@@ -95,7 +95,7 @@ class WorkerShards:
 
 
 class _Rounds(IterableDataset[bytes]):
-    """A dataset in a data worker: each round yields a chunk of each of its shards that still has samples."""
+    """A dataset in a data worker: each item has a chunk of each of the worker's shards that still has samples."""
 
     def __init__(self, *, split: StreamSharding, hands: list[list[ShardRequest]]) -> None:
         self._split = split
@@ -114,7 +114,7 @@ class _Rounds(IterableDataset[bytes]):
 
 
 def _serialized(found: Mapping[int, ShardChunk]) -> bytes:
-    """Serialize the chunks of a round; if that fails, each chunk carries the reason instead of its rows."""
+    """Serialize the chunks of an item; if that fails, each chunk has the error instead of samples."""
     try:
         return pickle.dumps([(shard, _packed(chunk)) for shard, chunk in found.items()], protocol=5)
     except Exception as error:
@@ -127,7 +127,7 @@ _LIGHT = (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32,
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor sent between two processes by value: small ones travel faster this way than as shared memory."""
+    """A tensor that is sent to another process by value, which for small tensors is faster than shared memory."""
 
     values: Any
 
@@ -141,14 +141,14 @@ def _unpacked(chunk: ShardChunk) -> ShardChunk:
 
 
 def as_light(value: Any) -> Any:
-    """Return a sample, or a list of them, in the form in which it is sent."""
+    """Return a sample, or a list of samples, with tensors replaced by `_Tensor`."""
     if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
         return _Tensor(value.numpy()) if value.dtype in _LIGHT and not value.requires_grad else value
     return _mapped(value, as_light)
 
 
 def as_full(value: Any) -> Any:
-    """Return a received sample with its tensors restored."""
+    """Return a sample, or a list of samples, with each `_Tensor` replaced by a tensor."""
     if type(value) is _Tensor:
         return torch.from_numpy(np.asarray(value.values))
     return _mapped(value, as_full)

@@ -44,7 +44,7 @@ def stream_once(
 
 
 def reading_replicas(shard: int, shards: int, replicas: int) -> list[int]:
-    """Return the replicas that read this shard; several of them take turns."""
+    """Return the replicas that read this shard; if there are several, they alternate."""
     if replicas <= shards:
         return [shard % replicas]
     return list(range(shard, replicas, shards))

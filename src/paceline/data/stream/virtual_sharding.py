@@ -1,4 +1,4 @@
-"""The decision whether and how a stream is split into virtual shards."""
+"""Virtual shards of a stream: whether and how the stream is split."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,10 @@ from paceline.errors import JobError
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSharding:
-    """A stream split into `shards` virtual shards; `keeps_place` says that a shard can resume from its state."""
+    """A stream that is split into `shards` virtual shards. `has_state`: a shard can resume from its `state_dict`.
+
+    `reason_not_split` says why there is only one shard.
+    """
 
     data: Any
     shards: int = 1
@@ -20,7 +23,7 @@ class StreamSharding:
     why_whole: str = ""
 
     def open(self, *, shard: int, epoch: int) -> Any:
-        """Return a fresh dataset of one shard, ready to be iterated in this epoch."""
+        """Return a new dataset of one shard for this epoch."""
         _set_epoch(self.data, epoch)
         if not self.keeps_place:
             return self.data
@@ -33,10 +36,10 @@ class StreamSharding:
 
 
 def split_of(source: Source, *, asked: int | None, global_batch_size: int) -> StreamSharding:
-    """Return how this stream is split, which follows from the data and the batch size alone.
+    """Return how this stream is split, which depends only on the data, the batch size and the requested number.
 
     Raises:
-        UsageError: `asked` shards are impossible.
+        UsageError: the requested number of shards is impossible.
     """
     data, real = source.data, num_real_shards(source.data)
     if real == 0 and hasattr(data, "shard"):
@@ -67,7 +70,7 @@ def call_user_dataset(call: Callable[[], Any], *, doing: str) -> Any:
     """Return the value of a call into the user's dataset.
 
     Raises:
-        DataError: it raised; the error names the line.
+        DataError: the call raised an exception; the error names the line.
     """
     try:
         return call()

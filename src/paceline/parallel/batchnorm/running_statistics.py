@@ -42,7 +42,7 @@ _FLAGS = 8
 class MicrobatchStatistics:
     """The tape of a model's running statistics.
 
-    Call `begin`, then `at(j)` before and `left(j)` after each forward, then `fold`.
+    Call `begin_step`, then `set_microbatch(j)` before and `end_forward(j)` after each forward, then `fold`.
 
     `in_order`: this process runs its microbatches one after another, each forward and backward. `can_wait`: a forward
     may wait for another rank's, since forwards don't communicate. `over_batch`: it may not, since the loss is over the
@@ -94,7 +94,7 @@ class MicrobatchStatistics:
 
     @property
     def waits(self) -> bool:
-        """Return whether forwards run in the order of one process, each after the previous one."""
+        """True if forwards run one after another over all ranks, in the order of one process."""
         return self._relay is not None
 
     def begin(self, *, num_micro: int = 0) -> None:
@@ -121,7 +121,7 @@ class MicrobatchStatistics:
             self._relay.begin(num_micro=num_micro)
 
     def at(self, microbatch: int, *, counts: bool = True) -> None:
-        """Set the microbatch of the next forward or backward; without `counts` its statistics are not recorded."""
+        """Set the microbatch of the next forward or backward; without samples its statistics are not recorded."""
         is_other = not self._has_run or (counts and microbatch != self._now)
         if self._is_relayed and counts:
             assert self._relay is not None

@@ -362,7 +362,7 @@ class NumberTape:
         self._has_run = False
 
     def at(self, microbatch: int, *, counts: bool = True) -> None:
-        """Set the numbers for the next forward or backward; without `counts` it is a stand-in that doesn't count."""
+        """Set the numbers for the next forward or backward; without samples it is a stand-in that doesn't count."""
         self._numbers.at(microbatch if counts else None)
         self._has_run = True
 

@@ -1,9 +1,9 @@
-"""The outer optimizer of local SGD and DiLoCo: the weights that sites last agreed on, and how they synchronise.
+"""The outer optimizer of local SGD and DiLoCo: when sites synchronise which parameters, and the synchronised weights.
 
-A synchronisation is a step of an outer optimizer. Its gradient is the mean over the sites of the change of each site's
-weights since the last one (Douillard et al., "DiLoCo", 2023). With a rate of 1 and no momentum the result is the mean
-of the weights (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019). With fragments that are applied
-some updates after they are sent, it is the streaming form (Douillard et al., "Streaming DiLoCo", 2025).
+A synchronisation is a step of an outer optimizer. Its gradient is the mean over the sites of the change of the weights
+since the last synchronisation (Douillard et al., "DiLoCo", 2023). With a learning rate of 1 and no momentum the result
+is the mean of the weights (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019). If fragments are
+applied some updates after they are sent, it is Streaming DiLoCo (Douillard et al., 2025).
 """
 
 import math
@@ -25,10 +25,10 @@ _RESHAPED = 2
 
 
 class FragmentSchedule:
-    """The outer optimizer on one rank.
+    """The outer optimizer on one rank: it sends and applies each fragment when it is due.
 
-    `weights` has every parameter's name and whole shape, on every rank. `peers` are the ranks at the same position in
-    the other sites; the group counts the bytes sent to them.
+    `weights` has the name and full shape of every parameter, on every rank. `peers` are the ranks at the same position
+    in all sites. `on_write` is called after buffers or weights were overwritten.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class FragmentSchedule:
 
     @property
     def peers(self) -> World:
-        """The ranks at this rank's position, one in each site."""
+        """The ranks at this rank's position, one of each site."""
         return self._link.peers
 
     @property
@@ -93,7 +93,7 @@ class FragmentSchedule:
             fragment.arrive()
 
     def differing(self) -> str | None:
-        """Return the first parameter whose agreed weights differ between sites, or None if all are equal."""
+        """Return the first parameter whose synchronised weights differ between sites, or None if all are equal."""
         pairs = [
             (member.name, agreed)
             for fragment in self.fragments
@@ -107,14 +107,17 @@ class FragmentSchedule:
         return pairs[apart[0]][0] if apart else None
 
     def begin(self) -> None:
-        """Take the current weights, equal on all sites, as the agreed weights."""
+        """Take the current weights, which are equal on all sites, as the synchronised weights."""
         self._apart = False
         for fragment in self.fragments:
             fragment.begin()
 
     @contextmanager
     def together(self) -> Iterator[dict[str, Tensor]]:
-        """Put the mean of the sites' weights into the model; yield this site's own, which are restored bit for bit."""
+        """Return a context in which the model has the mean of the sites' weights.
+
+        It yields this site's own weights, and restores them bit for bit at its end.
+        """
         live = dict(self._live())
         own = {name: tensor.clone() for name, tensor in live.items()}
         if self._apart:
@@ -136,7 +139,7 @@ class FragmentSchedule:
         self._put(live, {name: tensor for name, tensor in own.items() if name in live})
 
     def _has_met(self, step: int) -> bool:
-        """Return whether all sites hold the same weights; a mean is then skipped, since rounding could change them."""
+        """Return whether all sites have equal weights; a mean is then skipped, because rounding could change them."""
         return fragment_to_send(step, update=self._rule) == 0 and self._rule.fragments == 1 and not self._rule.delay
 
     def _put(self, live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -168,10 +171,10 @@ class FragmentSchedule:
             self._wrote()
 
     def _moving_everywhere(self) -> set[str]:
-        """Return the buffers that have changed in any site; constant buffers need not be sent.
+        """Return the names of the buffers that have changed on any site; constant buffers need not be sent.
 
-        A buffer that a forward replaced by one of another shape stays local to each site: the shapes may differ, so no
-        mean exists.
+        A buffer that a forward has replaced by one of another shape stays local to each site: shapes may differ
+        between sites, so there is no mean.
         """
         if not self._first:
             return set()

@@ -25,7 +25,7 @@ class LocalSgdRule(StepRule):
     traits = RuleTraits(verified="freely")
 
     def refuse_job(self, job: Job, settings: Settings, plan: ExecutionPlan) -> Iterator[PacelineError]:
-        """Yield the errors of a job that needs all weights, or the whole batch, in one place."""
+        """Yield an error for each feature of the job that the rule does not support."""
         if job.ema is not None:
             yield JobError(
                 f"ema= with --update {plan.update_rule.kind}: each site would have an average of its own.",
@@ -44,7 +44,7 @@ class LocalSgdRule(StepRule):
         return MeshGroups.for_local_sgd_site(worlds.all_ranks, mesh=plan.mesh)
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
-        """Return a site's step, with the optimizer that moves the weights all sites have agreed on."""
+        """Return a site's step, with the outer optimizer that synchronises the sites."""
         plan, replica, placed, replicas = request.plan, request.contexts[0], request.placed, request.replicas
         passes = None if placed.piped is None else PipelineForwardBackward(replica, piped=placed.piped)
         sites = FragmentSchedule(
@@ -63,4 +63,4 @@ class LocalSgdRule(StepRule):
 
     def buffer_note(self, policy: str) -> str:
         """Return the line on the policy within a site, and the average over sites."""
-        return f"buffers: {policy} within a site ({POLICIES[policy]}), averaged over the sites at each meeting"
+        return f"buffers: {policy} within a site ({POLICIES[policy]}), averaged over the sites at each synchronisation"

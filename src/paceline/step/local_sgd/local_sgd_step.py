@@ -26,7 +26,7 @@ _IN_ONE_MESSAGE = LAG // 2
 
 
 class LocalStep(SynchronousStep):
-    """A local SGD step on one rank. `first` is the index of the first microbatch that belongs to this site."""
+    """A local SGD step on one rank. `first_microbatch` is the index of this site's first microbatch in each batch."""
 
     lag = LAG
 
@@ -55,9 +55,9 @@ class LocalStep(SynchronousStep):
         return result
 
     def _finish(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
-        """Update with the terms that have a target in this site's samples; without any target, weights stay unchanged.
+        """Update with the loss terms that have a target in this site's samples; without any target, make no update.
 
-        If the whole batch has no target, that is an error, which is found in the results reduced over all sites.
+        A batch without any target is an error, which is detected in the totals that are reduced over all sites.
         """
         own = result.reduced
         if all(own.counts.values()):
@@ -82,7 +82,7 @@ class LocalStep(SynchronousStep):
         self.sites.arrive()
 
     def synchronised_weights(self) -> AbstractContextManager[dict[str, Tensor]]:
-        """Put the mean of the sites in place of the weights; yield the site's own weights."""
+        """Return a context in which the model has the mean of the sites' weights; it yields the site's own weights."""
         return self.sites.together()
 
     def lateness(self) -> Sequence[Mapping[str, Any]]:

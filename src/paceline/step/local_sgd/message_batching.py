@@ -1,4 +1,4 @@
-"""Batching of small vectors from several steps into one message: on a slow link each message has a high fixed cost."""
+"""Batching of small vectors of several steps into one message, since each message has a fixed cost on a slow link."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from paceline.comm.process_group import World
 
 
 class MessageBatcher:
-    """A batcher that sums up to `most` vectors over `peers` in one all-reduce. All peers use it in the same order."""
+    """A batcher that sums up to `max_vectors` vectors over `peers` in one all-reduce. All peers add in equal order."""
 
     def __init__(self, peers: World, *, most: int) -> None:
         self.peers = peers
@@ -17,9 +17,9 @@ class MessageBatcher:
         self._filling = _Message()
 
     def add(self, vector: Tensor) -> Callable[[], None]:
-        """Add a vector to the current message. The returned function waits, and leaves the sum in `vector`.
+        """Add a vector to the current message. The returned function waits and writes the sum into `vector`.
 
-        If it is called before the message is full, the message is sent as it is.
+        If that function is called before the message is full, it sends the message as it is.
         """
         if self._filling.is_sent:
             self._filling = _Message()
@@ -30,7 +30,7 @@ class MessageBatcher:
         return lambda: message.arrive(self.peers)
 
     def send(self) -> None:
-        """Send the current message, if it holds any vectors and was not sent."""
+        """Send the current message, if it has any vectors and was not sent yet."""
         if self._filling.vectors and not self._filling.is_sent:
             self._filling.send(self.peers)
 

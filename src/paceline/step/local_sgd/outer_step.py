@@ -13,7 +13,7 @@ from paceline.parallel.module_access.tensor_access import copy_into, local_eleme
 
 
 class SiteGroup:
-    """The ranks that hold the same shard in the other sites, and the time spent waiting for them."""
+    """The ranks that hold the same shard in all sites, and the time that this rank has waited for them."""
 
     def __init__(self, peers: World) -> None:
         self.peers = peers
@@ -35,7 +35,7 @@ class SiteGroup:
 
 
 class Fragment:
-    """A set of this rank's parameters that is synchronised at the same time."""
+    """A set of this rank's parameters that are synchronised together."""
 
     def __init__(self, members: Sequence[NamedParameter], *, rule: UpdateRule, link: SiteGroup) -> None:
         self.members = list(members)
@@ -49,11 +49,11 @@ class Fragment:
 
     @property
     def live(self) -> list[Tensor]:
-        """The weights that are being trained."""
+        """The current weights, which the site trains."""
         return [local_elements(member.parameter.detach()) for member in self.members]
 
     def begin(self) -> None:
-        """Take the current weights, equal on all sites, as the agreed weights, and reset the outer optimizer."""
+        """Take the current weights as the synchronised weights, and reset the outer optimizer."""
         self.agreed = [nn.Parameter(averaging_dtype_tensor(tensor).clone()) for tensor in self.live]
         momentum = self._rule.momentum
         self._outer = (
@@ -64,9 +64,9 @@ class Fragment:
         self.due, self._flat, self._wait = None, None, None
 
     def send(self, step: int) -> None:
-        """Start the all-reduce of the pseudo-gradient: agreed minus current weights.
+        """Start the all-reduce of the pseudo-gradient: synchronised minus current weights.
 
-        Every rank sets `due`, also if its stage holds no parameter of this fragment.
+        Every rank sets `due_step`, even if its stage has no parameter of this fragment.
         """
         self.due = step + self._rule.delay
         if self.agreed:
@@ -75,13 +75,13 @@ class Fragment:
             self._wait = self._link.peers.start_all_reduce(self._flat)
 
     def arrive(self) -> None:
-        """Wait for the all-reduce; the result is applied when it is due."""
+        """Wait for the all-reduce. `apply` uses the result when it is due."""
         if self._wait is not None:
             self._link.wait(self._wait)
             self._wait = None
 
     def take(self) -> None:
-        """Run the outer optimizer step on the mean pseudo-gradient of all sites."""
+        """Run the step of the outer optimizer on the mean pseudo-gradient of all sites."""
         self.arrive()
         if self._flat is not None and self._outer is not None:
             ways = _cut(self._flat / self._link.peers.world_size, self.agreed)
@@ -99,7 +99,7 @@ class Fragment:
                 copy_into(live, (averaging_dtype_tensor(live) * mix + agreed * (1.0 - mix)) if mix else agreed)
 
     def saved(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield the state that the sites agree on, as (kind, FQN, this rank's part)."""
+        """Yield the state that is equal on all sites, as (kind, FQN, this rank's part)."""
         self.arrive()
         coming = [] if self._flat is None else _cut(self._flat, self.agreed)
         for place, (member, agreed) in enumerate(zip(self.members, self.agreed, strict=True)):
@@ -128,7 +128,7 @@ class Fragment:
 
 
 def averaging_dtype_tensor(tensor: Tensor) -> Tensor:
-    """Return the tensor in the type that means are computed in, at least float32."""
+    """Return the tensor in the dtype in which means are computed, at least float32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

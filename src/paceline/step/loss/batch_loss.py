@@ -1,12 +1,13 @@
-"""A loss over the whole global batch, such as a contrastive loss: every replica sees all outputs, its own with a graph.
+"""A loss over the whole global batch, such as a contrastive loss: every replica computes it from all outputs.
 
 The gradient of such a loss is the sum, over replicas, of the gradients through each replica's own outputs. So outputs
-are gathered as values, each replica replaces its own rows by the tensors that autograd tracks, and computes the same
-loss. The usual gradient all-reduce does the rest; no gradient is sent back to another replica's outputs.
+are gathered as values. Each replica replaces its own rows by the tensors that autograd tracks, and computes the same
+loss. The usual all-reduce then sums the gradients; no gradient is sent to another replica's outputs.
 
 Values other than tensors (texts, names, arrays) are joined too if they are a column: a list with one entry per sample.
-All other values must be the same on every replica; otherwise each replica would compute a different loss. A list as
-long as the number of samples may be either. The first batch decides for the whole run, by whether replicas differ.
+All other values must be the same on every replica; otherwise the replicas would compute different losses. A list as
+long as the number of samples may be either. In the first batch it is a column if the replicas' lists differ, and it
+stays one for the whole run.
 """
 
 from dataclasses import dataclass, field
@@ -30,9 +31,9 @@ def gather_rows(
 ) -> tuple[Any, Any] | None:
     """Join output and batch over replicas in rank order: the rows of every tensor, and every column.
 
-    Every replica calls this; one without samples passes None twice, and gets None. A tensor without dimensions, such as
-    a temperature, is shared: its gradient is divided by the number of replicas that have samples. `columns` remembers
-    between batches which paths are columns.
+    Every replica calls this. A replica without samples passes None twice and gets None. A tensor without dimensions,
+    such as a temperature, is shared: its gradient is divided by the number of replicas that have samples. `columns`
+    stores, from batch to batch, which paths are columns.
 
     Raises:
         JobError: a tensor's first dimension is not the samples, or a value cannot be joined and is not the same on
@@ -63,7 +64,10 @@ def gather_rows(
 
 @dataclass(kw_only=True)
 class _Parts:
-    """The output and batch of one replica: tensors, columns by path, and checksums of all other values by path."""
+    """The output and batch of one replica: tensors, columns by path, and checksums of all other values by path.
+
+    `columns_by_path` says which paths are columns, as decided in earlier batches.
+    """
 
     value: tuple[Any, Any]
     num_samples: int
@@ -86,12 +90,12 @@ class _Parts:
         return list(self.columns)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the description of these parts that other replicas need."""
+        """Return what the other replicas need of these parts, as JSON."""
         tensors = [(list(tensor.shape), str(tensor.dtype)) for tensor in self.tensors]
         return {"samples": self.num_samples, "tensors": tensors, "columns": self.columns, "fixed": self.fixed}
 
     def rebuilt(self, tensors: list[Any], columns: list[Any]) -> tuple[Any, Any]:
-        """Return the same structure with these tensors and columns."""
+        """Return output and batch with these tensors and columns in place of their own."""
         of_tensors, of_columns = iter(tensors), dict(zip(self.columns, columns, strict=True))
 
         def put(path: str, leaf: Any) -> Any:
@@ -139,17 +143,17 @@ class _Parts:
 
 
 def share_gradient(tensor: Tensor, *, among: int) -> Tensor:
-    """Return the same value, scaled in backward so that each of `among` replicas adds its share of the gradient."""
+    """Return the same value with its gradient divided by `num_replicas`, since each of them adds this gradient."""
     return tensor.detach() + (tensor - tensor.detach()) / among if tensor.requires_grad else tensor
 
 
 def mean_terms(terms: Terms) -> Tensor:
-    """Return the loss that backward runs on: the sum of each term divided by its count, known for the whole batch."""
+    """Return the loss that backward runs on: the sum over the terms of sum / count, for the whole batch."""
     return torch.stack([total / count for total, count in terms.values()]).sum()
 
 
 def _joined(own: Tensor | None, rows: list[int], rest: list[int], dtype: torch.dtype, world: World) -> Tensor | None:
-    """Join rows by all-reducing zero-padded tensors: exact, and one collective also for replicas without rows."""
+    """Join rows by an all-reduce of zero-padded tensors, which is exact and includes replicas without rows."""
     start = sum(rows[: world.rank])
     sent = torch.uint8 if dtype is torch.bool else dtype
     whole = torch.zeros([sum(rows), *rest], dtype=sent, device=world.device)
@@ -186,7 +190,7 @@ def _decide_columns(present: list[dict[str, Any]], kinds: dict[str, bool]) -> No
     """Decide which paths are columns, in the first batch in which a path occurs.
 
     Raises:
-        JobError: all replicas have the same list at a path; it may be a constant or a column of equal entries.
+        JobError: all replicas have the same list at a path, which may be a constant or a column.
     """
     first = present[0]
     for path, column in first["columns"].items():

@@ -1,4 +1,4 @@
-"""An error message for a batch that the model's forward does not accept: what each holds, and the line to write."""
+"""The error for a batch that does not fit the model's forward: both signatures, and a `forward=` that may fit."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ def _shape(batch: Any) -> str:
 
 
 def _chosen(signature: inspect.Signature, batch: Any) -> list[str]:
-    """Return as many parts of the batch as the forward requires, tensors first and likely targets last."""
+    """Return expressions for as many parts of the batch as the forward requires: tensors first, likely targets last."""
     needed = [p for p in signature.parameters.values() if p.kind in _FORMS and p.default is p.empty]
     if isinstance(batch, Mapping):
         parts = sorted(batch, key=lambda key: (key in _TARGETS, not isinstance(batch[key], Tensor)))

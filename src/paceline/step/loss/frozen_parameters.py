@@ -1,4 +1,4 @@
-"""A check that parameters frozen when the run was built stay frozen, because no optimizer holds them."""
+"""A check that parameters that were frozen when the run was built stay frozen, because no optimizer has them."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from paceline.errors import JobError
 
 
 class FrozenParameters:
-    """The frozen parameters of a model before it is placed. Freezing others later is allowed, thawing these is not."""
+    """The parameters that were frozen when the run was built. More may be frozen later; these may not be unfrozen."""
 
     def __init__(self, model: nn.Module) -> None:
         self._held = [
@@ -24,10 +24,10 @@ class FrozenParameters:
         return [self.refuse_thawed] if self._held else []
 
     def refuse_thawed(self) -> None:
-        """Raise if one of these parameters is trainable now.
+        """Raise an error if one of these parameters is trainable now.
 
         Raises:
-            JobError: a parameter was thawed; the error names it.
+            JobError: a parameter was unfrozen; the error names it.
         """
         for name, owner, leaf in self._held:
             parameter = owner.get(leaf)
@@ -36,6 +36,6 @@ class FrozenParameters:
                     f"{name} was frozen when the run was built and is trainable now. No optimizer holds it.",
                     cause="requires_grad_(True) in the forward, in on_eval= or between two steps",
                     hint="build it trainable in model= and freeze it in the first forward, so "
-                    "that it may thaw later; or "
-                    "save, thaw it in model=, and resume with --allow optimizer",
+                    "that you can unfreeze it later; or "
+                    "save, unfreeze it in model=, and resume with --allow optimizer",
                 )

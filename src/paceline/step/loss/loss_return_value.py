@@ -1,7 +1,7 @@
 """The loss contract: a loss returns sums and counts, and the engine divides once, by the *global* counts.
 
-`(x1/n1) + (x2/n2)` is not `(x1+x2)/(n1+n2)`: a mean per microbatch or per rank weights samples by the size of their
-microbatch. So a loss returns sums and counts, and the engine divides.
+A mean of means is wrong: `(x1/n1 + x2/n2) / 2` is not `(x1 + x2) / (n1 + n2)`. With a mean per microbatch or per rank,
+the weight of a sample would depend on the size of its microbatch.
 """
 
 import inspect
@@ -26,9 +26,9 @@ COUNT_HINT = "return (loss_sum, how many targets it sums over)"
 
 
 class LossContract:
-    """The contract of one job's loss, checked at each use.
+    """The loss of one job; each call checks what the user's functions return.
 
-    `asks=False` skips the trial call that tests the model's own loss, for runs without real numbers.
+    `probes_model_loss=False` skips the trial call that tests the model's own loss, for runs on simulated values.
     """
 
     def __init__(self, *, job: Job, model: nn.Module, asks: bool = True) -> None:
@@ -56,7 +56,7 @@ class LossContract:
         return self._job.loss is None
 
     def moved(self) -> None:
-        """Treat labels as already shifted over the whole sequence from here on."""
+        """Treat labels as already shifted from now on, as they are in slices of the sequence."""
         self._own.settle(moved=True)
 
     def learn(self, batch: Any) -> None:
@@ -66,11 +66,11 @@ class LossContract:
             self._own.settle()
 
     def ask_sum(self) -> None:
-        """Check on the next microbatch whether the loss is a sum over samples; if it is not, `note` says it."""
+        """Check on the next microbatch whether the loss is a sum over samples; if it is not, set `note`."""
         self._asks_sum = self._job.loss is not None and self._job.loss_over != "batch"
 
     def answer_sum(self, output: Any, batch: Any, terms: Terms) -> None:
-        """Run the requested check with the terms of this microbatch."""
+        """Run that check on this microbatch, if it was requested."""
         if self._asks_sum and list(terms) == [SINGLE]:
             fault = loss_fault(self._job.loss, output, batch, terms[SINGLE])
             self.note = "" if fault is None else _fault_note(fault)
@@ -87,7 +87,7 @@ class LossContract:
         """Return the model's output on one microbatch.
 
         Raises:
-            JobError: no forward accepts the batch, or a frozen parameter was thawed.
+            JobError: the forward does not accept the batch, or a frozen parameter was unfrozen.
         """
         try:
             return self._output(model, batch)
@@ -104,7 +104,7 @@ class LossContract:
         return found
 
     def _handed(self, model: nn.Module, batch: Any) -> Any:
-        """Return the model's output, with the batch passed as the default forward does."""
+        """Return the model's output under the default forward, which passes the batch as the model's arguments."""
         words, named = self._arguments(batch)
         try:
             return model(*words, **named)
@@ -166,7 +166,7 @@ def _fault_note(fault: LossFault) -> str:
     found = f"{fault.whole:.4g} for a microbatch, {first:.4g} and {second:.4g} for its halves"
     what = "returns a scalar that is not the mean over samples" if fault.is_scalar else "is not a sum over samples"
     return (
-        f"loss= {what} ({found}), so the training depends on train.micro_batch_size, in one process too. {COUNT_HINT}; "
+        f"loss= {what} ({found}), so the training depends on train.micro_batch_size, even in one process. {COUNT_HINT}; "
         'loss_over="batch" for a loss that compares samples with each other (docs/loss.md)'
     )
 

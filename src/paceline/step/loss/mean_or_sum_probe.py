@@ -1,8 +1,9 @@
-"""A probe that detects a loss that is no sum over samples. It runs once, only on a loss without side effects.
+"""A probe that detects a loss that is not a sum over samples. It runs once, only on a loss without side effects.
 
-`(F.cross_entropy(output, target), len(target))` trains at a learning rate that is too small by the count. The halves
-of a microbatch add up to the whole for a sum; for a mean, only after each is multiplied by its count. A scalar counts
-as the mean over samples: a mean over masked labels, a weighted mean or the root of a mean is another one.
+For example, `(F.cross_entropy(output, target), len(target))` is divided by the count twice. The probe runs the loss on
+both halves of a microbatch. For a sum, the two results add up to that of the whole microbatch; for a mean, they do so
+only after each is multiplied by its count. A scalar must be the mean over samples: a mean over masked labels, a
+weighted mean or the root of a mean is not.
 """
 
 import builtins
@@ -72,7 +73,7 @@ MEAN_WITH_COUNT, NOT_ADDITIVE = "a mean with a count", "not additive"
 
 @dataclass(frozen=True, kw_only=True)
 class LossFault:
-    """Why a loss is no sum over samples: `kind`, and the loss of a microbatch and of its two halves, as returned."""
+    """Why a loss is not a sum over samples: `kind`, and what it returned for a microbatch and for its two halves."""
 
     kind: str
     whole: float
@@ -81,10 +82,10 @@ class LossFault:
 
 
 def loss_fault(loss: Any, output: Any, batch: Any, found: tuple[Tensor, Any]) -> LossFault | None:
-    """Return why `loss(output, batch)`, whose `(sum, count)` is `found`, is no sum over samples; None if it is one.
+    """Return why the loss is not a sum over samples, or None if it is one. `result` is its `(sum, count)` for `batch`.
 
-    The loss runs on each half of the microbatch, without gradients. If that could have side effects, or the microbatch
-    cannot be halved, the loss does not run, and the result is None.
+    The loss runs on each half of the microbatch, without gradients. If it could have side effects, or the microbatch
+    cannot be halved, it does not run, and the result is None.
     """
     if not keeps_nothing(loss):
         return None
@@ -110,7 +111,7 @@ def loss_fault(loss: Any, output: Any, batch: Any, found: tuple[Tensor, Any]) ->
 
 
 def _judged(numbers: Sequence[tuple[float, float]], *, is_scalar: bool, tolerance: float) -> LossFault | None:
-    """Judge the `(sum, count)` of a microbatch and of its two halves."""
+    """Return the fault that the `(sum, count)` of a microbatch and of its two halves show, or None."""
     (total, count), (first, one), (second, other) = numbers
     if not math.isfinite(total) or _near(first + second, total, tolerance * (abs(first) + abs(second))):
         return None
@@ -122,10 +123,10 @@ def _judged(numbers: Sequence[tuple[float, float]], *, is_scalar: bool, toleranc
 
 
 def keeps_nothing(function: Any, *, seen: frozenset[int] = frozenset()) -> bool:
-    """Return whether another call of a function has no visible side effect, on this rank or another.
+    """Return whether calls of a function have no side effect, on this rank or another. If in doubt, return False.
 
-    The function must write nothing and reach only constants, functions like it, and torch operations known only to
-    compute: no collective, random draw or in-place update. If in doubt, the result is False.
+    The function must write nothing, and use only constants, functions like it, and torch operations that only compute:
+    no collective, random draw or in-place update.
     """
     if isinstance(function, partial):
         values = [*function.args, *function.keywords.values()]
@@ -179,7 +180,7 @@ def _is_of_torch(name: str) -> bool:
 
 
 def _does_more(function: FunctionType, step: dis.Instruction) -> bool:
-    """Return whether this instruction writes to shared state, or names something not known only to compute."""
+    """Return whether this instruction writes to shared state, or uses an attribute that is not in `_TORCH`."""
     writes_cell = step.opname == "STORE_DEREF" and step.argval in function.__code__.co_freevars
     return step.opname in _WRITES or writes_cell or (step.opname in _NAMED and step.argval not in _TORCH)
 

@@ -1,7 +1,7 @@
 """The loss that a model computes itself, as Hugging Face models do: a sum if the model supports it, else a mean.
 
-Many forwards accept `num_items_in_batch` but ignore it, or divide only part of the loss by it. So the model is
-tested: a loss divided by 1 must equal the default loss times the number of targets in the batch.
+Many forwards accept `num_items_in_batch` but ignore it, or divide only a part of the loss by it. So the model is
+tested: its loss with `num_items_in_batch=1` must equal its default loss times the number of targets in the batch.
 """
 
 import math
@@ -23,7 +23,7 @@ _CLOSE = 1e-4
 
 
 class OwnLoss:
-    """The kind of loss in a model's `output.loss`: sum or mean. It is unknown until a batch with several targets."""
+    """A model's loss, in `output.loss`. The first batch with several targets shows whether it is a sum or a mean."""
 
     def __init__(self, model: nn.Module, *, takes_divisor: bool) -> None:
         self._model = model
@@ -32,13 +32,13 @@ class OwnLoss:
         self._is_sum = False
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the forward's arguments, with a divisor of 1 if the model's loss can be a sum."""
+        """Return the forward's arguments, with a divisor of 1 if the model's loss then is a sum."""
         if self._tries and not self._is_sum:
             self._ask(given)
         return {**given, DIVISOR: 1} if self._is_sum else dict(given)
 
     def settle(self, *, moved: bool = False) -> None:
-        """Stop testing and keep the current result. `moved`: labels are already shifted, as sequence slices are."""
+        """Stop testing and keep the current result. `are_labels_shifted`: labels are shifted before the forward."""
         self._tries = 0
         self._shifted = self._shifted and not moved
 
@@ -86,7 +86,7 @@ def _loss_of(output: Any) -> Tensor | None:
 
 @contextmanager
 def _resting(model: nn.Module) -> Iterator[None]:
-    """Run the model in eval mode, without gradients, and restore random generators and modes afterwards."""
+    """Return a context in which the model is in eval mode, without gradients; it restores modes and generators."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

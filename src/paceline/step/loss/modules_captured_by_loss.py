@@ -1,4 +1,4 @@
-"""Search for modules that a loss function captures; every rank calls the loss, but they are no part of the model."""
+"""Search for modules that a loss function captures. They are not part of the model, but every rank runs them."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -11,7 +11,7 @@ _DEEPEST = 4
 
 
 def found_modules(function: Any) -> list[tuple[str, nn.Module]]:
-    """Return the modules that a function is, closes over, is bound to, or takes from its globals, with their names."""
+    """Return the modules that a function reaches by its closure, `self`, arguments or globals, with their names."""
     found: dict[int, tuple[str, nn.Module]] = {}
     for path, module in _modules(function, "loss", 0, set()):
         for inner, part in module.named_modules():
@@ -20,7 +20,7 @@ def found_modules(function: Any) -> list[tuple[str, nn.Module]]:
 
 
 def found_parameters(function: Any) -> dict[str, nn.Parameter]:
-    """Return the parameters that a function captures, directly or within modules, by name."""
+    """Return the parameters that a function reaches, directly or within modules, by name."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for path, module in found_modules(function):
         for name, parameter in module.named_parameters(recurse=False):

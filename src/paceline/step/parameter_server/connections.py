@@ -1,4 +1,4 @@
-"""The threads that serve workers, one per worker on each server: they move bytes, record leases and decide nothing."""
+"""The threads that serve workers, one per worker on each server: they transfer data and record leases and pushes."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ _LEAVING_SECONDS = 5.0
 
 
 class WorkerConnections:
-    """The connections of one server. The first server (`leads`) leases shares; the others exchange their parts."""
+    """The connections of one server to its workers. Only the first server (`leads`) leases shares."""
 
     def __init__(self, state: ServerState, *, acceptor: ConnectionAcceptor, leads: bool) -> None:
         self._state = state
@@ -35,7 +35,7 @@ class WorkerConnections:
         threading.Thread(target=self._accept_workers, daemon=True, name="paceline-acceptor").start()
 
     def close(self) -> None:
-        """Tell all workers that the run is over, and wait briefly for those that can be reached."""
+        """Tell all workers that the run is over, and wait at most 5 seconds for the threads that serve them."""
         self._acceptor.is_closed = True
         self._state.end()
         until = time.monotonic() + _LEAVING_SECONDS
@@ -53,14 +53,14 @@ class WorkerConnections:
             connection = self._acceptor.connect(worker)
             self._greet(connection, worker)
             self._serve_leases(connection, worker) if self._leads else self._serve_parts(connection)
-            self._state.remove_worker(worker, why="it is over")
+            self._state.remove_worker(worker, why="the run is over")
         except ConnectionLost as error:
             self._state.remove_worker(worker, why=self._reason(str(error).lower()))
         except Exception as error:
             self._state.fail(error)
 
     def _reason(self, text: str) -> str:
-        """Return a short form of the library's error text."""
+        """Return a short form of gloo's error text."""
         if "timed out" in text or "timeout" in text:
             return f"which has not responded for {self._state.timeout_seconds:g} s"
         return (
@@ -105,7 +105,7 @@ class WorkerConnections:
             if message.kind is MessageKind.PULL:
                 version = self._state.weights_at(int(message.words["version"]), row=row)
                 if version < int(message.words["version"]) and not self._state.is_over:
-                    raise DesyncError("a worker asks for weights of an update that this server has not reached.")
+                    raise DesyncError("a worker requests the weights after an update that this server has not applied.")
                 connection.send(Message(kind=MessageKind.LEASE, words={"version": version}, row=row))
             elif message.kind is MessageKind.PUSH:
                 self._state.stage(int(message.words["lease"]), self._read(message))
@@ -122,7 +122,7 @@ class WorkerConnections:
 
 
 def _none_if_closed(ask: Callable[[], int | None]) -> int | None:
-    """Return `ask()`, or None if the store has closed: it ends with the run, perhaps during the call."""
+    """Return `call()`, or None if the store has closed: it closes at the end of the run, maybe during the call."""
     try:
         return ask()
     except RuntimeError:

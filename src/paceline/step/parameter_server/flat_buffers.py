@@ -35,7 +35,7 @@ class FlatLayout:
         ]
 
     def packed(self, tensors: Sequence[Tensor], *, into: Tensor | None = None) -> Tensor:
-        """Copy these values into a buffer and return it."""
+        """Copy the tensors into a buffer and return it."""
         row = self.row() if into is None else into
         for view, tensor in zip(self.views(row), tensors, strict=True):
             view.copy_(tensor.detach())
@@ -48,12 +48,12 @@ def flat_of(tensors: Sequence[Tensor]) -> FlatLayout:
 
 
 def kinds_of(gradients: Sequence[Tensor | None]) -> list[int]:
-    """Return each gradient's kind: absent, dense, or the number of rows of a sparse one, which must be coalesced."""
+    """Return a code for each gradient: ABSENT, DENSE, or the number of rows of a sparse, coalesced one."""
     return [ABSENT if g is None else int(g.values().shape[0]) if g.is_sparse else DENSE for g in gradients]
 
 
 def pack_gradients(gradients: Sequence[Tensor | None]) -> Tensor:
-    """Pack the gradients that are present; for a sparse one, the indices of its rows, then the rows."""
+    """Pack the gradients that are not None; a sparse one as the indices of its rows, then the rows."""
     parts: list[Tensor] = []
     for gradient in gradients:
         if gradient is not None:
@@ -62,7 +62,7 @@ def pack_gradients(gradients: Sequence[Tensor | None]) -> Tensor:
 
 
 def unpack_gradients(row: Tensor, *, kinds: Sequence[int], like: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradients in a buffer from `pack_gradients` as views, for parameters shaped `like` these."""
+    """Return the gradients in a buffer of `pack_gradients` as views; `like` are the parameters."""
     shapes: list[Shape] = []
     for kind, parameter in zip(kinds, like, strict=True):
         if kind == DENSE:

@@ -10,7 +10,7 @@ from paceline.step.parameter_server.state import ServedWeights
 
 
 def held_by(model: nn.Module, members: Sequence[NamedParameter]) -> ServedWeights:
-    """Return the served weights of the server whose optimizer holds these members."""
+    """Return what a server sends to its workers; `members` are the parameters that its optimizer updates."""
     return ServedWeights(
         names=[member.name for member in members],
         weights=[member.parameter for member in members],
@@ -27,7 +27,7 @@ def fixed_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def row_tables(model: nn.Module) -> dict[str, str]:
-    """Return the trainable tables with sparse gradients: module name by parameter name."""
+    """Return the trainable embedding tables with sparse gradients, as module name by parameter name."""
     tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     names = {id(m.weight): name for name, m in tables if m.sparse}
     return {
@@ -38,7 +38,7 @@ def row_tables(model: nn.Module) -> dict[str, str]:
 
 
 def model_digest(model: nn.Module) -> str:
-    """Return a digest of names, types and shapes that differs for models with incompatible weights."""
+    """Return a digest of the names, dtypes and shapes of all parameters and buffers."""
     kinds = [
         (name, str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]

@@ -1,4 +1,4 @@
-"""The rule of a parameter server: workers push gradients, servers hold weights."""
+"""The rule of a parameter server: workers push gradients, servers hold the weights."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from paceline.step.step_rule import RuleTraits, StepRequest, StepRule
 from paceline.step.synchronous import SynchronousStep
 
 _TAKE_SPARSE = ("SGD", "SparseAdam", "Adagrad")
-_WANT_WHOLE = ("weight_decay", "momentum")  # torch's momentum of sparse rows is sparse, which no checkpoint holds
+_WANT_WHOLE = ("weight_decay", "momentum")  # SGD's momentum of sparse rows is sparse: a checkpoint can't save it
 
 
 class ParameterServerRule(StepRule):
@@ -35,7 +35,7 @@ class ParameterServerRule(StepRule):
     )
 
     def refuse_job(self, job: Job, settings: Settings, plan: ExecutionPlan) -> list[PacelineError]:
-        """Return errors for what the job asks for that a parameter server does not support."""
+        """Return an error for each feature of the job that a parameter server does not support."""
         found: list[PacelineError] = []
         if job.loss_over == "batch":
             found.append(
@@ -71,7 +71,7 @@ class ParameterServerRule(StepRule):
         return rank >= update.servers
 
     def join(self, plan: ExecutionPlan, *, place: LaunchInfo, timeout_seconds: float) -> World:
-        """Join the other servers. A single server has no other ranks; in both cases workers connect to the servers."""
+        """Join the other servers, if there are several. Workers connect to the servers' `worker_endpoint`."""
         servers = plan.update_rule.servers
         if servers == 1:
             store = host_store(place, timeout_seconds=timeout_seconds)
@@ -81,7 +81,7 @@ class ParameterServerRule(StepRule):
         return replace(world, entrance=WorkerEntrance(place=place))
 
     def plan_of_group(self, plan: ExecutionPlan, *, world_size: int) -> ExecutionPlan:
-        """Return the plan among servers, which divide whole parameters between them. A worker keeps its own plan."""
+        """Return the plan of the servers, each of which owns some of the parameters. A worker keeps its own plan."""
         return replace(plan, mesh=Mesh(dp_shard=world_size, zero=1) if world_size > 1 else Mesh())
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
@@ -97,12 +97,12 @@ class ParameterServerRule(StepRule):
         )
 
     def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
-        """Return the rule of one server: the state is the same for any number."""
+        """Return the rule with one server, since the saved state does not depend on the number of servers."""
         return str(replace(plan.update_rule, servers=1))
 
 
 def refuse_served(replica: ReplicaContext, plan: ExecutionPlan) -> None:
-    """Raise for what the model has that a parameter server does not support.
+    """Raise an error for each feature of the model that a parameter server does not support.
 
     Raises:
         LayoutError, JobError, Problems
@@ -113,7 +113,7 @@ def refuse_served(replica: ReplicaContext, plan: ExecutionPlan) -> None:
         found.append(
             LayoutError(
                 f"--update ps: {names[0]} keeps running statistics.",
-                cause="each worker would have its own, but the server, which is saved and evaluated, none",
+                cause="each worker would have its own, and the server, which is evaluated and saved, would have none",
                 hint="LayerNorm or GroupNorm instead, or --update sync",
             )
         )
@@ -131,7 +131,7 @@ def refuse_served(replica: ReplicaContext, plan: ExecutionPlan) -> None:
 
 
 def _sparse(replica: ReplicaContext) -> list[PacelineError]:
-    """Return errors for optimizers of sparse tables that need whole gradients, since only the read rows are pushed."""
+    """Return an error for each sparse table whose optimizer needs dense gradients: workers push only some rows."""
     found: list[PacelineError] = []
     tables, groups = row_tables(replica.model), _groups(replica)
     for member in [member for member in replica.update.named if member.name in tables]:

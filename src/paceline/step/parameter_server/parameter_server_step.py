@@ -1,11 +1,11 @@
 """The step of a parameter server (Li et al., OSDI 2014): workers compute, the server holds weights and applies updates.
 
-With bound 0 the gradients of a batch's shares are summed and applied as one update, as the replicas of `ddp` do. With
-a bound above 0 each share is an update of its own, applied when it arrives. If that would make another share in flight
-stale by more updates than the bound, the server waits for that share first (Ho et al., NIPS 2013, counted in updates).
+With a staleness bound of 0, the gradients of a batch's shares are summed and applied as one update, as with `ddp`. With
+a larger bound, each share is one update, applied when it arrives. If this update would make another share in flight
+staler than the bound, the server waits for that share first (Ho et al., NIPS 2013; staleness is counted in updates).
 
-Each of several servers holds whole parameters and their optimizer state. The first server leases shares and decides the
-order in which gradients are applied; the others hold their parts of the gradients by then, and follow that order.
+With several servers, each owns some of the parameters and their optimizer state. The first server leases shares and
+decides the order of updates. The other servers have received their parts of the gradients by then, and follow it.
 """
 
 import math
@@ -49,7 +49,7 @@ _APPLY, _WAIT, _DONE = "apply", "wait", "done"
 class ServerStep(SynchronousStep):
     """The parameter server's step. The newest `lag` batches are not complete; their results are read later.
 
-    `spread` sends every server the others' parameters; it is called before weights are read.
+    `spread` sends each server's parameters to all servers. It is called before weights are read.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ServerStep(SynchronousStep):
         self.record: list[AppliedUpdate] | None = None  # set to a list to record updates for a replay
 
     def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
-        """Offer the batch's shares to workers; its result is known once all of them are pushed."""
+        """Offer the batch's shares to the workers. The batch's result is known once all shares are pushed."""
         began, waited = time.perf_counter(), self._waited
         state = self._state or self._open_server()
         batch = self._start_batch(given, stop=stop)
@@ -89,9 +89,10 @@ class ServerStep(SynchronousStep):
         return batch.result
 
     def settle(self) -> None:
-        """Wait until every leased share is applied, so that no worker holds one.
+        """Wait until every leased share is applied.
 
-        The caller may evaluate for long afterwards, even before the first batch, so workers are told to wait.
+        The caller may then run a long evaluation, even before the first batch, so the server is opened if necessary: it
+        tells the workers to wait.
         """
         self._apply_until(self._state or self._open_server(), until=lambda: not self._open)
         if not self._is_spread:
@@ -113,7 +114,7 @@ class ServerStep(SynchronousStep):
         ]
 
     def new_notes(self) -> list[str]:
-        """Return the notes about workers that left or came back."""
+        """Return the notes about workers that were lost or have restarted."""
         if self._state is None:
             return []
         with self._state.lock:
@@ -127,13 +128,13 @@ class ServerStep(SynchronousStep):
         super().close()
 
     def _open_server(self) -> ServerState:
-        """Open the server at the first batch or evaluation; weights are read when the first batch is offered."""
+        """Open the server, at the first batch or evaluation. Workers get weights only once a batch is offered."""
         world, members = self.replica.world, [m for m in self.replica.update.named if m.parameter.numel()]
         assert world.entrance is not None
         self._mine = [member.parameter for member in members]
         tables = row_tables(self.replica.model)
         for member in self.replica.update.named:
-            if not member.parameter.numel():  # another server's: a zero gradient stands in for it
+            if not member.parameter.numel():  # on another server: the optimizer gets a zero gradient
                 member.parameter.grad = _zero_gradient(member.parameter, as_rows=member.name in tables)
         held = held_by(self.replica.model, members)
         self._state = ServerState(leases=self._leases, held=held, timeout_seconds=world.timeout_seconds)
@@ -164,10 +165,10 @@ class ServerStep(SynchronousStep):
             self._apply_until(self._state, until=lambda: batch.is_whole)
 
     def _apply_until(self, state: ServerState, *, until: Callable[[], bool]) -> None:
-        """Apply pushed gradients until `until()` is true, on the first server; the others follow it.
+        """Apply pushed gradients on the first server until `until()` is true; the other servers follow its decisions.
 
         Raises:
-            RunError: no worker has been there for `train.timeout_seconds`.
+            RunError: no worker was connected for `train.timeout_seconds`.
         """
         with state.lock:
             if not self.replica.world.is_main:
@@ -206,7 +207,7 @@ class ServerStep(SynchronousStep):
             self.replica.world.share_json([kind, decided, self._leases.oldest])
 
     def _follow_decisions(self, state: ServerState) -> None:
-        """Apply the first server's decisions. The lock is held on entry, and released while waiting for a decision."""
+        """Apply the first server's decisions. The caller holds the lock, which is released during each wait."""
         while True:
             state.lock.release()
             try:
@@ -278,7 +279,7 @@ class ServerStep(SynchronousStep):
         return applied
 
     def _complete_batch(self, state: ServerState, batch: PushedBatch) -> None:
-        """Complete a batch whose shares are all applied; schedules advance once per batch, in any order of shares."""
+        """Complete a batch whose shares are all applied. If each share is one update, advance the schedules now."""
         del self._batches[batch.number]
         del state.where[batch.number]
         if not self._leases.sums_shares:
@@ -290,12 +291,12 @@ class ServerStep(SynchronousStep):
 
 
 def _location(given: StepBatch, *, micro_batch_size: int) -> dict[str, Any]:
-    """Return the description that a worker needs to find the same samples."""
+    """Return the location of the batch's samples, from which a worker reads them."""
     batch, summary = given.batch, given.summary  # type: ignore[attr-defined]
     where = {"cursor": batch.cursor.as_json(), "micro_batch_size": micro_batch_size}
     return where if summary is None else {**where, "epoch": batch.after.epoch, "summary": asdict(summary)}
 
 
 def _zero_gradient(parameter: nn.Parameter, *, as_rows: bool) -> Tensor:
-    """Return a zero gradient for another server's parameter, sparse if its optimizer may accept only that."""
+    """Return a zero gradient for another server's parameter; sparse for a sparse table."""
     return torch.zeros_like(parameter, layout=torch.sparse_coo).coalesce() if as_rows else torch.zeros_like(parameter)

@@ -17,10 +17,10 @@ LossTerms = Mapping[int, Mapping[str, tuple[float, float]]]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPush:
-    """The gradients of a share's sums, one per parameter, and `(sum, count)` of each term of each microbatch.
+    """The gradients of a share's loss sums, one per parameter, and `(sum, count)` of each term of each microbatch.
 
-    If the worker knew the counts in advance, it has divided by them: `divided_by` are the counts of the share, or of
-    the whole batch if that is one update. `versions` are the versions of the weights that each server gave it.
+    If the worker knows the counts in advance, it divides by them: `divided_by` are the counts of the share, or of the
+    whole batch if the batch is one update. `versions` are the versions of the weights from each server.
     """
 
     gradients: Sequence[Tensor | None] = field(repr=False)
@@ -45,7 +45,7 @@ class GradientPush:
 
     @property
     def loss(self) -> float:
-        """The loss of this share alone, each term divided by its own count; a term whose sum is zero adds nothing."""
+        """The loss of this share, each term divided by its count in the share. A term with sum zero adds nothing."""
         sums: dict[str, float] = {}
         for terms in self.terms.values():
             for name, (total, _) in terms.items():
@@ -56,9 +56,9 @@ class GradientPush:
 
 @dataclass(frozen=True, kw_only=True)
 class AppliedUpdate:
-    """A record of one share's update, in the order applied: the share, and the version of each server's weights.
+    """A record of the update of one share, with the version of each server's weights that its gradient used.
 
-    `counts` is False if the update was skipped.
+    `is_applied` is False if the update was skipped.
     """
 
     share: BatchShare
@@ -67,14 +67,14 @@ class AppliedUpdate:
 
 
 class PushedTotals(TotalsReduction):
-    """The reduction vector of a batch whose shares are pushed by workers; reading it waits for all of them."""
+    """The totals of a batch whose shares workers push; reading them waits for all shares."""
 
     def __init__(self, *, num_micro: int, wait: Callable[[], None]) -> None:
         super().__init__(world=World.alone(), names=(), num_micro=num_micro)
         self._wait_for_all = wait
 
     def store(self, pushes: Sequence[GradientPush], *, stop: bool, sums_shares: bool) -> None:
-        """Store the results of all shares; if they are one update, each was divided by the counts of all."""
+        """Store the results of all shares. If the batch is one update, each share was divided by the batch's counts."""
         self.names = tuple(next(iter(pushes[0].terms.values())))
         for push in pushes:
             for index, terms in push.terms.items():
@@ -91,7 +91,7 @@ class PushedTotals(TotalsReduction):
 
 @dataclass(kw_only=True)
 class PushedBatch:
-    """A batch whose shares are free, in flight, or applied."""
+    """A batch, each of whose shares is free, in flight, or applied."""
 
     number: int
     shares: Sequence[BatchShare]
@@ -106,24 +106,24 @@ class PushedBatch:
         return len(self.pushes) == len(self.shares)
 
     def in_order(self) -> list[GradientPush]:
-        """Return the pushes by share number, whatever the order of arrival."""
+        """Return the pushes in the order of the shares' numbers."""
         return [push for _, push in sorted(self.pushes.items())]
 
 
 def as_words(push: GradientPush) -> dict[str, Any]:
-    """Return what other servers need of a push besides their own gradients."""
+    """Return the part of a push that the other servers need, as JSON; they have received their own gradients."""
     return {"terms": push.terms, "divided_by": push.divided_by, "stop": push.stop, "versions": push.versions}
 
 
 def from_words(words: Mapping[str, Any], *, gradients: Sequence[Tensor | None]) -> GradientPush:
-    """Return the push with this server's own gradients."""
+    """Return the push that such JSON describes, with this server's gradients."""
     terms = {int(index): {n: (t, c) for n, (t, c) in terms.items()} for index, terms in words["terms"].items()}
     how = {name: words[name] for name in ("divided_by", "stop", "versions")}
     return GradientPush(gradients=gradients, terms=terms, **how)
 
 
 def sum_pushed_gradients(pushes: Sequence[GradientPush]) -> list[Tensor | None]:
-    """Return the gradients of a whole batch; shares are summed in fixed order, so arrival order changes no bit."""
+    """Return the sum of the shares' gradients, in fixed order, so that the order of arrival changes no bit."""
     found: list[Tensor | None] = []
     for parts in zip(*(push.gradients for push in pushes), strict=True):
         there = [part for part in parts if part is not None]
@@ -135,7 +135,7 @@ def sum_pushed_gradients(pushes: Sequence[GradientPush]) -> list[Tensor | None]:
 
 
 def _expected(pushes: Sequence[GradientPush]) -> dict[str, Tensor]:
-    """Return the counts that these pushes were divided by, summed."""
+    """Return the sum of the counts that these pushes were divided by."""
     found: dict[str, float] = {}
     for push in pushes:
         for name, count in (push.divided_by or {}).items():

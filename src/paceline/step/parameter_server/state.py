@@ -1,6 +1,6 @@
-"""The shared state of a server's main loop and its worker threads: one lock for leases, pushes and weights.
+"""The state that a server's main loop shares with its worker threads: one lock for leases, pushes and weights.
 
-Updates are applied by the main loop's own thread, so an error raises an exception there, as in any other step.
+The main loop's thread applies the updates, so an error in an update is raised there, as in any other step.
 """
 
 import threading
@@ -16,14 +16,14 @@ from paceline.errors import DesyncError, RunError
 from paceline.step.parameter_server.flat_buffers import flat_of
 from paceline.step.parameter_server.pushed_gradients import GradientPush
 
-_PATIENCE = 0.25  # fraction of the time after which the other end gives up
+_PATIENCE = 0.25  # fraction of the timeout of the other end
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedWeights:
-    """The tensors that workers receive: `weights` with each lease, and once `rest`, which no update changes.
+    """The tensors that workers receive: `weights` with each lease, and `fixed`, which no update changes, once.
 
-    `weights` are the parameters that this server holds, by name. `model` is a digest that differs for other models.
+    `weights` are the parameters that this server owns, and `names` their names. `digest` identifies the model.
     """
 
     names: Sequence[str]
@@ -33,7 +33,7 @@ class ServedWeights:
 
 
 class ServerState:
-    """The state shared between threads; its attributes are read and written with `lock` held."""
+    """The state shared between threads. A thread reads and writes its attributes only while it holds `lock`."""
 
     def __init__(self, *, leases: Leases, held: ServedWeights, timeout_seconds: float) -> None:
         self.lock = threading.Condition()
@@ -57,7 +57,7 @@ class ServerState:
 
     @property
     def patience(self) -> float:
-        """The seconds after which a waiting worker is told that this server is alive."""
+        """The time in seconds after which a waiting worker gets a message that this server is alive."""
         return self.timeout_seconds * _PATIENCE
 
     @property
@@ -68,13 +68,13 @@ class ServerState:
     def row(self) -> Tensor:
         """Return a buffer for the weights.
 
-        If a batch is one update, all workers share one buffer: all its shares have the same weights, and none is in
-        flight when the next batch's are packed.
+        If a batch is one update, all workers share one buffer: all shares of a batch have the same weights, and none
+        is in flight when the weights of the next batch are packed.
         """
         return self._flat.row() if self._shared is None else self._shared
 
     def offer(self, step: int, where: Mapping[str, Any], shares: Iterable[BatchShare]) -> None:
-        """Offer a batch's shares; `where` locates its samples. Weights may have been changed by hand before this."""
+        """Offer a batch's shares; `location` says where its samples are. The caller may have changed weights before."""
         with self.lock:
             self.has_begun = True
             self.where[step] = where
@@ -83,7 +83,7 @@ class ServerState:
             self.lock.notify_all()
 
     def wait_for_first_batch(self) -> bool:
-        """Wait up to `patience` for the first batch; until then, loaded weights may be changed by hand."""
+        """Wait up to `patience` for the first batch; until then, the main loop may still change the weights."""
         with self.lock:
             return self.lock.wait_for(lambda: self.has_begun or self.is_over, timeout=self.patience)
 
@@ -115,11 +115,11 @@ class ServerState:
             self._connected.add(worker)
             self.names[worker] = f"worker {rank}"
             if start_number > 1:
-                self.notes.append(f"rank {rank} is back, a worker as before")
+                self.notes.append(f"the worker of rank {rank} has restarted")
             self.lock.notify_all()
 
     def remove_worker(self, worker: int, *, why: str) -> None:
-        """Remove a worker; the shares that it did not push completely return to the pool."""
+        """Remove a worker; the shares that it did not push completely become free again."""
         with self.lock:
             if worker not in self._connected:
                 return
@@ -129,15 +129,15 @@ class ServerState:
             if not self.is_over:
                 lost = ", ".join(f"step {share.step + 1}'s part {share.number + 1} of {share.of}" for share in back)
                 given = (
-                    f"its unpushed gradient is lost, and {lost} goes to the next worker that asks"
+                    f"its unpushed gradient is lost, and {lost} goes to the next free worker"
                     if back
-                    else "it had none"
+                    else "it computed no share"
                 )
                 self.notes.append(f"lost {self.names[worker]}, {why}: {given}")
             self.lock.notify_all()
 
     def lease(self, worker: int, *, row: Tensor) -> tuple[Lease, Mapping[str, Any]] | None:
-        """Lease a share to this worker, and pack its weights into `row`.
+        """Lease a share to this worker, and pack the weights into `row`.
 
         Returns None if no share is free for a while, or the run is over.
         """
@@ -170,7 +170,7 @@ class ServerState:
             self.lock.notify_all()
 
     def same_order(self, epoch: int, name: str, what: str) -> None:
-        """Check that all workers read the samples in the same order, which may come from the user's own code.
+        """Check that all workers have the same order of samples, which may come from the user's code.
 
         Raises:
             DesyncError
@@ -184,14 +184,14 @@ class ServerState:
                 )
 
     def weights_at(self, version: int, *, row: Tensor) -> int:
-        """Pack the weights after at least `version` updates into `row`, if they arrive in time; return the version."""
+        """Wait for `version` updates or a timeout, pack the newest weights into `row`, and return their version."""
         with self.lock:
             self.lock.wait_for(lambda: self.is_over or self.version >= version, timeout=self.timeout_seconds)
             self._pack(row)
             return self.version
 
     def stage(self, number: int, push: GradientPush) -> None:
-        """Store this server's part of a gradient; it counts once the first server has its own part."""
+        """Store this server's part of a gradient; it is used once the first server has its part too."""
         with self.lock:
             self.pushes[number] = push
             self.lock.notify_all()

@@ -40,7 +40,7 @@ class ConnectionLost(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """A message: its kind, its JSON words, and optionally a buffer of bytes."""
+    """A message: its kind, its JSON fields, and optionally a buffer of bytes."""
 
     kind: MessageKind
     words: Mapping[str, Any] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Connection:
 
 
 def host_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
-    """Open the store of a run, which lives as long as the first server; the first server calls this.
+    """Open the store at which workers and servers connect. The first server calls this and keeps the store.
 
     Raises:
         MachineError: the store cannot be opened.
@@ -116,7 +116,7 @@ def host_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
 
 
 def reach_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
-    """Open a separate connection to that store, so that a blocking wait delays no other caller.
+    """Open a new connection to that store, so that a blocking wait delays no other caller.
 
     Raises:
         ConnectionLost: the store does not answer.
@@ -149,7 +149,7 @@ def connect_to_server(entrance: WorkerEntrance, *, server: int, timeout_seconds:
 
 
 class ConnectionAcceptor:
-    """The server's acceptor of workers; late and restarted workers are accepted like the first ones."""
+    """The server's acceptor of workers; it accepts new and restarted workers at any time."""
 
     def __init__(self, entrance: WorkerEntrance, *, server: int, timeout_seconds: float) -> None:
         self._place = entrance.place

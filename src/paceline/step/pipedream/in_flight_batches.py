@@ -18,7 +18,10 @@ Counts = dict[str, Tensor] | None
 
 @dataclass(kw_only=True)
 class Batch:
-    """A batch between its first forward and its update. `left` counts microbatches not yet through the last stage."""
+    """A batch between its first forward and its update.
+
+    `num_left` counts the microbatches that the last stage has not run yet.
+    """
 
     number: int
     given: StepBatch
@@ -31,7 +34,7 @@ class Batch:
 
 @dataclass(kw_only=True)
 class Micro:
-    """A microbatch that a stage has not processed yet; without samples it has weight zero."""
+    """A microbatch whose forward this stage has not run yet; without samples it has weight zero."""
 
     batch: Batch
     index: int

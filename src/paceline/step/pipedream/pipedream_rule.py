@@ -20,7 +20,7 @@ class WeightStashingRule(StepRule):
     traits = RuleTraits(measures_joint_norm=False, verified="freely")
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
-        """Return the step of this rank's stage; without stages, the synchronous step."""
+        """Return the step of this rank's stage; without a pipeline, the synchronous step."""
         plan, piped = request.plan, request.placed.piped
         if piped is None:
             return SynchronousStep(request.contexts[0])

@@ -1,8 +1,8 @@
-"""The step of a pipeline that is never flushed: each stage updates on its own while later batches are in flight.
+"""The step of a pipeline that is never flushed: each stage updates its weights while later batches are in flight.
 
-A step begins a batch and ends one that was begun earlier; how much earlier depends on the stage's depth. So all ranks
-read the reduced values `lag` steps late, without waiting. `settle` drains the pipeline. This changes no weight, because
-a rule fixes which weights a microbatch uses (`schedule/weight_version_rules.py`).
+A step starts one batch and finishes an earlier one; how much earlier depends on the stage. So all ranks read the
+reduced values `lag` steps late, without waiting. `finish_pending` drains the pipeline. Draining changes no weight,
+because a rule fixes which weight version each microbatch uses (`schedule/weight_version_rules.py`).
 """
 
 import time
@@ -32,7 +32,7 @@ from paceline.torch_internals.private_api import divide_all
 
 
 class PipeDreamStep(SynchronousStep):
-    """A PipeDream step on one rank's stage. `rounds` microbatches of each replica make a batch."""
+    """A PipeDream step on one rank's stage. A batch has `num_microbatches` microbatches on each replica."""
 
     def __init__(self, replica: ReplicaContext, *, piped: PipelineModel, stash: VersionRule, rounds: int) -> None:
         super().__init__(replica, passes=PipelineForwardBackward(replica, piped=piped))
@@ -56,12 +56,12 @@ class PipeDreamStep(SynchronousStep):
         self.versions = WeightVersions(replica.model, named=replica.update.named, direct=direct)
 
     def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
-        """Begin this batch; run forwards and backwards in the stage's order, and the updates that they complete."""
+        """Start this batch: run the stage's next forwards and backwards, and the updates that become due."""
         began = time.perf_counter()
         if not self.replica.model.training:
             self.replica.model.train()
         if self._settled:
-            self.replica.buffers.begin()  # writes since the last step were not by a forward
+            self.replica.buffers.begin()  # since the last step, only other code has written to buffers
             self._settled, self._watched = False, 0
         elif self._watched == 2:
             self.replica.buffers.trust()
@@ -81,11 +81,11 @@ class PipeDreamStep(SynchronousStep):
         return result
 
     def place(self) -> dict[str, list[int]]:
-        """Return the ends of recent batches, in microbatches relative to now, for a checkpoint."""
+        """Return the state for a checkpoint: the ends of recent batches, in microbatches relative to the next one."""
         return {"ends": [end - self._stream.num_microbatches for end in self._stream.ends]}
 
     def begin(self, step: int, *, ends: Sequence[int], kept: Mapping[int, Weights]) -> None:
-        """Resume after `step` updates; `kept` maps a number of updates ago to the weights of that time, if saved."""
+        """Resume after `step` updates; `older_weights` has older weight versions, by how many updates ago they were."""
         ends = list(ends) or [0] * bool(step)
         self._stream = Stream(ends=ends, num_dropped=step - len(ends))
         self._course = StageVersions(version_rule=self._stash, stage=self._stage, stream=self._stream)
@@ -93,25 +93,25 @@ class PipeDreamStep(SynchronousStep):
         self.versions.begin(newest=step, kept={step - ago: weights for ago, weights in kept.items()})
 
     def lateness(self) -> list[dict[str, Any]]:
-        """Return the gradient staleness of this stage, counted once per microbatch."""
+        """Return the gradient staleness of this stage; each microbatch counts once."""
         place = f", replica {self.replica.worlds.data.rank}" if self.replica.worlds.data.world_size > 1 else ""
         late, sent = [list(pair) for pair in sorted(self._late.items())], self._pipeline.sent_bytes
         return [{"who": f"stage {self._stage}{place}", "late": late, "versions": self._most, "sent_bytes": sent}]
 
     def settle(self) -> None:
-        """Finish all batches that were begun."""
+        """Finish all batches in flight."""
         self._follow(self._with_messages(self._course.remaining_backwards()))
         self._pipeline.pause()
         self._settled = True
 
     @property
     def _watches(self) -> bool:
-        """True while forwards are still checked for writes to parameters."""
+        """True in the first two steps, in which forwards are checked for writes to parameters."""
         return self._watched <= 2
 
     @property
     def _leaves(self) -> tuple[Op, ...]:
-        """The operation that a stage must complete for the first microbatch before it may wait for later stages."""
+        """The last operations that a stage runs for a microbatch before later stages can process it."""
         return (Op.FORWARD,) if self._work.tells else (Op.SEND_F,)
 
     def _admit(self, given: StepBatch) -> Batch:
@@ -175,7 +175,7 @@ class PipeDreamStep(SynchronousStep):
         self.versions.collect(weights)
 
     def _update(self, action: Action) -> None:
-        """Update with a whole batch's gradients: summed over this stage's replicas, divided by the global count."""
+        """Update with the batch's gradients, summed over this stage's replicas and divided by the global count."""
         batch = self._batches.pop(self._stream.batch_of(action.microbatch))
         assert batch.totals is not None and batch.result is not None
         reduced = batch.totals.reduced()
@@ -206,7 +206,7 @@ class PipeDreamStep(SynchronousStep):
 
 
 class _Work:
-    """The work at this rank's stage; the last stage reports a batch's results as soon as they are known."""
+    """The work at this rank's stage. The last stage reports a batch's loss terms as soon as they are known."""
 
     def __init__(self, replica: ReplicaContext, *, piped: PipelineModel, tells: bool) -> None:
         self._replica = replica
@@ -217,7 +217,7 @@ class _Work:
         self.micro: dict[int, Micro] = {}
 
     def counts(self, data: Sequence[object]) -> Counts:
-        """Return the counts of the whole batch, summed over this stage's replicas: the stages of one share samples."""
+        """Return the counts of the whole batch, summed over replicas; the stages of one replica have equal samples."""
         contract, world = self._replica.contract, self._replica.worlds.data
         if not contract.counts_first:
             return None
@@ -227,7 +227,7 @@ class _Work:
         return global_counts(local, world=world, names=self._names)
 
     def open(self, batch: Batch, *, stop: bool) -> StepResult:
-        """Create the batch's reduction and result; a rank with nothing to report sends now, so nobody waits for it."""
+        """Create the batch's totals and result. A rank with nothing to report starts its all-reduce now."""
         batch.totals = self.reporter.new_totals(batch.given, None, stop=stop)
         samples = batch.given.num_samples
         batch.result = StepResult(
@@ -256,7 +256,7 @@ class _Work:
                 return self._piped.stages.run(stage, received, lambda: self._loss(micro))  # type: ignore[no-any-return]
 
     def again(self, *, microbatch: int) -> AbstractContextManager[None]:
-        """Return an empty context: this step supports only `dp_replicate`, so a portion is a whole microbatch."""
+        """Return an empty context: without context parallelism, a rank's part is the whole microbatch."""
         return nullcontext()
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:

@@ -1,7 +1,7 @@
-"""The versions of a stage's weights, one per update, that pending microbatches still need.
+"""The versions of a stage's weights, one per update, that microbatches in flight still need.
 
-A version is a set of leaf tensors that replace the parameters while a forward or a backward runs. Autograd keeps the
-tensors of a forward, so nothing is swapped back for its backward, and a version is freed with its last graph.
+A version is a set of leaf tensors that replace the parameters while a forward or a backward runs. Autograd references
+the tensors of a forward, so nothing is restored for its backward, and a version is freed with its last graph.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +19,10 @@ Weights = Mapping[str, Tensor]
 
 
 class WeightVersions:
-    """The kept weight versions of a stage.
+    """The stored weight versions of a stage. A version's number is the number of updates before it.
 
-    `direct`: each microbatch uses the newest weights and finishes before the next one starts, so no version is kept.
-    `newest` is the number of updates in the parameters themselves; `of` returns an older version by that number.
+    `is_direct`: each microbatch uses the newest weights and finishes before the next one starts, so no version is
+    stored. `newest` is the version of the parameters themselves.
     """
 
     def __init__(self, model: nn.Module, *, named: Sequence[NamedParameter], direct: bool) -> None:
@@ -41,15 +41,15 @@ class WeightVersions:
 
     @property
     def numbers(self) -> set[int]:
-        """The versions that can be requested; graphs may hold older ones."""
+        """The numbers of the versions that `get` accepts; autograd graphs may reference older versions."""
         return {self.newest, *self._kept}
 
     def held(self, number: int) -> int:
-        """Return the version to use for `number`: after a resume, no version older than the checkpoint's exists."""
+        """Return `number`, or the oldest version in the checkpoint if the run has resumed after `number`."""
         return max(number, self._oldest)
 
     def of(self, number: int) -> Weights | None:
-        """Return the weights after `number` updates; None stands for the parameters themselves."""
+        """Return the weights after `number` updates; None means the parameters themselves."""
         if self._direct:
             assert number == self.newest
             return None
@@ -58,26 +58,26 @@ class WeightVersions:
         return self._kept[number]
 
     def inside(self, weights: Weights | None, call: Callable[[], Any]) -> Any:
-        """Return `call()`, run with these weights in the model."""
+        """Return `call()`, which runs with these weights in place of the parameters."""
         if weights is None:
             return call()
         return functional_call(self._home, {f"model.{name}": tensor for name, tensor in weights.items()}, (call,))
 
     def writes(self, weights: Weights | None) -> list[int]:
-        """Return the version counters of these weights, which reveal writes in place."""
+        """Return the autograd version counters of these weights, which change at each in-place write."""
         return [tensor_version(tensor) for tensor in (self._live if weights is None else weights).values()]
 
     def lend(self, weights: Weights | None) -> None:
-        """Prepare a backward on these weights: they accumulate into the parameters' own gradients."""
+        """Prepare a backward on these weights: let them accumulate into the parameters' `.grad`."""
         for name, tensor in (weights or {}).items():
             tensor.grad = self._live[name].grad
             self._lent[name] = tensor.grad
 
     def collect(self, weights: Weights | None) -> None:
-        """Move the gradients of these weights back to the parameters, after the backward.
+        """Move the gradients of these weights to the parameters, after the backward.
 
         Raises:
-            JobError: a parameter itself got a gradient, so the forward reads it from elsewhere than its module.
+            JobError: a parameter itself has got a gradient, so the forward does not read it from its module.
         """
         for name, tensor in (weights or {}).items():
             live = self._live[name]
@@ -91,12 +91,12 @@ class WeightVersions:
             live.grad, tensor.grad = tensor.grad, None
 
     def before_update(self, *, needed: int) -> None:
-        """Keep the current version before the parameters change, if versions from `needed` on include it."""
+        """Store the current version before the parameters change, if versions from `needed` on are needed."""
         if not self._direct and needed <= self.newest:
             self._keep()
 
     def after_update(self, *, needed: int) -> None:
-        """Advance `newest` and drop the versions before `needed`."""
+        """Increment `newest` and drop the versions before `needed`."""
         self.newest += 1
         self._forget(needed)
 
@@ -109,7 +109,7 @@ class WeightVersions:
         }
 
     def begin(self, *, newest: int, kept: Mapping[int, Weights]) -> None:
-        """Resume after `newest` updates; no versions older than those in `kept` exist."""
+        """Resume after `newest` updates with these older versions."""
         self.newest = newest
         self._kept = {number: _leaves(self._here(weights)) for number, weights in kept.items()}
         self._oldest = min([newest, *kept])

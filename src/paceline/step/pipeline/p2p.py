@@ -1,8 +1,8 @@
-"""Point-to-point messages between stages: tensors in one buffer, described only when the layout changes. No pickling.
+"""Point-to-point messages between stages: tensors in one buffer, and their layout when it changes; nothing is pickled.
 
-A message on an edge has the same length as the one before it. Its first number says whether the layout changed. If so,
-the rest is empty, and the new layout and the tensors follow in separate messages. So steps whose microbatches have one
-shape send one message per activation or gradient.
+A message has the same length as the previous message on its link. Its first number says whether the layout changes. If
+so, the rest of the message is empty, and the new layout and the tensors follow in two more messages. Steps whose
+microbatches have equal shapes therefore send one message per activation or gradient.
 """
 
 import json
@@ -18,12 +18,12 @@ from paceline.comm.process_group import PendingMessage, World
 
 HEAD_BYTES = ALIGNED_BYTES = 64
 _NOTHING = -1
-_TAGS = 1 << 18  # per channel; more than any pipeline has edges
+_TAGS = 1 << 18  # per channel; more than any pipeline has links
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageLink:
-    """An edge between two stages in one direction: the peer rank, and a tag unique among the edges to that rank."""
+    """A link between two stages in one direction: the peer rank, and a tag that no other link to that rank has."""
 
     peer: int
     tag: int
@@ -31,7 +31,7 @@ class StageLink:
 
 @dataclass(kw_only=True)
 class _Known:
-    """The layout of an edge's last message, known to both sides."""
+    """The layout of the last message on a link, known to both sides."""
 
     form: Any = None
     note: Any = None
@@ -61,7 +61,7 @@ class StageChannel:
         return self._world.backend == "gloo"
 
     def send(self, edge: StageLink, tensors: list[Tensor], note: Any) -> None:
-        """Start sending and return at once. `note` is JSON, rarely changes, and is never changed in place."""
+        """Start sending and return immediately. `note` is JSON that rarely changes, and is never modified in place."""
         known = self._sent.setdefault(edge, _Known())
         form = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
         if form != known.form or note != known.note:
@@ -74,7 +74,7 @@ class StageChannel:
         self._start(edge, buffer)
 
     def _describe(self, edge: StageLink, known: _Known, *, layout: list[Any]) -> None:
-        """Announce a changed layout, and send the new one."""
+        """Announce that the layout changes, and send the new one."""
         head = torch.zeros(known.num_bytes, dtype=torch.uint8, device=self._device)
         text = json.dumps([known.note, layout], separators=(",", ":"))
         body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._device)
@@ -84,12 +84,12 @@ class StageChannel:
         known.layout, known.num_bytes = layout, _num_bytes(layout)
 
     def expect(self, edge: StageLink) -> None:
-        """Post the next receive of an edge, so that the transfer overlaps with compute."""
+        """Post the next receive on a link, so that the transfer overlaps with compute."""
         known = self._heard.setdefault(edge, _Known())
         self._posted[edge] = self._post(edge, known.num_bytes)
 
     def receive(self, edge: StageLink) -> tuple[list[Tensor], Any]:
-        """Wait for the next message of an edge; return its tensors, which are views of one buffer, and its note."""
+        """Wait for the next message on a link; return its tensors, which are views of one buffer, and its note."""
         if edge not in self._posted:
             self.expect(edge)
         known = self._heard[edge]
@@ -108,11 +108,11 @@ class StageChannel:
         return list(_views(buffer, known.layout)), known.note
 
     def is_expected(self, edge: StageLink) -> bool:
-        """Return whether a receive is posted for this edge."""
+        """Return whether a receive is posted on this link."""
         return edge in self._posted
 
     def pause(self, *, sent_on: Iterable[StageLink]) -> None:
-        """Cancel posted receives: each side sends an empty message on its outgoing edges.
+        """Cancel the posted receives of both sides: each side sends an empty message on its outgoing links.
 
         Both sides call this at the same point in their programs.
         """
@@ -124,7 +124,7 @@ class StageChannel:
         for edge in list(self._posted):
             buffer, wait = self._posted.pop(edge)
             wait()
-            assert int(buffer[:8].view(torch.int64)[0]) == _NOTHING, "both sides pause at the same place"
+            assert int(buffer[:8].view(torch.int64)[0]) == _NOTHING, "both sides cancel at the same point"
         self.finish()
 
     def finish(self) -> None:
@@ -145,7 +145,7 @@ class StageChannel:
 
 
 def _form(tensor: Tensor) -> list[Any]:
-    """Return type and shape, and the strides if memory is dense."""
+    """Return dtype and shape, and the strides if the memory is dense."""
     stride = list(tensor.stride()) if _is_dense(tensor) else []
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), stride]
 

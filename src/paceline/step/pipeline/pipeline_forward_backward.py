@@ -23,7 +23,7 @@ Counts = dict[str, Tensor] | None
 
 
 class PipelineForwardBackward:
-    """A runner that passes each microbatch through this rank's stages in program order; the last stage has the loss."""
+    """A runner that executes this rank's part of a pipeline program; the last stage computes the loss."""
 
     def __init__(self, replica: ReplicaContext, *, piped: PipelineModel) -> None:
         self._replica = replica
@@ -36,7 +36,7 @@ class PipelineForwardBackward:
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
-        """Report each action with its start and end time to `watch`; on a GPU, wait for each action to finish."""
+        """Report each action with its start and end time to `on_action`; on a GPU, wait for each action to finish."""
         device = self._replica.world.device
 
         def tell(action: Action, start: float, stop: float) -> None:
@@ -52,11 +52,11 @@ class PipelineForwardBackward:
             self._watch, self._pipelines = None, {}
 
     def program(self, num_micro: int) -> Program:
-        """Return the program of all ranks of a pipeline for `num_micro` microbatches."""
+        """Return the pipeline's program, of all ranks, for `num_micro` microbatches."""
         return self._piped.program(num_micro)
 
     def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
-        """Run this replica's microbatches, with weightless stand-ins if layers need equally many on all replicas."""
+        """Run this replica's microbatches, and stand-ins of weight zero if all replicas must run equally many."""
         data = [self._replica.load(micro.data) for micro in given.micro]
         counts = self._reporter.counts([portion.data for portion in data])
         missing = self._stand.missing(given)
@@ -78,7 +78,7 @@ class PipelineForwardBackward:
         return totals, counts is None
 
     def look(self, batch: Any, *, num_samples: int, see: See) -> None:
-        """Run one microbatch forward; `see` is called on the last stage's rank."""
+        """Run one microbatch forward; the rank of the last stage calls `on_output`."""
         replica = self._replica
 
         portion = replica.portion(batch)
@@ -92,7 +92,7 @@ class PipelineForwardBackward:
         self._pipeline(self._piped.forward(1)).run(_Look(self._piped, call))
 
     def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
-        """Run one forward through the stages and broadcast the last stage's output to all."""
+        """Run one forward through the stages and broadcast the last stage's output to all ranks."""
         found: list[Tensor] = []
         self._pipeline(self._piped.forward(1)).run(
             _Look(self._piped, lambda: found.append(output_logits(model(tensor))))
@@ -112,7 +112,10 @@ class PipelineForwardBackward:
 
 
 class _Work:
-    """The stage work of one step: `micro` has index and samples of each microbatch; `last` counts backwards down."""
+    """The stage work of one step.
+
+    `indices_and_sizes` has the index and the number of samples of each microbatch.
+    """
 
     def __init__(self, replica: ReplicaContext, *, piped: PipelineModel, step: int, counts: Counts) -> None:
         self._replica = replica
@@ -141,7 +144,7 @@ class _Work:
         return self.data[microbatch].again()
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
-        """Prepare the reducer: `last` is True only for the step's last backward, after which no gradient changes."""
+        """Prepare the reducer, which starts the final reduction at the step's last backward."""
         index, num_samples = self.micro[microbatch]
         for tape in self._replica.tapes:
             tape.at(index, counts=num_samples > 0)
@@ -149,7 +152,7 @@ class _Work:
         self._replica.reducer.before_backward(last=self.last == 0, counts=num_samples > 0)
 
     def after_backward(self, *, stage: int, microbatch: int) -> None:
-        """Hand the gradients to the reducer."""
+        """Pass the gradients to the reducer."""
         self._replica.reducer.after_backward()
 
     def _loss(self, microbatch: int, num_samples: int) -> Tensor:

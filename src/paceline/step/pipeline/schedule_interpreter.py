@@ -1,4 +1,4 @@
-"""The interpreter of pipeline programs, used for every schedule, both for training and for forward-only passes."""
+"""The interpreter of pipeline programs: one for all schedules, for training and for forward-only passes."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -31,13 +31,13 @@ class StageWork(Protocol):
         """
 
     def again(self, *, microbatch: int) -> AbstractContextManager[None]:
-        """Return the context for a backward, or half of one: recomputation sees the same state as the forward."""
+        """Return the context for a backward, or half of one, in which recomputation sees the state of the forward."""
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
         """Prepare for weight gradients to be added, by BACKWARD or WEIGHT."""
 
     def after_backward(self, *, stage: int, microbatch: int) -> None:
-        """Handle weight gradients that were added."""
+        """Process the weight gradients that were added."""
 
 
 @dataclass(kw_only=True)
@@ -51,11 +51,11 @@ class _Live:
 
 
 class Pipeline:
-    """An interpreter of one rank's part of a program over a `World` whose ranks are the program's.
+    """An interpreter of one rank's part of a program; the ranks of the `World` are those of the program.
 
-    `splits=False` computes a stage's whole backward at INPUT and does nothing at WEIGHT, for stages that recompute or
-    are sharded, whose backward cannot be split. `is_continuous`: `expect` and `one` are called repeatedly until
-    `pause`, and a receive is always posted for the next message of each edge.
+    `splits=False` runs a stage's full backward at INPUT and does nothing at WEIGHT: the backward of stages that
+    recompute or are sharded cannot be split. `is_continuous`: `expect_actions` and `run_action` are called repeatedly
+    until `pause`, and a receive is always posted for the next message on each link.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Pipeline:
         return self._wire.sent_bytes
 
     def run(self, work: StageWork) -> None:
-        """Run one step's microbatches. Parameters' `.grad` receive sums over microbatches, without division.
+        """Run one step's microbatches. Each parameter's `.grad` receives the sum over microbatches, without division.
 
         Raises:
             JobError: the last stage's loss does not depend on the weights.
@@ -124,12 +124,12 @@ class Pipeline:
         self._wire.finish()
 
     def pause(self) -> None:
-        """Cancel the posted receives; all ranks call this after running equal programs."""
+        """Cancel the posted receives. All ranks call this after the same part of the program."""
         self._wire.pause(sent_on=sorted(self._sent_on, key=lambda edge: edge.tag) if self._wire.matches_tags else ())
         self._sent_on.clear()
 
     def one(self, action: Action, work: StageWork) -> None:
-        """Run one of the expected actions."""
+        """Run one of the actions given to `expect_actions`."""
         if self._watch is None:
             self._do[action.op](action, work)
             return
@@ -196,7 +196,7 @@ class Pipeline:
         work.after_backward(stage=action.stage, microbatch=action.microbatch)
 
     def _ready(self, at: At) -> _Live:
-        """Return the outputs that a gradient has arrived for, and those gradients; the gradient of a loss is None."""
+        """Return the pending backward with only the outputs that have a gradient; the gradient of a loss is None."""
         live = self._live.pop(at)
         arrived = self._gradients.pop(at, None)
         if arrived is None:
@@ -251,9 +251,9 @@ class Pipeline:
         return found
 
     def expect(self, actions: Iterable[Action]) -> None:
-        """Announce the next actions, all of them.
+        """Announce all of the next actions.
 
-        The first receive of each edge is posted now, each later one when the previous message arrives.
+        The first receive on each link is posted now; each later one is posted when the previous message has arrived.
         """
         self._expected = {}
         for action in actions:
@@ -267,7 +267,7 @@ class Pipeline:
 
 
 def _edge(action: Action) -> StageLink:
-    """Return the edge of an action: both sides derive its tag from the sending stage and the direction."""
+    """Return the link of an action. Both sides derive its tag from the sending stage and the direction."""
     assert action.peer is not None
     message = action.message
     return StageLink(peer=action.peer, tag=2 * message.stage + int(message.kind is Op.BACKWARD))

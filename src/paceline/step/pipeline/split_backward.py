@@ -1,9 +1,9 @@
-"""Backward in two halves for zero-bubble schedules: the input gradient now, the weight gradients later.
+"""Backward in two halves for zero-bubble schedules: the input gradients first, the weight gradients later.
 
-The first half walks the graph from the outputs to the stage's inputs only, and keeps the gradients that arrive at each
-operation that also leads to weights. The second half runs only the weight parts of those operations. A weight that
-several operations share gets its gradient in the first half, in the autograd engine's order, so sums are bit-identical.
-(Qi et al., "Zero Bubble Pipeline Parallelism", 2023)
+The first half runs the graph only from the outputs to the stage's inputs. It saves the gradient at each boundary: an
+operation on this path that also has weights as inputs. The second half computes the weight gradients from the saved
+ones. A weight that several operations share gets its gradient in the first half, in the autograd engine's order, so
+that sums are bit-identical. (Qi et al., "Zero Bubble Pipeline Parallelism", 2023)
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,11 @@ from paceline.torch_internals.private_api import add_gradients, gradients_of
 
 @dataclass(kw_only=True)
 class DeferredWeightGrad:
-    """The saved state that the second half needs."""
+    """The state that the second half needs.
+
+    `boundaries` are operations with their weights and saved gradients. `shared_gradients` are the gradients of shared
+    weights, from the first half. `full_backward` has the outputs and their gradients, if the stage has no inputs.
+    """
 
     borders: list[tuple[Node, list[Tensor], list[Tensor | None]]] = field(default_factory=list)
     early: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -29,7 +33,7 @@ class DeferredWeightGrad:
 def backward_input(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], DeferredWeightGrad]:
-    """Return the gradients of `inputs`, and the deferred work for the weight gradients."""
+    """Return the gradients of `inputs`, and what `backward_weight` needs to compute the weight gradients."""
     if not inputs:
         return [], DeferredWeightGrad(whole=(list(outputs), list(gradients)))
     borders, shared = _borders([get_gradient_edge(output).node for output in outputs], inputs)
@@ -59,7 +63,7 @@ def backward_input(
 
 
 def backward_weight(rest: DeferredWeightGrad) -> None:
-    """Add the weight gradients to `.grad`; their hooks run as in any backward."""
+    """Add the weight gradients to `.grad`; parameter hooks run as in any backward."""
     if rest.whole is not None:
         add_gradients(*rest.whole)
         return
@@ -81,7 +85,7 @@ def _keeper(node: Node, kept: dict[Node, tuple[Tensor | None, ...]]) -> Any:
 
 
 def _borders(roots: Sequence[Node], inputs: Sequence[Tensor]) -> tuple[list[tuple[Node, list[Tensor]]], list[Tensor]]:
-    """Return operations between outputs and inputs that also lead to weights of their own, and the shared weights."""
+    """Return the boundaries, each with the weights that only it leads to, and the weights that several lead to."""
     order = _backwards(roots)
     chain = {get_gradient_edge(tensor).node for tensor in inputs}
     own = {get_gradient_edge(tensor).node for tensor in inputs}
@@ -120,7 +124,7 @@ def _merged(parts: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:
 
 
 def _backwards(roots: Sequence[Node]) -> list[Node]:
-    """Return all operations in reverse topological order: each after the operations it leads to."""
+    """Return all nodes of the autograd graph, each after its `next_functions`."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]

@@ -1,4 +1,4 @@
-"""The work of a rank at its pipeline stages: the user's forward and loss, and gradient sums of tied weights."""
+"""The work of a rank at its pipeline stages: the user's forward and loss, and the gradient sums of tied weights."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,10 +13,10 @@ from paceline.parallel.pipeline.chain.stages import StageOutput, Stages
 
 
 class Staged:
-    """A `StageWork` of a pipeline over `Stages`: `call(microbatch)` is the forward, and on the last stage the loss.
+    """A `StageWork` over `Stages`: `run_model(microbatch)` runs the forward and, on the last stage, the loss.
 
-    `enter(microbatch)` runs before each forward, on every stage: `RandomStreams.enter`, or statistics. The last stage's
-    outputs are kept in `results` by microbatch, without their graphs.
+    `before_forward(microbatch)` runs before each forward on every stage, for example `RandomStreams.enter`. `results`
+    has the last stage's outputs by microbatch, detached from their graphs.
     """
 
     def __init__(
@@ -47,9 +47,10 @@ class Staged:
 
 
 def add_ties(model: nn.Module, *, cut: StageSplit, rank_of_stage: Sequence[int], world: World) -> None:
-    """Sum the `.grad` of each parameter that several ranks hold, in rank order, equal on all; all ranks call this.
+    """Sum the `.grad` of each parameter that stages of several ranks share. All ranks call this.
 
-    Stages of one rank share the parameter, so autograd has summed their gradients already.
+    The sum is in rank order and the same on all ranks. Stages of one rank share the parameter itself, so autograd has
+    summed their gradients already.
     """
     parameters = dict(model.named_parameters())
     for place, (name, stages) in enumerate(sorted(cut.ties.items())):

@@ -1,7 +1,7 @@
 """The step of Hogwild: workers update the same weights without locks (Niu et al., "Hogwild!", NIPS 2011).
 
-Each worker computes the gradient of its own part of the batch and steps at once. It reads concurrent writes of others
-as they arrive, torn or not. A worker can be at most `lag` batches ahead: then it waits for the slowest.
+Each worker computes the gradient of its part of the batch and updates the weights immediately. It may read weights
+while other workers write them. A worker that is `lag` batches ahead waits for the slowest one.
 """
 
 import time

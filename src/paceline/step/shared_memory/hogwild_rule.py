@@ -19,7 +19,7 @@ class HogwildRule(StepRule):
     """The rule of `--update hogwild`."""
 
     def refuse_job(self, job: Job, settings: Settings, plan: ExecutionPlan) -> Iterator[PacelineError]:
-        """Yield the errors of a job that needs all updates, or the whole batch, in one place."""
+        """Yield an error for each feature of the job that the rule does not support."""
         if job.loss_over == "batch":
             yield JobError(
                 'loss_over="batch" with --update hogwild: no worker ever has the whole batch.',

@@ -1,10 +1,10 @@
-"""Turns for replicas in one process: they share the host's random generators, so code that draws runs one at a time.
+"""Turns for replicas in one process: they share the host's random generators, so passes that draw run one at a time.
 
-A generator is seeded for one microbatch and drawn from until its forward ends; two replicas at once would draw from
-each other's stream. The first step runs forwards and backwards one after another and detects which of them draw. From
-then on, a forward that draws takes turns, and its backward does not (unless it draws again, as activation checkpointing
-does); a model that never draws takes no turns. A backward that draws starts from the generator state at the end of its
-own replica's forward, as with one replica per process, whichever replica ran in between.
+The generators are seeded for one microbatch, whose forward then draws from them. Two replicas at the same time would
+draw from each other's stream. The first step runs all forwards and backwards one at a time and detects which of them
+draw. In later steps a forward takes a turn only if forwards draw, and a backward only if backwards draw, as with
+activation checkpointing. A backward that draws starts from the generator state at the end of its own replica's
+forward, as it does with one replica per process, even if another replica ran in between.
 """
 
 import threading
@@ -20,7 +20,7 @@ from paceline.torch_internals.rng import get_states, host_states, set_states
 
 
 class HostRandomness(Enum):
-    """The passes that draw random numbers on the host."""
+    """Which passes draw random numbers on the host; BACKWARD means forwards and backwards."""
 
     UNKNOWN = auto()
     NONE = auto()
@@ -29,7 +29,7 @@ class HostRandomness(Enum):
 
 
 class HostRngTurns:
-    """The turns of the replicas of one process. `gpu` is a device that several of them share."""
+    """The turns of the replicas of one process. `gpu`: the device, if several replicas share one."""
 
     def __init__(self, *, timeout_seconds: float, gpu: torch.device | None = None) -> None:
         self.draws = HostRandomness.UNKNOWN
@@ -45,7 +45,7 @@ class HostRngTurns:
 
     @contextmanager
     def forward(self, seed: Callable[[], None]) -> Iterator[None]:
-        """Run a forward and its loss within the context, after `seed()`."""
+        """Return the context for a forward and its loss; it calls `seed()` first."""
         if self.draws is HostRandomness.NONE:
             seed()
             yield
@@ -60,7 +60,10 @@ class HostRngTurns:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Run a backward within the context. Checkpoints restore the generators, so a detector watches for draws."""
+        """Return the context for a backward.
+
+        Activation checkpointing restores the generators after it draws, so a detector finds draws, not their states.
+        """
         if self.draws in (HostRandomness.NONE, HostRandomness.FORWARD):
             yield
             return
@@ -89,7 +92,7 @@ class HostRngTurns:
             self._lock.release()
 
     def settle(self) -> None:
-        """Set `draws` after a step that was watched."""
+        """Set `host_randomness` after a step in which draws were detected."""
         if self.draws is HostRandomness.UNKNOWN:
             drew = self._drew
             self.draws = (
@@ -101,5 +104,5 @@ class HostRngTurns:
             )
 
     def watch_again(self) -> None:
-        """Watch the next step again, because a pass drew unexpectedly."""
+        """Detect draws in the next step again, because a pass drew unexpectedly."""
         self.draws = HostRandomness.UNKNOWN

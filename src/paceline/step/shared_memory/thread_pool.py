@@ -1,4 +1,4 @@
-"""The threads of replicas: the first replica runs in the calling thread, the others in waiting threads."""
+"""The threads of replicas: the first replica runs in the calling thread, the others in a pool of threads."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ PATIENCE_SECONDS = 5.0
 
 
 class _Member(threading.Thread):
-    """A thread that runs the functions it is handed, until it is handed None."""
+    """A thread that runs the functions in its queue until it gets None."""
 
     def __init__(self, number: int) -> None:
         super().__init__(name=f"replica-{number}", daemon=True)
@@ -34,7 +34,7 @@ class ReplicaThreads:
         self._members: list[_Member] = []
 
     def run(self, bodies: Sequence[Callable[[], T]]) -> list[T]:
-        """Run all bodies and return their results once all have ended; on an exception stop all and raise the first."""
+        """Run all functions and return their results; if one raises an exception, stop all and raise the first."""
         results: dict[int, T] = {}
         errors: list[tuple[float, int, BaseException]] = []
         done = threading.Semaphore(0)
@@ -66,7 +66,7 @@ class ReplicaThreads:
 
     @staticmethod
     def _wait(count: int, done: threading.Semaphore, errors: list[tuple[float, int, BaseException]]) -> None:
-        """Wait for every replica; after an error at most PATIENCE_SECONDS, as a stuck thread cannot be killed."""
+        """Wait for every replica; after an error at most PATIENCE_SECONDS, since a stuck thread cannot be killed."""
         deadline = None
         for _ in range(count):
             while not done.acquire(timeout=0.2):
@@ -76,7 +76,7 @@ class ReplicaThreads:
 
 
 def _first(errors: list[tuple[float, int, BaseException]], count: int) -> BaseException:
-    """Return the first error with its replica's number, preferring any error over `PeerFailed`."""
+    """Return the first error that is not a `PeerFailed`, with a note on its replica; else the first error."""
     own = [entry for entry in errors if not isinstance(entry[2], PeerFailed)] or errors
     _, number, error = min(own, key=lambda entry: entry[0])
     error.add_note(f"in replica {number} of {count}")

@@ -1,7 +1,7 @@
 """The synchronous step with several replicas in one process: each runs its microbatches in its own thread.
 
-Every replica runs the same program as a rank (`SynchronousStep.gradients`), in a world of threads. The gradients end
-up in the first replica, which alone makes the update; all replicas share the weights.
+Every replica runs the same program as a rank (`SynchronousStep.compute_gradients`), in a world of threads. The reduced
+gradients are in the first replica, which makes the update; all replicas share the weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,10 @@ class ThreadsStep(SynchronousStep):
         self._crew = ReplicaThreads(on_error=meeting.leave)
 
     def gradients(self, given: StepBatch, *, stop: bool = False) -> StepResult:
-        """Leave the global gradient in the first replica; run again in turns if a model that never drew now draws."""
+        """Compute the global gradient in the first replica.
+
+        If a model that did not draw random numbers so far draws in this step, run the step again, in turns.
+        """
         while True:
             self._mirror.refresh()
             nobody = self._turns.draws is HostRandomness.NONE

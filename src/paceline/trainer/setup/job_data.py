@@ -87,13 +87,13 @@ def read_first(
         with preserve_rng():
             found = list(islice(feed, count))
             feed.close()
-        return [replace(given, spare=None) for given in found] if source.workers else found
+        return [replace(given, read_stand_in=None) for given in found] if source.workers else found
 
     found = read_apart(source, read, seed=settings.seed)
     if not source.workers:
         return found
     whole = replace(cut, replica=0, replicas=1)
-    return [replace(given, spare=lambda: read_first(data, settings, cut=whole)[0].micro[0].data) for given in found]
+    return [replace(given, read_stand_in=lambda: read_first(data, settings, cut=whole)[0].micro[0].data) for given in found]
 
 
 def cut_for(plan: ExecutionPlan, settings: Settings, data: World, *, reads: bool = True) -> BatchPartition:
