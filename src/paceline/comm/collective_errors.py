@@ -19,11 +19,11 @@ def on_all_ranks(world: World, work: Callable[[], T]) -> T:
     """
     problem: CheckpointError | None = None
     try:
-        found = work()
+        result = work()
     except CheckpointError as error:
         problem = error
     raise_for_all(world, problem)
-    return found
+    return result
 
 
 def raise_for_all(world: World, problem: CheckpointError | None) -> None:
@@ -32,14 +32,14 @@ def raise_for_all(world: World, problem: CheckpointError | None) -> None:
     Raises:
         CheckpointError: the error of this rank, or of the first rank that has one.
     """
-    told = world.gather_json(None if problem is None else problem.as_json())
+    errors = world.gather_json(None if problem is None else problem.as_json())
     if problem is not None:
         raise problem
-    for rank, said in enumerate(told):
-        if said is not None:
-            kind = SaveError if said["error"] == SaveError.__name__ else CheckpointError
-            where = said["where"] if rank == 0 else f"{said['where']} (rank {rank})"
-            raise kind(said["what"], where=where, cause=said["cause"], hint=said["hint"])
+    for rank, error in enumerate(errors):
+        if error is not None:
+            kind = SaveError if error["error"] == SaveError.__name__ else CheckpointError
+            where = error["where"] if rank == 0 else f"{error['where']} (rank {rank})"
+            raise kind(error["what"], where=where, cause=error["cause"], hint=error["hint"])
 
 
 def all_arrived_within(world: World, what: str, *, seconds: float = 5.0) -> bool:
@@ -52,9 +52,9 @@ def all_arrived_within(world: World, what: str, *, seconds: float = 5.0) -> bool
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")  # a restart uses the same store, with old keys
     keys = [f"met/{attempt}/{what}/{rank}" for rank in range(world.world_size)]
     try:
-        words = world.words()
-        words.set(keys[world.rank], "")
-        words.wait(keys, timedelta(seconds=seconds))
+        store = world.words()
+        store.set(keys[world.rank], "")
+        store.wait(keys, timedelta(seconds=seconds))
     except RuntimeError:  # torch's store errors are subclasses
         return False
     return True
@@ -62,8 +62,8 @@ def all_arrived_within(world: World, what: str, *, seconds: float = 5.0) -> bool
 
 def first_value_per_key(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the ranks' mappings; each key gets the value of the first rank that has it."""
-    found: dict[str, Any] = {}
-    for said in told:
-        for name, value in said.items():
-            found.setdefault(name, value)
-    return found
+    merged: dict[str, Any] = {}
+    for mapping in told:
+        for name, value in mapping.items():
+            merged.setdefault(name, value)
+    return merged

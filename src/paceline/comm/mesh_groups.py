@@ -32,7 +32,7 @@ class MeshGroups:
     @staticmethod
     def of(all_ranks: World, *, mesh: Mesh) -> "MeshGroups":
         """Return the groups of this rank; every rank calls this once."""
-        return MeshGroups._of(all_ranks, mesh, mesh, all_ranks.part)
+        return MeshGroups._build(all_ranks, mesh, mesh, all_ranks.part)
 
     @staticmethod
     def for_local_sgd_site(all_ranks: World, *, mesh: Mesh) -> "MeshGroups":
@@ -41,32 +41,32 @@ class MeshGroups:
         Every rank calls this once.
         """
         site = all_ranks.part(mesh.groups([axis for axis in AXIS_ORDER if axis != "dp_replicate"]))
-        return MeshGroups._of(site, mesh, replace(mesh, dp_replicate=1), all_ranks.part)
+        return MeshGroups._build(site, mesh, replace(mesh, dp_replicate=1), all_ranks.part)
 
     @staticmethod
-    def _of(
-        all_ranks: World, whole: Mesh, mesh: Mesh, part: Callable[[Sequence[Sequence[int]]], World]
+    def _build(
+        all_ranks: World, full_mesh: Mesh, mesh: Mesh, split: Callable[[Sequence[Sequence[int]]], World]
     ) -> "MeshGroups":
         """Return the groups of `mesh`. `split` creates a world from groups of positions in `full_mesh`."""
 
-        def among(*axes: str) -> World:
-            return part(whole.groups([axis for axis in axes if mesh.size(axis) > 1]))
+        def group_over(*axes: str) -> World:
+            return split(full_mesh.groups([axis for axis in axes if mesh.size(axis) > 1]))
 
-        replicate, shard, cp, data = among("dp_replicate"), among("dp_shard"), among("cp"), among(*DATA_AXES)
-        summed = data if mesh.cp == 1 else cp if mesh.replicas == 1 else among(*GRADIENT_AXES)
+        replicate, shard, cp, data = group_over("dp_replicate"), group_over("dp_shard"), group_over("cp"), group_over(*DATA_AXES)
+        summed = data if mesh.cp == 1 else cp if mesh.replicas == 1 else group_over(*GRADIENT_AXES)
         return MeshGroups(
             mesh=mesh,
             all_ranks=all_ranks,
-            pp=among("pp"),
+            pp=group_over("pp"),
             replicate=replicate,
             shard=shard,
             cp=cp,
-            tp=among("tp"),
+            tp=group_over("tp"),
             data=data,
             summed=summed,
-            shard_replicas=among("dp_replicate", "cp") if mesh.cp > 1 else replicate,
-            ep=part(_experts(whole, mesh)),
-            expert_replicas=part(_expert_replicas(whole, mesh)) if mesh.ep > 1 else summed,
+            shard_replicas=group_over("dp_replicate", "cp") if mesh.cp > 1 else replicate,
+            ep=split(_expert_groups(full_mesh, mesh)),
+            expert_replicas=split(_expert_replicas(full_mesh, mesh)) if mesh.ep > 1 else summed,
         )
 
     @staticmethod
@@ -89,22 +89,22 @@ class MeshGroups:
         )
 
 
-def _experts(whole: Mesh, mesh: Mesh) -> list[list[int]]:
+def _expert_groups(full_mesh: Mesh, mesh: Mesh) -> list[list[int]]:
     """Return the expert-parallel groups: neighbouring replicas divide the experts."""
     axes = [axis for axis in DATA_AXES if mesh.size(axis) > 1]
-    return [list(part) for group in whole.groups(axes) for part in _cut(group, mesh.ep)]
+    return [list(part) for group in full_mesh.groups(axes) for part in _chunks(group, mesh.ep)]
 
 
-def _expert_replicas(whole: Mesh, mesh: Mesh) -> list[list[int]]:
+def _expert_replicas(full_mesh: Mesh, mesh: Mesh) -> list[list[int]]:
     """Return the groups of ranks at the same position in each expert-parallel group, on all sequence slices."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(whole.ranks):
-        at = whole.coordinates(rank)
-        replica = at["dp_replicate"] * whole.dp_shard + at["dp_shard"]
-        site = at["dp_replicate"] if mesh.dp_replicate < whole.dp_replicate else 0
-        found.setdefault((site, at["pp"], at["tp"], replica % mesh.ep), []).append(rank)
-    return list(found.values())
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(full_mesh.ranks):
+        coordinates = full_mesh.coordinates(rank)
+        replica = coordinates["dp_replicate"] * full_mesh.dp_shard + coordinates["dp_shard"]
+        site = coordinates["dp_replicate"] if mesh.dp_replicate < full_mesh.dp_replicate else 0
+        groups.setdefault((site, coordinates["pp"], coordinates["tp"], replica % mesh.ep), []).append(rank)
+    return list(groups.values())
 
 
-def _cut(group: Sequence[int], size: int) -> list[Sequence[int]]:
+def _chunks(group: Sequence[int], size: int) -> list[Sequence[int]]:
     return [group[start : start + size] for start in range(0, len(group), size)]

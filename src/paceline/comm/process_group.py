@@ -26,7 +26,7 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Shape = tuple[int, ...]
-_ASKED = timedelta(seconds=10)
+_CONNECT_TIMEOUT = timedelta(seconds=10)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -114,9 +114,9 @@ class World:
         device = _device(device_type, place.local_rank)
         if place.world_size == 1:
             return World.alone(device=device)
-        _leave_failed_world()
+        _destroy_failed_group()
         timeout = timedelta(seconds=timeout_seconds)
-        with capture_native_stderr() as said:
+        with capture_native_stderr() as captured:
             try:
                 store = _next_store(place, timeout)
                 dist.init_process_group(
@@ -127,13 +127,13 @@ class World:
                     timeout=timeout,
                 )
             except (dist.DistError, RuntimeError, ValueError) as error:
-                full = said and said.keep(f"paceline-rank-{place.rank}-")
+                text_path = captured and captured.keep(f"paceline-rank-{place.rank}-")
                 cause, hint = explain_open_files(str(error)) or (
                     "", "paceline train JOB --ranks 1 to see whether one process works",
                 )  # fmt: skip
                 raise MachineError(
                     f"rank {place.rank} of {place.world_size} did not meet the others: {error}",
-                    where=f"{place.address}:{place.port}, backend {backend}" + (f"; full text: {full}" if full else ""),
+                    where=f"{place.address}:{place.port}, backend {backend}" + (f"; full text: {text_path}" if text_path else ""),
                     cause=cause,
                     hint=hint,
                 ) from error
@@ -157,8 +157,8 @@ class World:
         """
         if self.store is None:
             place = LaunchInfo.read(os.environ)
-            found = TCPStore(place.address, place.port or 0, is_master=False, timeout=_ASKED)
-            object.__setattr__(self, "store", found)
+            store = TCPStore(place.address, place.port or 0, is_master=False, timeout=_CONNECT_TIMEOUT)
+            object.__setattr__(self, "store", store)
         assert self.store is not None
         return self.store
 
@@ -167,19 +167,19 @@ class World:
 
         A group of one sends nothing, and a group of all ranks is this world itself.
         """
-        mine = next(list(ranks) for ranks in groups if self.rank in ranks)
-        if len(mine) == self.world_size:
+        local_group = next(list(ranks) for ranks in groups if self.rank in ranks)
+        if len(local_group) == self.world_size:
             return self
-        known = tuple(map(tuple, groups))
-        if known not in self.parts:
-            self.parts[known] = self._part(groups, mine)
-        return self.parts[known]
+        key = tuple(map(tuple, groups))
+        if key not in self.parts:
+            self.parts[key] = self._part(groups, local_group)
+        return self.parts[key]
 
-    def _part(self, groups: Sequence[Sequence[int]], mine: list[int]) -> "World":
+    def _part(self, groups: Sequence[Sequence[int]], local_group: list[int]) -> "World":
         timeout = timedelta(seconds=self.timeout_seconds)
-        made = [dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None for ranks in groups]
-        group = next(one for one, ranks in zip(made, groups, strict=True) if self.rank in ranks)
-        return replace(self, rank=mine.index(self.rank), world_size=len(mine), group=group, parts={})
+        new_groups = [dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None for ranks in groups]
+        group = next(one for one, ranks in zip(new_groups, groups, strict=True) if self.rank in ranks)
+        return replace(self, rank=local_group.index(self.rank), world_size=len(local_group), group=group, parts={})
 
     @property
     def is_main(self) -> bool:
@@ -206,12 +206,12 @@ class World:
         if self.group is None:
             return _nothing
         self.sends("all_reduce", tensor)
-        return _waiting(dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True))
+        return _wait_function(dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True))
 
     def start_all_to_all(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
         """Start an all-to-all: row r of `source` is sent to rank r, and row r of `target` receives rank r's row."""
         self.sends("all_to_all", source)
-        return _waiting(dist.all_to_all_single(target, source, group=self.group, async_op=True))
+        return _wait_function(dist.all_to_all_single(target, source, group=self.group, async_op=True))
 
     def all_gather(self, tensor: torch.Tensor, *, shapes: Sequence[Shape]) -> list[torch.Tensor]:
         """Return every rank's tensor; rank r's has `shapes[r]`. Smaller tensors are padded to the largest."""
@@ -229,19 +229,19 @@ class World:
         """Return this rank's rows of the sum over all ranks; every rank has the same number of rows."""
         if self.group is None:
             return rows
-        own = rows.new_empty((len(rows) // self.world_size, *rows.shape[1:]))
+        local_rows = rows.new_empty((len(rows) // self.world_size, *rows.shape[1:]))
         self.sends("reduce_scatter", rows)
-        REDUCE_SCATTER(own, rows, group=self.group)
-        return own
+        REDUCE_SCATTER(local_rows, rows, group=self.group)
+        return local_rows
 
     def all_to_all(self, rows: torch.Tensor, *, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         """Send `send[r]` consecutive rows to rank r; return `receive[r]` rows from each rank r, in rank order."""
         if self.group is None:
             return rows.clone()
-        got = rows.new_empty(sum(receive), *rows.shape[1:])
+        received = rows.new_empty(sum(receive), *rows.shape[1:])
         self.sends("all_to_all", rows)
-        dist.all_to_all_single(got, rows.contiguous(), list(receive), list(send), group=self.group)
-        return got
+        dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=self.group)
+        return received
 
     def start_ring_shift(
         self, tensors: Sequence[torch.Tensor], *, shapes: Sequence[Shape]
@@ -249,31 +249,31 @@ class World:
         """Start to send to the next rank. The returned function returns the previous rank's tensors, of `shapes`."""
         if self.group is None:
             return lambda: list(tensors)
-        kept = [tensor.contiguous() for tensor in tensors]
-        got = [tensor.new_empty(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+        sent = [tensor.contiguous() for tensor in tensors]
+        received = [tensor.new_empty(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
         following, previous = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
-        sends = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=following) for tensor in kept]
-        receives = [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=previous) for tensor in got]
-        for tensor in kept:
+        send_ops = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=following) for tensor in sent]
+        receive_ops = [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=previous) for tensor in received]
+        for tensor in sent:
             self.sends("send", tensor)
-        works = dist.batch_isend_irecv([*sends, *receives])
+        works = dist.batch_isend_irecv([*send_ops, *receive_ops])
 
         def wait() -> list[torch.Tensor]:
             for work in works:
                 work.wait()
-            kept.clear()
-            return got
+            sent.clear()
+            return received
 
         return wait
 
     def start_send(self, tensor: torch.Tensor, *, to: int, tag: int) -> "PendingMessage":
         """Start to send a tensor to one rank. The tensor must not change before the send has completed."""
         self.sends("send", tensor)
-        return _started(dist.isend(tensor, group=self.group, group_dst=to, tag=tag))
+        return _require_work(dist.isend(tensor, group=self.group, group_dst=to, tag=tag))
 
     def start_receive(self, tensor: torch.Tensor, *, source: int, tag: int) -> "PendingMessage":
         """Start to receive a tensor that one rank sends with this tag."""
-        return _started(dist.irecv(tensor, group=self.group, group_src=source, tag=tag))
+        return _require_work(dist.irecv(tensor, group=self.group, group_src=source, tag=tag))
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """Copy `source`'s tensor to all ranks, in place."""
@@ -286,12 +286,12 @@ class World:
         """Return every rank's value, in rank order, on every rank. Values are sent as JSON: nothing is pickled."""
         if self.group is None:
             return [value]
-        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
         sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
-        sizes[self.rank] = own.numel()
+        sizes[self.rank] = encoded.numel()
         lengths = [int(size) for size in self.all_reduce(sizes)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
-        padded[: own.numel()] = own
+        padded[: encoded.numel()] = encoded
         parts = [torch.empty_like(padded) for _ in lengths]
         self.sends("all_gather", padded)
         dist.all_gather(parts, padded, group=self.group)
@@ -326,7 +326,7 @@ _joined: list[dist.ProcessGroup | None] = []
 """The process group that Paceline has created in this process; it may belong to a failed run."""
 
 
-def _leave_failed_world() -> None:
+def _destroy_failed_group() -> None:
     """Destroy the group of a failed run, so that a script that catches the error can start another run.
 
     Raises:
@@ -344,16 +344,16 @@ def _leave_failed_world() -> None:
     dist.destroy_process_group()
 
 
-_STORES: dict[tuple[str, int | None], tuple[Store, Iterator[int]]] = {}
+_store_by_address: dict[tuple[str, int | None], tuple[Store, Iterator[int]]] = {}
 """The store at each rendezvous address, and a counter of the worlds that were created with it."""
 
 
 def _next_store(place: LaunchInfo, timeout: timedelta) -> Store:
     """Return a store for one world, with a prefix: a world must not read keys of an earlier world in the same store."""
-    point = place.address, place.port
-    if point not in _STORES:
-        _STORES[point] = _store(place, timeout), count()
-    store, numbers = _STORES[point]
+    address = place.address, place.port
+    if address not in _store_by_address:
+        _store_by_address[address] = _store(place, timeout), count()
+    store, numbers = _store_by_address[address]
     return PrefixStore(f"world-{next(numbers)}", store)
 
 
@@ -384,13 +384,13 @@ def _device(device_type: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _started(work: dist.Work | None) -> PendingMessage:
+def _require_work(work: dist.Work | None) -> PendingMessage:
     assert work is not None
     return work
 
 
-def _waiting(work: dist.Work | None) -> Callable[[], object]:
-    return _started(work).wait
+def _wait_function(work: dist.Work | None) -> Callable[[], object]:
+    return _require_work(work).wait
 
 
 def _nothing() -> None:

@@ -19,7 +19,7 @@ from paceline.errors import RunError
 from paceline.torch_internals.rng import get_states, preserve_rng, seed_all, set_states
 
 T = TypeVar("T")
-_PATIENCE_SECONDS = 600.0
+_TIMEOUT_SECONDS = 600.0
 _SIMULATION_SECONDS = 60.0  # a simulated rank waits for computation of the same step alone
 
 
@@ -52,75 +52,75 @@ class ThreadRendezvous:
         self.replicas = replicas
         self._pause = pause
         self._timeout = timeout_seconds
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._rounds: dict[int, _Round] = {}
-        self._next = [0] * replicas
-        self._mail: dict[tuple[int, int, int], Any] = {}
+        self._next_round = [0] * replicas
+        self._messages: dict[tuple[int, int, int], Any] = {}
         self._is_over = False
 
     def begin(self) -> None:
         """Reset all rounds and messages for a new step."""
         self._rounds = {}
-        self._mail = {}
-        self._next = [0] * self.replicas
+        self._messages = {}
+        self._next_round = [0] * self.replicas
         self._is_over = False
 
     def leave(self) -> None:
         """Wake all waiting replicas and end the rendezvous."""
-        with self._changed:
+        with self._condition:
             self._is_over = True
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def post(self, value: Any, *, replica: int) -> Callable[[], list[Any]]:
         """Post a value to this replica's next round. The returned function waits for all replicas' values."""
-        with self._changed:
-            number = self._next[replica]
-            self._next[replica] += 1
-            place = self._rounds.setdefault(number, _Round(values=[None] * self.replicas))
-            place.values[replica] = value
-            place.present += 1
-            if place.present == self.replicas:
+        with self._condition:
+            number = self._next_round[replica]
+            self._next_round[replica] += 1
+            round_ = self._rounds.setdefault(number, _Round(values=[None] * self.replicas))
+            round_.values[replica] = value
+            round_.present += 1
+            if round_.present == self.replicas:
                 del self._rounds[number]
-                self._changed.notify_all()
-        return lambda: self._collect(place, replica)
+                self._condition.notify_all()
+        return lambda: self._collect(round_, replica)
 
     def send(self, value: Any, *, address: tuple[int, int, int]) -> None:
         """Store a message for one replica; `address` is (sender, receiver, tag)."""
-        with self._changed:
-            self._mail[address] = value
-            self._changed.notify_all()
+        with self._condition:
+            self._messages[address] = value
+            self._condition.notify_all()
 
     def receive(self, *, address: tuple[int, int, int]) -> Any:
         """Wait for the message at this address, and return it."""
-        with self._pause(address[1]), self._changed:
-            came = self._changed.wait_for(lambda: self._is_over or address in self._mail, self._timeout)
-            if address in self._mail:
-                return self._mail.pop(address)
-        raise PeerFailed if came else self._late(f"replica {address[0]} has sent nothing")
+        with self._pause(address[1]), self._condition:
+            is_in_time = self._condition.wait_for(lambda: self._is_over or address in self._messages, self._timeout)
+            if address in self._messages:
+                return self._messages.pop(address)
+        raise PeerFailed if is_in_time else self._timeout_error(f"replica {address[0]} has sent nothing")
 
-    def _collect(self, place: _Round, replica: int) -> list[Any]:
-        with self._pause(replica), self._changed:
-            came = self._changed.wait_for(lambda: self._is_over or place.present == self.replicas, self._timeout)
-            if place.present == self.replicas:
-                return place.values
-        raise PeerFailed if came else self._late(f"only {place.present} of {self.replicas} replicas arrived")
+    def _collect(self, round_: _Round, replica: int) -> list[Any]:
+        with self._pause(replica), self._condition:
+            is_in_time = self._condition.wait_for(lambda: self._is_over or round_.present == self.replicas, self._timeout)
+            if round_.present == self.replicas:
+                return round_.values
+        raise PeerFailed if is_in_time else self._timeout_error(f"only {round_.present} of {self.replicas} replicas arrived")
 
-    def _late(self, what: str) -> RunError:
+    def _timeout_error(self, message: str) -> RunError:
         if self._simulates:
             return RunError(
-                f"{what.replace('replica', 'simulated rank')} within {self._timeout:g} s.",
+                f"{message.replace('replica', 'simulated rank')} within {self._timeout:g} s.",
                 cause="the ranks run different collectives: the forward depends on the rank or on random numbers",
                 hint="a forward that runs the same operations on every rank, or a layout without tp, cp and ep",
             )
         return RunError(
-            f"{what} within {self._timeout:g} s.",
+            f"{message} within {self._timeout:g} s.",
             cause="a thread is stuck in the model, the loss or a lock that another thread holds",
             hint="--layout ddp, where each replica is a process of its own",
         )
 
 
 @dataclass(frozen=True)
-class _Delivery:
+class _PendingMessage:
     """A message between replicas, sent or received; `wait` completes it."""
 
     arrive: Callable[[], object] = lambda: None
@@ -156,9 +156,9 @@ class ThreadWorld(World):
 
     def all_gather(self, tensor: Tensor, *, shapes: Sequence[Shape]) -> list[Tensor]:
         """Return copies of every replica's tensor."""
-        found = self.exchange(tensor.detach().clone())
-        assert [tuple(part.shape) for part in found] == [tuple(shape) for shape in shapes]
-        return [part.to(tensor.device, copy=True) for part in found]
+        tensors = self.exchange(tensor.detach().clone())
+        assert [tuple(part.shape) for part in tensors] == [tuple(shape) for shape in shapes]
+        return [part.to(tensor.device, copy=True) for part in tensors]
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
         """Return this replica's rows of the sum."""
@@ -166,10 +166,10 @@ class ThreadWorld(World):
 
     def all_to_all(self, rows: Tensor, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send rows to every replica and return the received rows."""
-        found = self.exchange(rows.detach().clone().split(list(send)))
-        got = [parts[self.rank].to(rows.device) for parts in found]
-        assert [len(part) for part in got] == list(receive), "received a different number of rows than this rank's route expects"
-        return torch.cat(got)
+        rows_by_rank = self.exchange(rows.detach().clone().split(list(send)))
+        received = [parts[self.rank].to(rows.device) for parts in rows_by_rank]
+        assert [len(part) for part in received] == list(receive), "received a different number of rows than this rank's route expects"
+        return torch.cat(received)
 
     def start_ring_shift(self, tensors: Sequence[Tensor], *, shapes: Sequence[Shape]) -> Callable[[], list[Tensor]]:
         """Post copies of the tensors; the returned function waits for the previous replica's."""
@@ -177,21 +177,21 @@ class ThreadWorld(World):
 
         def wait() -> list[Tensor]:
             sent = collect()[(self.rank - 1) % self.world_size]
-            got = [tensor.to(own.device) for tensor, own in zip(sent, tensors, strict=True)]
-            assert [tuple(tensor.shape) for tensor in got] == [tuple(shape) for shape in shapes]
-            return got
+            received = [tensor.to(own.device) for tensor, own in zip(sent, tensors, strict=True)]
+            assert [tuple(tensor.shape) for tensor in received] == [tuple(shape) for shape in shapes]
+            return received
 
         return wait
 
     def start_send(self, tensor: Tensor, *, to: int, tag: int) -> PendingMessage:
         """Send a copy of the tensor to one replica."""
         self.meeting.send(tensor.detach().clone(), address=(self.rank, to, tag))
-        return _Delivery()
+        return _PendingMessage()
 
     def start_receive(self, tensor: Tensor, *, source: int, tag: int) -> PendingMessage:
         """Return a pending message; waiting for it copies what one replica has sent into the tensor."""
         address = (source, self.rank, tag)
-        return _Delivery(lambda: tensor.detach().copy_(self.meeting.receive(address=address)))
+        return _PendingMessage(lambda: tensor.detach().copy_(self.meeting.receive(address=address)))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
         """Copy `source`'s tensor to every replica, in place."""
@@ -208,7 +208,7 @@ class ThreadWorld(World):
 
 
 def thread_worlds(
-    *, replicas: int, world: World | None = None, timeout_seconds: float = _PATIENCE_SECONDS
+    *, replicas: int, world: World | None = None, timeout_seconds: float = _TIMEOUT_SECONDS
 ) -> list[World]:
     """Return one world per replica; on GPUs replica k uses GPU k. For a single replica return the world unchanged."""
     world = world or World.alone()
@@ -217,10 +217,10 @@ def thread_worlds(
     return _worlds(world, ThreadRendezvous(replicas=replicas, timeout_seconds=timeout_seconds))
 
 
-def _worlds(world: World, meeting: ThreadRendezvous) -> list[World]:
-    replicas = meeting.replicas
+def _worlds(world: World, rendezvous: ThreadRendezvous) -> list[World]:
+    replicas = rendezvous.replicas
     return [
-        ThreadWorld(rank=rank, world_size=replicas, local_rank=rank, device=_device(world, rank), meeting=meeting)
+        ThreadWorld(rank=rank, world_size=replicas, local_rank=rank, device=_device(world, rank), meeting=rendezvous)
         for rank in range(replicas)
     ]
 
@@ -261,24 +261,24 @@ def run_simulated_ranks(work: Callable[[World], T], *, ranks: int, seed: int | N
         BaseException: the error of the first rank that failed by itself.
     """
     if seed is None:
-        meeting = ThreadRendezvous(replicas=ranks, timeout_seconds=_SIMULATION_SECONDS, simulates=True)
-        worlds = _worlds(World.alone(), meeting)
-        return run_threads(lambda rank: work(worlds[rank]), ranks=ranks, leave=meeting.leave)
+        rendezvous = ThreadRendezvous(replicas=ranks, timeout_seconds=_SIMULATION_SECONDS, simulates=True)
+        worlds = _worlds(World.alone(), rendezvous)
+        return run_threads(lambda rank: work(worlds[rank]), ranks=ranks, leave=rendezvous.leave)
     with preserve_rng():
-        turns = _Turns(ranks=ranks, seed=seed)
-        meeting = ThreadRendezvous(
-            replicas=ranks, timeout_seconds=_SIMULATION_SECONDS, pause=turns.pause, simulates=True
+        rng_turns = _RankTurns(ranks=ranks, seed=seed)
+        rendezvous = ThreadRendezvous(
+            replicas=ranks, timeout_seconds=_SIMULATION_SECONDS, pause=rng_turns.pause, simulates=True
         )
-        worlds = _worlds(World.alone(), meeting)
+        worlds = _worlds(World.alone(), rendezvous)
 
         def in_turn(rank: int) -> T:
-            with turns.of(rank):
+            with rng_turns.of(rank):
                 return work(worlds[rank])
 
-        return run_threads(in_turn, ranks=ranks, leave=meeting.leave)
+        return run_threads(in_turn, ranks=ranks, leave=rendezvous.leave)
 
 
-class _Turns:
+class _RankTurns:
     """A lock that lets one rank run at a time, with this rank's random generator states; all start from one seed."""
 
     def __init__(self, *, ranks: int, seed: int) -> None:
@@ -289,26 +289,26 @@ class _Turns:
     @contextmanager
     def of(self, rank: int) -> Iterator[None]:
         """Return a context in which only this rank runs."""
-        self._begin(rank)
+        self._acquire(rank)
         try:
             yield
         finally:
-            self._end(rank)
+            self._release(rank)
 
     @contextmanager
     def pause(self, rank: int) -> Iterator[None]:
         """Return a context in which other ranks may run."""
-        self._end(rank)
+        self._release(rank)
         try:
             yield
         finally:
-            self._begin(rank)
+            self._acquire(rank)
 
-    def _begin(self, rank: int) -> None:
+    def _acquire(self, rank: int) -> None:
         self._turn.acquire()
         set_states(self._states[rank])
 
-    def _end(self, rank: int) -> None:
+    def _release(self, rank: int) -> None:
         self._states[rank] = get_states()
         self._turn.release()
 

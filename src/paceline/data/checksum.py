@@ -14,12 +14,12 @@ from uuid import UUID
 import numpy as np
 import torch
 
-_SAID_BY_REPR = (
+_REPR_TYPES = (
     str, bytes, bytearray, bool, int, float, complex, type(None), range, slice, np.generic, np.dtype, torch.dtype,
     torch.device, date, time, timedelta, tzinfo, Decimal, Fraction, Enum, PurePath, UUID,
 )  # fmt: skip
-_NAMED = (type, FunctionType, BuiltinFunctionType)
-_DEEPEST = 200
+_QUALNAME_TYPES = (type, FunctionType, BuiltinFunctionType)
+_MAX_DEPTH = 200
 
 
 def checksum(sample: Any, start: int) -> int:
@@ -28,34 +28,34 @@ def checksum(sample: Any, start: int) -> int:
     Equal content has an equal CRC in every process. For an object that Python cannot copy (an open file, a lock), the
     CRC is that of its type.
     """
-    return _Content().add(sample, start)
+    return _ContentCrc().add(sample, start)
 
 
-class _Content:
+class _ContentCrc:
     """A traversal of one sample. An object that contains itself is replaced by a number where it occurs again."""
 
     def __init__(self) -> None:
-        self._open: dict[int, int] = {}
+        self._parents: dict[int, int] = {}
 
     def add(self, value: Any, start: int) -> int:
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, start)
+            return self._add_tensor(value, start)
         if isinstance(value, np.ndarray):
-            return self._array(value, start)
-        if isinstance(value, _SAID_BY_REPR):
+            return self._add_array(value, start)
+        if isinstance(value, _REPR_TYPES):
             return zlib.crc32(repr(value).encode("utf-8", "surrogatepass"), start)
-        if id(value) in self._open or len(self._open) > _DEEPEST:
-            return zlib.crc32(f"again {self._open.get(id(value), 0)}".encode(), start)
-        self._open[id(value)] = len(self._open)
+        if id(value) in self._parents or len(self._parents) > _MAX_DEPTH:
+            return zlib.crc32(f"again {self._parents.get(id(value), 0)}".encode(), start)
+        self._parents[id(value)] = len(self._parents)
         try:
-            return self._inside(value, start)
+            return self._add_container(value, start)
         finally:
-            del self._open[id(value)]
+            del self._parents[id(value)]
 
-    def _inside(self, value: Any, start: int) -> int:
+    def _add_container(self, value: Any, start: int) -> int:
         if isinstance(value, Mapping):
             for name in value:
-                start = self.add(value[name], self._name(name, start))
+                start = self.add(value[name], self._add_key(name, start))
             return start
         if isinstance(value, tuple | list):
             for part in value:
@@ -63,16 +63,16 @@ class _Content:
             return start
         if isinstance(value, Set):
             return self.add(sorted(self.add(part, 0) for part in value), start)
-        if isinstance(value, _NAMED):
+        if isinstance(value, _QUALNAME_TYPES):
             return zlib.crc32(f"{value.__module__}.{value.__qualname__}".encode(), start)
         if isinstance(value, MethodType):
             return self.add([value.__func__, value.__self__], start)
-        return self._copied(value, start)
+        return self._add_object(value, start)
 
-    def _name(self, name: Any, start: int) -> int:
-        return zlib.crc32(str(name).encode(), start) if isinstance(name, _SAID_BY_REPR) else self.add(name, start)
+    def _add_key(self, name: Any, start: int) -> int:
+        return zlib.crc32(str(name).encode(), start) if isinstance(name, _REPR_TYPES) else self.add(name, start)
 
-    def _copied(self, value: Any, start: int) -> int:
+    def _add_object(self, value: Any, start: int) -> int:
         """Return the CRC over the parts from which `copy` and `pickle` rebuild the object."""
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         start = zlib.crc32(kind.encode(), start)
@@ -84,12 +84,12 @@ class _Content:
             return zlib.crc32(parts.encode(), start)
         return self.add([list(part) if hasattr(part, "__next__") else part for part in parts], start)
 
-    def _array(self, value: np.ndarray[Any, Any], start: int) -> int:
-        if value.dtype.hasobject:
-            return self.add([list(value.shape), value.tolist()], start)
-        return zlib.crc32(np.ascontiguousarray(value).tobytes(), start)
+    def _add_array(self, array: np.ndarray[Any, Any], start: int) -> int:
+        if array.dtype.hasobject:
+            return self.add([list(array.shape), array.tolist()], start)
+        return zlib.crc32(np.ascontiguousarray(array).tobytes(), start)
 
-    def _tensor(self, value: torch.Tensor, start: int) -> int:
+    def _add_tensor(self, value: torch.Tensor, start: int) -> int:
         value = value.detach()
         if value.is_nested:
             return self.add(list(value.unbind()), start)

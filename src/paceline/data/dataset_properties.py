@@ -38,9 +38,9 @@ class DatasetProperties:
             JobError: with the user's line.
         """
         if self.problem is not None:
-            found = JobError(self.problem.what, where=self.problem.where, hint=self.problem.hint)
-            found.add_note(self.problem.full)
-            raise found
+            raised = JobError(self.problem.what, where=self.problem.where, hint=self.problem.hint)
+            raised.add_note(self.problem.full)
+            raise raised
 
 
 def find_facts(source: Source, *, seed: int) -> DatasetProperties:
@@ -49,28 +49,28 @@ def find_facts(source: Source, *, seed: int) -> DatasetProperties:
     Raises:
         JobError: it is empty, or its length changes from call to call.
     """
-    return read_apart(source, lambda: _facts(source.data, seed=seed), seed=seed)
+    return read_apart(source, lambda: _find_properties(source.data, seed=seed), seed=seed)
 
 
-def _facts(data: Any, *, seed: int) -> DatasetProperties:
+def _find_properties(data: Any, *, seed: int) -> DatasetProperties:
     name = "train_data"
     total = find_length(data, name=name)
-    draws, value, problem = False, 0, None
+    draws_random, fingerprint, found_error = False, 0, None
     with preserve_rng():
         call_user_dataset(lambda: tell_epoch(data, 0), doing=f"set_epoch(0) of {name}")
         for index in looked_at(total):
             seed_sample(seed=seed, epoch=0, index=index)
-            before = host_states()
+            states_before = host_states()
             try:
-                value = checksum(data[index], value)
+                fingerprint = checksum(data[index], fingerprint)
             except Exception as error:
                 hint = f"{name}[{index}] in a plain Python process shows the full error"
-                problem = worker_error(error, doing=f"reading sample {index} of {name}", hint=hint)
-            draws = draws or problem is not None or host_states() != before
-            if problem is not None:
+                found_error = worker_error(error, doing=f"reading sample {index} of {name}", hint=hint)
+            draws_random = draws_random or found_error is not None or host_states() != states_before
+            if found_error is not None:
                 break
     find_length(data, name=name, before=total)
-    return DatasetProperties(num_samples=total, draws=draws, fingerprint=value, problem=problem)
+    return DatasetProperties(num_samples=total, draws=draws_random, fingerprint=fingerprint, problem=found_error)
 
 
 def looked_at(num_samples: int) -> list[int]:
@@ -113,34 +113,34 @@ def refuse_other_data(
     Raises:
         DesyncError: a rank has another length, or other samples.
     """
-    first = next(iter(lengths))
-    other = next((rank for rank, length in lengths.items() if length != lengths[first]), None)
-    if other is not None:
+    first_rank = next(iter(lengths))
+    different_rank = next((rank for rank, length in lengths.items() if length != lengths[first_rank]), None)
+    if different_rank is not None:
         raise DesyncError(
-            f"{name} has {lengths[other]:,} samples on rank {other} and {lengths[first]:,} on rank {first}.",
+            f"{name} has {lengths[different_rank]:,} samples on rank {different_rank} and {lengths[first_rank]:,} on rank {first_rank}.",
             cause="each rank reads its own part, or different files",
-            hint=_WHOLE,
+            hint=_WHOLE_DATASET_HINT,
         )
-    other = next((rank for rank, value in checksums.items() if value != checksums[first]), None)
-    if other is not None and is_same():
+    different_rank = next((rank for rank, value in checksums.items() if value != checksums[first_rank]), None)
+    if different_rank is not None and is_same():
         shown = " or ".join(map(str, sorted(samples)))
         raise DesyncError(
-            f"sample {shown} of {name} differs between rank {other} and rank {first}.",
+            f"sample {shown} of {name} differs between rank {different_rank} and rank {first_rank}.",
             cause="the dataset is already split by rank, or its files are listed in a different order "
             "(an unsorted os.listdir)",
-            hint=f"{_WHOLE}; sorted(os.listdir(...))",
+            hint=f"{_WHOLE_DATASET_HINT}; sorted(os.listdir(...))",
         )
 
 
 def read_again(source: Source, *, samples: Sequence[int], epoch: int | None, seed: int) -> bool:
     """Return whether reading these samples twice gives the same samples."""
 
-    def twice() -> bool:
+    def read_twice() -> bool:
         if epoch is not None:
             tell_epoch(source.data, epoch)
         return len({all_checksums(source.data, samples, epoch=epoch or 0, seed=seed) for _ in range(2)}) == 1
 
-    return read_apart(source, twice, seed=seed)
+    return read_apart(source, read_twice, seed=seed)
 
 
 def spread_checksums(
@@ -151,18 +151,18 @@ def spread_checksums(
     Without `fixed_indices`, choose at most `max_samples` at random, and stop reading after `seconds`.
     """
 
-    def read() -> tuple[list[int], list[int]]:
-        begun, total = time.monotonic(), len(source.data)
+    def read_samples() -> tuple[list[int], list[int]]:
+        start_time, total = time.monotonic(), len(source.data)
         indices = list(chosen or random.Random(seed).sample(range(total), min(total, most)))
-        found: list[int] = []
+        checksums: list[int] = []
         tell_epoch(source.data, 0)
         for index in indices:
-            found.append(all_checksums(source.data, [index], epoch=0, seed=seed))
-            if chosen is None and time.monotonic() - begun > seconds:
+            checksums.append(all_checksums(source.data, [index], epoch=0, seed=seed))
+            if chosen is None and time.monotonic() - start_time > seconds:
                 break
-        return indices[: len(found)], found
+        return indices[: len(checksums)], checksums
 
-    return read_apart(source, read, seed=seed)
+    return read_apart(source, read_samples, seed=seed)
 
 
-_WHOLE = "is it already split by rank? give every rank the whole dataset: the run distributes the samples"
+_WHOLE_DATASET_HINT = "is it already split by rank? give every rank the whole dataset: the run distributes the samples"

@@ -20,7 +20,7 @@ from paceline.launch.failures.oom_detection import explain_data_worker_error
 from paceline.torch_internals.private_api import introduce_worker
 from paceline.torch_internals.rng import preserve_rng, seed_all, stream_key
 
-_MOST_TEXT = 1 << 20
+_MAX_TEXT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,26 +67,26 @@ class Fetcher(Dataset[Any]):
         self._begun = False
         self._epoch: int | None = None
 
-    def __getitem__(self, wanted: MicrobatchRequest) -> Any:
+    def __getitem__(self, request: MicrobatchRequest) -> Any:
         try:
-            self._begin(wanted.epoch)
-            if wanted.seen is not None:
-                return self._sight(wanted.epoch or 0, wanted.seen.samples)
+            self._begin(request.epoch)
+            if request.seen is not None:
+                return self._summarize(request.epoch or 0, request.seen.samples)
         except Exception as error:
-            return worker_error(error, doing=f"reading the data of epoch {wanted.epoch}")
-        if not wanted.indices:
+            return worker_error(error, doing=f"reading the data of epoch {request.epoch}")
+        if not request.indices:
             return None
         samples: list[Any] = []
         try:
-            self._read(wanted, samples)
+            self._read(request, samples)
         except Exception as error:
-            return worker_error(error, doing=f"reading sample {wanted.indices[len(samples)]}")
+            return worker_error(error, doing=f"reading sample {request.indices[len(samples)]}")
         try:
             return self._collate(samples)
         except Exception as error:
             return worker_error(
                 error,
-                doing=f"collating samples {_shown(wanted.indices)} of shapes {_shapes(samples)}",
+                doing=f"collating samples {_list_indices(request.indices)} of shapes {_describe_shapes(samples)}",
                 hint="collate=lambda samples: ... to pad or stack them",
             )
 
@@ -99,19 +99,19 @@ class Fetcher(Dataset[Any]):
             self._epoch = epoch
             tell_epoch(self._data, epoch)
 
-    def _sight(self, epoch: int, samples: tuple[int, ...]) -> DatasetSummary:
+    def _summarize(self, epoch: int, samples: tuple[int, ...]) -> DatasetSummary:
         total = len(self._data)
         if max(samples, default=0) >= total:
             return DatasetSummary(num_samples=total)
         value = all_checksums(self._data, samples, epoch=epoch, seed=self._seed)
         return DatasetSummary(num_samples=total, samples=samples, checksum=value)
 
-    def _read(self, wanted: MicrobatchRequest, samples: list[Any]) -> None:
+    def _read(self, request: MicrobatchRequest, samples: list[Any]) -> None:
         """Append the samples to `samples`, whose length after an exception shows which sample failed."""
-        epoch = wanted.epoch or 0
+        epoch = request.epoch or 0
         if not self._seed_samples:
-            seed_all(stream_key(self._seed, "microbatch", epoch, wanted.indices[0]))
-        for index in wanted.indices:
+            seed_all(stream_key(self._seed, "microbatch", epoch, request.indices[0]))
+        for index in request.indices:
             if self._seed_samples:
                 seed_sample(seed=self._seed, epoch=epoch, index=index)
             samples.append(self._data[index])
@@ -134,10 +134,10 @@ def worker_error(error: Exception, *, doing: str, hint: str = "") -> WorkerError
     """Return the exception as text, with the line of the user's code that raised it."""
     line = user_line(error)
     where = f"{line}: {line.text}" if line else ""
-    said = on_a_screen(str(error))
-    cause, hint = explain_data_worker_error(said) or ("", hint)
+    message = on_a_screen(str(error))
+    cause, hint = explain_data_worker_error(message) or ("", hint)
     return WorkerError(
-        what=f"{doing} failed: {type(error).__name__}: {said}", where=where, cause=cause, hint=hint,
+        what=f"{doing} failed: {type(error).__name__}: {message}", where=where, cause=cause, hint=hint,
         full=_full_text(error),
     )  # fmt: skip
 
@@ -145,7 +145,7 @@ def worker_error(error: Exception, *, doing: str, hint: str = "") -> WorkerError
 def _full_text(error: Exception) -> str:
     """Return the traceback as text, at most 1 MiB; an empty string if it can't be formatted."""
     try:
-        return "".join(format_exception(error))[:_MOST_TEXT]
+        return "".join(format_exception(error))[:_MAX_TEXT_BYTES]
     except Exception:  # some exceptions can't be printed
         return ""
 
@@ -170,14 +170,14 @@ def worker_init(source: Source, *, alone: bool, parent: int) -> Callable[[int], 
     It calls the user's `worker_init_fn` last, with the dataset in `get_worker_info()`. `alone`: the worker appears as
     the only one.
     """
-    then = source.loader.worker_init_fn if source.loader is not None else None
+    user_init = source.loader.worker_init_fn if source.loader is not None else None
 
     def start(number: int) -> None:
         obey_rank(parent)
         torch.set_num_threads(1)
         introduce_worker(source.data, alone=alone)
-        if then is not None:
-            then(number)
+        if user_init is not None:
+            user_init(number)
 
     return start
 
@@ -189,7 +189,7 @@ def obey_rank(parent: int) -> None:
     """
     die_with_parent(parent)
     for name in STOP_SIGNALS:
-        signal.signal(name, _passed_over)
+        signal.signal(name, _ignore_signal)
 
 
 def tell_epoch(data: Any, epoch: int) -> None:
@@ -197,38 +197,38 @@ def tell_epoch(data: Any, epoch: int) -> None:
 
     torch's `Subset` and `ConcatDataset`, and wrappers like them, have these in `dataset` or `datasets`.
     """
-    waiting, seen = [data], set[int]()
-    while waiting:
-        one = waiting.pop()
+    remaining, seen = [data], set[int]()
+    while remaining:
+        one = remaining.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
         if hasattr(one, "set_epoch"):
             one.set_epoch(epoch)
             continue
-        held = getattr(one, "__dict__", {})
-        inner = held.get("datasets", ())
-        waiting += [held["dataset"]] if "dataset" in held else []
-        waiting += inner.values() if isinstance(inner, Mapping) else inner if isinstance(inner, tuple | list) else ()
+        attributes = getattr(one, "__dict__", {})
+        inner = attributes.get("datasets", ())
+        remaining += [attributes["dataset"]] if "dataset" in attributes else []
+        remaining += inner.values() if isinstance(inner, Mapping) else inner if isinstance(inner, tuple | list) else ()
 
 
-def _passed_over(number: int, frame: FrameType | None) -> None:
+def _ignore_signal(number: int, frame: FrameType | None) -> None:
     """Ignore a signal, since the rank handles it."""
 
 
-def _shown(indices: Sequence[int]) -> str:
+def _list_indices(indices: Sequence[int]) -> str:
     return ", ".join(map(str, indices[:4])) + (", ..." if len(indices) > 4 else "")
 
 
-def _shapes(samples: Sequence[Any]) -> str:
-    shapes = [_shape(sample) for sample in samples]
+def _describe_shapes(samples: Sequence[Any]) -> str:
+    shapes = [_describe_shape(sample) for sample in samples]
     return " and ".join(list(dict.fromkeys(shapes))[:3])
 
 
-def _shape(sample: Any) -> str:
+def _describe_shape(sample: Any) -> str:
     if isinstance(sample, Mapping):
-        return "{" + ", ".join(f"{name}: {_shape(value)}" for name, value in sample.items()) + "}"
+        return "{" + ", ".join(f"{name}: {_describe_shape(value)}" for name, value in sample.items()) + "}"
     if isinstance(sample, tuple | list):
-        return "(" + ", ".join(_shape(part) for part in sample) + ")"
+        return "(" + ", ".join(_describe_shape(part) for part in sample) + ")"
     shape = getattr(sample, "shape", None)
     return str(tuple(shape)) if shape is not None else type(sample).__name__

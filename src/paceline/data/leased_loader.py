@@ -24,26 +24,26 @@ class RandomAccessLoader:
             raise refuse_stream()
         self._source = source
         self._seed = seed
-        self._compared: int | None = None
-        self._size = global_batch_size
+        self._compared_epoch: int | None = None
+        self._global_batch_size = global_batch_size
         self._drop_last = drop_last
-        facts = find_facts(source, seed=seed)
-        self._order = Order(order=source.order, num_samples=facts.num_samples, seed=seed)
-        seeded = sample_seeds == "always" or (sample_seeds == "auto" and facts.draws)
-        self._what = source.gives_order
-        self._names: dict[int, str] = {}
+        properties = find_facts(source, seed=seed)
+        self._order = Order(order=source.order, num_samples=properties.num_samples, seed=seed)
+        seeded = sample_seeds == "always" or (sample_seeds == "auto" and properties.draws)
+        self._order_source = source.gives_order
+        self._order_checksums: dict[int, str] = {}
         self._fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=seeded)
 
     def share(self, cursor: Cursor, *, micro_batch_size: int, number: int = 0, of: int = 1) -> StepInput:
         """Return share `number` of the batch at `cursor`, which is divided into `num_shares` shares."""
         batch = self._order.batch(
             cursor,
-            global_batch_size=self._size,
+            global_batch_size=self._global_batch_size,
             micro_batch_size=micro_batch_size,
             drop_last=self._drop_last,
         )
-        mine = assign_microbatches(len(batch.micro), replica=number, replicas=of)
-        return StepInput(batch=batch, micro=tuple(self._read(batch, index) for index in mine))
+        indices = assign_microbatches(len(batch.micro), replica=number, replicas=of)
+        return StepInput(batch=batch, micro=tuple(self._read(batch, index) for index in indices))
 
     def compare(self, epoch: int, summary: DatasetSummary, *, rank: int) -> None:
         """Compare this worker's data with the summary of the server's data, once per epoch.
@@ -52,15 +52,15 @@ class RandomAccessLoader:
             DataError: it can't be read.
             DesyncError: it has another length, or other samples.
         """
-        if self._compared == epoch:
+        if self._compared_epoch == epoch:
             return
-        self._compared = epoch
-        mine = raise_worker_error(
+        self._compared_epoch = epoch
+        local_summary = raise_worker_error(
             self._fetcher[MicrobatchRequest(epoch=epoch, indices=(), seen=SampleCheckRequest(samples=summary.samples))]
         )
         refuse_other_data(
-            {0: summary.num_samples, rank: mine.num_samples},
-            {0: summary.checksum, rank: mine.checksum},
+            {0: summary.num_samples, rank: local_summary.num_samples},
+            {0: summary.checksum, rank: local_summary.checksum},
             samples=summary.samples,
             name="train_data",
             is_same=lambda: read_again(self._source, samples=summary.samples, epoch=epoch, seed=self._seed),
@@ -70,10 +70,10 @@ class RandomAccessLoader:
         """Return a checksum of the user-defined order, to compare workers, and its origin; None without one."""
         if not self._order.is_own:
             return None
-        if epoch not in self._names:  # a checksum over all indices: computed once per epoch
-            self._names = {e: name for e, name in self._names.items() if e == epoch - 1}
-            self._names[epoch] = self._order.name(epoch)
-        return [self._names[epoch], self._what]
+        if epoch not in self._order_checksums:  # a checksum over all indices: computed once per epoch
+            self._order_checksums = {e: name for e, name in self._order_checksums.items() if e == epoch - 1}
+            self._order_checksums[epoch] = self._order.name(epoch)
+        return [self._order_checksums[epoch], self._order_source]
 
     def _read(self, batch: Batch, index: int) -> LocalMicro:
         micro, epoch = batch.micro[index], batch.after.epoch

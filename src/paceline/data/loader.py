@@ -108,11 +108,11 @@ class MapStyleLoader:
     ) -> None:
         self._source = source
         self._seed = seed
-        self._total = facts.num_samples
+        self._num_samples = facts.num_samples
         self._cut = cut
-        self._agree = agree
-        self._gives_order = source.gives_order
-        self._begun: Mapping[str, Any] = {}
+        self._gather_json = agree
+        self._order_source = source.gives_order
+        self._epoch_state: Mapping[str, Any] = {}
         self._cursor = cursor
         self._order = Order(order=source.order, num_samples=facts.num_samples, seed=seed)
         self.num_samples: int | None = self._order.size(cursor.epoch)
@@ -120,34 +120,34 @@ class MapStyleLoader:
             refuse_no_batch(self.num_samples, batch=cut.global_batch_size)
         seeded = sample_seeds == "always" or (sample_seeds == "auto" and facts.draws)
         self._fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=seeded)
-        own = stream_key(seed, "workers", cut.replica, cursor.epoch, cursor.position)
-        self._workers = Workers(fetcher=self._fetcher, source=source, pin_memory=pin_memory, seed=own)
-        self.notes = (*source.notes, *self._of_size())
+        worker_seed = stream_key(seed, "workers", cut.replica, cursor.epoch, cursor.position)
+        self._workers = Workers(fetcher=self._fetcher, source=source, pin_memory=pin_memory, seed=worker_seed)
+        self.notes = (*source.notes, *self._size_warning())
 
     def __iter__(self) -> Iterator[StepInput]:
         """Yield step inputs forever, epoch after epoch."""
-        fetched = self._workers.start(self._ahead())
+        fetched = self._workers.start(self._all_requests())
         epoch, summary = None, None
-        for batch, plans in self._plans():
+        for batch, requests in self._plan_batches():
             if batch.after.epoch != epoch:
                 epoch = batch.after.epoch
-                glance = self._glance(epoch)
-                summary = raise_worker_error(self._fetcher[glance] if fetched is None else next(fetched))
-                self._begin(epoch, summary)
-            if fetched is not None and not plans:
+                check = self._data_check(epoch)
+                summary = raise_worker_error(self._fetcher[check] if fetched is None else next(fetched))
+                self._begin_epoch(epoch, summary)
+            if fetched is not None and not requests:
                 next(fetched)
             micro = tuple(
                 LocalMicro(
                     index=index,
-                    num_samples=len(wanted.indices),
-                    data=raise_worker_error(self._fetcher[wanted] if fetched is None else next(fetched)),
-                    indices=wanted.indices,
+                    num_samples=len(request.indices),
+                    data=raise_worker_error(self._fetcher[request] if fetched is None else next(fetched)),
+                    indices=request.indices,
                 )
-                for index, wanted in plans
+                for index, request in requests
             )
-            yield StepInput(batch=batch, micro=micro, spare=partial(self._read_spare, batch), summary=summary)
+            yield StepInput(batch=batch, micro=micro, spare=partial(self._read_stand_in, batch), summary=summary)
 
-    def _of_size(self) -> tuple[str, ...]:
+    def _size_warning(self) -> tuple[str, ...]:
         batch, total = self._cut.global_batch_size, self.num_samples or 0
         if batch <= total:
             return ()
@@ -156,49 +156,49 @@ class MapStyleLoader:
             f"{plural(total, 'sample')}",
         )
 
-    def _read_spare(self, batch: Batch) -> Any:
+    def _read_stand_in(self, batch: Batch) -> Any:
         """Read the first microbatch of a global batch now, outside the order of the data workers."""
-        wanted = self._wanted(batch, 0)
-        return raise_worker_error(read_apart(self._source, lambda: self._fetcher[wanted], seed=self._seed))
+        request = self._wanted(batch, 0)
+        return raise_worker_error(read_apart(self._source, lambda: self._fetcher[request], seed=self._seed))
 
-    def _glance(self, epoch: int) -> MicrobatchRequest:
+    def _data_check(self, epoch: int) -> MicrobatchRequest:
         """Return the request that checks the data at an epoch's start: its length, and the samples to compare.
 
         The compared sample changes from epoch to epoch. Workers of a parameter server may join at any time, so their
         request also has the samples that were compared at the run's start.
         """
-        drawn = (stream_key(self._seed, "glance", epoch) % self._total,)
-        samples = drawn if self._cut.reads else tuple({*looked_at(self._total), *drawn})
-        is_compared = self._agree is not None or not self._cut.reads
+        random_sample = (stream_key(self._seed, "glance", epoch) % self._num_samples,)
+        samples = random_sample if self._cut.reads else tuple({*looked_at(self._num_samples), *random_sample})
+        is_compared = self._gather_json is not None or not self._cut.reads
         return MicrobatchRequest(
             epoch=epoch, indices=(), seen=SampleCheckRequest(samples=samples if is_compared else ())
         )
 
-    def _ahead(self) -> Iterator[MicrobatchRequest]:
+    def _all_requests(self) -> Iterator[MicrobatchRequest]:
         """Yield the requests for data workers; an empty one for a batch in which this replica has no microbatch.
 
         Without the empty ones, a replica that never has a microbatch would search for its next one forever.
         """
         epoch: int | None = None
-        for batch, plans in self._plans():
+        for batch, requests in self._plan_batches():
             if batch.after.epoch != epoch:
                 epoch = batch.after.epoch
-                yield self._glance(epoch)
-            yield from [wanted for _, wanted in plans] or [MicrobatchRequest(epoch=epoch, indices=())]
+                yield self._data_check(epoch)
+            yield from [request for _, request in requests] or [MicrobatchRequest(epoch=epoch, indices=())]
 
     def state(self) -> Mapping[str, Any]:
         """Return the order that the current epoch was started with."""
-        return dict(self._begun)
+        return dict(self._epoch_state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Store the order that the resumed epoch was started with."""
-        self._begun = state
+        self._epoch_state = state
 
     def close(self) -> None:
         """Stop the data workers."""
         self._workers.close()
 
-    def _begin(self, epoch: int, summary: DatasetSummary) -> None:
+    def _begin_epoch(self, epoch: int, summary: DatasetSummary) -> None:
         """Check at an epoch's first batch that all replicas have the same data and order, and that neither has changed.
 
         Raises:
@@ -206,49 +206,49 @@ class MapStyleLoader:
             DesyncError: a replica has other data or another order.
             ResumeError: the run has resumed in this epoch, and the order has changed.
         """
-        if self._agree is not None:
-            told = self._agree([summary.num_samples, summary.checksum])
-            lengths, checksums = [one[0] for one in told], [one[1] for one in told]
-            is_same = partial(self._is_same, summary.samples, epoch)
+        if self._gather_json is not None:
+            summaries = self._gather_json([summary.num_samples, summary.checksum])
+            lengths, checksums = [one[0] for one in summaries], [one[1] for one in summaries]
+            is_repeatable = partial(self._is_repeatable, summary.samples, epoch)
             refuse_other_data(
                 dict(enumerate(lengths)),
                 dict(enumerate(checksums)),
                 samples=summary.samples,
                 name="train_data",
-                is_same=is_same,
+                is_same=is_repeatable,
             )
-        if summary.num_samples != self._total:
+        if summary.num_samples != self._num_samples:
             raise DataError(
                 f"train_data has {summary.num_samples:,} samples in epoch {epoch}, "
-                f"but had {self._total:,} at the start.",
+                f"but had {self._num_samples:,} at the start.",
                 cause="its __len__ changes from call to call, or depends on set_epoch()",
                 hint="a fixed length; order=lambda num_samples, epoch, seed: [...] says which samples an epoch has",
             )
-        name, what = self._order.name(epoch), self._gives_order
-        if self._order.is_own and self._agree is not None:
-            refuse_apart(self._agree(name), what=what, when=f", in epoch {epoch}")
-        if self._begun.get("epoch") == epoch and "order" in self._begun:
-            refuse_other(name, saved=str(self._begun["order"]), what=what, when=f", in epoch {epoch}")
-        self._begun = {"epoch": epoch, "order": name}
+        checksum, order_source = self._order.name(epoch), self._order_source
+        if self._order.is_own and self._gather_json is not None:
+            refuse_apart(self._gather_json(checksum), what=order_source, when=f", in epoch {epoch}")
+        if self._epoch_state.get("epoch") == epoch and "order" in self._epoch_state:
+            refuse_other(checksum, saved=str(self._epoch_state["order"]), what=order_source, when=f", in epoch {epoch}")
+        self._epoch_state = {"epoch": epoch, "order": checksum}
 
-    def _is_same(self, samples: Sequence[int], epoch: int) -> bool:
-        assert self._agree is not None
-        return all(self._agree(read_again(self._source, samples=samples, epoch=epoch, seed=self._seed)))
+    def _is_repeatable(self, samples: Sequence[int], epoch: int) -> bool:
+        assert self._gather_json is not None
+        return all(self._gather_json(read_again(self._source, samples=samples, epoch=epoch, seed=self._seed)))
 
-    def _plans(self) -> Iterator[tuple[Batch, list[tuple[int, MicrobatchRequest]]]]:
-        cursor, cut = self._cursor, self._cut
+    def _plan_batches(self) -> Iterator[tuple[Batch, list[tuple[int, MicrobatchRequest]]]]:
+        cursor, partition = self._cursor, self._cut
         while True:
             batch = self._order.batch(
                 cursor,
-                global_batch_size=cut.global_batch_size,
-                micro_batch_size=cut.micro_batch_size,
-                drop_last=cut.drop_last,
+                global_batch_size=partition.global_batch_size,
+                micro_batch_size=partition.micro_batch_size,
+                drop_last=partition.drop_last,
             )
             cursor = batch.after
-            mine = (
-                assign_microbatches(len(batch.micro), replica=cut.replica, replicas=cut.replicas) if cut.reads else ()
+            local_indices = (
+                assign_microbatches(len(batch.micro), replica=partition.replica, replicas=partition.replicas) if partition.reads else ()
             )
-            yield batch, [(index, self._wanted(batch, index)) for index in mine]
+            yield batch, [(index, self._wanted(batch, index)) for index in local_indices]
 
     def _wanted(self, batch: Batch, index: int) -> MicrobatchRequest:
         micro, epoch = batch.micro[index], batch.after.epoch
@@ -284,19 +284,19 @@ def eval_feed(
     """
     source = read_source(data, collate=collate, order=None, workers=workers, name=name)
     if not source.is_indexed:
-        found = {} if totals is None else totals
+        shard_totals = {} if totals is None else totals
         yield from stream_once(
-            source=source, batch_size=batch_size, replica=replica, replicas=replicas, seed=seed, totals=found
+            source=source, batch_size=batch_size, replica=replica, replicas=replicas, seed=seed, totals=shard_totals
         )
         return
-    num_samples = _equal_length(source, seed=seed, name=name, agree=agree)
+    num_samples = _equal_length(source, seed=seed, name=name, gather_json=agree)
     order = Order(order=source.order or "sequential", num_samples=num_samples, seed=seed)
     if order.is_own and agree is not None:
         refuse_apart(agree(order.name(0)), what=f"{source.gives_order} of {name}", when="")
     total = order.size(0)
     starts = list(range(0, total, batch_size))
     fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=False)
-    mine = [
+    requests = [
         (
             index,
             MicrobatchRequest(
@@ -306,35 +306,35 @@ def eval_feed(
         for index in assign_microbatches(len(starts), replica=replica, replicas=replicas)
     ]
     pool = Workers(fetcher=fetcher, source=source, pin_memory=False, seed=stream_key(seed, "workers", name, replica))
-    fetched = pool.start(wanted for _, wanted in mine)
+    fetched = pool.start(wanted for _, wanted in requests)
     try:
-        for index, wanted in mine:
-            value = raise_worker_error(fetcher[wanted] if fetched is None else next(fetched))
-            yield LocalMicro(index=index, num_samples=len(wanted.indices), data=value, indices=wanted.indices)
+        for index, request in requests:
+            value = raise_worker_error(fetcher[request] if fetched is None else next(fetched))
+            yield LocalMicro(index=index, num_samples=len(request.indices), data=value, indices=request.indices)
     finally:
         pool.close()
 
 
-def _equal_length(source: Source, *, seed: int, name: str, agree: Agree | None) -> int:
+def _equal_length(source: Source, *, seed: int, name: str, gather_json: Agree | None) -> int:
     """Return the number of samples; replicas compare it, and the middle sample.
 
     Raises:
         DesyncError: a replica has other data.
     """
 
-    def glance() -> list[int]:
+    def read_summary() -> list[int]:
         total = find_length(source.data, name=name)
-        return [total, 0 if agree is None else all_checksums(source.data, [total // 2], epoch=0, seed=seed)]
+        return [total, 0 if gather_json is None else all_checksums(source.data, [total // 2], epoch=0, seed=seed)]
 
-    mine = read_apart(source, glance, seed=seed)
-    if agree is not None:
-        told, samples = agree(mine), [mine[0] // 2]
+    local_summary = read_apart(source, read_summary, seed=seed)
+    if gather_json is not None:
+        summaries, samples = gather_json(local_summary), [local_summary[0] // 2]
 
-        def is_same() -> bool:
-            return all(agree(read_again(source, samples=samples, epoch=None, seed=seed)))
+        def is_repeatable() -> bool:
+            return all(gather_json(read_again(source, samples=samples, epoch=None, seed=seed)))
 
-        lengths, checksums = [one[0] for one in told], [one[1] for one in told]
+        lengths, checksums = [one[0] for one in summaries], [one[1] for one in summaries]
         refuse_other_data(
-            dict(enumerate(lengths)), dict(enumerate(checksums)), samples=samples, name=name, is_same=is_same
+            dict(enumerate(lengths)), dict(enumerate(checksums)), samples=samples, name=name, is_same=is_repeatable
         )
-    return mine[0]
+    return local_summary[0]

@@ -14,10 +14,10 @@ def refuse_apart(names: Sequence[str], *, what: str, when: str) -> None:
     Raises:
         DesyncError: a rank's order differs from rank 0's.
     """
-    others = [rank for rank, name in enumerate(names) if name != names[0]]
-    if others:
+    different_ranks = [rank for rank, name in enumerate(names) if name != names[0]]
+    if different_ranks:
         raise DesyncError(
-            f"{what} gives a different order on rank {', '.join(map(str, others))} than on rank 0{when}.",
+            f"{what} gives a different order on rank {', '.join(map(str, different_ranks))} than on rank 0{when}.",
             cause="it draws from an unseeded generator, or depends on the rank",
             hint=_hint(what),
         )
@@ -37,5 +37,5 @@ def refuse_other(name: str, *, saved: str, what: str, when: str) -> None:
         )
 
 
-def _hint(what: str) -> str:
-    return _ORDER if what.startswith("order=") else _SAMPLER
+def _hint(order_source: str) -> str:
+    return _ORDER if order_source.startswith("order=") else _SAMPLER

@@ -37,16 +37,16 @@ def read_apart(source: Source, read: Callable[[], Found], *, seed: int = 0) -> F
     """
     if not source.workers:
         return read()
-    process = DataProcess(source, make=lambda: _Once(read=read), seed=seed)
+    process = DataProcess(source, make=lambda: _ReadOnce(read=read), seed=seed)
     try:
-        found: Found = process.ask("read")
-        return found
+        result: Found = process.ask("read")
+        return result
     finally:
         process.close()
 
 
 @dataclass(frozen=True)
-class _Once:
+class _ReadOnce:
     read: Callable[[], Any]
 
 
@@ -55,57 +55,57 @@ class DataProcess:
 
     def __init__(self, source: Source, *, make: Callable[[], Any], seed: int = 0) -> None:
         with start_workers(1):
-            ours, theirs = STARTED_FORK.Pipe()
-            arguments = (source, make, stream_key(seed, "apart") >> 16, os.getpid(), ours, theirs)
-            process = STARTED_FORK.Process(target=_answer, args=arguments, daemon=True)
+            parent_pipe, child_pipe = STARTED_FORK.Pipe()
+            arguments = (source, make, stream_key(seed, "apart") >> 16, os.getpid(), parent_pipe, child_pipe)
+            process = STARTED_FORK.Process(target=_serve_calls, args=arguments, daemon=True)
             process.start()
-        theirs.close()
+        child_pipe.close()
         self._process: BaseProcess = process
-        self._pipe: Connection = ours
-        self._end = weakref.finalize(self, _end, process, ours)
+        self._pipe: Connection = parent_pipe
+        self._finalizer = weakref.finalize(self, _stop_process, process, parent_pipe)
         closed_at_exit(self)
 
-    def ask(self, method: str, /, *given: Any, **named: Any) -> Any:
+    def ask(self, method: str, /, *args: Any, **named: Any) -> Any:
         """Call a method of the object in the process and return the result.
 
         Raises:
             PacelineError, DataError: the method raised an exception, or the process has died.
         """
         try:
-            self._pipe.send_bytes(pickle.dumps((method, given, named), protocol=5))
+            self._pipe.send_bytes(pickle.dumps((method, args, named), protocol=5))
             wait([self._pipe, self._process.sentinel])
             if not self._pipe.poll():
                 raise EOFError
-            is_found, value = load(self._pipe.recv_bytes())
+            is_result, value = load(self._pipe.recv_bytes())
         except (EOFError, OSError) as error:
             self._process.join(1.0)
             raise worker_died(f"its exit code is {self._process.exitcode}") from error
-        if is_found:
+        if is_result:
             return value
         raise value
 
     def close(self) -> None:
         """End the process."""
-        self._end()
+        self._finalizer()
 
 
-def _end(process: BaseProcess, pipe: Connection) -> None:
+def _stop_process(process: BaseProcess, pipe: Connection) -> None:
     pipe.close()
     process.kill()
     process.join()
 
 
-def _answer(
-    source: Source, make: Callable[[], Any], seed: int, parent: int, theirs: Connection, pipe: Connection
+def _serve_calls(
+    source: Source, make: Callable[[], Any], seed: int, parent: int, parent_pipe: Connection, pipe: Connection
 ) -> None:
     """Run the requested calls in the forked process until the pipe is closed."""
     obey_rank(parent)
-    theirs.close()
+    parent_pipe.close()
     become_worker(source.data, seed=seed)
     target: Any = None
     while True:
         try:
-            method, given, named = pickle.loads(pipe.recv_bytes())
+            method, args, kwargs = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
@@ -114,13 +114,13 @@ def _answer(
                 if not source.is_indexed:
                     hide_worker()
                 target = make()
-            answer = pickle.dumps((True, getattr(target, method)(*given, **named)), protocol=5)
+            reply = pickle.dumps((True, getattr(target, method)(*args, **kwargs)), protocol=5)
         except Exception as error:
-            answer = pickle.dumps((False, _carried(error)), protocol=5)
-        pipe.send_bytes(answer)
+            reply = pickle.dumps((False, _picklable_error(error)), protocol=5)
+        pipe.send_bytes(reply)
 
 
-def _carried(error: Exception) -> PacelineError:
+def _picklable_error(error: Exception) -> PacelineError:
     """Return an error that can be pickled: a `PacelineError` itself, any other error as text with the user's line."""
     if isinstance(error, PacelineError):
         return error

@@ -21,7 +21,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 _ORDER_HINT = "order=lambda num_samples, epoch, seed: [indices ...]"
-_OWN = ("shard", "set_epoch", "state_dict", "num_shards", "n_shards")
+_DATASET_METHODS = ("shard", "set_epoch", "state_dict", "num_shards", "n_shards")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ class Source:
     @property
     def gives_order(self) -> str:
         """The origin of the order, as text for messages."""
-        own = self.loader is not None and self.order is self.loader.sampler
-        return "the DataLoader's sampler" if own else "order="
+        is_from_loader = self.loader is not None and self.order is self.loader.sampler
+        return "the DataLoader's sampler" if is_from_loader else "order="
 
 
 def is_indexed(data: Any) -> bool:
@@ -66,20 +66,20 @@ class MadeDatasets:
     """A cache of the datasets that functions return: a map-style dataset is created once, any other for each pass."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[Any, Any]] = {}
+        self._datasets: dict[int, tuple[Any, Any]] = {}
 
     def data(self, given: Any) -> Any:
         """Return the dataset: `data` itself, or what it returns if it is a function."""
         if not _makes_data(given):
             return given
-        if id(given) in self._kept:
-            return self._kept[id(given)][1]
-        data = given()
-        if isinstance(data, Iterator) and not any(hasattr(data, name) for name in _OWN):
+        if id(given) in self._datasets:
+            return self._datasets[id(given)][1]
+        dataset = given()
+        if isinstance(dataset, Iterator) and not any(hasattr(dataset, name) for name in _DATASET_METHODS):
             return RegeneratedIterable(make=given)
-        if is_indexed(data.dataset if isinstance(data, DataLoader) else data):
-            self._kept[id(given)] = given, data
-        return data
+        if is_indexed(dataset.dataset if isinstance(dataset, DataLoader) else dataset):
+            self._datasets[id(given)] = given, dataset
+        return dataset
 
 
 def _makes_data(data: Any) -> bool:
@@ -160,8 +160,8 @@ def _order_of(sampler: Any) -> tuple[Any, str]:
     if isinstance(sampler, SequentialSampler):
         return "sequential", ""
     if isinstance(sampler, RandomSampler) and not sampler.replacement:
-        own = sampler.generator is not None
-        return None, "the DataLoader's generator is not used: the seed sets the order of samples" if own else ""
+        has_generator = sampler.generator is not None
+        return None, "the DataLoader's generator is not used: the seed sets the order of samples" if has_generator else ""
     if isinstance(sampler, DistributedSampler):
         note = "the DistributedSampler is replaced: it repeats samples to even out ranks"
         return (None if sampler.shuffle else "sequential"), note
@@ -187,7 +187,7 @@ class Order:
 
     def __init__(self, *, order: Any, num_samples: int, seed: int) -> None:
         self._order = order
-        self._total = num_samples
+        self._num_samples = num_samples
         self._seed = seed
         self._epochs: dict[int, Permutation | Positions] = {}
 
@@ -200,7 +200,7 @@ class Order:
         """Return a name that identifies the order; a checksum for a user-defined one."""
         if not self.is_own:
             return self._order or "shuffled"
-        return f"{zlib.crc32(np.ascontiguousarray(self._of(epoch)).tobytes()):08x}"
+        return f"{zlib.crc32(np.ascontiguousarray(self._indices_of_epoch(epoch)).tobytes()):08x}"
 
     def batch(self, cursor: Cursor, *, global_batch_size: int, micro_batch_size: int, drop_last: bool) -> Batch:
         """Return the batch at `cursor`; each epoch is as long as its own order.
@@ -208,8 +208,8 @@ class Order:
         Raises:
             UsageError: short batches are dropped, and an epoch has no full batch.
         """
-        left = self.size(cursor.epoch) - cursor.position
-        if left <= 0 or (drop_last and left < global_batch_size):
+        num_left = self.size(cursor.epoch) - cursor.position
+        if num_left <= 0 or (drop_last and num_left < global_batch_size):
             cursor = Cursor(epoch=cursor.epoch + 1, samples=cursor.samples, step=cursor.step)
         total = self.size(cursor.epoch)
         if drop_last:
@@ -224,34 +224,34 @@ class Order:
 
     def size(self, epoch: int) -> int:
         """Return the number of samples in this epoch."""
-        return len(self._of(epoch))
+        return len(self._indices_of_epoch(epoch))
 
     def at(self, *, epoch: int, start: int, stop: int) -> tuple[int, ...]:
         """Return the sample indices at these positions."""
-        return tuple(self._of(epoch)[start:stop].tolist())
+        return tuple(self._indices_of_epoch(epoch)[start:stop].tolist())
 
-    def _of(self, epoch: int) -> "Permutation | Positions":
+    def _indices_of_epoch(self, epoch: int) -> "Permutation | Positions":
         if epoch not in self._epochs:
             self._epochs = {e: kept for e, kept in self._epochs.items() if e == epoch - 1}
-            self._epochs[epoch] = self._make(epoch)
+            self._epochs[epoch] = self._compute_epoch(epoch)
         return self._epochs[epoch]
 
-    def _make(self, epoch: int) -> "Permutation | Positions":
+    def _compute_epoch(self, epoch: int) -> "Permutation | Positions":
         if self._order is None:
-            return Permutation(num_samples=self._total, seed=self._seed, epoch=epoch)
+            return Permutation(num_samples=self._num_samples, seed=self._seed, epoch=epoch)
         if self._order == "sequential":
-            return np.arange(self._total, dtype=np.int64)
-        drawn = whole_indices(self._drawn(epoch))
-        if drawn.ndim != 1:
+            return np.arange(self._num_samples, dtype=np.int64)
+        indices = whole_indices(self._user_indices(epoch))
+        if indices.ndim != 1:
             raise JobError(f"order= returned lists of indices (batches?) at epoch {epoch}.", hint=_ORDER_HINT)
-        if len(drawn) == 0 or drawn.min() < 0 or drawn.max() >= self._total:
+        if len(indices) == 0 or indices.min() < 0 or indices.max() >= self._num_samples:
             raise DataError(
-                f"order= returned indices outside 0..{self._total - 1} at epoch {epoch}.",
+                f"order= returned indices outside 0..{self._num_samples - 1} at epoch {epoch}.",
                 hint=_ORDER_HINT,
             )
-        return drawn
+        return indices
 
-    def _drawn(self, epoch: int) -> Sequence[Any]:
+    def _user_indices(self, epoch: int) -> Sequence[Any]:
         """Return the indices that the user's order gives.
 
         Raises:
@@ -264,7 +264,7 @@ class Order:
                 hint=f'order="sequential", a torch Sampler, or {_ORDER_HINT}',
             )
         try:
-            return self._asked(epoch)
+            return self._call_user_order(epoch)
         except Exception as error:
             line = user_line(error)
             raise JobError(
@@ -273,11 +273,11 @@ class Order:
                 hint=_ORDER_HINT,
             ) from error
 
-    def _asked(self, epoch: int) -> Sequence[Any]:
+    def _call_user_order(self, epoch: int) -> Sequence[Any]:
         with preserve_rng():
             seed_all(stream_key(self._seed, "order", epoch))
             if isinstance(self._order, Sampler) or not callable(self._order):
                 if hasattr(self._order, "set_epoch"):
                     self._order.set_epoch(epoch)
                 return list(self._order)
-            return list(self._order(self._total, epoch, self._seed))
+            return list(self._order(self._num_samples, epoch, self._seed))

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from paceline.data.order.batches import Batch
 
-_INSTEAD = (
+_INSTEAD_HINT = (
     "run.step(batch) does forward, loss, backward and update; the tensors are in [micro.data for micro in batch.micro]"
 )
 
@@ -69,7 +69,7 @@ class StepInput:
         Raises:
             TypeError: always, with what to write.
         """
-        raise TypeError(f"a batch of run.batches() can't be unpacked: {_INSTEAD}")
+        raise TypeError(f"a batch of run.batches() can't be unpacked: {_INSTEAD_HINT}")
 
     def __getitem__(self, place: object) -> NoReturn:
         """Raise an error if the batch is indexed like a DataLoader's.
@@ -77,7 +77,7 @@ class StepInput:
         Raises:
             TypeError: always, with what to write.
         """
-        raise TypeError(f"a batch of run.batches() has no [{place!r}]: {_INSTEAD}")
+        raise TypeError(f"a batch of run.batches() has no [{place!r}]: {_INSTEAD_HINT}")
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise an error that says what to write instead of an attribute that tensors have.
@@ -85,4 +85,4 @@ class StepInput:
         Raises:
             AttributeError: always.
         """
-        raise AttributeError(f"a batch of run.batches() has no {name!r}: {_INSTEAD}")
+        raise AttributeError(f"a batch of run.batches() has no {name!r}: {_INSTEAD_HINT}")

@@ -21,22 +21,22 @@ from paceline.launch.agent.socket_paths import short_temporary_folder
 from paceline.launch.failures.oom_detection import explain_data_worker_error, explain_lock_error
 from paceline.torch_internals.private_api import abandon_data_workers, stop_data_workers
 
-_open: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_open_pools: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def closed_at_exit(pool: Any) -> None:
     """Stop these data workers when the interpreter ends, if they are still running."""
-    _open.add(pool)
+    _open_pools.add(pool)
 
 
 def kept_settings(source: Source) -> dict[str, Any]:
     """Return the arguments of Paceline's DataLoader, with the worker settings of the user's."""
-    given = source.loader
+    user_loader = source.loader
     return {
         "batch_size": None,
         "collate_fn": pack,
-        "prefetch_factor": getattr(given, "prefetch_factor", None) or 2,
-        "timeout": getattr(given, "timeout", 0),
+        "prefetch_factor": getattr(user_loader, "prefetch_factor", None) or 2,
+        "timeout": getattr(user_loader, "timeout", 0),
         "multiprocessing_context": STARTED_FORK,
     }
 
@@ -46,12 +46,12 @@ def worker_seeds(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-class _Asked(Sampler[Any]):
-    def __init__(self, wanted: Iterable[MicrobatchRequest]) -> None:
-        self._wanted = wanted
+class _RequestSampler(Sampler[Any]):
+    def __init__(self, requests: Iterable[MicrobatchRequest]) -> None:
+        self._requests = requests
 
     def __iter__(self) -> Iterator[MicrobatchRequest]:
-        return iter(self._wanted)
+        return iter(self._requests)
 
 
 class Workers:
@@ -70,14 +70,14 @@ class Workers:
         self.close()
         if not self._source.workers:
             return None
-        pinned = self._pin_memory or bool(getattr(self._source.loader, "pin_memory", False))
-        start = worker_init(self._source, alone=False, parent=os.getpid())
+        pins_memory = self._pin_memory or bool(getattr(self._source.loader, "pin_memory", False))
+        init_worker = worker_init(self._source, alone=False, parent=os.getpid())
         loader = DataLoader(
             self._fetcher,
             num_workers=self._source.workers,
-            sampler=_Asked(wanted),
-            pin_memory=pinned,
-            worker_init_fn=start,
+            sampler=_RequestSampler(wanted),
+            pin_memory=pins_memory,
+            worker_init_fn=init_worker,
             generator=worker_seeds(self._seed),
             **kept_settings(self._source),
         )
@@ -99,14 +99,14 @@ def start_workers(workers: int) -> Iterator[None]:
     Raises:
         DataError: the system has no more processes, open files, memory or space in /dev/shm.
     """
-    before = set(active_children())
+    children_before = set(active_children())
     with suppress(OSError):  # the process that needs a socket reports it
         short_temporary_folder()
     try:
         yield
     except (OSError, MemoryError) as error:
         abandon_data_workers(error)
-        for process in set(active_children()) - before:
+        for process in set(active_children()) - children_before:
             process.kill()
             process.join()
         cause, hint = (
@@ -130,8 +130,8 @@ def guard_worker_death(iterator: Iterator[Any]) -> Iterator[Any]:
         except StopIteration:
             return
         except (RuntimeError, OSError, EOFError) as error:
-            said = str(error) if isinstance(error, RuntimeError) else "the data that it had read is lost"
-            raise worker_died(said) from error
+            reason = str(error) if isinstance(error, RuntimeError) else "the data that it had read is lost"
+            raise worker_died(reason) from error
         yield value
 
 
@@ -147,5 +147,5 @@ def worker_died(said: str) -> DataError:
 @atexit.register
 def _close_all() -> None:
     """Close all workers before multiprocessing's exit handler waits for them after a SIGTERM, which they ignore."""
-    for workers in list(_open):
+    for workers in list(_open_pools):
         workers.close()

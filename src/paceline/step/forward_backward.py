@@ -52,35 +52,35 @@ class MicrobatchForwardBackward:
 
     def __init__(self, replica: ReplicaContext, *, alone: bool = False) -> None:
         self._replica = replica
-        self._alone = alone
+        self._divides_locally = alone
         self.tells = replica.worlds.tp.rank == 0
         self._reporter = replica.loss_reporter(tells=self.tells)
-        self._stand = IdleReplica(replica)
+        self._stand_ins = IdleReplica(replica)
 
     def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
         """Run each microbatch forward and backward."""
-        data = [self._replica.load(micro.data) for micro in given.micro]
-        counts = self._counts([portion.data for portion in data])
-        missing = self._stand.missing(given)
+        microbatches = [self._replica.load(micro.data) for micro in given.micro]
+        counts = self._gather_counts([portion.data for portion in microbatches])
+        num_missing = self._stand_ins.missing(given)
         totals: TotalsReduction | None = None
-        for position, (micro, batch) in enumerate(zip(given.micro, data, strict=True)):
-            last = position == len(data) - 1
-            terms = forward(self._replica, batch, step=step, index=micro.index, num_samples=micro.num_samples)
+        for position, (micro, microbatch) in enumerate(zip(given.micro, microbatches, strict=True)):
+            is_last = position == len(microbatches) - 1
+            terms = forward(self._replica, microbatch, step=step, index=micro.index, num_samples=micro.num_samples)
             totals = totals or self._reporter.new_totals(given, terms, stop=stop)
             self._reporter.put(totals, micro.index, terms)
-            if last and not missing:
+            if is_last and not num_missing:
                 self._reporter.send(totals)
-            backward(self._replica, loss_for_backward(terms, counts), last=last and not missing, portion=batch)
-        totals = self._stand_in(given, data, missing, totals, step=step, stop=stop)
-        if not self._alone:
+            backward(self._replica, loss_for_backward(terms, counts), last=is_last and not num_missing, portion=microbatch)
+        totals = self._run_stand_ins(given, microbatches, num_missing, totals, step=step, stop=stop)
+        if not self._divides_locally:
             totals.expect(counts or {})
         return totals, counts is None
 
-    def _counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
-        if not (self._alone and self._replica.contract.counts_first):
+    def _gather_counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
+        if not (self._divides_locally and self._replica.contract.counts_first):
             return self._reporter.counts(data)
-        own = own_counts(self._replica.contract, data)
-        return {name: torch.as_tensor(count) for name, count in own.items()}
+        local = own_counts(self._replica.contract, data)
+        return {name: torch.as_tensor(count) for name, count in local.items()}
 
     def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
         """Return the logits of `model(tensor)`."""
@@ -90,32 +90,32 @@ class MicrobatchForwardBackward:
         """Run the forward and compute the loss terms of one microbatch for an evaluation."""
         evaluate_microbatch(self._replica, batch, num_samples=num_samples, see=see)
 
-    def _stand_in(
+    def _run_stand_ins(
         self,
-        given: StepBatch,
-        data: Sequence[LocalMicrobatch],
-        missing: int,
+        step_batch: StepBatch,
+        microbatches: Sequence[LocalMicrobatch],
+        num_missing: int,
         totals: TotalsReduction | None,
         *,
         step: int,
         stop: bool,
     ) -> TotalsReduction:
         """Run the missing microbatches as stand-ins of weight zero; the totals are sent with the last one."""
-        if not missing:
+        if not num_missing:
             if totals is None:
-                totals = self._reporter.new_totals(given, None, stop=stop)
+                totals = self._reporter.new_totals(step_batch, None, stop=stop)
                 self._reporter.send(totals)
             return totals
-        spare = self._stand.spare(given, data)
-        for number in range(missing):
-            last = number == missing - 1
+        stand_in = self._stand_ins.spare(step_batch, microbatches)
+        for number in range(num_missing):
+            is_last = number == num_missing - 1
             with self._replica.weightless():
-                terms = forward(self._replica, spare, step=step, index=given.num_micro, num_samples=0)
-                totals = totals or self._reporter.new_totals(given, terms, stop=stop)
-                if last:
+                terms = forward(self._replica, stand_in, step=step, index=step_batch.num_micro, num_samples=0)
+                totals = totals or self._reporter.new_totals(step_batch, terms, stop=stop)
+                if is_last:
                     self._reporter.send(totals)
-                nothing = torch.stack([total for total, _ in terms.values()]).sum() * 0.0
-                backward(self._replica, nothing, last=last, counts=False, portion=spare)
+                zero_loss = torch.stack([total for total, _ in terms.values()]).sum() * 0.0
+                backward(self._replica, zero_loss, last=is_last, counts=False, portion=stand_in)
         assert totals is not None
         return totals
 
@@ -125,12 +125,12 @@ class IdleReplica:
 
     def __init__(self, replica: ReplicaContext, *, always: bool = False) -> None:
         self._replica = replica
-        self._meets = always or replica.needs_equal_microbatches
-        self._spare: LocalMicrobatch | None = None
+        self._is_needed = always or replica.needs_equal_microbatches
+        self._stand_in: LocalMicrobatch | None = None
 
     def missing(self, given: StepBatch) -> int:
         """Return how many microbatches this replica has fewer than the replica with the most."""
-        if not self._meets:
+        if not self._is_needed:
             return 0
         return -(-given.num_micro // self._replica.worlds.data.world_size) - len(given.micro)
 
@@ -141,17 +141,17 @@ class IdleReplica:
             JobError: the dataset is a stream, whose samples cannot be read twice.
         """
         if data:
-            self._spare = data[0]
-        elif self._spare is None and given.spare is not None:
-            self._spare = self._replica.load(given.spare())
-        if self._spare is None:
+            self._stand_in = data[0]
+        elif self._stand_in is None and given.spare is not None:
+            self._stand_in = self._replica.load(given.spare())
+        if self._stand_in is None:
             raise JobError(
                 f"the first batch has {given.num_micro} microbatches, fewer than there are replicas.",
                 cause="layers that communicate over all replicas need a sample on each, and a "
                 "stream can't be read twice",
                 hint="a smaller --train.micro_batch_size, or --layout ddp --train.buffers fold",
             )
-        return self._spare
+        return self._stand_in
 
 
 class BatchForwardBackward:
@@ -166,15 +166,15 @@ class BatchForwardBackward:
     def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
         """Run the forward, gather the outputs of all replicas, and compute the same loss everywhere."""
         replica = self._replica
-        output, batch, terms = None, None, None
+        output, data, terms = None, None, None
         for micro in given.micro:
-            batch = to_device(micro.data, replica.world.device)
-            output = _output(replica, batch, step=step, index=micro.index)
-        own = sum(micro.num_samples for micro in given.micro)
-        whole = gather_rows(output, batch, world=replica.worlds.data, num_samples=own, columns=self._columns)
-        if whole is not None:
+            data = to_device(micro.data, replica.world.device)
+            output = _run_model(replica, data, step=step, index=micro.index)
+        num_local_samples = sum(micro.num_samples for micro in given.micro)
+        gathered = gather_rows(output, data, world=replica.worlds.data, num_samples=num_local_samples, columns=self._columns)
+        if gathered is not None:
             with open_all(replica.around_forward):
-                terms = replica.contract.terms(*whole, num_samples=given.num_samples)
+                terms = replica.contract.terms(*gathered, num_samples=given.num_samples)
         totals = self._reporter.new_totals(given, terms, stop=stop)
         if terms is not None and given.micro[0].index == 0:  # all replicas have the same loss: one reports it
             self._reporter.put(totals, 0, terms)
@@ -197,11 +197,11 @@ class BatchForwardBackward:
 
 def evaluate_microbatch(replica: ReplicaContext, batch: Any, *, num_samples: int, see: See) -> None:
     """Run the forward of one microbatch in an evaluation, and pass output, terms and data to `on_output`."""
-    portion = replica.portion(batch)
+    microbatch = replica.portion(batch)
     with open_all(replica.around_forward):
-        with portion.inside():
-            output = replica.contract.forward(replica.model, portion.data)
-        see(output, replica.contract.terms(output, portion.data, num_samples=num_samples), portion.data)
+        with microbatch.inside():
+            output = replica.contract.forward(replica.model, microbatch.data)
+        see(output, replica.contract.terms(output, microbatch.data, num_samples=num_samples), microbatch.data)
 
 
 def forward(replica: ReplicaContext, portion: LocalMicrobatch, *, step: int, index: int, num_samples: int) -> Terms:
@@ -212,7 +212,7 @@ def forward(replica: ReplicaContext, portion: LocalMicrobatch, *, step: int, ind
     for tape in replica.tapes:
         tape.at(index, counts=num_samples > 0)
     with open_all(replica.around_forward) as contexts:
-        _begin_draws(replica, contexts, step=step, index=index)
+        _enter_random_stream(replica, contexts, step=step, index=index)
         for tape in replica.tapes:
             contexts.enter_context(tape.watching())
         with portion.inside():
@@ -225,11 +225,11 @@ def forward(replica: ReplicaContext, portion: LocalMicrobatch, *, step: int, ind
     return terms
 
 
-def _output(replica: ReplicaContext, batch: Any, *, step: int, index: int) -> Any:
+def _run_model(replica: ReplicaContext, batch: Any, *, step: int, index: int) -> Any:
     for tape in replica.tapes:
         tape.at(index)
     with open_all(replica.around_forward) as contexts:
-        _begin_draws(replica, contexts, step=step, index=index)
+        _enter_random_stream(replica, contexts, step=step, index=index)
         return replica.contract.forward(replica.model, batch)
 
 
@@ -241,7 +241,7 @@ def open_all(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> E
         return stack.pop_all()
 
 
-def _begin_draws(replica: ReplicaContext, contexts: ExitStack, *, step: int, index: int) -> None:
+def _enter_random_stream(replica: ReplicaContext, contexts: ExitStack, *, step: int, index: int) -> None:
     """Start the microbatch's random stream. Threads that share the host's generators first wait for their turn."""
     if replica.turns is None:
         replica.streams.enter(step=step, microbatch=index)
@@ -260,11 +260,11 @@ def loss_for_backward(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
             f"count= returns no count for the loss term {', '.join(missing)}.",
             hint=f"count=lambda batch: {{{missing[0]!r}: number, ...}}",
         )
-    parts = [total / _not_zero(counts[name]).to(total.dtype) for name, (total, _) in terms.items()]
+    parts = [total / _replace_zeros(counts[name]).to(total.dtype) for name, (total, _) in terms.items()]
     return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
 
-def _not_zero(count: Tensor) -> Tensor:
+def _replace_zeros(count: Tensor) -> Tensor:
     """Replace zero counts by one: their sums are zero too. The finite check reports a batch without targets."""
     return torch.where(count == 0, torch.ones_like(count), count)
 
@@ -279,9 +279,9 @@ def backward(
     if not loss.requires_grad:
         raise no_gradient()
     replica.reducer.before_backward(last=last, counts=counts)
-    turns = [] if replica.turns is None else [replica.turns.backward]
-    again = [] if portion is None else [portion.again]
-    with open_all([*turns, *(tape.watching for tape in replica.tapes), *again]):
+    rng_contexts = [] if replica.turns is None else [replica.turns.backward]
+    backward_contexts = [] if portion is None else [portion.again]
+    with open_all([*rng_contexts, *(tape.watching for tape in replica.tapes), *backward_contexts]):
         add_gradients([replica.update.scaled(loss)], [None])
     replica.reducer.after_backward()
 

@@ -35,22 +35,22 @@ def generate(
         seed_torch(stream_key(seed, "generate"))
         for _ in range(num_tokens):
             window = ids if context is None else ids[:, -context:]
-            found = output_logits(forward(window))[:, -1].float()
-            ids = torch.cat([ids, _pick(found, temperature, top_k)], dim=1)
+            logits = output_logits(forward(window))[:, -1].float()
+            ids = torch.cat([ids, _sample_token(logits, temperature, top_k)], dim=1)
     model.train(was_training)
     return ids
 
 
 def output_logits(output: Any) -> Tensor:
     """Return an output's `.logits`, or the output itself if it has none."""
-    found: Tensor = getattr(output, "logits", output)
-    return found
+    logits: Tensor = getattr(output, "logits", output)
+    return logits
 
 
-def _pick(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
+def _sample_token(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
     if temperature == 0.0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None:
-        least = torch.topk(logits, min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
+        threshold = torch.topk(logits, min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
     return torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1)

@@ -18,7 +18,7 @@ from paceline.torch_internals.private_api import lerp_all
 
 Norm = Callable[[], Tensor]
 # Bytes per element. A norm in half precision has only three digits, so shards would be clipped by different norms.
-_EXACT_ENOUGH = 4
+_MIN_NORM_ITEMSIZE = 4
 
 
 class Ema:
@@ -32,7 +32,7 @@ class Ema:
         self.names = list(live)
         self.live = list(live.values())
         self.averages = [tensor.detach().clone() for tensor in self.live]
-        self._settle = settle
+        self._after_swap = settle
 
     def update(self) -> None:
         """Move the average towards the weights by `1 - decay`."""
@@ -42,10 +42,10 @@ class Ema:
         """Exchange the average and the weights; a second call undoes the first."""
         with torch.no_grad():
             for average, live in zip(self.averages, self.live, strict=True):
-                kept = live.detach().clone()
+                copy = live.detach().clone()
                 live.copy_(average)
-                average.copy_(kept)
-        self._settle()
+                average.copy_(copy)
+        self._after_swap()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -87,10 +87,10 @@ class OptimizerUpdate:
         self.named = list(named)
         self.on_empty = on_empty
         self._max_grad_norm = max_grad_norm
-        self._check = check_finite
-        self._skip = skip_nonfinite
-        self._joint_norm = norm
-        self._after_update = [] if spread is do_nothing else [spread]
+        self._checks_finite = check_finite
+        self._skips_nonfinite = skip_nonfinite
+        self._joint_grad_norm = norm
+        self._update_hooks = [] if spread is do_nothing else [spread]
         self._on_update = on_update
         self.lr = self.optimizers[0].param_groups[0]["lr"]  # of the last step; the schedule has advanced since
 
@@ -102,7 +102,7 @@ class OptimizerUpdate:
     @property
     def skips(self) -> bool:
         """True if a step that is not finite is skipped; its loss must then be known before the update."""
-        return self._check and self._skip
+        return self._checks_finite and self._skips_nonfinite
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss that backward runs on: under fp16, multiplied by the loss scale."""
@@ -127,18 +127,18 @@ class OptimizerUpdate:
         """
         self._unscale()
         gradients = [gradient_values(p.grad) for p in (m.parameter for m in self.named) if p.grad is not None]
-        norm = self._norm(gradients)
-        if loss is not None and self._check and not self._finite(loss, norm):
-            if not self._skip:
+        grad_norm = self._measure_norm(gradients)
+        if loss is not None and self._checks_finite and not self._is_finite(loss, grad_norm):
+            if not self._skips_nonfinite:
                 raise self.refusal(step=step, loss=loss, counts=counts, broken=broken)
-            self._after(follow)
-            return norm, False
-        if self._max_grad_norm is not None and norm is not None:
-            self._clip(gradients, norm, most=self._max_grad_norm)
+            self._finish_update(follow)
+            return grad_norm, False
+        if self._max_grad_norm is not None and grad_norm is not None:
+            self._clip(gradients, grad_norm, max_norm=self._max_grad_norm)
         self.lr = self.optimizers[0].param_groups[0]["lr"]
-        self._take(step)
-        self._after(follow)
-        return norm, True
+        self._step_optimizers(step)
+        self._finish_update(follow)
+        return grad_norm, True
 
     def follow(self) -> None:
         """Advance the schedules by one step, whether or not the update was applied."""
@@ -158,60 +158,60 @@ class OptimizerUpdate:
         self, *, step: int, loss: float, counts: Mapping[str, float] | None = None, broken: Broken = ()
     ) -> NonFiniteError:
         """Return an error that names the terms whose count is zero, else the first non-finite gradients."""
-        error = self._refusal(step, loss, counts or {})
+        error = self._describe_nonfinite(step, loss, counts or {})
         error.step, error.broken = step, broken
         return error
 
-    def _refusal(self, step: int, loss: float, counts: Mapping[str, float]) -> NonFiniteError:
-        empty = [name for name, count in counts.items() if count == 0]
-        if empty:
+    def _describe_nonfinite(self, step: int, loss: float, counts: Mapping[str, float]) -> NonFiniteError:
+        empty_terms = [name for name, count in counts.items() if count == 0]
+        if empty_terms:
             error = NonFiniteError(
-                f"step {step}: the count of {', '.join(empty)} is 0 over the whole global batch.",
+                f"step {step}: the count of {', '.join(empty_terms)} is 0 over the whole global batch.",
                 cause="every target of the batch is masked, as may happen in a short last batch",
                 hint="--train.on_empty zero counts such a term as zero; --train.on_nonfinite skip skips the step",
             )
             error.no_target = self.on_empty == "stop"
             return error
-        bad = [
+        nonfinite_names = [
             member.name
             for member in self.named
             if member.parameter.grad is not None
             and not bool(torch.isfinite(gradient_values(member.parameter.grad)).all())
         ]
-        shown = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
-        where = f"gradients are not finite in {shown}" if bad else "every gradient is finite"
+        shown = ", ".join(nonfinite_names[:3]) + (f" and {len(nonfinite_names) - 3} more" if len(nonfinite_names) > 3 else "")
+        where = f"gradients are not finite in {shown}" if nonfinite_names else "every gradient is finite"
         return NonFiniteError(
-            f"step {step}: loss is {loss}, {where}{'' if bad or not math.isfinite(loss) else ', their norm is not'}.",
+            f"step {step}: loss is {loss}, {where}{'' if nonfinite_names or not math.isfinite(loss) else ', their norm is not'}.",
             cause="a learning rate that is too high, inputs that are not finite, or a division "
             "by zero in model or loss",
             hint="--train.on_nonfinite skip, or --train.max_grad_norm 1.0",
         )
 
-    def _clip(self, gradients: Sequence[Tensor], norm: Tensor, *, most: float) -> None:
+    def _clip(self, gradients: Sequence[Tensor], norm: Tensor, *, max_norm: float) -> None:
         parameters = self.parameters
         if any(p.grad is not None and p.grad.is_sparse for p in parameters):
             for gradient in gradients:
-                gradient.mul_(torch.clamp(most / (norm + 1e-6), max=1.0))
+                gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         else:
-            nn.utils.clip_grads_with_norm_(parameters, most, norm)
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
-    def _norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
+    def _measure_norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """Return the gradient norm. On a CPU an overflow is recomputed in float64; on a GPU this check would wait."""
-        if self._max_grad_norm is None and not self._check:
+        if self._max_grad_norm is None and not self._checks_finite:
             return None
-        if self._joint_norm is not None:
-            return self._joint_norm()
+        if self._joint_grad_norm is not None:
+            return self._joint_grad_norm()
         if not gradients:
             return None
-        if any(gradient.dtype.itemsize < _EXACT_ENOUGH for gradient in gradients):
+        if any(gradient.dtype.itemsize < _MIN_NORM_ITEMSIZE for gradient in gradients):
             return joint_norm(gradients, worlds=[])
         norm = nn.utils.get_total_norm(gradients)
         if norm.device.type == "cpu" and not math.isfinite(norm.item()):
-            return _wide_norm(gradients, otherwise=norm)
+            return _float64_norm(gradients, fallback=norm)
         return norm
 
     @staticmethod
-    def _finite(loss: float, norm: Tensor | None) -> bool:
+    def _is_finite(loss: float, norm: Tensor | None) -> bool:
         return math.isfinite(loss) and (norm is None or math.isfinite(norm.item()))
 
     def _unscale(self) -> None:
@@ -219,24 +219,24 @@ class OptimizerUpdate:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
 
-    def _take(self, step: int) -> None:
+    def _step_optimizers(self, step: int) -> None:
         for optimizer in self.optimizers:
             if self.scaler is None:
                 optimizer.step()
             else:
                 self.scaler.step(optimizer)
-        for follow_up in self._after_update:
-            follow_up()
+        for hook in self._update_hooks:
+            hook()
         if self._on_update is not None:
             with torch.no_grad():
                 self._on_update(step)
         if self.ema is not None:
             self.ema.update()
 
-    def _after(self, follow: bool) -> None:
+    def _finish_update(self, steps_schedules: bool) -> None:
         if self.scaler is not None:
             self.scaler.update()
-        if follow:
+        if steps_schedules:
             self.follow()
 
 
@@ -285,11 +285,11 @@ def gradient_values(gradient: Tensor) -> Tensor:
     return gradient.values() if gradient.is_sparse else gradient
 
 
-def _wide_norm(gradients: Sequence[Tensor], *, otherwise: Tensor) -> Tensor:
+def _float64_norm(gradients: Sequence[Tensor], *, fallback: Tensor) -> Tensor:
     """Return the norm in float64, computed after division by the largest magnitude; `fallback` if that is infinite."""
     largest = torch.stack([torch.linalg.vector_norm(g, math.inf).double() for g in gradients if g.numel()]).max()
     if not math.isfinite(largest.item()):
-        return otherwise
+        return fallback
     parts = [torch.linalg.vector_norm(g / largest).double() for g in gradients]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(parts)) * largest
     return norm

@@ -109,22 +109,22 @@ class ReplicaContext:
     @cached_property
     def portion(self) -> Callable[[Any], LocalMicrobatch]:
         """A function that returns this rank's part of a microbatch on its device: all, or a slice of the sequence."""
-        return LocalMicrobatch if self.context is None else partial(_slice, self.context)
+        return LocalMicrobatch if self.context is None else partial(_slice_for_rank, self.context)
 
     @cached_property
     def load(self) -> Callable[[Any], LocalMicrobatch]:
         """A function like `slice_microbatch` for a microbatch in host memory, which it first moves to the device."""
-        return self.portion if self.world.device.type == "cpu" else self._moved
+        return self.portion if self.world.device.type == "cpu" else self._move_and_slice
 
-    def _moved(self, batch: Any) -> LocalMicrobatch:
+    def _move_and_slice(self, batch: Any) -> LocalMicrobatch:
         return self.portion(to_device(batch, self.world.device))
 
     @cached_property
     def around_forward(self) -> Sequence[Callable[[], AbstractContextManager[None]]]:
         """The contexts that a forward and its loss run in; only those that this run needs."""
         mesh = self.worlds.mesh
-        holds_parts = mesh.zero == 3 or mesh.tp > 1
-        return [*([forward_runs] if holds_parts else []), *([self.autocast] if self.precision in _AUTOCAST else [])]
+        is_sharded = mesh.zero == 3 or mesh.tp > 1
+        return [*([forward_runs] if is_sharded else []), *([self.autocast] if self.precision in _AUTOCAST else [])]
 
     def loss_reporter(self, *, tells: bool) -> LossReporter:
         """Return a reporter of loss terms to all ranks. `reports_loss`: this rank reports the terms it computes."""
@@ -156,11 +156,11 @@ class ReplicaContext:
         """Return a context for a microbatch of weight zero: running statistics and other buffers stay unchanged."""
         if self.rounds is not None:
             self.rounds.weight = 0.0
-        kept = [] if self.rounds is not None else [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        saved_buffers = [] if self.rounds is not None else [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         try:
             yield
         finally:
-            for buffer, value in kept:
+            for buffer, value in saved_buffers:
                 copy_into(buffer.data, value)
             if self.rounds is not None:
                 self.rounds.weight = 1.0
@@ -177,6 +177,6 @@ class ReplicaContext:
         return torch.autocast(self.world.device.type, dtype=dtype, cache_enabled=False)
 
 
-def _slice(context: ContextParallel, batch: Any) -> LocalMicrobatch:
-    part = context.cut(batch)
-    return LocalMicrobatch(part.data, inside=partial(context.forward, part), again=partial(context.backward, part))
+def _slice_for_rank(context_parallel: ContextParallel, batch: Any) -> LocalMicrobatch:
+    batch_slice = context_parallel.cut(batch)
+    return LocalMicrobatch(batch_slice.data, inside=partial(context_parallel.forward, batch_slice), again=partial(context_parallel.backward, batch_slice))

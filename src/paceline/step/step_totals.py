@@ -24,7 +24,7 @@ from paceline.step.microbatches import StepBatch
 STOP, BUFFERS, MISMATCH, FINGERPRINT = range(4)
 _NUM_FLAGS = 4
 _FINGERPRINT_RANGE = 1 << 24
-_COUNTS = 1e-5  # tolerance for counts that sum fp32 weights in another order
+_COUNT_TOLERANCE = 1e-5  # tolerance for counts that sum fp32 weights in another order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +46,12 @@ class StepTotals:
         Raises:
             JobError: `count=` and the loss count different things.
         """
-        for name, given in self.divided_by.items():
-            found = self.counts.get(name, 0.0)
-            if not math.isclose(given, found, rel_tol=_COUNTS, abs_tol=_COUNTS):
+        for name, expected in self.divided_by.items():
+            actual = self.counts.get(name, 0.0)
+            if not math.isclose(expected, actual, rel_tol=_COUNT_TOLERANCE, abs_tol=_COUNT_TOLERANCE):
                 raise JobError(
-                    f"count= gives {given:g} for the term {name} over the global batch, but the "
-                    f"loss returns {found:g}.",
+                    f"count= gives {expected:g} for the term {name} over the global batch, but the "
+                    f"loss returns {actual:g}.",
                     cause="they count different things: samples or tokens, all targets or unmasked ones",
                     hint="count=lambda batch: the same number as the loss returns with its sum",
                 )
@@ -72,7 +72,7 @@ class TotalsReduction:
         self._flags = [0.0] * _NUM_FLAGS
         self._slots: dict[int, Terms] = {}
         self._vector: Tensor | None = None
-        self._wait: Callable[[], object] | None = None
+        self._wait_for_sum: Callable[[], object] | None = None
         self._reduced: StepTotals | None = None
         self._expected: Mapping[str, Tensor] = {}
 
@@ -92,19 +92,19 @@ class TotalsReduction:
 
     def start(self) -> None:
         """Start the all-reduce. Ranks without a microbatch call this too."""
-        self._vector = self._packed()
-        self._wait = self._world.start_all_reduce(self._vector)
+        self._vector = self._pack()
+        self._wait_for_sum = self._world.start_all_reduce(self._vector)
 
     def across(self, bundle: MessageBatcher) -> "TotalsReduction":
         """Return this reduction summed over all sites of local SGD.
 
         Expected counts are not copied: each site divides by its own counts and has checked them already.
         """
-        wide = TotalsReduction(world=self._world, names=self.names, num_micro=self._num_micro, on_empty=self._on_empty)
-        wide._flags, wide._ranks = self._flags, self._ranks * bundle.peers.world_size
-        wide._vector = self._arrived().clone()
-        wide._wait = bundle.add(wide._vector)
-        return wide
+        site_totals = TotalsReduction(world=self._world, names=self.names, num_micro=self._num_micro, on_empty=self._on_empty)
+        site_totals._flags, site_totals._ranks = self._flags, self._ranks * bundle.peers.world_size
+        site_totals._vector = self._wait_for_vector().clone()
+        site_totals._wait_for_sum = bundle.add(site_totals._vector)
+        return site_totals
 
     def own_count(self) -> float:
         """Return the sum of the counts of all terms that this rank has stored."""
@@ -123,31 +123,31 @@ class TotalsReduction:
 
         If `on_empty` is "zero", a zero count is replaced by one: the sums of the term are zero too.
         """
-        vector = self._arrived()
+        vector = self._wait_for_vector()
         counts = vector[_NUM_FLAGS + 1 :: 2]
         if vector.device.type == "cpu":
             total = math.fsum(counts.tolist())
             return total or 1.0 if self._on_empty == "zero" else total
-        found = counts.sum()
-        return torch.where(found == 0, torch.ones_like(found), found) if self._on_empty == "zero" else found
+        count = counts.sum()
+        return torch.where(count == 0, torch.ones_like(count), count) if self._on_empty == "zero" else count
 
     def reduced(self) -> StepTotals:
         """Return the reduced values; on a GPU this waits for the device."""
         if self._reduced is None:
-            self._reduced = self._read(self._arrived().tolist())
+            self._reduced = self._parse(self._wait_for_vector().tolist())
         return self._reduced
 
-    def _read(self, values: Sequence[float]) -> StepTotals:
-        self._check(values)
-        sums, counts, broken = {}, {}, []
+    def _parse(self, values: Sequence[float]) -> StepTotals:
+        self._refuse_mismatch(values)
+        sums, counts, nonfinite_terms = {}, {}, []
         width = 2 * len(self.names)
-        for place, name in enumerate(self.names):
-            slots = values[_NUM_FLAGS + 2 * place :: width], values[_NUM_FLAGS + 2 * place + 1 :: width]
+        for position, name in enumerate(self.names):
+            slots = values[_NUM_FLAGS + 2 * position :: width], values[_NUM_FLAGS + 2 * position + 1 :: width]
             for count in slots[1]:
                 refuse_count(name, count)
-            sums[name], counts[name] = _total(slots[0]), _total(slots[1])
+            sums[name], counts[name] = _sum_or_nan(slots[0]), _sum_or_nan(slots[1])
             if not math.isfinite(sums[name]):
-                broken += [(index, name) for index, value in enumerate(slots[0]) if not math.isfinite(value)]
+                nonfinite_terms += [(index, name) for index, value in enumerate(slots[0]) if not math.isfinite(value)]
         terms = {name: _quotient(sums[name], counts[name], on_empty=self._on_empty) for name in self.names}
         return StepTotals(
             loss=math.fsum(terms.values()) if all(map(math.isfinite, terms.values())) else math.nan,
@@ -156,16 +156,16 @@ class TotalsReduction:
             divided_by={name: float(count) for name, count in self._expected.items()},
             stop=values[STOP] > 0,
             buffers_changed=values[BUFFERS] > 0,
-            broken=tuple(sorted(broken)),
+            broken=tuple(sorted(nonfinite_terms)),
         )
 
-    def _arrived(self) -> Tensor:
-        assert self._vector is not None and self._wait is not None
-        self._wait()
-        self._wait = _done
+    def _wait_for_vector(self) -> Tensor:
+        assert self._vector is not None and self._wait_for_sum is not None
+        self._wait_for_sum()
+        self._wait_for_sum = _no_wait
         return self._vector
 
-    def _check(self, values: Sequence[float]) -> None:
+    def _refuse_mismatch(self, values: Sequence[float]) -> None:
         if values[MISMATCH]:
             raise DesyncError(
                 f"the loss returned different terms than at the first step ({', '.join(self.names)}).",
@@ -179,23 +179,23 @@ class TotalsReduction:
                 hint=f"{SEED_IT}; or give the dataset shard() and state_dict()",
             )
 
-    def _packed(self) -> Tensor:
+    def _pack(self) -> Tensor:
         width = 2 * len(self.names)
         if self._world.device.type == "cpu":
             values = [*self._flags, *[0.0] * (self._num_micro * width)]
             for index, terms in self._slots.items():
-                flat = [float(part) for name in self.names for part in terms.get(name, (0.0, 0.0))]
-                values[_NUM_FLAGS + index * width : _NUM_FLAGS + (index + 1) * width] = flat
+                slot_values = [float(part) for name in self.names for part in terms.get(name, (0.0, 0.0))]
+                values[_NUM_FLAGS + index * width : _NUM_FLAGS + (index + 1) * width] = slot_values
             return torch.tensor(values, dtype=torch.float64)
-        return self._packed_on_device(width)
+        return self._pack_on_device(width)
 
-    def _packed_on_device(self, width: int) -> Tensor:
+    def _pack_on_device(self, width: int) -> Tensor:
         device = self._world.device
         vector = torch.zeros(_NUM_FLAGS + self._num_micro * width, dtype=torch.float64, device=device)
         vector[:_NUM_FLAGS].copy_(torch.tensor(self._flags, dtype=torch.float64).pin_memory(), non_blocking=True)
         for index, terms in self._slots.items():
-            for place, part in enumerate(part for name in self.names for part in terms.get(name, (0.0, 0.0))):
-                slot = vector[_NUM_FLAGS + index * width + place]
+            for position, part in enumerate(part for name in self.names for part in terms.get(name, (0.0, 0.0))):
+                slot = vector[_NUM_FLAGS + index * width + position]
                 slot.copy_(part.detach()) if isinstance(part, Tensor) else slot.fill_(part)
         return vector
 
@@ -279,7 +279,7 @@ class LossReporter:
         self._world = world
         self._contract = contract
         self._buffers = buffers
-        self._tells = tells
+        self._reports_loss = tells
         self._on_empty = on_empty
         self._names: tuple[str, ...] | None = None
 
@@ -290,11 +290,11 @@ class LossReporter:
 
     def agree(self, terms: Terms | None) -> None:
         """Agree on the names of the terms. Every rank calls this after the last stage has run a microbatch."""
-        self._agreed_names(terms)
+        self._gather_names(terms)
 
     def new_totals(self, given: StepBatch, terms: Terms | None, *, stop: bool) -> TotalsReduction:
         """Return this step's empty reduction vector."""
-        names = self._agreed_names(terms)
+        names = self._gather_names(terms)
         totals = TotalsReduction(world=self._world, names=names, num_micro=given.num_micro, on_empty=self._on_empty)
         totals.flag(STOP, float(stop))
         totals.flag(FINGERPRINT, float(given.fingerprint))
@@ -302,7 +302,7 @@ class LossReporter:
 
     def put(self, totals: TotalsReduction, index: int, terms: Terms) -> None:
         """Store a microbatch's terms in the vector, if this rank reports them."""
-        if self._tells:
+        if self._reports_loss:
             totals.put(index, terms)
 
     def send(self, totals: TotalsReduction) -> None:
@@ -317,15 +317,15 @@ class LossReporter:
             return None
         local = own_counts(self._contract, data)
         if self._names is None:
-            everybody = self._world.gather_json(list(local))
-            self._names = tuple(next(names for names in everybody if names))
-        return global_counts(local if self._tells else {}, world=self._world, names=self._names)
+            names_by_rank = self._world.gather_json(list(local))
+            self._names = tuple(next(names for names in names_by_rank if names))
+        return global_counts(local if self._reports_loss else {}, world=self._world, names=self._names)
 
-    def _agreed_names(self, terms: Terms | None) -> tuple[str, ...]:
+    def _gather_names(self, terms: Terms | None) -> tuple[str, ...]:
         """Return the names of the terms, on every rank, even if a rank has no sample in its first step."""
         if self._names is None:
-            everybody = self._world.gather_json(None if terms is None else list(terms))
-            first = next(names for names in everybody if names is not None)
+            names_by_rank = self._world.gather_json(None if terms is None else list(terms))
+            first = next(names for names in names_by_rank if names is not None)
             if len(first) > 1 and not (self._contract.counts_first or self._contract.over_batch):
                 raise JobError(
                     f"the loss has {len(first)} terms ({', '.join(first)}), each with its own count.",
@@ -352,7 +352,7 @@ def global_counts(local: dict[str, float | Tensor], *, world: World, names: Sequ
     return dict(zip(names, vector.unbind(), strict=True))
 
 
-def _total(values: Sequence[float]) -> float:
+def _sum_or_nan(values: Sequence[float]) -> float:
     return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
 
 
@@ -362,5 +362,5 @@ def _quotient(total: float, count: float, *, on_empty: str = "stop") -> float:
     return total / count if count else math.nan
 
 
-def _done() -> None:
+def _no_wait() -> None:
     return None

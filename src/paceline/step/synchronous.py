@@ -33,7 +33,7 @@ class SynchronousStep:
         self.steps_done = 0
         self.late = DeferredFiniteCheck(replica.update)
         self.passes = passes or passes_of(replica)
-        self._seen_writes = replica.world.world_size == 1 and not replica.exact
+        self._has_checked_writes = replica.world.world_size == 1 and not replica.exact
 
     def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
         """Run forward, backward, gradient reduction, clipping and update. `stop`: this rank wants to stop after it.
@@ -45,23 +45,23 @@ class SynchronousStep:
         if not self.replica.model.training:
             self.replica.model.train()
         result = self.gradients(given, stop=stop)
-        at_once = self.replica.world.device.type == "cpu" or self.replica.update.skips
-        self._finish(result, *((result.loss, result.reduced.counts) if at_once else (None, None)))
+        reads_loss_now = self.replica.world.device.type == "cpu" or self.replica.update.skips
+        self._finish(result, *((result.loss, result.reduced.counts) if reads_loss_now else (None, None)))
         return result
 
     def _finish(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
         """Update the weights. If `loss` is None, it was not read yet: run the finite check of the previous step."""
-        began = time.perf_counter()
-        broken = () if loss is None else result.reduced.broken
-        norm, taken = self.replica.update.commit(step=self.steps_done + 1, loss=loss, counts=counts, broken=broken)
-        if not taken:
+        start_time = time.perf_counter()
+        nonfinite_terms = () if loss is None else result.reduced.broken
+        grad_norm, is_applied = self.replica.update.commit(step=self.steps_done + 1, loss=loss, counts=counts, broken=nonfinite_terms)
+        if not is_applied:
             for tape in self.replica.tapes:
                 tape.undo()
             self.replica.take_back()
         self.steps_done += 1
-        result.norm = None if norm is None else AsyncScalars(norm)
-        result.skipped = not taken
-        result.compute_seconds += time.perf_counter() - began
+        result.norm = None if grad_norm is None else AsyncScalars(grad_norm)
+        result.skipped = not is_applied
+        result.compute_seconds += time.perf_counter() - start_time
         if loss is None:
             self.late.check(result)
 
@@ -107,20 +107,20 @@ class SynchronousStep:
 
     def gradients(self, given: StepBatch, *, stop: bool = False) -> StepResult:
         """Compute the global gradient into every `.grad`. Besides gradients, only running statistics change."""
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         for _ in range(MOST_ATTEMPTS):
             for tape in self.replica.tapes:
                 tape.begin(num_micro=given.num_micro)
             self.replica.reducer.begin()
-            before = self._versions()
+            versions_before = self._parameter_versions()
             try:
-                totals, divide = self.passes.run(given, step=self.steps_done, stop=stop)
+                totals, needs_division = self.passes.run(given, step=self.steps_done, stop=stop)
             except BaseException as error:
-                self._explain(error, before)
+                self._annotate_error(error, versions_before)
                 raise
-            waiting = time.perf_counter()
-            self._refuse_writes(before)
-            if not self.replica.reducer.finish(divisor=totals.divisor() if divide else None):
+            backward_end = time.perf_counter()
+            self._refuse_writes(versions_before)
+            if not self.replica.reducer.finish(divisor=totals.divisor() if needs_division else None):
                 continue
             if all(tape.fold(num_micro=given.num_micro) for tape in self.replica.tapes):
                 break
@@ -128,24 +128,24 @@ class SynchronousStep:
             self.replica.buffers.undo()
         else:
             raise no_grid(step=self.steps_done + 1, attempts=MOST_ATTEMPTS)
-        self._settle_buffers(totals)
-        ended = time.perf_counter()
+        self._synchronize_buffers(totals)
+        end_time = time.perf_counter()
         return StepResult(
             step=self.steps_done + 1,
             samples=given.num_samples,
             totals=totals,
             norm=None,
-            compute_seconds=waiting - started,
-            communication_seconds=ended - waiting,
+            compute_seconds=backward_end - start_time,
+            communication_seconds=end_time - backward_end,
         )
 
-    def _explain(self, error: BaseException, before: list[int]) -> None:
+    def _annotate_error(self, error: BaseException, versions_before: list[int]) -> None:
         """Add this rank's progress through its units to the error; raise a JobError if a forward wrote to a weight."""
         order = getattr(self.replica.reducer, "order", None)
         if order is not None:
             annotate_progress(error, order.told())
         if isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error):
-            self._refuse_writes(before)
+            self._refuse_writes(versions_before)
 
     def close(self) -> None:
         """Remove the hooks that the step installed in the model."""
@@ -153,25 +153,25 @@ class SynchronousStep:
         for tape in self.replica.tapes:
             tape.close()
 
-    def _versions(self) -> list[int]:
+    def _parameter_versions(self) -> list[int]:
         """Return the parameters' version counters, to detect writes by a forward; only in the first step."""
-        return [] if self._seen_writes else [tensor_version(parameter) for parameter in self.replica.model.parameters()]
+        return [] if self._has_checked_writes else [tensor_version(parameter) for parameter in self.replica.model.parameters()]
 
-    def _refuse_writes(self, before: list[int]) -> None:
-        if not before:
+    def _refuse_writes(self, versions_before: list[int]) -> None:
+        if not versions_before:
             return
-        after, self._seen_writes = self._versions(), True
-        pairs = zip(self.replica.model.named_parameters(), before, after, strict=False)
-        moved = [(name, parameter) for (name, parameter), old, new in pairs if old != new]
-        if moved:
-            name, parameter = moved[0]
+        versions_after, self._has_checked_writes = self._parameter_versions(), True
+        pairs = zip(self.replica.model.named_parameters(), versions_before, versions_after, strict=False)
+        written_parameters = [(name, parameter) for (name, parameter), old, new in pairs if old != new]
+        if written_parameters:
+            name, parameter = written_parameters[0]
             raise writes_to(name, trains=parameter.requires_grad)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the autocast context that the forward and the loss run in."""
         return self.replica.autocast()
 
-    def _settle_buffers(self, totals: TotalsReduction) -> None:
+    def _synchronize_buffers(self, totals: TotalsReduction) -> None:
         """Make the buffers equal on all ranks if one has changed.
 
         On a CPU the reduced flag decides. On a GPU this rank's own flag decides, since reading the other would wait.

@@ -19,9 +19,9 @@ class SynchronousRule(StepRule):
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return the synchronous step of a pipeline, of threads, or of one replica."""
         contexts, piped = request.contexts, request.placed.piped
-        passes = None if piped is None else PipelineForwardBackward(contexts[0], piped=piped)
+        forward_backward = None if piped is None else PipelineForwardBackward(contexts[0], piped=piped)
         if request.mirror is None or request.turns is None:
-            return SynchronousStep(contexts[0], passes=passes)
+            return SynchronousStep(contexts[0], passes=forward_backward)
         return ThreadsStep(contexts[0], others=contexts[1:], mirror=request.mirror, turns=request.turns)
 
 

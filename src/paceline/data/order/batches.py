@@ -42,21 +42,21 @@ def next_batch(
     drop_last: bool = False,
 ) -> Batch:
     """Return the batch at `cursor`. A batch never crosses an epoch; the last one may be short, down to one sample."""
-    left = num_samples - cursor.position
-    if left <= 0 or (drop_last and left < global_batch_size):
+    num_left = num_samples - cursor.position
+    if num_left <= 0 or (drop_last and num_left < global_batch_size):
         cursor = Cursor(epoch=cursor.epoch + 1, samples=cursor.samples, step=cursor.step)
-        left = num_samples
-    size = min(global_batch_size, left)
+        num_left = num_samples
+    size = min(global_batch_size, num_left)
     stop = cursor.position + size
     starts = range(cursor.position, stop, micro_batch_size)
     micro = tuple(
         Microbatch(index=index, start=start, stop=min(start + micro_batch_size, stop))
         for index, start in enumerate(starts)
     )
-    return Batch(cursor=cursor, after=_after(cursor, size), micro=micro)
+    return Batch(cursor=cursor, after=_advance(cursor, size), micro=micro)
 
 
-def _after(cursor: Cursor, size: int) -> Cursor:
+def _advance(cursor: Cursor, size: int) -> Cursor:
     return Cursor(
         epoch=cursor.epoch,
         position=cursor.position + size,

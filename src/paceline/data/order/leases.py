@@ -44,10 +44,10 @@ class Leases:
         self.version = 0
         self.late: dict[int, Counter[int]] = {}
         self._bound = bound
-        self._free: deque[BatchShare] = deque()
-        self._out: list[Lease] = []
+        self._free_shares: deque[BatchShare] = deque()
+        self._in_flight: list[Lease] = []
         self._pushed: list[Lease] = []
-        self._given = 0
+        self._num_leases = 0
 
     @property
     def sums_shares(self) -> bool:
@@ -57,58 +57,58 @@ class Leases:
     @property
     def num_free(self) -> int:
         """The number of shares that are not leased."""
-        return len(self._free)
+        return len(self._free_shares)
 
     @property
     def num_out(self) -> int:
         """The number of shares that are leased and not applied yet."""
-        return len(self._out)
+        return len(self._in_flight)
 
     @property
     def oldest(self) -> int:
         """The number of the oldest lease that is not applied yet, or of the next lease if there is none."""
-        return min((lease.number for lease in self._out), default=self._given + 1)
+        return min((lease.number for lease in self._in_flight), default=self._num_leases + 1)
 
     def offer(self, shares: Iterable[BatchShare]) -> None:
         """Add a batch's shares to the free shares."""
-        self._free += shares
+        self._free_shares += shares
 
     def grant(self, worker: int) -> Lease | None:
         """Return a lease on the oldest free share, or None if no share is free or the bound forbids it."""
-        if not self._free or not self._may_grant(self._free[0]):
+        if not self._free_shares or not self._can_lease(self._free_shares[0]):
             return None
-        self._given += 1
-        lease = Lease(number=self._given, share=self._free.popleft(), worker=worker, version=self.version)
-        self._out.append(lease)
+        self._num_leases += 1
+        lease = Lease(number=self._num_leases, share=self._free_shares.popleft(), worker=worker, version=self.version)
+        self._in_flight.append(lease)
         return lease
 
     def push(self, lease: Lease) -> None:
         """Record that the complete gradient of a lease has arrived."""
-        assert lease in self._out and not lease.pushed
+        assert lease in self._in_flight and not lease.pushed
         lease.pushed = True
         self._pushed.append(lease)
 
     def lose(self, worker: int) -> list[BatchShare]:
         """Free the shares that a lost worker had not pushed, before all later shares, and return them."""
-        gone = [lease for lease in self._out if lease.worker == worker and not lease.pushed]
-        self._out = [lease for lease in self._out if lease not in gone]
-        back = sorted((lease.share for lease in gone), key=lambda share: (share.step, share.number))
-        self._free = deque(sorted([*back, *self._free], key=lambda share: (share.step, share.number)))
-        return back
+        lost = [lease for lease in self._in_flight if lease.worker == worker and not lease.pushed]
+        self._in_flight = [lease for lease in self._in_flight if lease not in lost]
+        freed = sorted((lease.share for lease in lost), key=lambda share: (share.step, share.number))
+        self._free_shares = deque(sorted([*freed, *self._free_shares], key=lambda share: (share.step, share.number)))
+        return freed
 
     def ready(self) -> Sequence[Lease]:
         """Return the leases of the next update in the order of summation; empty if no update may be applied now."""
         if self.sums_shares:
             return self._ready_batch()
         for lease in self._pushed:
-            if self._fits([other for other in self._out if other is not lease], version=self.version + 1):
+            if self._is_feasible([other for other in self._in_flight if other is not lease], version=self.version + 1):
                 return (lease,)
         return ()
 
     def record_update(self, leases: Sequence[Lease], *, counts: bool = True) -> None:
         """Record the update of these leases; with `is_applied` False it was skipped and makes no new version."""
         for lease in leases:
-            self._out.remove(lease)
+            self._in_flight.remove(lease)
             self._pushed.remove(lease)
             if counts:
                 self.late.setdefault(lease.worker, Counter())[self.version - lease.version] += 1
@@ -117,18 +117,18 @@ class Leases:
     def _ready_batch(self) -> Sequence[Lease]:
         if not self._pushed:
             return ()
-        first = min(lease.share.step for lease in self._pushed)
-        found = [lease for lease in self._pushed if lease.share.step == first]
-        return sorted(found, key=lambda lease: lease.share.number) if len(found) == found[0].share.of else ()
+        first_step = min(lease.share.step for lease in self._pushed)
+        pushed = [lease for lease in self._pushed if lease.share.step == first_step]
+        return sorted(pushed, key=lambda lease: lease.share.number) if len(pushed) == pushed[0].share.of else ()
 
-    def _may_grant(self, share: BatchShare) -> bool:
+    def _can_lease(self, share: BatchShare) -> bool:
         if self.sums_shares:
-            return all(lease.share.step == share.step for lease in self._out)
-        return self._fits(self._out, version=self.version, more=1)
+            return all(lease.share.step == share.step for lease in self._in_flight)
+        return self._is_feasible(self._in_flight, version=self.version, num_new=1)
 
-    def _fits(self, leases: Sequence[Lease], *, version: int, more: int = 0) -> bool:
+    def _is_feasible(self, leases: Sequence[Lease], *, version: int, num_new: int = 0) -> bool:
         """Return whether these leases, and `num_new` new ones of `version`, can all be applied within the bound."""
         if math.isinf(self._bound):
             return True
-        versions = [*sorted(lease.version for lease in leases), *[version] * more]
-        return all(version + place - own <= self._bound for place, own in enumerate(versions))
+        versions = [*sorted(lease.version for lease in leases), *[version] * num_new]
+        return all(version + position - own <= self._bound for position, own in enumerate(versions))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 _ROUNDS = 8
 _BLOCK = 1 << 14
-_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 Positions = NDArray[np.int64]
 
@@ -25,7 +25,7 @@ class Permutation:
             raise ValueError(f"a permutation of {num_samples} samples")
         self.num_samples = num_samples
         half_bits = max(1, ((num_samples - 1).bit_length() + 1) // 2)
-        self._half = np.uint64(half_bits)
+        self._half_bits = np.uint64(half_bits)
         self._mask = np.uint64((1 << half_bits) - 1)
         self._keys = _round_keys(seed, epoch)
         self._block = -1
@@ -40,19 +40,19 @@ class Permutation:
             return np.empty(0, dtype=np.int64)
         first, last = start // _BLOCK, (stop - 1) // _BLOCK
         if first == last:
-            return self._of_block(first)[start - first * _BLOCK : stop - first * _BLOCK]
+            return self._indices_of_block(first)[start - first * _BLOCK : stop - first * _BLOCK]
         return self.at(np.arange(start, stop, dtype=np.int64))
 
     def at(self, positions: Positions) -> Positions:
         """Return the sample indices at these positions, uncached."""
         values = self._encrypt(positions.astype(np.uint64))
-        outside = values >= self.num_samples
-        while outside.any():
-            values[outside] = self._encrypt(values[outside])
-            outside = values >= self.num_samples
+        is_invalid = values >= self.num_samples
+        while is_invalid.any():
+            values[is_invalid] = self._encrypt(values[is_invalid])
+            is_invalid = values >= self.num_samples
         return values.astype(np.int64)
 
-    def _of_block(self, block: int) -> Positions:
+    def _indices_of_block(self, block: int) -> Positions:
         if block != self._block:
             start = block * _BLOCK
             stop = min(start + _BLOCK, self.num_samples)
@@ -61,10 +61,10 @@ class Permutation:
         return self._cached
 
     def _encrypt(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        left, right = values >> self._half, values & self._mask
+        left, right = values >> self._half_bits, values & self._mask
         for key in self._keys:
-            left, right = right, left ^ (_mixed(right ^ key) & self._mask)
-        result: NDArray[np.uint64] = (left << self._half) | right
+            left, right = right, left ^ (_splitmix64(right ^ key) & self._mask)
+        result: NDArray[np.uint64] = (left << self._half_bits) | right
         return result
 
 
@@ -73,9 +73,9 @@ def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
     return np.frombuffer(digest, dtype=np.uint64)
 
 
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply the finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * _MIX[0]
-    values = (values ^ (values >> np.uint64(27))) * _MIX[1]
+    values = (values ^ (values >> np.uint64(30))) * _MULTIPLIERS[0]
+    values = (values ^ (values >> np.uint64(27))) * _MULTIPLIERS[1]
     result: NDArray[np.uint64] = values ^ (values >> np.uint64(31))
     return result

@@ -44,16 +44,16 @@ def samples_per_shard(*, have: Sequence[int], ended: Sequence[bool], size: int) 
     result is None if more must be read ahead first: it never depends on how far a replica has read ahead.
     """
     taken = [0] * len(have)
-    while (wanted := size - sum(taken)) > 0:
-        unknown = [h == t and not e for h, t, e in zip(have, taken, ended, strict=True)]
-        if any(unknown):
+    while (num_missing := size - sum(taken)) > 0:
+        needs_more = [h == t and not e for h, t, e in zip(have, taken, ended, strict=True)]
+        if any(needs_more):
             return None
-        live = [shard for shard in range(len(have)) if have[shard] > taken[shard]]
-        if not live:
+        live_shards = [shard for shard in range(len(have)) if have[shard] > taken[shard]]
+        if not live_shards:
             break
-        for shard, share in zip(live, block_sizes(wanted, len(live)), strict=True):
-            left = have[shard] - taken[shard]
-            if left < share and not ended[shard]:
+        for shard, share in zip(live_shards, block_sizes(num_missing, len(live_shards)), strict=True):
+            remaining = have[shard] - taken[shard]
+            if remaining < share and not ended[shard]:
                 return None
-            taken[shard] += min(share, left)
+            taken[shard] += min(share, remaining)
     return taken

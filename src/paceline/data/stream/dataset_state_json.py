@@ -33,11 +33,11 @@ def to_json(value: Any) -> Any:
     if isinstance(value, bytes):
         return {_TAG: "bytes", "text": base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
-        return {_TAG: "tensor", "array": _array(value.detach().cpu().numpy())}
+        return {_TAG: "tensor", "array": _array_to_json(value.detach().cpu().numpy())}
     if isinstance(value, np.generic):
-        return {_TAG: "scalar", "array": _array(np.asarray(value))}
+        return {_TAG: "scalar", "array": _array_to_json(np.asarray(value))}
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return {_TAG: "array", "array": _array(value)}
+        return {_TAG: "array", "array": _array_to_json(value)}
     raise CannotBeWritten(f"a {type(value).__name__}")
 
 
@@ -56,17 +56,17 @@ def from_json(value: Any) -> Any:
         return {from_json(name): from_json(item) for name, item in value["items"]}
     if kind == "bytes":
         return base64.b64decode(value["text"])
-    array = _unpacked(value["array"])
+    array = _array_from_json(value["array"])
     if kind == "tensor":
         return torch.from_numpy(array)
     return array[()] if kind == "scalar" else array
 
 
-def _array(value: Any) -> dict[str, Any]:
+def _array_to_json(value: Any) -> dict[str, Any]:
     text = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
     return {"dtype": value.dtype.str, "shape": list(value.shape), "text": text}
 
 
-def _unpacked(value: Mapping[str, Any]) -> Any:
+def _array_from_json(value: Mapping[str, Any]) -> Any:
     flat = np.frombuffer(base64.b64decode(value["text"]), dtype=np.dtype(value["dtype"]))
     return flat.reshape(value["shape"]).copy()

@@ -48,34 +48,34 @@ class StreamReading:
         """Return the shards that a replica's microbatches take samples from."""
         if not self.shares:
             return frozenset(shard for shard in range(len(takes)) if takes[shard])
-        return _needs(self.cut, tuple(takes))[replica]
+        return _shards_by_replica(self.cut, tuple(takes))[replica]
 
 
 class Epoch:
     """An epoch of a stream. `next_batch` plans how many samples each shard gives next; `take_batch` returns them."""
 
     def __init__(self, *, reads: StreamReading, number: int, saved: Mapping[str, Any] | None = None) -> None:
-        self._reads = reads
+        self._reading = reads
         self._number = number
         shards = reads.split.shards
         saved = saved or {}
         self.read: list[int] = list(saved.get("read", [0] * shards))
         self._ended: list[bool] = list(saved.get("ended", [False] * shards))
         self._records: dict[int, Record] = {int(k): v for k, v in saved.get("records", {}).items()}
-        self._planned: deque[list[int]] = deque()
-        self._over = False
-        self._held: dict[int, ShardBuffer] = {}
+        self._planned_batches: deque[list[int]] = deque()
+        self._is_over = False
+        self._buffers: dict[int, ShardBuffer] = {}
         self._pools: list[InProcessShards | WorkerShards] = []
-        live = [shard for shard in range(shards) if not self._ended[shard]]
-        spread = [0] * shards
-        for shard, share in zip(live, block_sizes(reads.cut.global_batch_size, len(live)), strict=True) if live else ():
-            spread[shard] = share
-        self._spread = spread
-        self._last_needs = [reads.needs(spread, replica) for replica in range(reads.cut.replicas)]
-        self._hold(sorted(self._last_needs[reads.cut.replica]))
+        live_shards = [shard for shard in range(shards) if not self._ended[shard]]
+        shard_counts = [0] * shards
+        for shard, num_samples in zip(live_shards, block_sizes(reads.cut.global_batch_size, len(live_shards)), strict=True) if live_shards else ():
+            shard_counts[shard] = num_samples
+        self._shard_counts = shard_counts
+        self._last_needs = [reads.needs(shard_counts, replica) for replica in range(reads.cut.replicas)]
+        self._open_shards(sorted(self._last_needs[reads.cut.replica]))
         if not saved:
             try:
-                self._compare_first()
+                self._compare_first_samples()
             except BaseException:
                 self.close()
                 raise
@@ -83,40 +83,40 @@ class Epoch:
     @property
     def notes(self) -> list[str]:
         """The readers' notes that were not returned before."""
-        found = [note for held in self._held.values() for note in held.notes]
-        for held in self._held.values():
-            held.notes.clear()
-        return found
+        notes = [note for held in self._buffers.values() for note in held.notes]
+        for buffer in self._buffers.values():
+            buffer.notes.clear()
+        return notes
 
     @property
     def checksum(self) -> int:
         """A checksum that must be equal on all replicas."""
-        whole = self._held.get(0)
-        return whole.checksum if self._reads.split.shards == 1 and whole is not None else sum(self.read)
+        first_buffer = self._buffers.get(0)
+        return first_buffer.checksum if self._reading.split.shards == 1 and first_buffer is not None else sum(self.read)
 
     def next_batch(self) -> list[int] | None:
         """Return how many samples the next batch takes from each shard; None at the end of the epoch."""
-        while not self._planned and not self._over:
+        while not self._planned_batches and not self._is_over:
             self._plan()
-        return self._planned[0] if self._planned else None
+        return self._planned_batches[0] if self._planned_batches else None
 
     def give(self) -> list[Any]:
         """Return the batch's samples by position, None for those that other replicas read."""
-        takes = self._planned.popleft()
-        needed = self._reads.needs(takes, self._reads.cut.replica)
-        self._catch_up(sorted(needed - set(self._held)))
-        rows: list[Any] = []
-        for shard, count in enumerate(takes):
-            held = self._held.get(shard)
-            part = held.take(count) if held is not None else [None] * count
-            if len(part) != count:
-                raise _shorter(shard)
-            rows += part
+        shard_counts = self._planned_batches.popleft()
+        needed = self._reading.needs(shard_counts, self._reading.cut.replica)
+        self._catch_up(sorted(needed - set(self._buffers)))
+        samples: list[Any] = []
+        for shard, count in enumerate(shard_counts):
+            buffer = self._buffers.get(shard)
+            taken = buffer.take(count) if buffer is not None else [None] * count
+            if len(taken) != count:
+                raise _short_shard_error(shard)
+            samples += taken
             self.read[shard] += count
-        if self._reads.shares:
-            for shard in sorted(set(self._held) - needed):
-                self._held.pop(shard).drop()
-        return rows
+        if self._reading.shares:
+            for shard in sorted(set(self._buffers) - needed):
+                self._buffers.pop(shard).drop()
+        return samples
 
     def state(self) -> dict[str, Any]:
         """Return the position of every shard as JSON. Every replica calls this."""
@@ -129,161 +129,161 @@ class Epoch:
         for pool in self._pools:
             pool.close()
 
-    def _hold(self, shards: Sequence[int]) -> None:
+    def _open_shards(self, shards: Sequence[int]) -> None:
         """Start to read these shards, in data workers if there are any."""
-        reads = self._reads
-        wishes = [
-            ShardRequest(stand=self._stand(shard), portion=max(1, self._spread[shard]), record=self._records.get(shard))
+        reading = self._reading
+        requests = [
+            ShardRequest(stand=self._position_of(shard), portion=max(1, self._shard_counts[shard]), record=self._records.get(shard))
             for shard in shards
         ]
-        pool: InProcessShards | WorkerShards = InProcessShards(split=reads.split, wishes=wishes)
-        if reads.source.workers and wishes:
-            pool = WorkerShards(split=reads.split, wishes=wishes, source=reads.source)
+        pool: InProcessShards | WorkerShards = InProcessShards(split=reading.split, wishes=requests)
+        if reading.source.workers and requests:
+            pool = WorkerShards(split=reading.split, wishes=requests, source=reading.source)
         self._pools.append(pool)
-        for wish in wishes:
-            self._held[wish.stand.shard] = ShardBuffer(shard=wish.stand.shard, pool=pool, record=wish.record)
+        for request in requests:
+            self._buffers[request.stand.shard] = ShardBuffer(shard=request.stand.shard, pool=pool, record=request.record)
 
     def _catch_up(self, shards: Sequence[int]) -> None:
         """Start to read shards that other replicas have read so far, and skip the samples that were used."""
         if shards:
-            self._hold(shards)
+            self._open_shards(shards)
         for shard in shards:
-            held = self._held[shard]
-            held.take(self.read[shard] - held.read)
-            if held.read != self.read[shard]:
-                raise _shorter(shard)
+            buffer = self._buffers[shard]
+            buffer.take(self.read[shard] - buffer.read)
+            if buffer.read != self.read[shard]:
+                raise _short_shard_error(shard)
 
-    def _refuse_other(self, agree: Agree, shard: int, *, ranks: tuple[int, int]) -> NoReturn:
+    def _raise_mismatch(self, gather_json: Agree, shard: int, *, ranks: tuple[int, int]) -> NoReturn:
         """Raise an error that explains why two ranks have different samples; first, every replica reads samples twice.
 
         Raises:
             DataError: always.
         """
-        if isinstance(self._reads.source.data, Iterator):  # it can be read only once
-            mine = [self._held[shard].first(SEEN)] * 2
+        if isinstance(self._reading.source.data, Iterator):  # it can be read only once
+            local_checksums = [self._buffers[shard].first(SEEN)] * 2
         else:
-            mine = read_apart(self._reads.source, lambda: [self._first(shard, SEEN) for _ in range(2)])
-        everybody = agree(mine)
-        where = f"shard {shard} of the stream" if self._reads.split.shards > 1 else "the stream"
-        raise other_stream([first for first, _ in everybody], [again for _, again in everybody], ranks, where=where)
+            local_checksums = read_apart(self._reading.source, lambda: [self._read_first_checksums(shard, SEEN) for _ in range(2)])
+        checksums_by_rank = gather_json(local_checksums)
+        where = f"shard {shard} of the stream" if self._reading.split.shards > 1 else "the stream"
+        raise other_stream([first for first, _ in checksums_by_rank], [again for _, again in checksums_by_rank], ranks, where=where)
 
-    def _first(self, shard: int, samples: int = FIRST) -> list[int]:
+    def _read_first_checksums(self, shard: int, num_samples: int = FIRST) -> list[int]:
         """Return the checksums of the first samples of a shard that other replicas read."""
-        reader = ShardReader(split=self._reads.split, stand=self._stand(shard))
-        return [row.crc for row in reader.chunk(samples).rows]
+        reader = ShardReader(split=self._reading.split, stand=self._position_of(shard))
+        return [row.crc for row in reader.chunk(num_samples).rows]
 
-    def _stand(self, shard: int) -> ShardPosition:
-        return ShardPosition(shard=shard, epoch=self._number, seed=self._reads.seed)
+    def _position_of(self, shard: int) -> ShardPosition:
+        return ShardPosition(shard=shard, epoch=self._number, seed=self._reading.seed)
 
     def _plan(self) -> None:
         """Read ahead, agree with the other replicas on the available samples, and plan the next batches."""
-        size, ahead = self._reads.cut.global_batch_size, 1 if not self._reads.shares else AHEAD
-        while not self._planned and not self._over:
-            have = self._agreed(ahead)
-            while len(self._planned) < AHEAD and not self._over:
-                takes = samples_per_shard(have=have, ended=self._ended, size=size)
-                if takes is None:
+        size, num_ahead = self._reading.cut.global_batch_size, 1 if not self._reading.shares else AHEAD
+        while not self._planned_batches and not self._is_over:
+            available = self._gather_available(num_ahead)
+            while len(self._planned_batches) < AHEAD and not self._is_over:
+                shard_counts = samples_per_shard(have=available, ended=self._ended, size=size)
+                if shard_counts is None:
                     break
-                if not any(takes) or (self._reads.cut.drop_last and sum(takes) < size):
-                    self._over = True
+                if not any(shard_counts) or (self._reading.cut.drop_last and sum(shard_counts) < size):
+                    self._is_over = True
                     break
-                self._planned.append(takes)
-                have = [left - count for left, count in zip(have, takes, strict=True)]
-            if ahead > size:
-                for held in self._held.values():
-                    held.fail()
-            ahead *= 2
+                self._planned_batches.append(shard_counts)
+                available = [left - count for left, count in zip(available, shard_counts, strict=True)]
+            if num_ahead > size:
+                for buffer in self._buffers.values():
+                    buffer.fail()
+            num_ahead *= 2
         self._share_records()
 
-    def _agreed(self, ahead: int) -> list[int]:
+    def _gather_available(self, num_ahead: int) -> list[int]:
         """Return how many samples of each shard were read ahead; the result is the same on all replicas."""
-        for shard, held in self._held.items():
-            held.ensure(ahead * max(1, self._spread[shard]) + 1)
-        mine = {str(s): [h.have, h.ended, h.read, h.checksum] for s, h in self._held.items()}
-        have = [0] * len(self.read)
-        seen: dict[int, tuple[int, Any]] = {}
-        for rank, theirs in enumerate(self._everybody(mine)):
-            for name, (left, ended, read, total) in theirs.items():
+        for shard, buffer in self._buffers.items():
+            buffer.ensure(num_ahead * max(1, self._shard_counts[shard]) + 1)
+        local_progress = {str(s): [h.have, h.ended, h.read, h.checksum] for s, h in self._buffers.items()}
+        available = [0] * len(self.read)
+        progress_by_shard: dict[int, tuple[int, Any]] = {}
+        for rank, progress in enumerate(self._gather(local_progress)):
+            for name, (num_left, ended, read, total) in progress.items():
                 shard = int(name)
-                other, before = seen.setdefault(shard, (rank, [read, total]))
-                if before != [read, total]:
-                    raise _differs(shard, other, rank)
-                have[shard] = max(have[shard], left)
+                other, previous = progress_by_shard.setdefault(shard, (rank, [read, total]))
+                if previous != [read, total]:
+                    raise _different_samples_error(shard, other, rank)
+                available[shard] = max(available[shard], num_left)
                 self._ended[shard] = self._ended[shard] or ended
-        return have
+        return available
 
     def _share_records(self) -> None:
         """Gather the record of every shard on all replicas, if another replica reads a shard in the planned batches."""
-        if not self._reads.shares:
+        if not self._reading.shares:
             return
         needs = [self._last_needs]
-        needs += [[self._reads.needs(takes, r) for r in range(self._reads.cut.replicas)] for takes in self._planned]
+        needs += [[self._reading.needs(takes, r) for r in range(self._reading.cut.replicas)] for takes in self._planned_batches]
         if any(one != other for one, other in pairwise(needs)):
             self._records = self._gather_records()
         self._last_needs = needs[-1]
 
     def _gather_records(self) -> dict[int, Record]:
-        mine = {str(shard): held.record() for shard, held in self._held.items()}
-        found: dict[int, Record] = {}
-        for theirs in self._everybody(mine):
-            for name, record in theirs.items():
-                found.setdefault(int(name), record)
-        return found
+        local_records = {str(shard): held.record() for shard, held in self._buffers.items()}
+        records: dict[int, Record] = {}
+        for rank_records in self._gather(local_records):
+            for name, record in rank_records.items():
+                records.setdefault(int(name), record)
+        return records
 
-    def _everybody(self, mine: Any) -> list[Any]:
-        return self._reads.agree(mine) if self._reads.shares and self._reads.agree is not None else [mine]
+    def _gather(self, value: Any) -> list[Any]:
+        return self._reading.agree(value) if self._reading.shares and self._reading.agree is not None else [value]
 
-    def _compare_first(self) -> None:
+    def _compare_first_samples(self) -> None:
         """Compare the first samples of each shard between two replicas: each also reads those of the next replica.
 
         If the stream is not split, every replica has read the same samples, and all are compared.
         """
-        if self._reads.agree is None:
+        if self._reading.agree is None:
             return
-        cut, mine = self._reads.cut, {str(shard): held.first(FIRST) for shard, held in self._held.items()}
-        if self._reads.shares:
-            theirs = self._last_needs[(cut.replica + 1) % cut.replicas] - set(self._held)
+        cut, local_checksums = self._reading.cut, {str(shard): held.first(FIRST) for shard, held in self._buffers.items()}
+        if self._reading.shares:
+            theirs = self._last_needs[(cut.replica + 1) % cut.replicas] - set(self._buffers)
             if theirs:
-                mine |= read_apart(self._reads.source, lambda: {str(each): self._first(each) for each in theirs})
-        firsts: dict[str, tuple[int, list[int]]] = {}
-        for rank, theirs in enumerate(self._reads.agree(mine)):
+                local_checksums |= read_apart(self._reading.source, lambda: {str(each): self._read_first_checksums(each) for each in theirs})
+        checksums_by_shard: dict[str, tuple[int, list[int]]] = {}
+        for rank, theirs in enumerate(self._reading.agree(local_checksums)):
             for name, numbers in theirs.items():
-                other, before = firsts.setdefault(name, (rank, numbers))
+                other, before = checksums_by_shard.setdefault(name, (rank, numbers))
                 if before != numbers:
-                    self._refuse_other(self._reads.agree, int(name), ranks=(other, rank))
+                    self._raise_mismatch(self._reading.agree, int(name), ranks=(other, rank))
         seen: dict[tuple[int, ...], str] = {}
-        for name, (_, numbers) in sorted(firsts.items()):
-            twin = seen.setdefault(tuple(numbers), name)
-            if twin != name and len(set(numbers)) == FIRST:
+        for name, (_, numbers) in sorted(checksums_by_shard.items()):
+            equal_shard = seen.setdefault(tuple(numbers), name)
+            if equal_shard != name and len(set(numbers)) == FIRST:
                 raise DataError(
-                    f"shards {twin} and {name} of the stream start with the same {FIRST} samples.",
+                    f"shards {equal_shard} and {name} of the stream start with the same {FIRST} samples.",
                     cause="shard(num_shards=, index=) returns the same samples for every index",
                     hint="--data.shards 1 reads the stream whole on every replica",
                 )
 
 
 @lru_cache(maxsize=64)
-def _needs(cut: BatchPartition, takes: tuple[int, ...]) -> list[frozenset[int]]:
+def _shards_by_replica(partition: BatchPartition, shard_counts: tuple[int, ...]) -> list[frozenset[int]]:
     """Return the shards that each replica's microbatches take samples from; cached, since most batches are alike."""
-    size, found = sum(takes), []
-    bounds = [sum(takes[:shard]) for shard in range(len(takes) + 1)]
-    micro = -(-size // cut.micro_batch_size)
-    for replica in range(cut.replicas):
-        spans = [
-            (index * cut.micro_batch_size, min((index + 1) * cut.micro_batch_size, size))
-            for index in assign_microbatches(micro, replica=replica, replicas=cut.replicas)
+    size, result = sum(shard_counts), []
+    bounds = [sum(shard_counts[:shard]) for shard in range(len(shard_counts) + 1)]
+    micro = -(-size // partition.micro_batch_size)
+    for replica in range(partition.replicas):
+        ranges = [
+            (index * partition.micro_batch_size, min((index + 1) * partition.micro_batch_size, size))
+            for index in assign_microbatches(micro, replica=replica, replicas=partition.replicas)
         ]
-        found.append(
+        result.append(
             frozenset(
                 shard
-                for shard in range(len(takes))
-                if any(max(start, bounds[shard]) < min(stop, bounds[shard + 1]) for start, stop in spans)
+                for shard in range(len(shard_counts))
+                if any(max(start, bounds[shard]) < min(stop, bounds[shard + 1]) for start, stop in ranges)
             )
         )
-    return found
+    return result
 
 
-def _differs(shard: int, rank: int, other: int) -> DataError:
+def _different_samples_error(shard: int, rank: int, other: int) -> DataError:
     return DataError(
         f"shard {shard} of the stream gives different samples on rank {other} and rank {rank}.",
         cause=f"{NOT_SEEDED}, or not on every rank",
@@ -291,7 +291,7 @@ def _differs(shard: int, rank: int, other: int) -> DataError:
     )
 
 
-def _shorter(shard: int) -> DataError:
+def _short_shard_error(shard: int) -> DataError:
     return DataError(
         f"shard {shard} of the stream has fewer samples than at the first read.", cause=NOT_SEEDED, hint=SEED_IT
     )

@@ -45,47 +45,47 @@ class IterableLoader:
         self._source = source
         self._cut = cut
         self._cursor = cursor
-        self._asked = shards
+        self._requested_shards = shards
         self._seed = None if sample_seeds == "never" else seed
-        self._agree = agree
-        self._saved: Mapping[str, Any] | None = None
+        self._gather_json = agree
+        self._saved_state: Mapping[str, Any] | None = None
         self._epoch: Epoch | None = None
         self._collator: Collator | None = None
-        self._split = split_of(source, asked=shards, global_batch_size=cut.global_batch_size)
+        self._sharding = split_of(source, asked=shards, global_batch_size=cut.global_batch_size)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The lines that the banner shows about the data."""
-        return (*self._source.notes, describe_stream(self._split, replicas=self._cut.replicas, kind="data"))
+        return (*self._source.notes, describe_stream(self._sharding, replicas=self._cut.replicas, kind="data"))
 
     def __iter__(self) -> Iterator[StepInput]:
         """Yield step inputs forever: the stream is read again for each epoch."""
         cursor = self._cursor
         self._collator = self._collator or Collator(self._source)
-        epoch = self._resumed()
+        epoch = self._resume_epoch()
         while True:
-            takes = epoch.next_batch()
-            if takes is None:
-                raise self._nothing(cursor)
-            batch = _batch(cursor, sum(takes), self._cut.micro_batch_size)
-            rows = epoch.give()
-            micro = self._local(batch, rows)
+            shard_counts = epoch.next_batch()
+            if shard_counts is None:
+                raise self._no_batch_error(cursor)
+            batch = _batch(cursor, sum(shard_counts), self._cut.micro_batch_size)
+            samples = epoch.give()
+            micro = self._collate_local(batch, samples)
             fingerprint = epoch.checksum
             if epoch.next_batch() is None:
-                after = batch.after
-                ended = Cursor(epoch=after.epoch + 1, samples=after.samples, step=after.step)
-                batch = Batch(cursor=batch.cursor, after=ended, micro=batch.micro)
+                end = batch.after
+                next_epoch = Cursor(epoch=end.epoch + 1, samples=end.samples, step=end.step)
+                batch = Batch(cursor=batch.cursor, after=next_epoch, micro=batch.micro)
             self._cursor = cursor = batch.after
             yield StepInput(batch=batch, micro=micro, fingerprint=fingerprint & 0xFFFFFF, notes=tuple(epoch.notes))
             if cursor.position == 0:
-                epoch = self._opened(cursor.epoch)
+                epoch = self._open_epoch(cursor.epoch)
 
     def state(self) -> Mapping[str, Any]:
         """Return the position of each shard, for a resume on any number of replicas. Every replica calls this."""
-        found: dict[str, Any] = {"shards": self._split.shards, "epoch": self._cursor.epoch}
+        state: dict[str, Any] = {"shards": self._sharding.shards, "epoch": self._cursor.epoch}
         if self._epoch is not None and self._cursor.position:
-            found |= self._epoch.state()
-        return found
+            state |= self._epoch.state()
+        return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from a state returned by `state`, with its number of shards.
@@ -93,24 +93,24 @@ class IterableLoader:
         Raises:
             ResumeError: the stream can't be split as before, or another number of shards is requested.
         """
-        self._saved = state
-        was, asked = int(state["shards"]), self._asked
-        if asked is not None and asked != was and self._split.shards != was:
+        self._saved_state = state
+        saved_shards, requested = int(state["shards"]), self._requested_shards
+        if requested is not None and requested != saved_shards and self._sharding.shards != saved_shards:
             raise ResumeError(
-                f"data.shards was {was}, is {asked}.",
+                f"data.shards was {saved_shards}, is {requested}.",
                 cause="the order of samples depends on it; it is fixed at a run's first start",
                 hint="leave --data.shards out",
             )
-        split = self._split
-        if was != split.shards:
-            split = split_of(self._source, asked=was, global_batch_size=max(was, self._cut.global_batch_size))
-        if was != split.shards:
+        sharding = self._sharding
+        if saved_shards != sharding.shards:
+            sharding = split_of(self._source, asked=saved_shards, global_batch_size=max(saved_shards, self._cut.global_batch_size))
+        if saved_shards != sharding.shards:
             raise ResumeError(
-                f"the stream was split into {was} shards, but can't be split now: {split.why_whole}.",
+                f"the stream was split into {saved_shards} shards, but can't be split now: {sharding.why_whole}.",
                 cause="different data, or a different version of it",
                 hint="use the data that the run was started with",
             )
-        self._split = split
+        self._sharding = sharding
 
     def close(self) -> None:
         """Stop the data workers."""
@@ -119,16 +119,16 @@ class IterableLoader:
         if self._collator is not None:
             self._collator.close()
 
-    def _nothing(self, cursor: Cursor) -> DataError:
-        what, hint = "is empty", "check the path it reads from"
+    def _no_batch_error(self, cursor: Cursor) -> DataError:
+        problem, hint = "is empty", "check the path it reads from"
         if cursor.position:
-            what = "ends before the position at which this run stopped"
+            problem = "ends before the position at which this run stopped"
         elif self._cut.drop_last:
-            what = f"is shorter than a global batch of {self._cut.global_batch_size}, which data.drop_last drops"
+            problem = f"is shorter than a global batch of {self._cut.global_batch_size}, which data.drop_last drops"
             hint = "--data.drop_last false, or a smaller --train.global_batch_size"
-        return DataError(f"the stream of train_data {what}.", hint=hint)
+        return DataError(f"the stream of train_data {problem}.", hint=hint)
 
-    def _opened(self, number: int, saved: Mapping[str, Any] | None = None) -> Epoch:
+    def _open_epoch(self, number: int, saved: Mapping[str, Any] | None = None) -> Epoch:
         if self._epoch is not None and isinstance(self._source.data, GeneratorType):
             raise DataError(
                 f"train_data is a generator, which can be read only once: epoch {number + 1} has no data.",
@@ -136,30 +136,30 @@ class IterableLoader:
             )
         if self._epoch is not None:
             self._epoch.close()
-        reads = StreamReading(split=self._split, source=self._source, cut=self._cut, seed=self._seed, agree=self._agree)
-        self._epoch = Epoch(reads=reads, number=number, saved=saved)
+        reading = StreamReading(split=self._sharding, source=self._source, cut=self._cut, seed=self._seed, agree=self._gather_json)
+        self._epoch = Epoch(reads=reading, number=number, saved=saved)
         return self._epoch
 
-    def _resumed(self) -> Epoch:
+    def _resume_epoch(self) -> Epoch:
         """Return the resumed epoch: from saved records if possible, else by reading from the start of the epoch."""
-        cursor, saved = self._cursor, self._saved
-        known = saved is not None and saved.get("epoch") == cursor.epoch and "read" in saved
-        if saved is not None and known and sum(saved["read"]) == cursor.position:
-            return self._opened(cursor.epoch, saved)
-        epoch = self._opened(cursor.epoch)
+        cursor, saved = self._cursor, self._saved_state
+        is_saved = saved is not None and saved.get("epoch") == cursor.epoch and "read" in saved
+        if saved is not None and is_saved and sum(saved["read"]) == cursor.position:
+            return self._open_epoch(cursor.epoch, saved)
+        epoch = self._open_epoch(cursor.epoch)
         while sum(epoch.read) < cursor.position and epoch.next_batch() is not None:
             epoch.give()
         return epoch
 
-    def _local(self, batch: Batch, rows: list[Any]) -> tuple[LocalMicro, ...]:
-        first, found = batch.cursor.position, []
+    def _collate_local(self, batch: Batch, samples: list[Any]) -> tuple[LocalMicro, ...]:
+        first_position, microbatches = batch.cursor.position, []
         assert self._collator is not None
         for index in assign_microbatches(len(batch.micro), replica=self._cut.replica, replicas=self._cut.replicas):
             micro = batch.micro[index]
             seed = None if self._seed is None else stream_key(self._seed, "microbatch", batch.cursor.epoch, micro.start)
-            part = rows[micro.start - first : micro.stop - first]
-            found.append(self._collator.microbatch(part, index=index, start=micro.start, seed=seed))
-        return tuple(found)
+            microbatch_samples = samples[micro.start - first_position : micro.stop - first_position]
+            microbatches.append(self._collator.microbatch(microbatch_samples, index=index, start=micro.start, seed=seed))
+        return tuple(microbatches)
 
 
 def describe_stream(split: StreamSharding, *, replicas: int, kind: str) -> str:
@@ -170,12 +170,12 @@ def describe_stream(split: StreamSharding, *, replicas: int, kind: str) -> str:
             f"{kind}: a stream, not split ({split.why_whole}); every replica reads all of it and keeps its own "
             f"microbatches (exact, costs reading){resume}"
         )
-    each = (
+    reading = (
         "each replica reads its own"
         if split.shards >= replicas
         else f"about {-(-replicas // split.shards)} replicas read each (costs reading; more of them need a new run)"
     )
-    return f"{kind}: a stream in {split.shards} virtual shards, fixed for this run; {each}"
+    return f"{kind}: a stream in {split.shards} virtual shards, fixed for this run; {reading}"
 
 
 def _batch(cursor: Cursor, size: int, micro_batch_size: int) -> Batch:
@@ -184,5 +184,5 @@ def _batch(cursor: Cursor, size: int, micro_batch_size: int) -> Batch:
     micro = tuple(
         Microbatch(index=i, start=start, stop=min(start + micro_batch_size, stop)) for i, start in enumerate(starts)
     )
-    after = Cursor(epoch=cursor.epoch, position=stop, samples=cursor.samples + size, step=cursor.step + 1)
-    return Batch(cursor=cursor, after=after, micro=micro)
+    next_cursor = Cursor(epoch=cursor.epoch, position=stop, samples=cursor.samples + size, step=cursor.step + 1)
+    return Batch(cursor=cursor, after=next_cursor, micro=micro)

@@ -18,10 +18,10 @@ class Collator:
     """The collator of one stream. With data workers and a user-defined `collate=`, it runs in a process of its own."""
 
     def __init__(self, source: Source) -> None:
-        self._collating = _Collating(collate=source.collate or default_collate)
+        self._collation = _Collation(collate=source.collate or default_collate)
         self._process: DataProcess | None = None
-        if source.workers and self._collating.collate is not default_collate:
-            self._process = DataProcess(source, make=lambda: self._collating)
+        if source.workers and self._collation.collate is not default_collate:
+            self._process = DataProcess(source, make=lambda: self._collation)
 
     def microbatch(self, rows: list[Any], *, index: int, start: int, seed: int | None = None) -> LocalMicro:
         """Return one microbatch of the samples from position `start` on.
@@ -30,7 +30,7 @@ class Collator:
             DataError: the collation raised.
         """
         if self._process is None:
-            data = self._collating.made(rows, seed)
+            data = self._collation.made(rows, seed)
         else:
             data = as_full(self._process.ask("sent", as_light(rows), seed))
         indices = tuple(range(start, start + len(rows)))
@@ -43,16 +43,16 @@ class Collator:
 
 
 @dataclass(frozen=True)
-class _Collating:
+class _Collation:
     collate: Callable[[list[Any]], Any]
 
-    def made(self, rows: list[Any], seed: int | None) -> Any:
+    def made(self, samples: list[Any], seed: int | None) -> Any:
         if seed is not None:
             seed_all(seed)
         try:
-            return self.collate(rows)
+            return self.collate(samples)
         except Exception as error:
             return worker_error(error, doing="collating samples of a stream", hint="collate=lambda samples: ...")
 
-    def sent(self, rows: Any, seed: int | None) -> Any:
-        return as_light(self.made(as_full(rows), seed))
+    def sent(self, samples: Any, seed: int | None) -> Any:
+        return as_light(self.made(as_full(samples), seed))

@@ -29,17 +29,17 @@ def other_stream(
 
     If the two ranks have no sample in common, the stream likely selects a part by rank.
     """
-    one, other = ranks
-    what = f"{where} gives different samples on rank {other} and rank {one}"
+    rank, other = ranks
+    message = f"{where} gives different samples on rank {other} and rank {rank}"
     if any(list(first) != list(second) for first, second in zip(firsts, again, strict=True)):
-        return DataError(f"{what}, and different ones when it is read again.", cause=NOT_SEEDED, hint=SEED_IT)
-    common = len(set(firsts[one]) & set(firsts[other]))
-    read = max(len(firsts[one]), len(firsts[other]))
+        return DataError(f"{message}, and different ones when it is read again.", cause=NOT_SEEDED, hint=SEED_IT)
+    common = len(set(firsts[rank]) & set(firsts[other]))
+    read = max(len(firsts[rank]), len(firsts[other]))
     if common:
-        what = f"{what}: {common} of the first {read} are the same"
-        return DataError(f"{what}, at different positions.", cause=_OTHER_ORDER, hint=f"{_SORT_IT}; or: {EVERY_RANK}")
+        message = f"{message}: {common} of the first {read} are the same"
+        return DataError(f"{message}, at different positions.", cause=_OTHER_ORDER, hint=f"{_SORT_IT}; or: {EVERY_RANK}")
     return DataError(
-        f"{what}: none of the first {read} is the same.",
+        f"{message}: none of the first {read} is the same.",
         cause=f"{DIVIDED}; or its files come in a different order (an unsorted os.listdir)",
         hint=EVERY_RANK,
     )

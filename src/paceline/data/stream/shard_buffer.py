@@ -18,9 +18,9 @@ class ShardBuffer:
         self.checksum = 0
         self.notes: list[str] = []
         self._pool = pool
-        self._rows: deque[StreamSample] = deque()
-        self._over = False
-        self._trouble: Any = None
+        self._samples: deque[StreamSample] = deque()
+        self._has_ended = False
+        self._error: Any = None
         self._anchors: list[dict[str, Any]] = []
         if record is not None:
             self.read, self.checksum = int(record["read"]), int(record["checksum"])
@@ -29,55 +29,55 @@ class ShardBuffer:
     @property
     def have(self) -> int:
         """The number of samples in the buffer."""
-        return len(self._rows)
+        return len(self._samples)
 
     @property
     def ended(self) -> bool:
         """True if the shard has no samples after those in the buffer."""
-        return self._over
+        return self._has_ended
 
     def ensure(self, samples: int) -> None:
         """Read ahead until `samples` are buffered or the shard ends. An error is stored until its sample is needed."""
-        while self.have < samples and not self._over and self._trouble is None:
+        while self.have < samples and not self._has_ended and self._error is None:
             chunk = self._pool.chunk(self.shard)
-            self._rows += chunk.rows
-            self._over, self._trouble = chunk.ended, chunk.trouble
+            self._samples += chunk.rows
+            self._has_ended, self._error = chunk.ended, chunk.trouble
             self.notes += chunk.notes
 
     def fail(self) -> None:
         """Raise the error that occurred while reading ahead, if any."""
-        raise_worker_error(self._trouble)
+        raise_worker_error(self._error)
 
     def first(self, samples: int) -> list[int]:
         """Return the checksums of the next samples without taking them."""
         self.ensure(samples)
-        return [row.crc for row, _ in zip(self._rows, range(samples), strict=False)]
+        return [row.crc for row, _ in zip(self._samples, range(samples), strict=False)]
 
     def take(self, samples: int) -> list[Any]:
         """Take the next samples from the buffer; fewer than `samples` only at the end of the shard."""
         self.ensure(samples)
         if samples > self.have:
             self.fail()
-        found = []
+        taken = []
         for _ in range(min(samples, self.have)):
-            row = self._rows.popleft()
+            sample = self._samples.popleft()
             self.read += 1
-            self.checksum = fold(self.checksum, row.crc)
+            self.checksum = fold(self.checksum, sample.crc)
             for anchor in self._anchors:
-                anchor["checksum"] = fold(anchor["checksum"], row.crc)
-            if row.state is not None:
-                self._anchors.append({"read": self.read, "state": row.state, "checksum": 0})
-            found.append(row.sample)
-        old = [anchor for anchor in self._anchors if anchor["read"] <= self.read - READ_AGAIN]
-        self._anchors = old[-1:] + self._anchors[len(old) :]
-        return found
+                anchor["checksum"] = fold(anchor["checksum"], sample.crc)
+            if sample.state is not None:
+                self._anchors.append({"read": self.read, "state": sample.state, "checksum": 0})
+            taken.append(sample.sample)
+        expired = [anchor for anchor in self._anchors if anchor["read"] <= self.read - READ_AGAIN]
+        self._anchors = expired[-1:] + self._anchors[len(expired) :]
+        return taken
 
     def record(self) -> dict[str, Any]:
         """Return the record to resume from, as JSON: a recent state, and a checksum of the samples read since."""
-        found: dict[str, Any] = {"read": self.read, "checksum": self.checksum}
+        record: dict[str, Any] = {"read": self.read, "checksum": self.checksum}
         if self._anchors and self._anchors[0]["read"] <= self.read - READ_AGAIN:
-            found["anchor"] = dict(self._anchors[0])
-        return found
+            record["anchor"] = dict(self._anchors[0])
+        return record
 
     def drop(self) -> None:
         """Release the shard."""

@@ -50,30 +50,30 @@ class ShardReader:
 
     def __init__(self, *, split: StreamSharding, stand: ShardPosition, record: Record | None = None) -> None:
         self._split = split
-        self._stand = stand
+        self._position = stand
         self._number = 0
         self._notes: list[str] = []
         self._data: Any = None
-        self._samples: Iterator[Any] | None = None
+        self._iterator: Iterator[Any] | None = None
         self._record = record
-        self._writable = True
+        self._can_save_state = True
 
     def chunk(self, size: int) -> ShardChunk:
         """Return the next `size` samples, fewer at the end."""
-        rows: list[StreamSample] = []
+        samples: list[StreamSample] = []
         try:
-            if self._samples is None:
+            if self._iterator is None:
                 self._start()
-            while len(rows) < size:
-                rows.append(self._next())
+            while len(samples) < size:
+                samples.append(self._read_sample())
         except StopIteration:
-            return ShardChunk(rows=rows, ended=True, notes=self._said())
+            return ShardChunk(rows=samples, ended=True, notes=self._take_notes())
         except DataError as error:
             found = WorkerError(what=error.what, where=error.where, hint=error.hint, cause=error.cause)
-            return ShardChunk(rows=rows, trouble=found)
-        return ShardChunk(rows=rows, notes=self._said())
+            return ShardChunk(rows=samples, trouble=found)
+        return ShardChunk(rows=samples, notes=self._take_notes())
 
-    def _said(self) -> tuple[str, ...]:
+    def _take_notes(self) -> tuple[str, ...]:
         notes, self._notes = tuple(self._notes), []
         return notes
 
@@ -83,79 +83,79 @@ class ShardReader:
             self._open()
             return
         anchor = record.get("anchor")
-        if anchor is not None and self._again(anchor, int(record["read"])):
+        if anchor is not None and self._is_anchor_valid(anchor, int(record["read"])):
             return
         self._open()
-        if self._total(int(record["read"])) != record["checksum"]:
-            raise self._differs(int(record["read"]))
+        if self._read_checksum(int(record["read"])) != record["checksum"]:
+            raise self._changed_data_error(int(record["read"]))
         if anchor is not None:
             self._notes.append(
-                f"data: the state_dict of shard {self._stand.shard} is incomplete (a shuffle buffer?); "
+                f"data: the state_dict of shard {self._position.shard} is incomplete (a shuffle buffer?); "
                 f"its first {record['read']:,} samples were read again, and are the same"
             )
 
-    def _again(self, anchor: Record, read: int) -> bool:
+    def _is_anchor_valid(self, anchor: Record, read: int) -> bool:
         """Restore the anchor's state; return whether the samples after it are those that were read before."""
         self._open(anchor)
-        return self._total(read - int(anchor["read"])) == int(anchor["checksum"])
+        return self._read_checksum(read - int(anchor["read"])) == int(anchor["checksum"])
 
-    def _total(self, samples: int) -> int | None:
+    def _read_checksum(self, num_samples: int) -> int | None:
         total = 0
         try:
-            for _ in range(samples):
-                total = fold(total, self._next().crc)
+            for _ in range(num_samples):
+                total = fold(total, self._read_sample().crc)
         except StopIteration:
             return None
         return total
 
     def _open(self, anchor: Record | None = None) -> None:
         self._number = 0 if anchor is None else int(anchor["read"])
-        self._data = self._split.open(shard=self._stand.shard, epoch=self._stand.epoch)
+        self._data = self._split.open(shard=self._position.shard, epoch=self._position.epoch)
         if anchor is not None:
             state = from_json(anchor["state"])
             call_user_dataset(
-                lambda: self._data.load_state_dict(state), doing=f"load_state_dict of shard {self._stand.shard}"
+                lambda: self._data.load_state_dict(state), doing=f"load_state_dict of shard {self._position.shard}"
             )
         self._seed()
-        self._samples = call_user_dataset(lambda: iter(self._data), doing="iter() of the stream")
+        self._iterator = call_user_dataset(lambda: iter(self._data), doing="iter() of the stream")
 
     def _seed(self) -> None:
-        stand = self._stand
-        if stand.seed is not None:
-            seed_all(stream_key(stand.seed, "shard", stand.epoch, stand.shard, self._number))
+        position = self._position
+        if position.seed is not None:
+            seed_all(stream_key(position.seed, "shard", position.epoch, position.shard, self._number))
 
-    def _next(self) -> StreamSample:
-        assert self._samples is not None
+    def _read_sample(self) -> StreamSample:
+        assert self._iterator is not None
         self._seed()
         try:
-            sample = next(self._samples)
+            sample = next(self._iterator)
         except StopIteration:
             raise
         except Exception as error:
-            found = worker_error(error, doing=f"reading {self._named()}")
-            raise DataError(found.what, where=found.where) from error
+            described = worker_error(error, doing=f"reading {self._sample_name()}")
+            raise DataError(described.what, where=described.where) from error
         self._number += 1
-        return StreamSample(sample=sample, crc=checksum(sample, 0), state=self._state())
+        return StreamSample(sample=sample, crc=checksum(sample, 0), state=self._state_json())
 
-    def _state(self) -> Any:
-        if not self._split.keeps_place or not self._writable or self._number % ANCHOR_EVERY:
+    def _state_json(self) -> Any:
+        if not self._split.keeps_place or not self._can_save_state or self._number % ANCHOR_EVERY:
             return None
         try:
-            return to_json(call_user_dataset(self._data.state_dict, doing=f"state_dict of shard {self._stand.shard}"))
+            return to_json(call_user_dataset(self._data.state_dict, doing=f"state_dict of shard {self._position.shard}"))
         except CannotBeWritten as error:
-            self._writable = False
+            self._can_save_state = False
             self._notes.append(
                 f"data: the state_dict of the stream contains {error}, which JSON can't hold; a "
                 "resume rereads its shards"
             )
             return None
 
-    def _named(self) -> str:
-        where = f" of shard {self._stand.shard}" if self._split.shards > 1 else ""
+    def _sample_name(self) -> str:
+        where = f" of shard {self._position.shard}" if self._split.shards > 1 else ""
         return f"sample {self._number}{where} of the stream"
 
-    def _differs(self, read: int) -> DataError:
-        where = f" of shard {self._stand.shard}" if self._split.shards > 1 else ""
+    def _changed_data_error(self, read: int) -> DataError:
+        where = f" of shard {self._position.shard}" if self._split.shards > 1 else ""
         return DataError(
             f"the stream differs from what this run has read (first {read} samples{where}).",
             cause=NOT_SEEDED,

@@ -34,12 +34,12 @@ class InProcessShards:
     """The shards that are read in this process."""
 
     def __init__(self, *, split: StreamSharding, wishes: list[ShardRequest]) -> None:
-        self._portions = {wish.stand.shard: wish.portion for wish in wishes}
+        self._chunk_sizes = {wish.stand.shard: wish.portion for wish in wishes}
         self._readers = {w.stand.shard: ShardReader(split=split, stand=w.stand, record=w.record) for w in wishes}
 
     def chunk(self, shard: int) -> ShardChunk:
         """Return the next rows of a shard."""
-        return self._readers[shard].chunk(self._portions[shard])
+        return self._readers[shard].chunk(self._chunk_sizes[shard])
 
     def drop(self, shard: int) -> None:
         """Release a shard that is not needed any more."""
@@ -54,17 +54,17 @@ class WorkerShards:
 
     def __init__(self, *, split: StreamSharding, wishes: list[ShardRequest], source: Source) -> None:
         first = wishes[0].stand
-        self._waiting: dict[int, deque[ShardChunk]] = {wish.stand.shard: deque() for wish in wishes}
+        self._pending_chunks: dict[int, deque[ShardChunk]] = {wish.stand.shard: deque() for wish in wishes}
         workers = min(source.workers, len(wishes))
-        rounds = _Rounds(split=split, hands=[wishes[k::workers] for k in range(workers)])
-        started = worker_init(source, alone=True, parent=os.getpid())
+        dataset = _ShardDataset(split=split, hands=[wishes[k::workers] for k in range(workers)])
+        init_worker = worker_init(source, alone=True, parent=os.getpid())
 
         def start(number: int) -> None:
-            started(number)
-            rounds.worker = number
+            init_worker(number)
+            dataset.worker = number
 
         loader = DataLoader(
-            rounds,
+            dataset,
             num_workers=workers,
             worker_init_fn=start,
             generator=worker_seeds(stream_key(first.seed or 0, "workers", first.epoch, first.shard)),
@@ -72,20 +72,20 @@ class WorkerShards:
         )
         with start_workers(workers):
             self._iterator: Any = iter(loader)
-        self._rounds = guard_worker_death(self._iterator)
+        self._items = guard_worker_death(self._iterator)
         closed_at_exit(self)
 
     def chunk(self, shard: int) -> ShardChunk:
         """Return the next rows of a shard."""
-        while not self._waiting[shard]:
-            for number, chunk in load(next(self._rounds)):
-                if number in self._waiting:
-                    self._waiting[number].append(_unpacked(chunk))
-        return self._waiting[shard].popleft()
+        while not self._pending_chunks[shard]:
+            for number, chunk in load(next(self._items)):
+                if number in self._pending_chunks:
+                    self._pending_chunks[number].append(_unpack_chunk(chunk))
+        return self._pending_chunks[shard].popleft()
 
     def drop(self, shard: int) -> None:
         """Release a shard that is not needed any more."""
-        self._waiting.pop(shard, None)
+        self._pending_chunks.pop(shard, None)
 
     def close(self) -> None:
         """Stop the workers, and wait until they have ended."""
@@ -94,67 +94,67 @@ class WorkerShards:
             stop_data_workers(iterator)
 
 
-class _Rounds(IterableDataset[bytes]):
+class _ShardDataset(IterableDataset[bytes]):
     """A dataset in a data worker: each item has a chunk of each of the worker's shards that still has samples."""
 
-    def __init__(self, *, split: StreamSharding, hands: list[list[ShardRequest]]) -> None:
-        self._split = split
-        self._hands = hands
+    def __init__(self, *, sharding: StreamSharding, requests_by_worker: list[list[ShardRequest]]) -> None:
+        self._sharding = sharding
+        self._requests_by_worker = requests_by_worker
         self.worker = 0
 
     def __iter__(self) -> Iterator[bytes]:
         hide_worker()
-        mine = self._hands[self.worker]
-        readers = {w.stand.shard: ShardReader(split=self._split, stand=w.stand, record=w.record) for w in mine}
-        portions: Mapping[int, int] = {wish.stand.shard: wish.portion for wish in mine}
+        requests = self._requests_by_worker[self.worker]
+        readers = {w.stand.shard: ShardReader(split=self._sharding, stand=w.stand, record=w.record) for w in requests}
+        chunk_sizes: Mapping[int, int] = {wish.stand.shard: wish.portion for wish in requests}
         while readers:
-            found = {shard: reader.chunk(portions[shard]) for shard, reader in readers.items()}
-            yield _serialized(found)
-            readers = {s: r for s, r in readers.items() if not found[s].ended and found[s].trouble is None}
+            chunks = {shard: reader.chunk(chunk_sizes[shard]) for shard, reader in readers.items()}
+            yield _serialize_chunks(chunks)
+            readers = {s: r for s, r in readers.items() if not chunks[s].ended and chunks[s].trouble is None}
 
 
-def _serialized(found: Mapping[int, ShardChunk]) -> bytes:
+def _serialize_chunks(chunks: Mapping[int, ShardChunk]) -> bytes:
     """Serialize the chunks of an item; if that fails, each chunk has the error instead of samples."""
     try:
-        return pickle.dumps([(shard, _packed(chunk)) for shard, chunk in found.items()], protocol=5)
+        return pickle.dumps([(shard, _pack_chunk(chunk)) for shard, chunk in chunks.items()], protocol=5)
     except Exception as error:
-        return pickle.dumps([(shard, ShardChunk(rows=[], trouble=not_sent(error))) for shard in found], protocol=5)
+        return pickle.dumps([(shard, ShardChunk(rows=[], trouble=not_sent(error))) for shard in chunks], protocol=5)
 
 
-_LIGHT = (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+_BY_VALUE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
           torch.uint8, torch.bool)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _TensorByValue:
     """A tensor that is sent to another process by value, which for small tensors is faster than shared memory."""
 
     values: Any
 
 
-def _packed(chunk: ShardChunk) -> ShardChunk:
+def _pack_chunk(chunk: ShardChunk) -> ShardChunk:
     return replace(chunk, rows=[replace(row, sample=as_light(row.sample)) for row in chunk.rows])
 
 
-def _unpacked(chunk: ShardChunk) -> ShardChunk:
+def _unpack_chunk(chunk: ShardChunk) -> ShardChunk:
     return replace(chunk, rows=[replace(row, sample=as_full(row.sample)) for row in chunk.rows])
 
 
 def as_light(value: Any) -> Any:
     """Return a sample, or a list of samples, with tensors replaced by `_Tensor`."""
     if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
-        return _Tensor(value.numpy()) if value.dtype in _LIGHT and not value.requires_grad else value
-    return _mapped(value, as_light)
+        return _TensorByValue(value.numpy()) if value.dtype in _BY_VALUE_DTYPES and not value.requires_grad else value
+    return _map_items(value, as_light)
 
 
 def as_full(value: Any) -> Any:
     """Return a sample, or a list of samples, with each `_Tensor` replaced by a tensor."""
-    if type(value) is _Tensor:
+    if type(value) is _TensorByValue:
         return torch.from_numpy(np.asarray(value.values))
-    return _mapped(value, as_full)
+    return _map_items(value, as_full)
 
 
-def _mapped(value: Any, change: Any) -> Any:
+def _map_items(value: Any, change: Any) -> Any:
     if type(value) is dict:
         return {name: change(item) for name, item in value.items()}
     if type(value) in (list, tuple):

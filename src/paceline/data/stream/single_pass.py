@@ -20,24 +20,24 @@ def stream_once(
     *, source: Source, batch_size: int, replica: int, replicas: int, seed: int, totals: dict[str, list[int]]
 ) -> Iterator[LocalMicro]:
     """Yield this replica's microbatches; `totals` receives the sample count and checksum of every shard it has read."""
-    split = split_of(source, asked=None, global_batch_size=MOST_SHARDS)
-    mine = [shard for shard in range(split.shards) if replica in reading_replicas(shard, split.shards, replicas)]
-    pool, collator = _pool(split, mine, source, batch_size, seed), Collator(source)
+    sharding = split_of(source, asked=None, global_batch_size=MOST_SHARDS)
+    local_shards = [shard for shard in range(sharding.shards) if replica in reading_replicas(shard, sharding.shards, replicas)]
+    pool, collator = _open_pool(sharding, local_shards, source, batch_size, seed), Collator(source)
     try:
-        held = {shard: ShardBuffer(shard=shard, pool=pool) for shard in mine}
-        number = 0
-        while held:
-            for shard in list(held):
-                part = held[shard]
-                start = part.read
-                rows = part.take(batch_size)
-                sharers = reading_replicas(shard, split.shards, replicas)
-                if rows and sharers[number % len(sharers)] == replica:
-                    yield collator.microbatch(rows, index=number * split.shards + shard, start=start)
-                if len(rows) < batch_size:
-                    totals[str(shard)] = [part.read, part.checksum]
-                    held.pop(shard)
-            number += 1
+        buffers = {shard: ShardBuffer(shard=shard, pool=pool) for shard in local_shards}
+        round_number = 0
+        while buffers:
+            for shard in list(buffers):
+                buffer = buffers[shard]
+                start = buffer.read
+                samples = buffer.take(batch_size)
+                readers = reading_replicas(shard, sharding.shards, replicas)
+                if samples and readers[round_number % len(readers)] == replica:
+                    yield collator.microbatch(samples, index=round_number * sharding.shards + shard, start=start)
+                if len(samples) < batch_size:
+                    totals[str(shard)] = [buffer.read, buffer.checksum]
+                    buffers.pop(shard)
+            round_number += 1
     finally:
         pool.close()
         collator.close()
@@ -50,12 +50,12 @@ def reading_replicas(shard: int, shards: int, replicas: int) -> list[int]:
     return list(range(shard, replicas, shards))
 
 
-def _pool(
-    split: StreamSharding, shards: list[int], source: Source, batch_size: int, seed: int
+def _open_pool(
+    sharding: StreamSharding, shards: list[int], source: Source, batch_size: int, seed: int
 ) -> InProcessShards | WorkerShards:
-    wishes = [
+    requests = [
         ShardRequest(stand=ShardPosition(shard=shard, epoch=0, seed=seed), portion=batch_size) for shard in shards
     ]
-    if source.workers and wishes:
-        return WorkerShards(split=split, wishes=wishes, source=source)
-    return InProcessShards(split=split, wishes=wishes)
+    if source.workers and requests:
+        return WorkerShards(split=sharding, wishes=requests, source=source)
+    return InProcessShards(split=sharding, wishes=requests)

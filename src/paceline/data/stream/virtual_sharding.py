@@ -41,19 +41,19 @@ def split_of(source: Source, *, asked: int | None, global_batch_size: int) -> St
     Raises:
         UsageError: the requested number of shards is impossible.
     """
-    data, real = source.data, num_real_shards(source.data)
-    if real == 0 and hasattr(data, "shard"):
+    data, num_real = source.data, num_real_shards(source.data)
+    if num_real == 0 and hasattr(data, "shard"):
         raise JobError("the stream has no shard.", where=type(data).__name__, hint="check the path it reads from")
-    shards = choose_shards(asked=asked, real=real, global_batch_size=global_batch_size)
+    shards = choose_shards(asked=asked, real=num_real, global_batch_size=global_batch_size)
     missing = [name for name in ("shard", "state_dict", "load_state_dict") if not hasattr(data, name)]
     if missing:
         return StreamSharding(data=data, why_whole=f"it has no {missing[0]}()")
-    if asked is not None and real is not None and asked > real:
-        why = f"it has {real} shard{'s' if real > 1 else ''} and data.shards is {asked}"
-        return StreamSharding(data=data, keeps_place=True, why_whole=why)
+    if asked is not None and num_real is not None and asked > num_real:
+        reason = f"it has {num_real} shard{'s' if num_real > 1 else ''} and data.shards is {asked}"
+        return StreamSharding(data=data, keeps_place=True, why_whole=reason)
     if shards == 1:
-        why = "data.shards is 1" if asked == 1 else "it has one shard" if real == 1 else "a batch is one sample"
-        return StreamSharding(data=data, keeps_place=True, why_whole=why)
+        reason = "data.shards is 1" if asked == 1 else "it has one shard" if num_real == 1 else "a batch is one sample"
+        return StreamSharding(data=data, keeps_place=True, why_whole=reason)
     return StreamSharding(data=data, shards=shards, keeps_place=True)
 
 

@@ -44,48 +44,48 @@ class FragmentSchedule:
         self._rule = rule
         self._weights = weights
         self._spread = spread
-        self._wrote = wrote
-        self._link = SiteGroup(peers)
-        self._apart = False
+        self._on_write = wrote
+        self._sites = SiteGroup(peers)
+        self._has_diverged = False
         shapes = {name: weights.mine[name].part.shape for name in weights.names if name in weights.parameters}
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-        place = assign_fragments(sizes, fragments=rule.fragments)
+        fragment_index = assign_fragments(sizes, fragments=rule.fragments)
         self.fragments = [
-            Fragment([m for m in named if place[m.name] == number], rule=rule, link=self._link)
+            Fragment([m for m in named if fragment_index[m.name] == number], rule=rule, link=self._sites)
             for number in range(rule.fragments)
         ]
-        self._first = {name: tensor.clone() for name, tensor in self._buffers() if tensor.is_floating_point()}
-        self._moving: list[str] = []
+        self._initial_buffers = {name: tensor.clone() for name, tensor in self._buffers() if tensor.is_floating_point()}
+        self._changing_buffers: list[str] = []
 
     @property
     def number(self) -> int:
         """The index of this site."""
-        return self._link.peers.rank
+        return self._sites.peers.rank
 
     @property
     def peers(self) -> World:
         """The ranks at this rank's position, one of each site."""
-        return self._link.peers
+        return self._sites.peers
 
     @property
     def told(self) -> dict[str, float]:
         """The cost of synchronisation for this rank: bytes sent and seconds waited."""
-        return {"sent_bytes": self.peers.traffic.sent_bytes, "waited_seconds": self._link.waited_seconds}
+        return {"sent_bytes": self.peers.traffic.sent_bytes, "waited_seconds": self._sites.waited_seconds}
 
     def after(self, step: int) -> None:
         """Send and apply the fragments that are due after `step` updates."""
-        self._apart = True
-        number = fragment_to_send(step, update=self._rule)
-        if number is not None:
-            self.fragments[number].send(step)
+        self._has_diverged = True
+        fragment_number = fragment_to_send(step, update=self._rule)
+        if fragment_number is not None:
+            self.fragments[fragment_number].send(step)
         due = [fragment for fragment in self.fragments if fragment.due == step]
         for fragment in due:
             fragment.take()
         if due:
             self._spread()
-        if number == 0:
-            self._meet_buffers()
-        self._apart = not self._has_met(step)
+        if fragment_number == 0:
+            self._average_buffers()
+        self._has_diverged = not self._is_synchronized(step)
 
     def arrive(self) -> None:
         """Wait until no all-reduce is in flight."""
@@ -101,14 +101,14 @@ class FragmentSchedule:
         ]
         if not pairs:
             return None
-        mine = torch.stack([bits_checksum(agreed.detach()) for _, agreed in pairs])
-        most, least = self.peers.all_reduce(mine.clone(), op="max"), self.peers.all_reduce(mine.clone(), op="min")
-        apart = torch.nonzero(most != least).reshape(-1).tolist()
-        return pairs[apart[0]][0] if apart else None
+        checksums = torch.stack([bits_checksum(agreed.detach()) for _, agreed in pairs])
+        largest, smallest = self.peers.all_reduce(checksums.clone(), op="max"), self.peers.all_reduce(checksums.clone(), op="min")
+        different_indices = torch.nonzero(largest != smallest).reshape(-1).tolist()
+        return pairs[different_indices[0]][0] if different_indices else None
 
     def begin(self) -> None:
         """Take the current weights, which are equal on all sites, as the synchronised weights."""
-        self._apart = False
+        self._has_diverged = False
         for fragment in self.fragments:
             fragment.begin()
 
@@ -118,76 +118,76 @@ class FragmentSchedule:
 
         It yields this site's own weights, and restores them bit for bit at its end.
         """
-        live = dict(self._live())
-        own = {name: tensor.clone() for name, tensor in live.items()}
-        if self._apart:
+        current = dict(self._local_state())
+        local_weights = {name: tensor.clone() for name, tensor in current.items()}
+        if self._has_diverged:
             floats = {
-                name: averaging_dtype_tensor(tensor) for name, tensor in own.items() if tensor.is_floating_point()
+                name: averaging_dtype_tensor(tensor) for name, tensor in local_weights.items() if tensor.is_floating_point()
             }
-            self._put(live, dict(zip(floats, self._link.mean(list(floats.values())), strict=True)))
+            self._write(current, dict(zip(floats, self._sites.mean(list(floats.values())), strict=True)))
         try:
-            yield own
+            yield local_weights
         finally:
-            if self._apart:
-                self._put(live, own)
+            if self._has_diverged:
+                self._write(current, local_weights)
 
     def restore(self, own: Mapping[str, Tensor], *, step: int) -> None:
         """Restore this site's own weights and buffers, after `step` updates."""
-        self._apart = not self._has_met(step)
-        self._moving = sorted(self._moving_everywhere() | {name for name in own if name in self._first})
-        live = dict(self._live())
-        self._put(live, {name: tensor for name, tensor in own.items() if name in live})
+        self._has_diverged = not self._is_synchronized(step)
+        self._changing_buffers = sorted(self._find_changing_buffers() | {name for name in own if name in self._initial_buffers})
+        current = dict(self._local_state())
+        self._write(current, {name: tensor for name, tensor in own.items() if name in current})
 
-    def _has_met(self, step: int) -> bool:
+    def _is_synchronized(self, step: int) -> bool:
         """Return whether all sites have equal weights; a mean is then skipped, because rounding could change them."""
         return fragment_to_send(step, update=self._rule) == 0 and self._rule.fragments == 1 and not self._rule.delay
 
-    def _put(self, live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    def _write(self, targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for name, value in values.items():
-                copy_into(live[name], value.to(live[name].dtype))
+                copy_into(targets[name], value.to(targets[name].dtype))
         self._spread()
-        self._wrote()
+        self._on_write()
 
-    def _live(self) -> Iterator[tuple[str, Tensor]]:
+    def _local_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters and buffers on this rank whose values differ between sites."""
         for fragment in self.fragments:
             yield from zip((member.name for member in fragment.members), fragment.live, strict=True)
-        self._moving = sorted(self._moving_everywhere())
+        self._changing_buffers = sorted(self._find_changing_buffers())
         for name, tensor in self._buffers():
-            if name in self._moving or not tensor.is_floating_point():
+            if name in self._changing_buffers or not tensor.is_floating_point():
                 yield name, tensor
 
-    def _meet_buffers(self) -> None:
-        self._moving = sorted(self._moving_everywhere())
+    def _average_buffers(self) -> None:
+        self._changing_buffers = sorted(self._find_changing_buffers())
         buffers = dict(self._buffers())
-        mine = [buffers[name] for name in self._moving]
+        changing = [buffers[name] for name in self._changing_buffers]
         with torch.no_grad():
             for buffer, value in zip(
-                mine, self._link.mean([averaging_dtype_tensor(buffer) for buffer in mine]), strict=True
+                changing, self._sites.mean([averaging_dtype_tensor(buffer) for buffer in changing]), strict=True
             ):
                 copy_into(buffer, value.to(buffer.dtype))
-        if mine:
-            self._wrote()
+        if changing:
+            self._on_write()
 
-    def _moving_everywhere(self) -> set[str]:
+    def _find_changing_buffers(self) -> set[str]:
         """Return the names of the buffers that have changed on any site; constant buffers need not be sent.
 
         A buffer that a forward has replaced by one of another shape stays local to each site: shapes may differ
         between sites, so there is no mean.
         """
-        if not self._first:
+        if not self._initial_buffers:
             return set()
-        now = dict(self._buffers())
-        moved = [
-            _RESHAPED if now[name].shape != first.shape else name in self._moving or not torch.equal(now[name], first)
-            for name, first in self._first.items()
+        current = dict(self._buffers())
+        changes = [
+            _RESHAPED if current[name].shape != first.shape else name in self._changing_buffers or not torch.equal(current[name], first)
+            for name, first in self._initial_buffers.items()
         ]
-        told = self._link.peers.all_reduce(torch.tensor(moved, dtype=torch.uint8, device=self.peers.device), op="max")
-        return {name for name, how in zip(self._first, told.tolist(), strict=True) if how and how != _RESHAPED}
+        change_by_buffer = self._sites.peers.all_reduce(torch.tensor(changes, dtype=torch.uint8, device=self.peers.device), op="max")
+        return {name for name, how in zip(self._initial_buffers, change_by_buffer.tolist(), strict=True) if how and how != _RESHAPED}
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for name, held in self._weights.mine.items():
-            tensor = held.tensor if held.is_buffer else None
+        for name, entry in self._weights.mine.items():
+            tensor = entry.tensor if entry.is_buffer else None
             if tensor is not None:
                 yield name, tensor

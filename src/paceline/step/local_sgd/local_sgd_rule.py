@@ -46,8 +46,8 @@ class LocalSgdRule(StepRule):
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return a site's step, with the outer optimizer that synchronises the sites."""
         plan, replica, placed, replicas = request.plan, request.contexts[0], request.placed, request.replicas
-        passes = None if placed.piped is None else PipelineForwardBackward(replica, piped=placed.piped)
-        sites = FragmentSchedule(
+        forward_backward = None if placed.piped is None else PipelineForwardBackward(replica, piped=placed.piped)
+        fragment_schedule = FragmentSchedule(
             rule=plan.update_rule,
             named=placed.named,
             weights=placed.weights,
@@ -55,7 +55,7 @@ class LocalSgdRule(StepRule):
             spread=placed.spread,
             wrote=replica.buffers.begin,
         )
-        return LocalStep(replica, sites=sites, first=replicas.rank * plan.mesh.dp_shard, passes=passes)
+        return LocalStep(replica, sites=fragment_schedule, first=replicas.rank * plan.mesh.dp_shard, passes=forward_backward)
 
     def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
         """Return the rule and the number of sites."""

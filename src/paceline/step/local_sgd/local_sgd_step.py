@@ -22,7 +22,7 @@ from paceline.step.step_totals import FINGERPRINT, STOP, StepResult, TotalsReduc
 from paceline.step.synchronous import SynchronousStep
 
 LAG = 8
-_IN_ONE_MESSAGE = LAG // 2
+_STEPS_PER_MESSAGE = LAG // 2
 
 
 class LocalStep(SynchronousStep):
@@ -35,42 +35,42 @@ class LocalStep(SynchronousStep):
     ) -> None:
         super().__init__(replica, passes=passes)
         self.sites = sites
-        self._first = first
-        self._bundle = MessageBatcher(sites.peers, most=_IN_ONE_MESSAGE)
+        self._first_microbatch = first
+        self._batcher = MessageBatcher(sites.peers, most=_STEPS_PER_MESSAGE)
         self._names: tuple[str, ...] | None = None
 
     def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
         """Run this site's own update, then send and apply the fragments that are due."""
-        result = super().run(given, stop=stop) if given.num_micro > self._first else None
+        result = super().run(given, stop=stop) if given.num_micro > self._first_microbatch else None
         if result is not None:
             result.reduced.check_counts()
         if self._names is None:
-            told = self.sites.peers.gather_json(None if result is None else result.totals.names)
-            self._names = tuple(next(names for names in told if names))
-        result = result or self._left_out(given, stop=stop)
-        result = replace(result, totals=result.totals.across(self._bundle))
-        began = time.perf_counter()
+            names_by_rank = self.sites.peers.gather_json(None if result is None else result.totals.names)
+            self._names = tuple(next(names for names in names_by_rank if names))
+        result = result or self._run_without_samples(given, stop=stop)
+        result = replace(result, totals=result.totals.across(self._batcher))
+        start_time = time.perf_counter()
         self.sites.after(self.steps_done)
-        result.communication_seconds += time.perf_counter() - began
+        result.communication_seconds += time.perf_counter() - start_time
         return result
 
-    def _finish(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
+    def _commit_update(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
         """Update with the loss terms that have a target in this site's samples; without any target, make no update.
 
         A batch without any target is an error, which is detected in the totals that are reduced over all sites.
         """
-        own = result.reduced
-        if all(own.counts.values()):
+        site_totals = result.reduced
+        if all(site_totals.counts.values()):
             super()._finish(result, loss, counts)
-        elif any(own.counts.values()):
-            super()._finish(result, math.fsum(own.terms[name] for name, count in own.counts.items() if count), None)
+        elif any(site_totals.counts.values()):
+            super()._finish(result, math.fsum(site_totals.terms[name] for name, count in site_totals.counts.items() if count), None)
         else:
             self.replica.update.follow()
             self.steps_done += 1
 
     def flush_reports(self) -> None:
         """Send the results that do not fill a message yet."""
-        self._bundle.send()
+        self._batcher.send()
 
     @property
     def sent_bytes(self) -> float:
@@ -88,25 +88,25 @@ class LocalStep(SynchronousStep):
     def lateness(self) -> Sequence[Mapping[str, Any]]:
         """Return the cost of synchronisation for this rank: bytes sent and seconds waited."""
         world = self.replica.world
-        who = f"site {self.sites.number}" + (f", its rank {world.rank}" if world.world_size > 1 else "")
-        return [{"who": who, "late": [], **self.sites.told}]
+        site_name = f"site {self.sites.number}" + (f", its rank {world.rank}" if world.world_size > 1 else "")
+        return [{"who": site_name, "late": [], **self.sites.told}]
 
-    def _left_out(self, given: StepBatch, *, stop: bool) -> StepResult:
+    def _run_without_samples(self, step_batch: StepBatch, *, stop: bool) -> StepResult:
         """Return the result of a short batch that has no samples for this site."""
         self.replica.update.follow()
         totals = TotalsReduction(
             world=self.replica.world,
             names=self._names or (),
-            num_micro=given.num_micro,
+            num_micro=step_batch.num_micro,
             on_empty=self.replica.update.on_empty,
         )
         totals.flag(STOP, float(stop))
-        totals.flag(FINGERPRINT, float(given.fingerprint))
+        totals.flag(FINGERPRINT, float(step_batch.fingerprint))
         totals.start()
         self.steps_done += 1
         return StepResult(
             step=self.steps_done,
-            samples=given.num_samples,
+            samples=step_batch.num_samples,
             totals=totals,
             norm=None,
             compute_seconds=0.0,

@@ -13,26 +13,26 @@ class MessageBatcher:
 
     def __init__(self, peers: World, *, most: int) -> None:
         self.peers = peers
-        self._most = most
-        self._filling = _Message()
+        self._max_vectors = most
+        self._current = _Message()
 
     def add(self, vector: Tensor) -> Callable[[], None]:
         """Add a vector to the current message. The returned function waits and writes the sum into `vector`.
 
         If that function is called before the message is full, it sends the message as it is.
         """
-        if self._filling.is_sent:
-            self._filling = _Message()
-        message = self._filling
+        if self._current.is_sent:
+            self._current = _Message()
+        message = self._current
         message.vectors.append(vector)
-        if len(message.vectors) == self._most:
+        if len(message.vectors) == self._max_vectors:
             self.send()
         return lambda: message.arrive(self.peers)
 
     def send(self) -> None:
         """Send the current message, if it has any vectors and was not sent yet."""
-        if self._filling.vectors and not self._filling.is_sent:
-            self._filling.send(self.peers)
+        if self._current.vectors and not self._current.is_sent:
+            self._current.send(self.peers)
 
 
 class _Message:

@@ -21,9 +21,9 @@ class SiteGroup:
 
     def wait(self, wait: Callable[[], object]) -> None:
         """Call `wait` and add its duration to `waited_seconds`."""
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         wait()
-        self.waited_seconds += time.perf_counter() - began
+        self.waited_seconds += time.perf_counter() - start_time
 
     def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the mean of each tensor over the sites."""
@@ -31,7 +31,7 @@ class SiteGroup:
             return []
         flat = _flat(tensors)
         self.wait(self.peers.start_all_reduce(flat))
-        return _cut(flat.div_(self.peers.world_size), tensors)
+        return _split_like(flat.div_(self.peers.world_size), tensors)
 
 
 class Fragment:
@@ -41,7 +41,7 @@ class Fragment:
         self.members = list(members)
         self.due: int | None = None
         self._rule = rule
-        self._link = link
+        self._sites = link
         self._flat: Tensor | None = None
         self._wait: Callable[[], object] | None = None
         self.agreed: list[nn.Parameter] = []
@@ -72,59 +72,59 @@ class Fragment:
         if self.agreed:
             pairs = zip(self.agreed, self.live, strict=True)
             self._flat = _flat([agreed.detach() - averaging_dtype_tensor(live) for agreed, live in pairs])
-            self._wait = self._link.peers.start_all_reduce(self._flat)
+            self._wait = self._sites.peers.start_all_reduce(self._flat)
 
     def arrive(self) -> None:
         """Wait for the all-reduce. `apply` uses the result when it is due."""
         if self._wait is not None:
-            self._link.wait(self._wait)
+            self._sites.wait(self._wait)
             self._wait = None
 
     def take(self) -> None:
         """Run the step of the outer optimizer on the mean pseudo-gradient of all sites."""
         self.arrive()
         if self._flat is not None and self._outer is not None:
-            ways = _cut(self._flat / self._link.peers.world_size, self.agreed)
-            for agreed, way in zip(self.agreed, ways, strict=True):
-                agreed.grad = way
+            gradients = _split_like(self._flat / self._sites.peers.world_size, self.agreed)
+            for parameter, gradient in zip(self.agreed, gradients, strict=True):
+                parameter.grad = gradient
             self._outer.step()
             self._outer.zero_grad()
-            self._mix()
+            self._update_weights()
         self.due, self._flat = None, None
 
-    def _mix(self) -> None:
-        mix = self._rule.mix if self._rule.delay else 0.0
+    def _update_weights(self) -> None:
+        local_fraction = self._rule.mix if self._rule.delay else 0.0
         with torch.no_grad():
             for live, agreed in zip(self.live, self.agreed, strict=True):
-                copy_into(live, (averaging_dtype_tensor(live) * mix + agreed * (1.0 - mix)) if mix else agreed)
+                copy_into(live, (averaging_dtype_tensor(live) * local_fraction + agreed * (1.0 - local_fraction)) if local_fraction else agreed)
 
     def saved(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the state that is equal on all sites, as (kind, FQN, this rank's part)."""
         self.arrive()
-        coming = [] if self._flat is None else _cut(self._flat, self.agreed)
-        for place, (member, agreed) in enumerate(zip(self.members, self.agreed, strict=True)):
-            yield "agreed", member.name, agreed.detach()
-            momentum = None if self._outer is None else self._outer.state[agreed].get("momentum_buffer")
+        pending_parts = [] if self._flat is None else _split_like(self._flat, self.agreed)
+        for position, (member, parameter) in enumerate(zip(self.members, self.agreed, strict=True)):
+            yield "agreed", member.name, parameter.detach()
+            momentum = None if self._outer is None else self._outer.state[parameter].get("momentum_buffer")
             if momentum is not None:
                 yield "momentum", member.name, momentum
-            if coming:
-                yield "coming", member.name, coming[place]
+            if pending_parts:
+                yield "coming", member.name, pending_parts[position]
 
     def restore(self, find: Callable[[str, str], Tensor | None], *, due: int | None) -> None:
         """Restore the saved state; `find(kind, name)` returns None for state that was not saved."""
         self.begin()
-        coming: list[Tensor] = []
-        for member, agreed in zip(self.members, self.agreed, strict=True):
-            found = {what: find(what, member.name) for what in ("agreed", "momentum", "coming")}
+        pending_parts: list[Tensor] = []
+        for member, parameter in zip(self.members, self.agreed, strict=True):
+            saved = {what: find(what, member.name) for what in ("agreed", "momentum", "coming")}
             with torch.no_grad():
-                agreed.copy_(agreed if found["agreed"] is None else found["agreed"])
-            if found["momentum"] is not None and self._outer is not None:
-                self._outer.state[agreed]["momentum_buffer"] = found["momentum"].to(agreed.device)
-            way = found["coming"]
-            coming.append(torch.zeros_like(agreed) if way is None else way.to(agreed.device))
+                parameter.copy_(parameter if saved["agreed"] is None else saved["agreed"])
+            if saved["momentum"] is not None and self._outer is not None:
+                self._outer.state[parameter]["momentum_buffer"] = saved["momentum"].to(parameter.device)
+            pending = saved["coming"]
+            pending_parts.append(torch.zeros_like(parameter) if pending is None else pending.to(parameter.device))
         self.due = due
-        if coming and due is not None:
-            self._flat = _flat(coming)
+        if pending_parts and due is not None:
+            self._flat = _flat(pending_parts)
 
 
 def averaging_dtype_tensor(tensor: Tensor) -> Tensor:
@@ -136,6 +136,6 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _split_like(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parts = flat.split([tensor.numel() for tensor in like])
     return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, like, strict=True)]

@@ -39,31 +39,31 @@ def gather_rows(
         JobError: a tensor's first dimension is not the samples, or a value cannot be joined and is not the same on
             every replica.
     """
-    kinds = {} if columns is None else columns
-    mine = None if batch is None else _Parts.of((output, batch), num_samples=num_samples, kinds=kinds)
-    told: list[dict[str, Any] | None] = world.gather_json(None if mine is None else mine.as_json())
-    present = [each for each in told if each is not None]
-    _refuse_odd(present)
-    _refuse_other_types(present)
-    _refuse_other_values(present)
-    _decide_columns(present, kinds)
-    own = [] if mine is None else mine.tensors
+    columns_by_path = {} if columns is None else columns
+    local_parts = None if batch is None else _BatchParts.of((output, batch), num_samples=num_samples, columns_by_path=columns_by_path)
+    parts_by_rank: list[dict[str, Any] | None] = world.gather_json(None if local_parts is None else local_parts.as_json())
+    with_samples = [each for each in parts_by_rank if each is not None]
+    _refuse_wrong_length(with_samples)
+    _refuse_different_types(with_samples)
+    _refuse_different_values(with_samples)
+    _decide_columns(with_samples, columns_by_path)
+    local_tensors = [] if local_parts is None else local_parts.tensors
     joined = []
-    for place, (shape, kind) in enumerate(present[0]["tensors"]):
-        tensor = own[place] if own else None
+    for position, (shape, dtype_name) in enumerate(with_samples[0]["tensors"]):
+        tensor = local_tensors[position] if local_tensors else None
         if not shape:
-            joined.append(tensor if tensor is None else share_gradient(tensor, among=len(present)))
+            joined.append(tensor if tensor is None else share_gradient(tensor, among=len(with_samples)))
             continue
-        rows = [0 if each is None else each["tensors"][place][0][0] for each in told]
-        joined.append(_joined(tensor, rows, shape[1:], getattr(torch, kind.removeprefix("torch.")), world))
-    if mine is None:
+        rows = [0 if each is None else each["tensors"][position][0][0] for each in parts_by_rank]
+        joined.append(_join_rows(tensor, rows, shape[1:], getattr(torch, dtype_name.removeprefix("torch.")), world))
+    if local_parts is None:
         return None
-    joined_lists = [joined_columns([from_json(each["columns"][place]) for each in present]) for place in mine.places]
-    return mine.rebuilt(joined, joined_lists)
+    joined_lists = [joined_columns([from_json(each["columns"][place]) for each in with_samples]) for place in local_parts.places]
+    return local_parts.rebuilt(joined, joined_lists)
 
 
 @dataclass(kw_only=True)
-class _Parts:
+class _BatchParts:
     """The output and batch of one replica: tensors, columns by path, and checksums of all other values by path.
 
     `columns_by_path` says which paths are columns, as decided in earlier batches.
@@ -77,11 +77,11 @@ class _Parts:
     fixed: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
-    def of(value: tuple[Any, Any], *, num_samples: int, kinds: dict[str, bool]) -> "_Parts":
+    def of(value: tuple[Any, Any], *, num_samples: int, columns_by_path: dict[str, bool]) -> "_BatchParts":
         """Split output and batch into tensors, columns and other values."""
-        parts = _Parts(value=value, num_samples=num_samples, kinds=kinds)
+        parts = _BatchParts(value=value, num_samples=num_samples, kinds=columns_by_path)
         for name, each in zip(_NAMES, value, strict=True):
-            map_leaves(each, parts._take, is_leaf=parts._is_leaf, path=name)
+            map_leaves(each, parts._store_leaf, is_leaf=parts._is_leaf, path=name)
         return parts
 
     @property
@@ -96,13 +96,13 @@ class _Parts:
 
     def rebuilt(self, tensors: list[Any], columns: list[Any]) -> tuple[Any, Any]:
         """Return output and batch with these tensors and columns in place of their own."""
-        of_tensors, of_columns = iter(tensors), dict(zip(self.columns, columns, strict=True))
+        remaining_tensors, column_by_path = iter(tensors), dict(zip(self.columns, columns, strict=True))
 
-        def put(path: str, leaf: Any) -> Any:
-            return next(of_tensors) if isinstance(leaf, Tensor) else of_columns.get(path, leaf)
+        def replace_leaf(path: str, leaf: Any) -> Any:
+            return next(remaining_tensors) if isinstance(leaf, Tensor) else column_by_path.get(path, leaf)
 
         output, batch = (
-            map_leaves(each, put, is_leaf=self._is_leaf, path=name)
+            map_leaves(each, replace_leaf, is_leaf=self._is_leaf, path=name)
             for name, each in zip(_NAMES, self.value, strict=True)
         )
         return output, batch
@@ -113,18 +113,18 @@ class _Parts:
     def _is_column(self, path: str, value: Any) -> bool:
         return self.kinds.get(path, True) and is_column(value, self.num_samples)
 
-    def _take(self, path: str, leaf: Any) -> Any:
+    def _store_leaf(self, path: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             self.tensors.append(leaf)
             if not leaf.dim() and not leaf.requires_grad:
                 self.fixed[path] = checksum(leaf, 0)
         elif self._is_column(path, leaf):
-            self.columns[path] = self._column(path, leaf)
+            self.columns[path] = self._column_to_json(path, leaf)
         else:
             self.fixed[path] = checksum(leaf, 0)
         return leaf
 
-    def _column(self, path: str, leaf: Any) -> Any:
+    def _column_to_json(self, path: str, leaf: Any) -> Any:
         """Return the column as JSON."""
         if path not in self.kinds and is_square(leaf):
             raise JobError(
@@ -152,32 +152,32 @@ def mean_terms(terms: Terms) -> Tensor:
     return torch.stack([total / count for total, count in terms.values()]).sum()
 
 
-def _joined(own: Tensor | None, rows: list[int], rest: list[int], dtype: torch.dtype, world: World) -> Tensor | None:
+def _join_rows(local_rows: Tensor | None, rows: list[int], row_shape: list[int], dtype: torch.dtype, world: World) -> Tensor | None:
     """Join rows by an all-reduce of zero-padded tensors, which is exact and includes replicas without rows."""
     start = sum(rows[: world.rank])
-    sent = torch.uint8 if dtype is torch.bool else dtype
-    whole = torch.zeros([sum(rows), *rest], dtype=sent, device=world.device)
-    if own is not None:
-        whole[start : start + len(own)] = own.detach().to(sent)
-    whole = world.all_reduce(whole).to(dtype)
-    if own is None or not own.requires_grad:
-        return whole
-    return torch.cat([whole[:start], own, whole[start + len(own) :]])
+    sent_dtype = torch.uint8 if dtype is torch.bool else dtype
+    all_rows = torch.zeros([sum(rows), *row_shape], dtype=sent_dtype, device=world.device)
+    if local_rows is not None:
+        all_rows[start : start + len(local_rows)] = local_rows.detach().to(sent_dtype)
+    all_rows = world.all_reduce(all_rows).to(dtype)
+    if local_rows is None or not local_rows.requires_grad:
+        return all_rows
+    return torch.cat([all_rows[:start], local_rows, all_rows[start + len(local_rows) :]])
 
 
-def _refuse_odd(present: list[dict[str, Any]]) -> None:
-    for told in present:
-        odd = next((shape for shape, _ in told["tensors"] if shape and shape[0] != told["samples"]), None)
-        if odd is not None:
+def _refuse_wrong_length(with_samples: list[dict[str, Any]]) -> None:
+    for parts in with_samples:
+        wrong_shape = next((shape for shape, _ in parts["tensors"] if shape and shape[0] != parts["samples"]), None)
+        if wrong_shape is not None:
             raise JobError(
                 f'loss_over="batch" joins outputs and batch along their first dimension, but one of shape '
-                f"{tuple(odd)} came with {told['samples']} samples.",
+                f"{tuple(wrong_shape)} came with {parts['samples']} samples.",
                 hint="forward=lambda model, batch: tensors of shape [samples, ...], or without dimensions",
             )
 
 
-def _refuse_other_types(present: list[dict[str, Any]]) -> None:
-    kinds = {repr([(shape[1:], bool(shape), kind) for shape, kind in told["tensors"]]) for told in present}
+def _refuse_different_types(with_samples: list[dict[str, Any]]) -> None:
+    kinds = {repr([(shape[1:], bool(shape), kind) for shape, kind in told["tensors"]]) for told in with_samples}
     if len(kinds) > 1:
         raise JobError(
             "loss_over=\"batch\": the replicas' outputs or batches differ in shape or type, so they can't be joined.",
@@ -186,35 +186,35 @@ def _refuse_other_types(present: list[dict[str, Any]]) -> None:
         )
 
 
-def _decide_columns(present: list[dict[str, Any]], kinds: dict[str, bool]) -> None:
+def _decide_columns(with_samples: list[dict[str, Any]], columns_by_path: dict[str, bool]) -> None:
     """Decide which paths are columns, in the first batch in which a path occurs.
 
     Raises:
         JobError: all replicas have the same list at a path, which may be a constant or a column.
     """
-    first = present[0]
+    first = with_samples[0]
     for path, column in first["columns"].items():
-        if path not in kinds and len(present) > 1 and all(told["columns"][path] == column for told in present):
+        if path not in columns_by_path and len(with_samples) > 1 and all(told["columns"][path] == column for told in with_samples):
             raise JobError(
                 f'loss_over="batch" can\'t tell whether {path} is one value for the whole batch or has one entry per '
                 f"sample: it is as long as the samples, {first['samples']}, and the same on every replica.",
                 hint="collate=: a tensor of shape [samples, ...] for a column; a constant belongs in the loss itself",
             )
-    kinds.update(dict.fromkeys(first["columns"], True))
+    columns_by_path.update(dict.fromkeys(first["columns"], True))
     for path in first["fixed"]:
-        kinds.setdefault(path, False)
+        columns_by_path.setdefault(path, False)
 
 
-def _refuse_other_values(present: list[dict[str, Any]]) -> None:
+def _refuse_different_values(with_samples: list[dict[str, Any]]) -> None:
     """Raise unless every value that is not a column is the same on every replica."""
-    first = present[0]
-    for told in present:
-        names = dict.fromkeys([*first["columns"], *told["columns"], *first["fixed"], *told["fixed"]])
-        apart = [name for name in names if (name in first["columns"]) != (name in told["columns"])]
-        apart += [name for name in names if first["fixed"].get(name) != told["fixed"].get(name)]
-        if apart:
+    first = with_samples[0]
+    for parts in with_samples:
+        names = dict.fromkeys([*first["columns"], *parts["columns"], *first["fixed"], *parts["fixed"]])
+        different = [name for name in names if (name in first["columns"]) != (name in parts["columns"])]
+        different += [name for name in names if first["fixed"].get(name) != parts["fixed"].get(name)]
+        if different:
             raise JobError(
-                f'loss_over="batch": {apart[0]} is not the same on every replica, and can\'t be joined.',
+                f'loss_over="batch": {different[0]} is not the same on every replica, and can\'t be joined.',
                 cause="it belongs to the samples of one microbatch, but the loss covers the whole batch",
                 hint="collate= or forward=: a tensor or a list with one entry per sample, or leave it out",
             )

@@ -22,42 +22,42 @@ def misfit_of_batch(
         signature.bind(*words, **named)
     except TypeError as error:
         owner = type(getattr(forward, "__self__", forward)).__name__
-        handed = ", ".join([*map(_kind, words), *named]) or "nothing"
+        passed = ", ".join([*map(_describe_value, words), *named]) or "nothing"
         return JobError(
             f"{owner}.forward({', '.join(map(str, signature.parameters))}) does not fit the batch: {error}.",
-            where=_place(forward),
-            cause=f"the batch is {_shape(batch)}; the default forward passes {handed}",
-            hint=f"forward=lambda model, batch: model({', '.join(_chosen(signature, batch))})",
+            where=_source_line(forward),
+            cause=f"the batch is {_describe_batch(batch)}; the default forward passes {passed}",
+            hint=f"forward=lambda model, batch: model({', '.join(_suggest_arguments(signature, batch))})",
         )
     return None
 
 
-def _place(forward: Callable[..., Any]) -> str:
+def _source_line(forward: Callable[..., Any]) -> str:
     code = getattr(forward, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None and is_users(code.co_filename) else ""
 
 
-def _kind(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     return f"{type(value).__name__}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _shape(batch: Any) -> str:
+def _describe_batch(batch: Any) -> str:
     if isinstance(batch, Mapping):
         return f"a dict with the keys {', '.join(map(str, batch))}"
     if isinstance(batch, tuple | list):
-        return f"a {type(batch).__name__} of {len(batch)}: {', '.join(map(_kind, batch))}"
-    return f"a {_kind(batch)}"
+        return f"a {type(batch).__name__} of {len(batch)}: {', '.join(map(_describe_value, batch))}"
+    return f"a {_describe_value(batch)}"
 
 
-def _chosen(signature: inspect.Signature, batch: Any) -> list[str]:
+def _suggest_arguments(signature: inspect.Signature, batch: Any) -> list[str]:
     """Return expressions for as many parts of the batch as the forward requires: tensors first, likely targets last."""
-    needed = [p for p in signature.parameters.values() if p.kind in _FORMS and p.default is p.empty]
+    required = [p for p in signature.parameters.values() if p.kind in _FORMS and p.default is p.empty]
     if isinstance(batch, Mapping):
         parts = sorted(batch, key=lambda key: (key in _TARGETS, not isinstance(batch[key], Tensor)))
-        own = {p.name: p.name for p in needed if p.name in batch}
-        rest = iter([key for key in parts if key not in own])
-        return [f'batch["{key}"]' for p in needed if (key := own.get(p.name) or next(rest, None)) is not None]
+        by_name = {p.name: p.name for p in required if p.name in batch}
+        remaining = iter([key for key in parts if key not in by_name])
+        return [f'batch["{key}"]' for p in required if (key := by_name.get(p.name) or next(remaining, None)) is not None]
     if isinstance(batch, tuple | list):
-        places = sorted(range(len(batch)), key=lambda at: not isinstance(batch[at], Tensor))
-        return [f"batch[{at}]" for at in places[: len(needed)]]
+        positions = sorted(range(len(batch)), key=lambda at: not isinstance(batch[at], Tensor))
+        return [f"batch[{position}]" for position in positions[: len(required)]]
     return ["batch"]

@@ -11,7 +11,7 @@ class FrozenParameters:
     """The parameters that were frozen when the run was built. More may be frozen later; these may not be unfrozen."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held = [
+        self._entries = [
             (f"{path}.{leaf}" if path else leaf, module._parameters, leaf)
             for path, module in model.named_modules()
             for leaf, parameter in module._parameters.items()
@@ -21,7 +21,7 @@ class FrozenParameters:
     @property
     def checks(self) -> list[Callable[[], None]]:
         """The checks that each step runs: none if the model has no frozen parameter."""
-        return [self.refuse_thawed] if self._held else []
+        return [self.refuse_thawed] if self._entries else []
 
     def refuse_thawed(self) -> None:
         """Raise an error if one of these parameters is trainable now.
@@ -29,7 +29,7 @@ class FrozenParameters:
         Raises:
             JobError: a parameter was unfrozen; the error names it.
         """
-        for name, owner, leaf in self._held:
+        for name, owner, leaf in self._entries:
             parameter = owner.get(leaf)
             if parameter is not None and parameter.requires_grad:
                 raise JobError(

@@ -33,11 +33,11 @@ class LossContract:
 
     def __init__(self, *, job: Job, model: nn.Module, asks: bool = True) -> None:
         self._job = job
-        self._own = OwnLoss(model, takes_divisor=asks and job.forward is None and _takes(model, DIVISOR))
-        self._accepted = _accepted_names(model)
+        self._model_loss = OwnLoss(model, takes_divisor=asks and job.forward is None and _accepts_argument(model, DIVISOR))
+        self._accepted_names = _accepted_names(model)
         self._forward = model.forward
         self._checks_after_forward = FrozenParameters(model).checks
-        self._asks_sum = False
+        self._checks_sum = False
         self.note = ""
 
     @property
@@ -57,31 +57,31 @@ class LossContract:
 
     def moved(self) -> None:
         """Treat labels as already shifted from now on, as they are in slices of the sequence."""
-        self._own.settle(moved=True)
+        self._model_loss.settle(moved=True)
 
     def learn(self, batch: Any) -> None:
         """Test on one microbatch, before the model is split, whether the model's own loss is a sum or a mean."""
         if self._job.loss is None and isinstance(batch, Mapping):
-            self._own.arguments({name: value for name, value in batch.items() if name in self._accepted})
-            self._own.settle()
+            self._model_loss.arguments({name: value for name, value in batch.items() if name in self._accepted_names})
+            self._model_loss.settle()
 
     def ask_sum(self) -> None:
         """Check on the next microbatch whether the loss is a sum over samples; if it is not, set `note`."""
-        self._asks_sum = self._job.loss is not None and self._job.loss_over != "batch"
+        self._checks_sum = self._job.loss is not None and self._job.loss_over != "batch"
 
     def answer_sum(self, output: Any, batch: Any, terms: Terms) -> None:
         """Run that check on this microbatch, if it was requested."""
-        if self._asks_sum and list(terms) == [SINGLE]:
+        if self._checks_sum and list(terms) == [SINGLE]:
             fault = loss_fault(self._job.loss, output, batch, terms[SINGLE])
             self.note = "" if fault is None else _fault_note(fault)
-        self._asks_sum = False
+        self._checks_sum = False
 
     def counts(self, batch: Any) -> dict[str, Number]:
         """Return the counts of one microbatch, before its forward."""
         assert self._job.count is not None
-        found = self._job.count(batch)
-        given = dict(found) if isinstance(found, Mapping) else {SINGLE: found}
-        return {str(name): _count(str(name), value) for name, value in given.items()}
+        returned = self._job.count(batch)
+        counts_by_name = dict(returned) if isinstance(returned, Mapping) else {SINGLE: returned}
+        return {str(name): _to_count(str(name), value) for name, value in counts_by_name.items()}
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's output on one microbatch.
@@ -97,28 +97,28 @@ class LossContract:
 
     def _output(self, model: nn.Module, batch: Any) -> Any:
         if self._job.forward is None:
-            return self._handed(model, batch)
-        found = self._job.forward(model, batch)
-        if found is None:
+            return self._call_model(model, batch)
+        output = self._job.forward(model, batch)
+        if output is None:
             raise JobError("forward= returned None.", hint="forward=lambda model, batch: model(...): return the output")
-        return found
+        return output
 
-    def _handed(self, model: nn.Module, batch: Any) -> Any:
+    def _call_model(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's output under the default forward, which passes the batch as the model's arguments."""
-        words, named = self._arguments(batch)
+        args, kwargs = self._arguments(batch)
         try:
-            return model(*words, **named)
+            return model(*args, **kwargs)
         except TypeError:
-            misfit = misfit_of_batch(self._forward, batch, words, named)
-            if misfit is None:
+            mismatch = misfit_of_batch(self._forward, batch, args, kwargs)
+            if mismatch is None:
                 raise
-            raise misfit from None
+            raise mismatch from None
 
     def _arguments(self, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
         if isinstance(batch, Tensor):
             return [batch], {}
         if isinstance(batch, Mapping):
-            return [], self._chosen(batch)
+            return [], self._select_arguments(batch)
         if isinstance(batch, tuple | list) and len(batch) >= 2:
             return batch[:-1], {}
         raise JobError(
@@ -129,31 +129,31 @@ class LossContract:
     def terms(self, output: Any, batch: Any, *, num_samples: int) -> Terms:
         """Return the named `(sum, count)` of one microbatch."""
         if self._job.loss is None:
-            return {SINGLE: self._own.term(output, batch, num_samples=num_samples)}
-        if _is_torch_s(self._job.loss) and not isinstance(batch, Tensor):
+            return {SINGLE: self._model_loss.term(output, batch, num_samples=num_samples)}
+        if _is_torch_loss(self._job.loss) and not isinstance(batch, Tensor):
             raise JobError(
                 f"loss= is a {type(self._job.loss).__name__}, which takes (output, target), not (output, batch).",
                 hint="loss=lambda output, batch: (F.cross_entropy(output, batch[-1], reduction='sum'), len(output))",
             )
-        found = self._job.loss(output, batch)
-        if isinstance(found, Mapping):
-            return {str(name): _pair(name, value) for name, value in found.items()}
-        if isinstance(found, tuple):
-            return {SINGLE: _pair(SINGLE, found)}
-        if isinstance(found, Tensor):
-            return {SINGLE: (_scalar(SINGLE, found) * num_samples, float(num_samples))}
+        returned = self._job.loss(output, batch)
+        if isinstance(returned, Mapping):
+            return {str(name): _to_sum_and_count(name, value) for name, value in returned.items()}
+        if isinstance(returned, tuple):
+            return {SINGLE: _to_sum_and_count(SINGLE, returned)}
+        if isinstance(returned, Tensor):
+            return {SINGLE: (_to_scalar(SINGLE, returned) * num_samples, float(num_samples))}
         raise JobError(
-            f"loss= returned a {type(found).__name__}.",
+            f"loss= returned a {type(returned).__name__}.",
             cause="expected (loss_sum, count), a dict of them, or a scalar tensor",
             hint="return F.cross_entropy(output, target, reduction='sum'), target.numel()",
         )
 
-    def _chosen(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        chosen = {name: value for name, value in batch.items() if name in self._accepted}
+    def _select_arguments(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = {name: value for name, value in batch.items() if name in self._accepted_names}
         if self._job.loss is not None:
-            chosen.pop("labels", None)
-            return chosen
-        return self._own.arguments(chosen)
+            arguments.pop("labels", None)
+            return arguments
+        return self._model_loss.arguments(arguments)
 
 
 def _fault_note(fault: LossFault) -> str:
@@ -163,15 +163,15 @@ def _fault_note(fault: LossFault) -> str:
             "reduction='sum' in most losses of torch (docs/loss.md)"
         )
     first, second = fault.halves
-    found = f"{fault.whole:.4g} for a microbatch, {first:.4g} and {second:.4g} for its halves"
-    what = "returns a scalar that is not the mean over samples" if fault.is_scalar else "is not a sum over samples"
+    measured = f"{fault.whole:.4g} for a microbatch, {first:.4g} and {second:.4g} for its halves"
+    fault_text = "returns a scalar that is not the mean over samples" if fault.is_scalar else "is not a sum over samples"
     return (
-        f"loss= {what} ({found}), so the training depends on train.micro_batch_size, even in one process. {COUNT_HINT}; "
+        f"loss= {fault_text} ({measured}), so the training depends on train.micro_batch_size, even in one process. {COUNT_HINT}; "
         'loss_over="batch" for a loss that compares samples with each other (docs/loss.md)'
     )
 
 
-def _pair(name: object, value: Any) -> tuple[Tensor, Number]:
+def _to_sum_and_count(name: object, value: Any) -> tuple[Tensor, Number]:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise JobError(f"loss term {name!r} is not a (sum, count) pair.", hint=f"{{{name!r}: (loss_sum, count)}}")
     if _is_swapped(*value):
@@ -180,14 +180,14 @@ def _pair(name: object, value: Any) -> tuple[Tensor, Number]:
             cause="its first part has no gradient, but its second part has one",
             hint="return loss_sum, count",
         )
-    return _scalar(str(name), value[0]), _count(str(name), value[1])
+    return _to_scalar(str(name), value[0]), _to_count(str(name), value[1])
 
 
 def _is_swapped(total: Any, count: Any) -> bool:
     return isinstance(count, Tensor) and count.requires_grad and not (isinstance(total, Tensor) and total.requires_grad)
 
 
-def _scalar(name: str, value: Any) -> Tensor:
+def _to_scalar(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor) and as_number(value) is not None:
         raise JobError(
             f"the sum of loss term {name!r} is a {type(value).__name__}, expected a scalar tensor.",
@@ -206,7 +206,7 @@ def _scalar(name: str, value: Any) -> Tensor:
     return value if value.dim() == 0 else value.reshape(())
 
 
-def _count(name: str, value: Any) -> Number:
+def _to_count(name: str, value: Any) -> Number:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise JobError(
@@ -238,11 +238,11 @@ def refuse_count(name: str, number: float) -> float:
     return number
 
 
-def _is_torch_s(loss: Any) -> bool:
+def _is_torch_loss(loss: Any) -> bool:
     return type(loss).__module__ == "torch.nn.modules.loss"
 
 
-def _takes(model: nn.Module, name: str) -> bool:
+def _accepts_argument(model: nn.Module, name: str) -> bool:
     parameters = inspect.signature(model.forward).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return name in parameters or (open_ended and hasattr(model, "loss_function"))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.torch_internals.scalars import as_number
 
-_PURE = (
+_PURE_BUILTINS = (
     abs,
     bool,
     dict,
@@ -41,7 +41,7 @@ _PURE = (
     zip,
 )
 # functions, methods and attributes of torch without side effects; a loss that uses any other is not probed
-_TORCH = frozenset(
+_PURE_TORCH_NAMES = frozenset(
     [
         "abs", "add", "all", "amax", "amin", "any", "arange", "argmax", "argmin", "bfloat16",
         "binary_cross_entropy", "binary_cross_entropy_with_logits", "bmm", "bool", "cat", "cdist", "chunk", "clamp",
@@ -61,10 +61,10 @@ _TORCH = frozenset(
         "where", "zeros", "zeros_like"
     ]
 )  # fmt: skip
-_VALUES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_CONSTANT_TYPES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _TORCH_LOSSES = "torch.nn.modules.loss"
-_NAMED = frozenset({"LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM", "LOAD_SUPER_ATTR"})
-_WRITES = frozenset(
+_NAME_OPCODES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM", "LOAD_SUPER_ATTR"})
+_WRITE_OPCODES = frozenset(
     {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "YIELD_VALUE", "IMPORT_NAME"}
 )
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 2e-2  # relative rounding of a sum over a microbatch, and in half precision
@@ -91,7 +91,7 @@ def loss_fault(loss: Any, output: Any, batch: Any, found: tuple[Tensor, Any]) ->
         return None
     size = output.shape[0] if type(output) is Tensor and output.dim() else 0
     cuts = slice(0, size // 2), slice(size // 2, size)
-    parts = [(_cut(output, size, part), _cut(batch, size, part)) for part in cuts]
+    parts = [(_slice_samples(output, size, part), _slice_samples(batch, size, part)) for part in cuts]
     if size < 2 or any(cut is None for pair in parts for cut in pair):
         return None
     try:
@@ -102,23 +102,23 @@ def loss_fault(loss: Any, output: Any, batch: Any, found: tuple[Tensor, Any]) ->
     is_scalar = all(isinstance(half, Tensor) for half in halves)
     if is_scalar:  # the mean over the samples
         halves = [(half * (cut.stop - cut.start), cut.stop - cut.start) for half, cut in zip(halves, cuts, strict=True)]
-    pairs = [_numbers(found), *map(_numbers, halves)]
+    pairs = [_as_numbers(found), *map(_as_numbers, halves)]
     numbers = [pair for pair in pairs if pair is not None and pair[1] > 0]
     if len(numbers) < len(pairs) or numbers[1][1] + numbers[2][1] != numbers[0][1]:
         return None
     tolerance = _TOLERANCE if output.dtype in (torch.float32, torch.float64) else _HALF_TOLERANCE
-    return _judged(numbers, is_scalar=is_scalar, tolerance=tolerance)
+    return _judge(numbers, is_scalar=is_scalar, tolerance=tolerance)
 
 
-def _judged(numbers: Sequence[tuple[float, float]], *, is_scalar: bool, tolerance: float) -> LossFault | None:
+def _judge(numbers: Sequence[tuple[float, float]], *, is_scalar: bool, tolerance: float) -> LossFault | None:
     """Return the fault that the `(sum, count)` of a microbatch and of its two halves show, or None."""
-    (total, count), (first, one), (second, other) = numbers
-    if not math.isfinite(total) or _near(first + second, total, tolerance * (abs(first) + abs(second))):
+    (total, count), (first, first_count), (second, second_count) = numbers
+    if not math.isfinite(total) or _is_close(first + second, total, tolerance * (abs(first) + abs(second))):
         return None
     if is_scalar:
-        return LossFault(kind=NOT_ADDITIVE, whole=total / count, halves=(first / one, second / other), is_scalar=True)
-    parts = first * one, second * other
-    is_mean = _near(sum(parts), total * count, tolerance * sum(map(abs, parts)))
+        return LossFault(kind=NOT_ADDITIVE, whole=total / count, halves=(first / first_count, second / second_count), is_scalar=True)
+    parts = first * first_count, second * second_count
+    is_mean = _is_close(sum(parts), total * count, tolerance * sum(map(abs, parts)))
     return LossFault(kind=MEAN_WITH_COUNT if is_mean else NOT_ADDITIVE, whole=total, halves=(first, second))
 
 
@@ -131,31 +131,31 @@ def keeps_nothing(function: Any, *, seen: frozenset[int] = frozenset()) -> bool:
     if isinstance(function, partial):
         values = [*function.args, *function.keywords.values()]
         return keeps_nothing(function.func, seen=seen) and all(_is_plain(value, seen) for value in values)
-    if _computes(function):
+    if _is_pure_torch(function):
         return True
     if not isinstance(function, FunctionType):
         return False
     if id(function) in seen:
         return True
-    takes_out = any("out" in const for const in function.__code__.co_consts if isinstance(const, tuple))
-    if takes_out or any(_does_more(function, step) for step in dis.get_instructions(function)):
+    has_out_argument = any("out" in const for const in function.__code__.co_consts if isinstance(const, tuple))
+    if has_out_argument or any(_is_unsafe(function, step) for step in dis.get_instructions(function)):
         return False
     seen |= {id(function)}
-    held = [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
-    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return all(_is_plain(value, seen) for value in held) and all(
-        _reaches_plain(name, function, seen) for name in _globals_in(function)
+    captured = [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
+    captured += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return all(_is_plain(value, seen) for value in captured) and all(
+        _is_plain_global(name, function, seen) for name in _global_names(function)
     )
 
 
-def _globals_in(function: FunctionType) -> list[str]:
+def _global_names(function: FunctionType) -> list[str]:
     return [str(step.argval) for step in dis.get_instructions(function) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
 
 
-def _reaches_plain(name: str, function: FunctionType, seen: frozenset[int]) -> bool:
+def _is_plain_global(name: str, function: FunctionType, seen: frozenset[int]) -> bool:
     if name in function.__globals__:
         return _is_plain(function.__globals__[name], seen)
-    return getattr(builtins, name, None) in _PURE
+    return getattr(builtins, name, None) in _PURE_BUILTINS
 
 
 def _is_plain(value: Any, seen: frozenset[int]) -> bool:
@@ -163,26 +163,26 @@ def _is_plain(value: Any, seen: frozenset[int]) -> bool:
         return all(_is_plain(each, seen) for each in value)
     if isinstance(value, ModuleType):
         return _is_of_torch(value.__name__)
-    return isinstance(value, _VALUES) or keeps_nothing(value, seen=seen)
+    return isinstance(value, _CONSTANT_TYPES) or keeps_nothing(value, seen=seen)
 
 
-def _computes(value: Any) -> bool:
+def _is_pure_torch(value: Any) -> bool:
     """Return whether this is a known torch function, or a torch loss module without hooks."""
     if isinstance(value, torch.nn.Module):
         is_hooked = value._forward_hooks or value._forward_pre_hooks
         return type(value).__module__ == _TORCH_LOSSES and not is_hooked
     is_torchs = isinstance(value, BuiltinFunctionType | FunctionType) and _is_of_torch(str(value.__module__))
-    return is_torchs and value.__name__ in _TORCH
+    return is_torchs and value.__name__ in _PURE_TORCH_NAMES
 
 
 def _is_of_torch(name: str) -> bool:
     return name.partition(".")[0] in ("torch", "math")
 
 
-def _does_more(function: FunctionType, step: dis.Instruction) -> bool:
+def _is_unsafe(function: FunctionType, step: dis.Instruction) -> bool:
     """Return whether this instruction writes to shared state, or uses an attribute that is not in `_TORCH`."""
     writes_cell = step.opname == "STORE_DEREF" and step.argval in function.__code__.co_freevars
-    return step.opname in _WRITES or writes_cell or (step.opname in _NAMED and step.argval not in _TORCH)
+    return step.opname in _WRITE_OPCODES or writes_cell or (step.opname in _NAME_OPCODES and step.argval not in _PURE_TORCH_NAMES)
 
 
 def _is_empty(cell: Any) -> bool:
@@ -192,15 +192,15 @@ def _is_empty(cell: Any) -> bool:
         return True
 
 
-def _cut(value: Any, size: int, part: slice) -> Any:
+def _slice_samples(value: Any, size: int, part: slice) -> Any:
     """Return a copy of these samples of a value, or None if a tensor's first dimension is not `size`."""
     if type(value) is Tensor:
         return value.detach()[part].clone() if value.dim() and value.shape[0] == size else None
     if type(value) in (tuple, list):
-        parts = [_cut(each, size, part) for each in value]
+        parts = [_slice_samples(each, size, part) for each in value]
         return None if any(each is None for each in parts) else type(value)(parts)
     if type(value) is dict:
-        found = {name: _cut(each, size, part) for name, each in value.items()}
+        found = {name: _slice_samples(each, size, part) for name, each in value.items()}
         return None if any(each is None for each in found.values()) else found
     return None
 
@@ -209,12 +209,12 @@ def _devices(output: Tensor) -> list[int]:
     return [output.device.index or 0] if output.device.type == "cuda" else []
 
 
-def _numbers(pair: Any) -> tuple[float, float] | None:
+def _as_numbers(pair: Any) -> tuple[float, float] | None:
     if isinstance(pair, Mapping) or not isinstance(pair, tuple | list) or len(pair) != 2:
         return None
     numbers = [as_number(each.detach() if isinstance(each, Tensor) else each) for each in pair]
     return None if any(number is None for number in numbers) else (float(numbers[0] or 0), float(numbers[1] or 0))
 
 
-def _near(one: float, other: float, allowed: float) -> bool:
+def _is_close(one: float, other: float, allowed: float) -> bool:
     return abs(one - other) <= allowed

@@ -18,8 +18,8 @@ from paceline.torch_internals.rng import preserve_rng
 
 IGNORED_LABEL = -100
 DIVISOR = "num_items_in_batch"
-_TRIES = 3
-_CLOSE = 1e-4
+_MAX_TRIES = 3
+_TOLERANCE = 1e-4
 
 
 class OwnLoss:
@@ -27,20 +27,20 @@ class OwnLoss:
 
     def __init__(self, model: nn.Module, *, takes_divisor: bool) -> None:
         self._model = model
-        self._shifted = moves_labels(model)
-        self._tries = _TRIES if takes_divisor else 0
+        self._shifts_labels = moves_labels(model)
+        self._tries_left = _MAX_TRIES if takes_divisor else 0
         self._is_sum = False
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the forward's arguments, with a divisor of 1 if the model's loss then is a sum."""
-        if self._tries and not self._is_sum:
-            self._ask(given)
+        if self._tries_left and not self._is_sum:
+            self._probe(given)
         return {**given, DIVISOR: 1} if self._is_sum else dict(given)
 
     def settle(self, *, moved: bool = False) -> None:
         """Stop testing and keep the current result. `are_labels_shifted`: labels are shifted before the forward."""
-        self._tries = 0
-        self._shifted = self._shifted and not moved
+        self._tries_left = 0
+        self._shifts_labels = self._shifts_labels and not moved
 
     def term(self, output: Any, batch: Any, *, num_samples: int) -> tuple[Tensor, Tensor | float]:
         """Return the loss sum and its count.
@@ -52,31 +52,31 @@ class OwnLoss:
         if loss is None:
             raise no_loss(batch)
         loss = loss.reshape(())
-        count = self._targets(batch)
+        count = self._count_targets(batch)
         if count is None:
             return loss * num_samples, float(num_samples)
         if self._is_sum:
             return loss, count
         return torch.where(count > 0, loss, loss.nan_to_num(nan=0.0)) * count, count  # a mean over nothing is NaN
 
-    def _targets(self, batch: Any) -> Tensor | None:
+    def _count_targets(self, batch: Any) -> Tensor | None:
         """Return the number of labels that are not ignored, or None if labels are not class indices."""
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return None
-        return ((labels[..., 1:] if self._shifted else labels) != IGNORED_LABEL).sum()
+        return ((labels[..., 1:] if self._shifts_labels else labels) != IGNORED_LABEL).sum()
 
-    def _ask(self, given: Mapping[str, Any]) -> None:
-        self._tries -= 1
-        count = self._targets(given)
+    def _probe(self, batch: Mapping[str, Any]) -> None:
+        self._tries_left -= 1
+        count = self._count_targets(batch)
         if count is None or int(count) < 2:
             return
-        with _resting(self._model):
-            told, untold = (_loss_of(self._model(**given, **more)) for more in ({DIVISOR: 1}, {}))
-        if told is None or untold is None or told.dtype not in (torch.float32, torch.float64):
+        with _eval_context(self._model):
+            with_divisor, default = (_loss_of(self._model(**batch, **extra)) for extra in ({DIVISOR: 1}, {}))
+        if with_divisor is None or default is None or with_divisor.dtype not in (torch.float32, torch.float64):
             return
-        self._is_sum = math.isclose(float(told), float(untold) * int(count), rel_tol=_CLOSE)
-        self._tries = 0
+        self._is_sum = math.isclose(float(with_divisor), float(default) * int(count), rel_tol=_TOLERANCE)
+        self._tries_left = 0
 
 
 def _loss_of(output: Any) -> Tensor | None:
@@ -85,7 +85,7 @@ def _loss_of(output: Any) -> Tensor | None:
 
 
 @contextmanager
-def _resting(model: nn.Module) -> Iterator[None]:
+def _eval_context(model: nn.Module) -> Iterator[None]:
     """Return a context in which the model is in eval mode, without gradients; it restores modes and generators."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

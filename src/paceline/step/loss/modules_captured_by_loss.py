@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-_DEEPEST = 4
+_MAX_DEPTH = 4
 
 
 def found_modules(function: Any) -> list[tuple[str, nn.Module]]:
@@ -36,17 +36,17 @@ def _modules(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tupl
 
 
 def _walk(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    if id(value) in seen or depth > _DEEPEST:
+    if id(value) in seen or depth > _MAX_DEPTH:
         return
     seen.add(id(value))
     if isinstance(value, nn.Module | nn.Parameter):
         yield path, value
         return
-    for name, item in _held(value):
+    for name, item in _captured_values(value):
         yield from _walk(item, name if depth == 0 else f"{path}.{name}", depth + 1, seen)
 
 
-def _held(value: Any) -> Iterator[tuple[str, Any]]:
+def _captured_values(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, partial):
         yield "func", value.func
         yield from ((f"args[{place}]", item) for place, item in enumerate(value.args))
@@ -63,16 +63,16 @@ def _held(value: Any) -> Iterator[tuple[str, Any]]:
             except ValueError:  # not yet assigned
                 continue
         yield from ((name, value.__globals__[name]) for name in code.co_names if name in value.__globals__)
-        yield from _numbered(value.__defaults__ or ())
+        yield from _with_indices(value.__defaults__ or ())
         yield from (value.__kwdefaults__ or {}).items()
     elif isinstance(value, Mapping):
         yield from ((str(key), item) for key, item in value.items())
     elif isinstance(value, list | tuple | set):
-        yield from _numbered(value)
+        yield from _with_indices(value)
     elif callable(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
         yield from vars(value).items()
 
 
-def _numbered(values: Any) -> Iterator[tuple[str, Any]]:
+def _with_indices(values: Any) -> Iterator[tuple[str, Any]]:
     """Yield items with their indices as names."""
     return ((f"[{place}]", item) for place, item in enumerate(values))

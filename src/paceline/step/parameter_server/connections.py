@@ -18,7 +18,7 @@ from paceline.step.parameter_server.transport import (
     MessageKind,
 )
 
-_LEAVING_SECONDS = 5.0
+_CLOSE_SECONDS = 5.0
 
 
 class WorkerConnections:
@@ -38,12 +38,12 @@ class WorkerConnections:
         """Tell all workers that the run is over, and wait at most 5 seconds for the threads that serve them."""
         self._acceptor.is_closed = True
         self._state.end()
-        until = time.monotonic() + _LEAVING_SECONDS
+        deadline = time.monotonic() + _CLOSE_SECONDS
         for thread in self._threads if self._leads else ():
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _accept_workers(self) -> None:
-        while (number := _none_if_closed(self._acceptor.next)) is not None:
+        while (number := call_unless_closed(self._acceptor.next)) is not None:
             thread = threading.Thread(target=self._serve_worker, args=(number,), daemon=True, name=f"paceline-{number}")
             self._threads.append(thread)
             thread.start()
@@ -51,7 +51,7 @@ class WorkerConnections:
     def _serve_worker(self, worker: int) -> None:
         try:
             connection = self._acceptor.connect(worker)
-            self._greet(connection, worker)
+            self._handshake(connection, worker)
             self._serve_leases(connection, worker) if self._leads else self._serve_parts(connection)
             self._state.remove_worker(worker, why="the run is over")
         except ConnectionLost as error:
@@ -69,61 +69,61 @@ class WorkerConnections:
             else f"whose connection failed: {text[:80]}"
         )
 
-    def _greet(self, connection: Connection, worker: int) -> None:
-        hello = connection.receive().words
-        self._state.add_worker(worker, rank=hello["rank"], start_number=hello["start_number"], model=hello["model"])
+    def _handshake(self, connection: Connection, worker: int) -> None:
+        fields = connection.receive().words
+        self._state.add_worker(worker, rank=fields["rank"], start_number=fields["start_number"], model=fields["model"])
         while not self._state.wait_for_first_batch():
             if self._leads:  # a worker waits for the first server first
                 connection.send(Message(kind=MessageKind.WAIT))
         with self._state.lock:
-            rest = flat_of(self._state.held.rest).packed(self._state.held.rest)
-        connection.send(Message(kind=MessageKind.REST, words={"names": list(self._state.held.names)}, row=rest))
+            fixed = flat_of(self._state.held.rest).packed(self._state.held.rest)
+        connection.send(Message(kind=MessageKind.REST, words={"names": list(self._state.held.names)}, row=fixed))
 
     def _serve_leases(self, connection: Connection, worker: int) -> None:
-        state, row = self._state, self._state.row()
+        state, buffer = self._state, self._state.row()
         while not state.is_over:
-            found = state.lease(worker, row=row)
-            if found is None:
+            granted = state.lease(worker, row=buffer)
+            if granted is None:
                 if not state.is_over:
                     connection.send(Message(kind=MessageKind.WAIT))
                 continue
-            lease, where = found
-            lease_words = {
+            lease, location = granted
+            lease_fields = {
                 "lease": lease.number,
                 "version": lease.version,
                 "number": lease.share.number,
                 "of": lease.share.of,
             }
-            connection.send(Message(kind=MessageKind.LEASE, words={**where, **lease_words}, row=row))
-            state.push(lease, self._read(connection.receive()))
+            connection.send(Message(kind=MessageKind.LEASE, words={**location, **lease_fields}, row=buffer))
+            state.push(lease, self._parse_push(connection.receive()))
         connection.send(Message(kind=MessageKind.OVER))
 
     def _serve_parts(self, connection: Connection) -> None:
-        row = self._state.row()
+        buffer = self._state.row()
         while True:
             message = connection.receive()
             if message.kind is MessageKind.PULL:
-                version = self._state.weights_at(int(message.words["version"]), row=row)
+                version = self._state.weights_at(int(message.words["version"]), row=buffer)
                 if version < int(message.words["version"]) and not self._state.is_over:
                     raise DesyncError("a worker requests the weights after an update that this server has not applied.")
-                connection.send(Message(kind=MessageKind.LEASE, words={"version": version}, row=row))
+                connection.send(Message(kind=MessageKind.LEASE, words={"version": version}, row=buffer))
             elif message.kind is MessageKind.PUSH:
-                self._state.stage(int(message.words["lease"]), self._read(message))
+                self._state.stage(int(message.words["lease"]), self._parse_push(message))
                 connection.send(Message(kind=MessageKind.WAIT))
 
-    def _read(self, message: Message) -> GradientPush:
-        words, row = message.words, message.row
-        if words["order"] is not None:
-            self._state.same_order(int(words["epoch"]), *words["order"])
-        kinds: Sequence[int] = words["gradients"]
+    def _parse_push(self, message: Message) -> GradientPush:
+        fields, buffer = message.words, message.row
+        if fields["order"] is not None:
+            self._state.same_order(int(fields["epoch"]), *fields["order"])
+        kinds: Sequence[int] = fields["gradients"]
         like: Sequence[Tensor] = self._state.held.weights
-        gradients = [None] * len(kinds) if row is None else unpack_gradients(row, kinds=kinds, like=like)
-        return from_words(words, gradients=gradients)
+        gradients = [None] * len(kinds) if buffer is None else unpack_gradients(buffer, kinds=kinds, like=like)
+        return from_words(fields, gradients=gradients)
 
 
-def _none_if_closed(ask: Callable[[], int | None]) -> int | None:
+def call_unless_closed(call: Callable[[], int | None]) -> int | None:
     """Return `call()`, or None if the store has closed: it closes at the end of the run, maybe during the call."""
     try:
-        return ask()
+        return call()
     except RuntimeError:
         return None

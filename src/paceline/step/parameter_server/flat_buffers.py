@@ -15,13 +15,13 @@ class FlatLayout:
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
         self._shapes = list(shapes)
-        self._places: list[tuple[int, int]] = []
-        place = 0
+        self._ranges: list[tuple[int, int]] = []
+        offset = 0
         for shape, dtype in self._shapes:
             size = torch.Size(shape).numel() * dtype.itemsize
-            self._places.append((place, size))
-            place += -(-size // _ALIGNED) * _ALIGNED
-        self.num_bytes = place
+            self._ranges.append((offset, size))
+            offset += -(-size // _ALIGNED) * _ALIGNED
+        self.num_bytes = offset
 
     def row(self) -> Tensor:
         """Return an empty buffer for all tensors."""
@@ -31,15 +31,15 @@ class FlatLayout:
         """Return the tensors as views of a buffer."""
         return [
             row[place : place + size].view(dtype).view(shape)
-            for (place, size), (shape, dtype) in zip(self._places, self._shapes, strict=True)
+            for (place, size), (shape, dtype) in zip(self._ranges, self._shapes, strict=True)
         ]
 
     def packed(self, tensors: Sequence[Tensor], *, into: Tensor | None = None) -> Tensor:
         """Copy the tensors into a buffer and return it."""
-        row = self.row() if into is None else into
-        for view, tensor in zip(self.views(row), tensors, strict=True):
+        buffer = self.row() if into is None else into
+        for view, tensor in zip(self.views(buffer), tensors, strict=True):
             view.copy_(tensor.detach())
-        return row
+        return buffer
 
 
 def flat_of(tensors: Sequence[Tensor]) -> FlatLayout:
@@ -70,10 +70,10 @@ def unpack_gradients(row: Tensor, *, kinds: Sequence[int], like: Sequence[Tensor
         elif kind != ABSENT:
             shapes += [((1, kind), torch.int64), ((kind, *parameter.shape[1:]), parameter.dtype)]
     parts = iter(FlatLayout(shapes).views(row))
-    return [_unpacked(kind, parameter, parts) for kind, parameter in zip(kinds, like, strict=True)]
+    return [_next_gradient(kind, parameter, parts) for kind, parameter in zip(kinds, like, strict=True)]
 
 
-def _unpacked(kind: int, parameter: Tensor, parts: Iterator[Tensor]) -> Tensor | None:
+def _next_gradient(kind: int, parameter: Tensor, parts: Iterator[Tensor]) -> Tensor | None:
     if kind == ABSENT:
         return None
     if kind == DENSE:

@@ -21,8 +21,8 @@ def held_by(model: nn.Module, members: Sequence[NamedParameter]) -> ServedWeight
 
 def fixed_tensors(model: nn.Module) -> list[Tensor]:
     """Return the tensors that no update changes: frozen parameters and buffers."""
-    moving = {id(member.parameter) for member in trainable_parameters(model)}
-    frozen = [parameter for parameter in model.parameters() if id(parameter) not in moving]
+    trainable = {id(member.parameter) for member in trainable_parameters(model)}
+    frozen = [parameter for parameter in model.parameters() if id(parameter) not in trainable]
     return [*frozen, *(buffer for buffer in model.buffers() if buffer.is_contiguous())]
 
 

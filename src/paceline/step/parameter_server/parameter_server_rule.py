@@ -23,8 +23,8 @@ from paceline.step.replica_context import ReplicaContext
 from paceline.step.step_rule import RuleTraits, StepRequest, StepRule
 from paceline.step.synchronous import SynchronousStep
 
-_TAKE_SPARSE = ("SGD", "SparseAdam", "Adagrad")
-_WANT_WHOLE = ("weight_decay", "momentum")  # SGD's momentum of sparse rows is sparse: a checkpoint can't save it
+_SPARSE_OPTIMIZERS = ("SGD", "SparseAdam", "Adagrad")
+_DENSE_OPTIONS = ("weight_decay", "momentum")  # SGD's momentum of sparse rows is sparse: a checkpoint can't save it
 
 
 class ParameterServerRule(StepRule):
@@ -36,9 +36,9 @@ class ParameterServerRule(StepRule):
 
     def refuse_job(self, job: Job, settings: Settings, plan: ExecutionPlan) -> list[PacelineError]:
         """Return an error for each feature of the job that a parameter server does not support."""
-        found: list[PacelineError] = []
+        errors: list[PacelineError] = []
         if job.loss_over == "batch":
-            found.append(
+            errors.append(
                 JobError(
                     'loss_over="batch" with --update ps: no worker ever has the whole batch.',
                     cause="workers don't wait for each other's outputs",
@@ -46,7 +46,7 @@ class ParameterServerRule(StepRule):
                 )
             )
         if job.ema is not None and plan.update_rule.staleness:
-            found.append(
+            errors.append(
                 JobError(
                     f"ema= with --update {plan.update}: it would be updated once per share, at an uncontrolled rate.",
                     cause="its decay is meant for one update per batch",
@@ -54,7 +54,7 @@ class ParameterServerRule(StepRule):
                 )
             )
         elif job.ema is not None and plan.update_rule.servers > 1:
-            found.append(
+            errors.append(
                 JobError(
                     "ema= with several servers: none has all weights after an update.",
                     cause="they synchronise only at saves and evaluations",
@@ -62,9 +62,9 @@ class ParameterServerRule(StepRule):
                 )
             )
         if settings.train.on_empty != "stop":
-            what = "--train.on_empty zero with --update ps: a server learns the counts after its update."
-            found.append(UsageError(what, hint="--update sync, or --train.on_empty stop"))
-        return found
+            message = "--train.on_empty zero with --update ps: a server learns the counts after its update."
+            errors.append(UsageError(message, hint="--update sync, or --train.on_empty stop"))
+        return errors
 
     def is_gradient_worker(self, update: UpdateRule, *, rank: int) -> bool:
         """Return True for all ranks after the servers."""
@@ -76,8 +76,8 @@ class ParameterServerRule(StepRule):
         if servers == 1:
             store = host_store(place, timeout_seconds=timeout_seconds)
             return World(timeout_seconds=timeout_seconds, entrance=WorkerEntrance(place=place), store=store)
-        among = replace(place, world_size=servers)
-        world = World.join(place=among, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
+        launch_info = replace(place, world_size=servers)
+        world = World.join(place=launch_info, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
         return replace(world, entrance=WorkerEntrance(place=place))
 
     def plan_of_group(self, plan: ExecutionPlan, *, world_size: int) -> ExecutionPlan:
@@ -107,10 +107,10 @@ def refuse_served(replica: ReplicaContext, plan: ExecutionPlan) -> None:
     Raises:
         LayoutError, JobError, Problems
     """
-    found: list[PacelineError] = []
+    errors: list[PacelineError] = []
     names = [name for name, _ in norms_with_statistics(replica.model)]
     if names:
-        found.append(
+        errors.append(
             LayoutError(
                 f"--update ps: {names[0]} keeps running statistics.",
                 cause="each worker would have its own, and the server, which is evaluated and saved, would have none",
@@ -119,7 +119,7 @@ def refuse_served(replica: ReplicaContext, plan: ExecutionPlan) -> None:
         )
     tensors = len(trainable_parameters(replica.model))
     if plan.update_rule.servers > tensors:
-        found.append(
+        errors.append(
             LayoutError(
                 f"--update {plan.update}: {plan.update_rule.servers} servers, "
                 f"but the model has {plural(tensors, 'parameter')}.",
@@ -127,29 +127,29 @@ def refuse_served(replica: ReplicaContext, plan: ExecutionPlan) -> None:
                 hint=f"--update ps,servers={max(1, tensors)}",
             )
         )
-    raise_all([*found, *_sparse(replica)])
+    raise_all([*errors, *_refuse_sparse_tables(replica)])
 
 
-def _sparse(replica: ReplicaContext) -> list[PacelineError]:
+def _refuse_sparse_tables(replica: ReplicaContext) -> list[PacelineError]:
     """Return an error for each sparse table whose optimizer needs dense gradients: workers push only some rows."""
-    found: list[PacelineError] = []
-    tables, groups = row_tables(replica.model), _groups(replica)
+    errors: list[PacelineError] = []
+    tables, groups = row_tables(replica.model), _optimizer_groups(replica)
     for member in [member for member in replica.update.named if member.name in tables]:
         optimizer, group = groups.get(id(member.parameter), (None, {}))
-        whole = next((f" with {option}" for option in _WANT_WHOLE if group.get(option)), "")
-        if optimizer is not None and (type(optimizer).__name__ not in _TAKE_SPARSE or whole):
-            kind = f"{type(optimizer).__name__}{whole}"
-            found.append(
+        dense_option = next((f" with {option}" for option in _DENSE_OPTIONS if group.get(option)), "")
+        if optimizer is not None and (type(optimizer).__name__ not in _SPARSE_OPTIMIZERS or dense_option):
+            description = f"{type(optimizer).__name__}{dense_option}"
+            errors.append(
                 JobError(
-                    f"{tables[member.name] or 'the table'} gives sparse gradients, but {kind} takes dense ones.",
+                    f"{tables[member.name] or 'the table'} gives sparse gradients, but {description} takes dense ones.",
                     cause="sparse=True pushes only the rows that a share has read",
                     hint="torch.optim.SparseAdam or plain SGD for this table, or sparse=False",
                 )
             )
-    return found
+    return errors
 
 
-def _groups(replica: ReplicaContext) -> dict[int, tuple[Optimizer, dict[str, Any]]]:
+def _optimizer_groups(replica: ReplicaContext) -> dict[int, tuple[Optimizer, dict[str, Any]]]:
     """Return each parameter's optimizer and param group on this rank."""
-    every = [(optimizer, group) for optimizer in replica.update.optimizers for group in optimizer.param_groups]
-    return {id(parameter): (optimizer, group) for optimizer, group in every for parameter in group["params"]}
+    pairs = [(optimizer, group) for optimizer in replica.update.optimizers for group in optimizer.param_groups]
+    return {id(parameter): (optimizer, group) for optimizer, group in pairs for parameter in group["params"]}

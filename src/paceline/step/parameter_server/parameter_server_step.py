@@ -43,7 +43,7 @@ from paceline.torch_internals.private_api import divide_all
 
 _KEPT_BATCHES = 256  # they hold no samples
 _POLL_SECONDS = 0.5
-_APPLY, _WAIT, _DONE = "apply", "wait", "done"
+_APPLY_DECISION, _WAIT_DECISION, _DONE_DECISION = "apply", "wait", "done"
 
 
 class ServerStep(SynchronousStep):
@@ -60,33 +60,33 @@ class ServerStep(SynchronousStep):
         self._shares = shares
         self._micro_batch_size = micro_batch_size
         self._spread = spread
-        self._is_spread = True
+        self._is_synchronized = True
         self._leases = Leases(bound=rule.staleness)
-        self._mine: list[nn.Parameter] = []
+        self._local_parameters: list[nn.Parameter] = []
         self._batches: dict[int, PushedBatch] = {}
-        self._open: deque[PushedBatch] = deque()
+        self._open_batches: deque[PushedBatch] = deque()
         self._state: ServerState | None = None
         self._connections: WorkerConnections | None = None
-        self._waited = 0.0
-        self._decided_at = time.monotonic()
+        self._waited_seconds = 0.0
+        self._last_decision_time = time.monotonic()
         self.record: list[AppliedUpdate] | None = None  # set to a list to record updates for a replay
 
     def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
         """Offer the batch's shares to the workers. The batch's result is known once all shares are pushed."""
-        began, waited = time.perf_counter(), self._waited
+        start_time, waited_before = time.perf_counter(), self._waited_seconds
         state = self._state or self._open_server()
-        batch = self._start_batch(given, stop=stop)
-        where = _location(given, micro_batch_size=self._micro_batch_size)
-        state.offer(self.steps_done, where, batch.shares if self.replica.world.is_main else ())
+        pushed_batch = self._start_batch(given, stop=stop)
+        location = _location(given, micro_batch_size=self._micro_batch_size)
+        state.offer(self.steps_done, location, pushed_batch.shares if self.replica.world.is_main else ())
         self.steps_done += 1
         if self._leases.sums_shares:
-            self._apply_until(state, until=lambda: not self._open)
+            self._apply_until(state, until=lambda: not self._open_batches)
         else:
             self._apply_until(state, until=lambda: self._leases.num_free <= self._shares)
-        self.lag = len(self._open)
-        batch.result.communication_seconds = self._waited - waited
-        batch.result.compute_seconds = time.perf_counter() - began - batch.result.communication_seconds
-        return batch.result
+        self.lag = len(self._open_batches)
+        pushed_batch.result.communication_seconds = self._waited_seconds - waited_before
+        pushed_batch.result.compute_seconds = time.perf_counter() - start_time - pushed_batch.result.communication_seconds
+        return pushed_batch.result
 
     def settle(self) -> None:
         """Wait until every leased share is applied.
@@ -94,23 +94,23 @@ class ServerStep(SynchronousStep):
         The caller may then run a long evaluation, even before the first batch, so the server is opened if necessary: it
         tells the workers to wait.
         """
-        self._apply_until(self._state or self._open_server(), until=lambda: not self._open)
-        if not self._is_spread:
+        self._apply_until(self._state or self._open_server(), until=lambda: not self._open_batches)
+        if not self._is_synchronized:
             self._spread()
-            self._is_spread = True
+            self._is_synchronized = True
 
     kept_batches = _KEPT_BATCHES
     results_differ = True
 
     def lateness(self) -> list[dict[str, Any]]:
         """Return the gradient staleness of each worker."""
-        found: dict[str, dict[int, int]] = {}
+        counts_by_worker: dict[str, dict[int, int]] = {}
         for worker, counts in self._leases.late.items():
-            mine = found.setdefault(self._state.names[worker] if self._state is not None else str(worker), {})
-            for late, count in counts.items():
-                mine[late] = mine.get(late, 0) + count
+            worker_counts = counts_by_worker.setdefault(self._state.names[worker] if self._state is not None else str(worker), {})
+            for staleness, count in counts.items():
+                worker_counts[staleness] = worker_counts.get(staleness, 0) + count
         return [
-            {"who": who, "late": [list(pair) for pair in sorted(mine.items())]} for who, mine in sorted(found.items())
+            {"who": who, "late": [list(pair) for pair in sorted(mine.items())]} for who, mine in sorted(counts_by_worker.items())
         ]
 
     def new_notes(self) -> list[str]:
@@ -131,33 +131,33 @@ class ServerStep(SynchronousStep):
         """Open the server, at the first batch or evaluation. Workers get weights only once a batch is offered."""
         world, members = self.replica.world, [m for m in self.replica.update.named if m.parameter.numel()]
         assert world.entrance is not None
-        self._mine = [member.parameter for member in members]
+        self._local_parameters = [member.parameter for member in members]
         tables = row_tables(self.replica.model)
         for member in self.replica.update.named:
             if not member.parameter.numel():  # on another server: the optimizer gets a zero gradient
                 member.parameter.grad = _zero_gradient(member.parameter, as_rows=member.name in tables)
-        held = held_by(self.replica.model, members)
-        self._state = ServerState(leases=self._leases, held=held, timeout_seconds=world.timeout_seconds)
+        served = held_by(self.replica.model, members)
+        self._state = ServerState(leases=self._leases, held=served, timeout_seconds=world.timeout_seconds)
         acceptor = ConnectionAcceptor(world.entrance, server=world.rank, timeout_seconds=world.timeout_seconds)
         self._connections = WorkerConnections(self._state, acceptor=acceptor, leads=world.is_main)
         self._connections.open()
         return self._state
 
-    def _start_batch(self, given: StepBatch, *, stop: bool) -> PushedBatch:
-        of = min(self._shares, given.num_micro)
-        totals = PushedTotals(num_micro=given.num_micro, wait=lambda: self._wait_for_shares(batch))
+    def _start_batch(self, step_batch: StepBatch, *, stop: bool) -> PushedBatch:
+        num_shares = min(self._shares, step_batch.num_micro)
+        totals = PushedTotals(num_micro=step_batch.num_micro, wait=lambda: self._wait_for_shares(batch))
         result = StepResult(
             step=self.steps_done + 1,
-            samples=given.num_samples,
+            samples=step_batch.num_samples,
             totals=totals,
             norm=None,
             compute_seconds=0.0,
             communication_seconds=0.0,
         )
-        shares = [BatchShare(step=self.steps_done, number=number, of=of) for number in range(of)]
+        shares = [BatchShare(step=self.steps_done, number=number, of=num_shares) for number in range(num_shares)]
         batch = PushedBatch(number=self.steps_done, shares=shares, stop=stop, totals=totals, result=result)
         self._batches[self.steps_done] = batch
-        self._open.append(batch)
+        self._open_batches.append(batch)
         return batch
 
     def _wait_for_shares(self, batch: PushedBatch) -> None:
@@ -180,16 +180,16 @@ class ServerStep(SynchronousStep):
                 if leases:
                     self._apply_leases(state, leases, [state.pushes.pop(lease.number) for lease in leases])
                 elif until():
-                    return self._broadcast_decision(_DONE)
+                    return self._broadcast_decision(_DONE_DECISION)
                 else:
                     self._wait(state)
 
     def _wait(self, state: ServerState) -> None:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         state.lock.wait(_POLL_SECONDS)
-        self._waited += time.perf_counter() - began
-        if time.monotonic() - self._decided_at > state.patience:
-            self._broadcast_decision(_WAIT)
+        self._waited_seconds += time.perf_counter() - start_time
+        if time.monotonic() - self._last_decision_time > state.patience:
+            self._broadcast_decision(_WAIT_DECISION)
         limit = max(state.timeout_seconds, CONNECT_SECONDS)
         if not state.num_workers and time.monotonic() - state.unconnected_since > limit:
             raise RunError(
@@ -200,62 +200,62 @@ class ServerStep(SynchronousStep):
 
     def _broadcast_decision(self, kind: str, leases: Sequence[Lease] = (), pushes: Sequence[GradientPush] = ()) -> None:
         """Send the decision of the first server to the other servers."""
-        self._decided_at = time.monotonic()
+        self._last_decision_time = time.monotonic()
         if self.replica.world.world_size > 1:
             pairs = zip(leases, pushes, strict=True)
-            decided = [[lease.number, lease.share.step, lease.share.number, as_words(push)] for lease, push in pairs]
-            self.replica.world.share_json([kind, decided, self._leases.oldest])
+            updates = [[lease.number, lease.share.step, lease.share.number, as_words(push)] for lease, push in pairs]
+            self.replica.world.share_json([kind, updates, self._leases.oldest])
 
     def _follow_decisions(self, state: ServerState) -> None:
         """Apply the first server's decisions. The caller holds the lock, which is released during each wait."""
         while True:
             state.lock.release()
             try:
-                kind, decided, oldest = self.replica.world.share_json(None)
+                kind, updates, oldest_lease = self.replica.world.share_json(None)
             finally:
                 state.lock.acquire()
             if state.failure is not None:
                 raise state.failure
-            if kind == _DONE:
+            if kind == _DONE_DECISION:
                 return
-            if kind == _APPLY:
-                state.wait_until(lambda decided=decided: all(number in state.pushes for number, *_ in decided))  # type: ignore[misc]
+            if kind == _APPLY_DECISION:
+                state.wait_until(lambda decided=updates: all(number in state.pushes for number, *_ in decided))  # type: ignore[misc]
                 pushes = {
                     number: from_words(words, gradients=state.pushes.pop(lease).gradients)
-                    for lease, _, number, words in decided
+                    for lease, _, number, words in updates
                 }
-                self._update(state, self._batches[decided[0][1]], pushes)
+                self._apply_update(state, self._batches[updates[0][1]], pushes)
                 for number in [
-                    number for number in state.pushes if number < oldest
+                    number for number in state.pushes if number < oldest_lease
                 ]:  # left over from workers that died
                     del state.pushes[number]
 
     def _apply_leases(self, state: ServerState, leases: Sequence[Lease], pushes: Sequence[GradientPush]) -> None:
         """Apply one update, on all servers."""
-        self._broadcast_decision(_APPLY, leases, pushes)
+        self._broadcast_decision(_APPLY_DECISION, leases, pushes)
         numbers = [lease.share.number for lease in leases]
         batch = self._batches[leases[0].share.step]
-        applied = self._update(state, batch, dict(zip(numbers, pushes, strict=True)))
+        is_applied = self._apply_update(state, batch, dict(zip(numbers, pushes, strict=True)))
         if self.record is not None:
             pairs = zip(leases, pushes, strict=True)
             self.record += [
-                AppliedUpdate(share=lease.share, versions=push.versions, counts=applied) for lease, push in pairs
+                AppliedUpdate(share=lease.share, versions=push.versions, counts=is_applied) for lease, push in pairs
             ]
-        self._leases.record_update(leases, counts=applied)
+        self._leases.record_update(leases, counts=is_applied)
 
-    def _update(self, state: ServerState, batch: PushedBatch, pushes: dict[int, GradientPush]) -> bool:
+    def _apply_update(self, state: ServerState, batch: PushedBatch, pushes: dict[int, GradientPush]) -> bool:
         batch.pushes |= {number: replace(push, gradients=()) for number, push in pushes.items()}
         count = math.fsum(push.count for push in pushes.values())
         with annotate_step(batch.number + 1):
-            applied = (self._leases.sums_shares or bool(count)) and self._commit(
+            is_applied = (self._leases.sums_shares or bool(count)) and self._commit(
                 batch, list(pushes.values()), count=count
             )
-            state.version += int(applied)
-            self._is_spread = self.replica.world.world_size == 1
+            state.version += int(is_applied)
+            self._is_synchronized = self.replica.world.world_size == 1
             if batch.is_whole:
                 self._complete_batch(state, batch)
         state.lock.notify_all()
-        return applied
+        return is_applied
 
     def _commit(self, batch: PushedBatch, pushes: Sequence[GradientPush], *, count: float) -> bool:
         update, sums_shares = self.replica.update, self._leases.sums_shares
@@ -263,20 +263,20 @@ class ServerStep(SynchronousStep):
         if pushes[0].divided_by is None:
             divide_all([g for g in gradients if g is not None and not g.is_sparse], count)
             gradients = [(g / count).coalesce() if g is not None and g.is_sparse else g for g in gradients]
-        for parameter, gradient in zip(self._mine, gradients, strict=True):
+        for parameter, gradient in zip(self._local_parameters, gradients, strict=True):
             parameter.grad = gradient
         if sums_shares:
             batch.totals.store(pushes, stop=batch.stop, sums_shares=True)
         loss = batch.result.loss if sums_shares else pushes[0].loss
         counts = batch.result.reduced.counts if sums_shares else None  # a share may lack targets for a term
-        broken = batch.result.reduced.broken if sums_shares else ()
-        norm, applied = update.commit(
-            step=batch.number + 1, loss=loss, counts=counts, broken=broken, follow=sums_shares
+        nonfinite_terms = batch.result.reduced.broken if sums_shares else ()
+        grad_norm, is_applied = update.commit(
+            step=batch.number + 1, loss=loss, counts=counts, broken=nonfinite_terms, follow=sums_shares
         )
-        batch.result.norm = None if norm is None else AsyncScalars(norm)
+        batch.result.norm = None if grad_norm is None else AsyncScalars(grad_norm)
         batch.result.lr = update.lr
-        batch.result.skipped = not applied
-        return applied
+        batch.result.skipped = not is_applied
+        return is_applied
 
     def _complete_batch(self, state: ServerState, batch: PushedBatch) -> None:
         """Complete a batch whose shares are all applied. If each share is one update, advance the schedules now."""
@@ -285,16 +285,16 @@ class ServerStep(SynchronousStep):
         if not self._leases.sums_shares:
             batch.totals.store(batch.in_order(), stop=batch.stop, sums_shares=False)
             self.replica.update.follow()
-        while self._open and self._open[0].is_whole:
-            self._open.popleft()
-        self.lag = len(self._open)
+        while self._open_batches and self._open_batches[0].is_whole:
+            self._open_batches.popleft()
+        self.lag = len(self._open_batches)
 
 
-def _location(given: StepBatch, *, micro_batch_size: int) -> dict[str, Any]:
+def _location(step_batch: StepBatch, *, micro_batch_size: int) -> dict[str, Any]:
     """Return the location of the batch's samples, from which a worker reads them."""
-    batch, summary = given.batch, given.summary  # type: ignore[attr-defined]
-    where = {"cursor": batch.cursor.as_json(), "micro_batch_size": micro_batch_size}
-    return where if summary is None else {**where, "epoch": batch.after.epoch, "summary": asdict(summary)}
+    batch, summary = step_batch.batch, step_batch.summary  # type: ignore[attr-defined]
+    location = {"cursor": batch.cursor.as_json(), "micro_batch_size": micro_batch_size}
+    return location if summary is None else {**location, "epoch": batch.after.epoch, "summary": asdict(summary)}
 
 
 def _zero_gradient(parameter: nn.Parameter, *, as_rows: bool) -> Tensor:

@@ -37,11 +37,11 @@ class GradientPush:
     @property
     def counts(self) -> dict[str, float]:
         """The count of each term."""
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for terms in self.terms.values():
             for name, (_, count) in terms.items():
-                found[name] = found.get(name, 0.0) + count
-        return found
+                totals[name] = totals.get(name, 0.0) + count
+        return totals
 
     @property
     def loss(self) -> float:
@@ -71,7 +71,7 @@ class PushedTotals(TotalsReduction):
 
     def __init__(self, *, num_micro: int, wait: Callable[[], None]) -> None:
         super().__init__(world=World.alone(), names=(), num_micro=num_micro)
-        self._wait_for_all = wait
+        self._wait_for_shares = wait
 
     def store(self, pushes: Sequence[GradientPush], *, stop: bool, sums_shares: bool) -> None:
         """Store the results of all shares. If the batch is one update, each share was divided by the batch's counts."""
@@ -79,13 +79,13 @@ class PushedTotals(TotalsReduction):
         for push in pushes:
             for index, terms in push.terms.items():
                 self.put(index, {n: (torch.tensor(t, dtype=torch.float64), c) for n, (t, c) in terms.items()})
-        self.expect(_expected(pushes[:1] if sums_shares else pushes))
+        self.expect(_sum_divisors(pushes[:1] if sums_shares else pushes))
         self.flag(STOP, float(stop or any(push.stop for push in pushes)))
         self.start()
 
     def reduced(self) -> StepTotals:
         """Wait for all shares and return the totals."""
-        self._wait_for_all()
+        self._wait_for_shares()
         return super().reduced()
 
 
@@ -118,26 +118,26 @@ def as_words(push: GradientPush) -> dict[str, Any]:
 def from_words(words: Mapping[str, Any], *, gradients: Sequence[Tensor | None]) -> GradientPush:
     """Return the push that such JSON describes, with this server's gradients."""
     terms = {int(index): {n: (t, c) for n, (t, c) in terms.items()} for index, terms in words["terms"].items()}
-    how = {name: words[name] for name in ("divided_by", "stop", "versions")}
-    return GradientPush(gradients=gradients, terms=terms, **how)
+    options = {name: words[name] for name in ("divided_by", "stop", "versions")}
+    return GradientPush(gradients=gradients, terms=terms, **options)
 
 
 def sum_pushed_gradients(pushes: Sequence[GradientPush]) -> list[Tensor | None]:
     """Return the sum of the shares' gradients, in fixed order, so that the order of arrival changes no bit."""
-    found: list[Tensor | None] = []
+    sums: list[Tensor | None] = []
     for parts in zip(*(push.gradients for push in pushes), strict=True):
-        there = [part for part in parts if part is not None]
-        total = there[0] if there else None
-        for part in there[1:]:
+        present = [part for part in parts if part is not None]
+        total = present[0] if present else None
+        for part in present[1:]:
             total = total + part
-        found.append(total.coalesce() if total is not None and total.is_sparse else total)
-    return found
+        sums.append(total.coalesce() if total is not None and total.is_sparse else total)
+    return sums
 
 
-def _expected(pushes: Sequence[GradientPush]) -> dict[str, Tensor]:
+def _sum_divisors(pushes: Sequence[GradientPush]) -> dict[str, Tensor]:
     """Return the sum of the counts that these pushes were divided by."""
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for push in pushes:
         for name, count in (push.divided_by or {}).items():
-            found[name] = found.get(name, 0.0) + count
-    return {name: torch.tensor(count, dtype=torch.float64) for name, count in found.items()}
+            totals[name] = totals.get(name, 0.0) + count
+    return {name: torch.tensor(count, dtype=torch.float64) for name, count in totals.items()}

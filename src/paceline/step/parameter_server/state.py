@@ -49,11 +49,11 @@ class ServerState:
         self.has_begun = False
         self.is_over = False
         self.unconnected_since = time.monotonic()
-        self._flat = flat_of(held.weights)
-        self._shared = self._flat.row() if leases.sums_shares else None
-        self._shared_at: int | None = None
-        self._connected: set[int] = set()
-        self._orders: dict[int, str] = {}
+        self._layout = flat_of(held.weights)
+        self._shared_buffer = self._layout.row() if leases.sums_shares else None
+        self._shared_version: int | None = None
+        self._connected_workers: set[int] = set()
+        self._order_by_epoch: dict[int, str] = {}
 
     @property
     def patience(self) -> float:
@@ -63,7 +63,7 @@ class ServerState:
     @property
     def num_workers(self) -> int:
         """The number of connected workers."""
-        return len(self._connected)
+        return len(self._connected_workers)
 
     def row(self) -> Tensor:
         """Return a buffer for the weights.
@@ -71,14 +71,14 @@ class ServerState:
         If a batch is one update, all workers share one buffer: all shares of a batch have the same weights, and none
         is in flight when the weights of the next batch are packed.
         """
-        return self._flat.row() if self._shared is None else self._shared
+        return self._layout.row() if self._shared_buffer is None else self._shared_buffer
 
     def offer(self, step: int, where: Mapping[str, Any], shares: Iterable[BatchShare]) -> None:
         """Offer a batch's shares; `location` says where its samples are. The caller may have changed weights before."""
         with self.lock:
             self.has_begun = True
             self.where[step] = where
-            self._shared_at = None
+            self._shared_version = None
             self.leases.offer(shares)
             self.lock.notify_all()
 
@@ -112,7 +112,7 @@ class ServerState:
                     cause="code that builds, ties or freezes layers on some ranks only",
                     hint="build the same model on every rank",
                 )
-            self._connected.add(worker)
+            self._connected_workers.add(worker)
             self.names[worker] = f"worker {rank}"
             if start_number > 1:
                 self.notes.append(f"the worker of rank {rank} has restarted")
@@ -121,19 +121,19 @@ class ServerState:
     def remove_worker(self, worker: int, *, why: str) -> None:
         """Remove a worker; the shares that it did not push completely become free again."""
         with self.lock:
-            if worker not in self._connected:
+            if worker not in self._connected_workers:
                 return
-            self._connected.discard(worker)
+            self._connected_workers.discard(worker)
             self.unconnected_since = time.monotonic()
-            back = self.leases.lose(worker)
+            freed = self.leases.lose(worker)
             if not self.is_over:
-                lost = ", ".join(f"step {share.step + 1}'s part {share.number + 1} of {share.of}" for share in back)
-                given = (
+                lost = ", ".join(f"step {share.step + 1}'s part {share.number + 1} of {share.of}" for share in freed)
+                outcome = (
                     f"its unpushed gradient is lost, and {lost} goes to the next free worker"
-                    if back
+                    if freed
                     else "it computed no share"
                 )
-                self.notes.append(f"lost {self.names[worker]}, {why}: {given}")
+                self.notes.append(f"lost {self.names[worker]}, {why}: {outcome}")
             self.lock.notify_all()
 
     def lease(self, worker: int, *, row: Tensor) -> tuple[Lease, Mapping[str, Any]] | None:
@@ -141,26 +141,26 @@ class ServerState:
 
         Returns None if no share is free for a while, or the run is over.
         """
-        found: list[Lease] = []
+        granted_leases: list[Lease] = []
 
-        def granted() -> bool:
+        def try_grant() -> bool:
             lease = None if self.is_over else self.leases.grant(worker)
-            found.extend([] if lease is None else [lease])
+            granted_leases.extend([] if lease is None else [lease])
             return self.is_over or lease is not None
 
         with self.lock:
-            self.lock.wait_for(granted, timeout=self.patience)
-            if not found:
+            self.lock.wait_for(try_grant, timeout=self.patience)
+            if not granted_leases:
                 return None
-            self._pack(row)
+            self._pack_weights(row)
             self.lock.notify_all()
-            return found[0], self.where[found[0].share.step]
+            return granted_leases[0], self.where[granted_leases[0].share.step]
 
-    def _pack(self, row: Tensor) -> None:
-        if row is self._shared and self._shared_at == self.version:
+    def _pack_weights(self, buffer: Tensor) -> None:
+        if buffer is self._shared_buffer and self._shared_version == self.version:
             return
-        self._flat.packed(self.held.weights, into=row)
-        self._shared_at = self.version if row is self._shared else None
+        self._layout.packed(self.held.weights, into=buffer)
+        self._shared_version = self.version if buffer is self._shared_buffer else None
 
     def push(self, lease: Lease, push: GradientPush) -> None:
         """Store the complete gradient of a share."""
@@ -176,7 +176,7 @@ class ServerState:
             DesyncError
         """
         with self.lock:
-            if self._orders.setdefault(epoch, name) != name:
+            if self._order_by_epoch.setdefault(epoch, name) != name:
                 raise DesyncError(
                     f"{what} gave workers different orders of the samples, in epoch {epoch}.",
                     cause="it draws from its own generator, or depends on the process",
@@ -187,7 +187,7 @@ class ServerState:
         """Wait for `version` updates or a timeout, pack the newest weights into `row`, and return their version."""
         with self.lock:
             self.lock.wait_for(lambda: self.is_over or self.version >= version, timeout=self.timeout_seconds)
-            self._pack(row)
+            self._pack_weights(row)
             return self.version
 
     def stage(self, number: int, push: GradientPush) -> None:

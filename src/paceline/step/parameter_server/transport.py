@@ -19,7 +19,7 @@ from paceline.errors import MachineError
 _SERVER, _WORKER = 0, 1
 _POLL_SECONDS = 0.02
 CONNECT_SECONDS = 60.0  # a process starts slowly on a busy machine
-_TICKETS = "paceline-server/{}/tickets/{}"
+_TICKET_KEY = "paceline-server/{}/tickets/{}"
 
 
 class MessageKind(IntEnum):
@@ -51,12 +51,12 @@ class Connection:
     """An end of a connection. Every wait ends after `timeout_seconds`; a broken connection is never reused."""
 
     def __init__(self, store: Store, *, name: str, is_server: bool, timeout_seconds: float) -> None:
-        mine, self._other = (_SERVER, _WORKER) if is_server else (_WORKER, _SERVER)
-        place = PrefixStore(f"paceline-server/line/{name}/", store)
-        self._patience = timedelta(seconds=timeout_seconds)
-        meeting = timedelta(seconds=max(timeout_seconds, CONNECT_SECONDS))
+        local_rank, self._peer = (_SERVER, _WORKER) if is_server else (_WORKER, _SERVER)
+        prefix_store = PrefixStore(f"paceline-server/line/{name}/", store)
+        self._timeout = timedelta(seconds=timeout_seconds)
+        connect_timeout = timedelta(seconds=max(timeout_seconds, CONNECT_SECONDS))
         try:
-            self._group: Any = ProcessGroupGloo(place, mine, 2, meeting)
+            self._group: Any = ProcessGroupGloo(prefix_store, local_rank, 2, connect_timeout)
         except (RuntimeError, dist.DistError) as error:
             raise ConnectionLost(str(error)) from error
 
@@ -66,9 +66,9 @@ class Connection:
         Raises:
             ConnectionLost
         """
-        words = torch.frombuffer(bytearray(json.dumps(dict(message.words)).encode()), dtype=torch.uint8)
+        fields = torch.frombuffer(bytearray(json.dumps(dict(message.words)).encode()), dtype=torch.uint8)
         num_bytes = 0 if message.row is None else message.row.numel()
-        parts = [torch.tensor([int(message.kind), words.numel(), num_bytes]), words]
+        parts = [torch.tensor([int(message.kind), fields.numel(), num_bytes]), fields]
         for part in [*parts, *([] if message.row is None or not num_bytes else [message.row])]:
             self._complete(self._group.send, part)
 
@@ -78,20 +78,20 @@ class Connection:
         Raises:
             ConnectionLost
         """
-        head = torch.zeros(3, dtype=torch.int64)
-        self._complete(self._group.recv, head)
-        kind, length, num_bytes = head.tolist()
-        words = torch.empty(length, dtype=torch.uint8)
-        self._complete(self._group.recv, words)
+        header = torch.zeros(3, dtype=torch.int64)
+        self._complete(self._group.recv, header)
+        kind, length, num_bytes = header.tolist()
+        fields = torch.empty(length, dtype=torch.uint8)
+        self._complete(self._group.recv, fields)
         if row is None or row.numel() != num_bytes:
             row = torch.empty(num_bytes, dtype=torch.uint8)
         if num_bytes:
             self._complete(self._group.recv, row)
-        return Message(kind=MessageKind(kind), words=json.loads(bytes(words.numpy())), row=row if num_bytes else None)
+        return Message(kind=MessageKind(kind), words=json.loads(bytes(fields.numpy())), row=row if num_bytes else None)
 
     def _complete(self, transfer: Any, tensor: Tensor) -> None:
         try:
-            transfer([tensor], self._other, 0).wait(self._patience)
+            transfer([tensor], self._peer, 0).wait(self._timeout)
         except (RuntimeError, dist.DistError) as error:
             raise ConnectionLost(str(error)) from error
 
@@ -141,7 +141,7 @@ def connect_to_server(entrance: WorkerEntrance, *, server: int, timeout_seconds:
     """
     store = reach_store(entrance.place, timeout_seconds=timeout_seconds)
     try:
-        number = int(store.add(_TICKETS.format(entrance.session, server), 1))
+        number = int(store.add(_TICKET_KEY.format(entrance.session, server), 1))
     except (RuntimeError, dist.DistError) as error:
         raise ConnectionLost(str(error)) from error
     name = f"{entrance.session}/{server}/{number}"
@@ -153,19 +153,19 @@ class ConnectionAcceptor:
 
     def __init__(self, entrance: WorkerEntrance, *, server: int, timeout_seconds: float) -> None:
         self._place = entrance.place
-        self._tickets = _TICKETS.format(entrance.session, server)
+        self._ticket_key = _TICKET_KEY.format(entrance.session, server)
         self._name = f"{entrance.session}/{server}"
         self._timeout = timeout_seconds
         self._store = reach_store(entrance.place, timeout_seconds=timeout_seconds)
-        self._seen = 0
+        self._num_accepted = 0
         self.is_closed = False
 
     def next(self) -> int | None:
         """Return the number of the next worker to arrive, or None once the acceptor is closed."""
         while not self.is_closed:
-            if self._seen < int(self._store.add(self._tickets, 0)):
-                self._seen += 1
-                return self._seen
+            if self._num_accepted < int(self._store.add(self._ticket_key, 0)):
+                self._num_accepted += 1
+                return self._num_accepted
             time.sleep(_POLL_SECONDS)
         return None
 

@@ -46,10 +46,10 @@ def add_over_replicas(parameters: Sequence[nn.Parameter], *, world: World) -> No
     """Sum every `.grad` over replicas; a parameter without a gradient on any replica keeps None."""
     if world.world_size == 1:
         return
-    touched = torch.tensor([float(p.grad is not None) for p in parameters], device=world.device)
-    world.all_reduce(touched)
-    met = [p for p, number in zip(parameters, touched.tolist(), strict=True) if number]
-    for _, group in groupby(sorted(met, key=_kind), key=_kind):
+    has_gradient = torch.tensor([float(p.grad is not None) for p in parameters], device=world.device)
+    world.all_reduce(has_gradient)
+    with_gradient = [p for p, number in zip(parameters, has_gradient.tolist(), strict=True) if number]
+    for _, group in groupby(sorted(with_gradient, key=_dtype_name), key=_dtype_name):
         members = list(group)
         flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in members])
         world.all_reduce(flat)
@@ -57,5 +57,5 @@ def add_over_replicas(parameters: Sequence[nn.Parameter], *, world: World) -> No
             parameter.grad = part.view_as(parameter)
 
 
-def _kind(parameter: nn.Parameter) -> str:
+def _dtype_name(parameter: nn.Parameter) -> str:
     return str(parameter.dtype)

@@ -24,23 +24,23 @@ class WeightStashingRule(StepRule):
         plan, piped = request.plan, request.placed.piped
         if piped is None:
             return SynchronousStep(request.contexts[0])
-        _refuse_stashed(request.contexts[0], request.placed, piped, plan)
-        rounds = -(-plan.num_micro // plan.replicas)
+        _refuse_unsupported_model(request.contexts[0], request.placed, piped, plan)
+        num_microbatches = -(-plan.num_micro // plan.replicas)
         return PipeDreamStep(
-            request.contexts[0], piped=piped, stash=build_version_rule(plan.update_rule, plan.mesh), rounds=rounds
+            request.contexts[0], piped=piped, stash=build_version_rule(plan.update_rule, plan.mesh), rounds=num_microbatches
         )
 
     def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
         """Return the rule, and for PipeDream the stages; 2BW has the same staleness in every stage."""
         if piped is None or plan.update_rule.kind is not UpdateKind.PIPEDREAM:
             return str(plan.update_rule)
-        rounds = -(-plan.num_micro // plan.replicas)
+        num_microbatches = -(-plan.num_micro // plan.replicas)
         blocks = "-".join(str(stop - start) for start, stop in piped.cut.bounds)
-        of_replica = f"{plural(rounds, 'microbatch')} of a replica"
-        return f"{plan.update_rule} in {piped.cut.num_stages} stages of {blocks} blocks, {of_replica}"
+        per_replica = f"{plural(num_microbatches, 'microbatch')} of a replica"
+        return f"{plan.update_rule} in {piped.cut.num_stages} stages of {blocks} blocks, {per_replica}"
 
 
-def _refuse_stashed(
+def _refuse_unsupported_model(
     replica: ReplicaContext, placed: ParallelizedModel, piped: PipelineModel, plan: ExecutionPlan
 ) -> None:
     """Raise if the model has something that pipeline stages with weight stashing cannot support.
@@ -48,9 +48,9 @@ def _refuse_stashed(
     Raises:
         LayoutError, Problems
     """
-    found: list[PacelineError] = []
+    errors: list[PacelineError] = []
     for name, ranks in sorted(piped.ties.items())[:1]:
-        found.append(
+        errors.append(
             LayoutError(
                 f"--update {plan.update}: {name} is used in the stages of ranks {', '.join(map(str, ranks))}.",
                 cause="its gradients arrive at different times on each, so its copies would diverge",
@@ -58,7 +58,7 @@ def _refuse_stashed(
             )
         )
     for name in placed.hooked[:1]:
-        found.append(
+        errors.append(
             LayoutError(
                 f"--update {plan.update} replaces {name} by other weight versions, and the hook on it would "
                 "never be called.",
@@ -68,11 +68,11 @@ def _refuse_stashed(
         )
     names = [name for name, _ in norms_with_statistics(replica.model)]
     if names:
-        found.append(
+        errors.append(
             LayoutError(
                 f"--update {plan.update}: {names[0]} keeps running statistics.",
                 cause="they would come from microbatches in a different order, on several weight versions",
                 hint="LayerNorm or GroupNorm instead, or --update sync",
             )
         )
-    raise_all(found)
+    raise_all(errors)

@@ -40,44 +40,44 @@ class PipeDreamStep(SynchronousStep):
         self._stage = piped.world.rank
         self._stash = stash
         self._stream = Stream()
-        self._course = StageVersions(version_rule=stash, stage=self._stage, stream=self._stream)
+        self._stage_order = StageVersions(version_rule=stash, stage=self._stage, stream=self._stream)
         self._pipeline = Pipeline(build_continuous_program(stash, sizes=[1]), world=piped.world, is_continuous=True)
-        self._work = _Work(replica, piped=piped, tells=piped.has_loss)
-        self._stand = IdleReplica(replica, always=True)
+        self._work = _StageStepWork(replica, piped=piped, tells=piped.has_loss)
+        self._stand_ins = IdleReplica(replica, always=True)
         self._parameters = replica.update.parameters
         self._batches: dict[int, Batch] = {}
-        self._used: dict[int, tuple[int, Weights | None]] = {}
-        self._late: dict[int, int] = {}
-        self._most = 1
-        self._settled, self._watched = True, 0
-        self._forwards = 0
-        self._fresh = True
+        self._versions_in_use: dict[int, tuple[int, Weights | None]] = {}
+        self._staleness_counts: dict[int, int] = {}
+        self._max_versions = 1
+        self._is_drained, self._num_checked_steps = True, 0
+        self._num_forwards = 0
+        self._starts_batch = True
         direct = stash.needs_no_stash(self._stage)
         self.versions = WeightVersions(replica.model, named=replica.update.named, direct=direct)
 
     def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
         """Start this batch: run the stage's next forwards and backwards, and the updates that become due."""
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         if not self.replica.model.training:
             self.replica.model.train()
-        if self._settled:
+        if self._is_drained:
             self.replica.buffers.begin()  # since the last step, only other code has written to buffers
-            self._settled, self._watched = False, 0
-        elif self._watched == 2:
+            self._is_drained, self._num_checked_steps = False, 0
+        elif self._num_checked_steps == 2:
             self.replica.buffers.trust()
-        self._watched += 1
-        batch = self._admit(given)
-        actions = self._with_messages(self._course.batch_actions())
-        waited = 0.0
+        self._num_checked_steps += 1
+        batch = self._add_batch(given)
+        actions = self._with_messages(self._stage_order.batch_actions())
+        waited_seconds = 0.0
         if not self._work.reporter.is_agreed:
-            first = 1 + next(n for n, action in enumerate(actions) if action.op in self._leaves)
-            waited += self._follow(actions[:first])
+            num_first = 1 + next(n for n, action in enumerate(actions) if action.op in self._handover_ops)
+            waited_seconds += self._run_actions(actions[:num_first])
             self._work.reporter.agree(next(iter(batch.terms.values()), None))
-            actions = actions[first:]
+            actions = actions[num_first:]
         result = self._work.open(batch, stop=stop)
-        waited += self._follow(actions)
+        waited_seconds += self._run_actions(actions)
         self.steps_done += 1
-        result.compute_seconds, result.communication_seconds = time.perf_counter() - began - waited, waited
+        result.compute_seconds, result.communication_seconds = time.perf_counter() - start_time - waited_seconds, waited_seconds
         return result
 
     def place(self) -> dict[str, list[int]]:
@@ -88,55 +88,55 @@ class PipeDreamStep(SynchronousStep):
         """Resume after `step` updates; `older_weights` has older weight versions, by how many updates ago they were."""
         ends = list(ends) or [0] * bool(step)
         self._stream = Stream(ends=ends, num_dropped=step - len(ends))
-        self._course = StageVersions(version_rule=self._stash, stage=self._stage, stream=self._stream)
-        self._forwards = 0
+        self._stage_order = StageVersions(version_rule=self._stash, stage=self._stage, stream=self._stream)
+        self._num_forwards = 0
         self.versions.begin(newest=step, kept={step - ago: weights for ago, weights in kept.items()})
 
     def lateness(self) -> list[dict[str, Any]]:
         """Return the gradient staleness of this stage; each microbatch counts once."""
         place = f", replica {self.replica.worlds.data.rank}" if self.replica.worlds.data.world_size > 1 else ""
-        late, sent = [list(pair) for pair in sorted(self._late.items())], self._pipeline.sent_bytes
-        return [{"who": f"stage {self._stage}{place}", "late": late, "versions": self._most, "sent_bytes": sent}]
+        late, sent = [list(pair) for pair in sorted(self._staleness_counts.items())], self._pipeline.sent_bytes
+        return [{"who": f"stage {self._stage}{place}", "late": late, "versions": self._max_versions, "sent_bytes": sent}]
 
     def settle(self) -> None:
         """Finish all batches in flight."""
-        self._follow(self._with_messages(self._course.remaining_backwards()))
+        self._run_actions(self._with_messages(self._stage_order.remaining_backwards()))
         self._pipeline.pause()
-        self._settled = True
+        self._is_drained = True
 
     @property
-    def _watches(self) -> bool:
+    def _checks_writes(self) -> bool:
         """True in the first two steps, in which forwards are checked for writes to parameters."""
-        return self._watched <= 2
+        return self._num_checked_steps <= 2
 
     @property
-    def _leaves(self) -> tuple[Op, ...]:
+    def _handover_ops(self) -> tuple[Op, ...]:
         """The last operations that a stage runs for a microbatch before later stages can process it."""
         return (Op.FORWARD,) if self._work.tells else (Op.SEND_F,)
 
-    def _admit(self, given: StepBatch) -> Batch:
-        data = [self.replica.load(micro.data) for micro in given.micro]
-        missing = self._stand.missing(given)
-        spares = [self._stand.spare(given, data)] * missing if missing else []
-        counts = self._work.counts([portion.data for portion in data])
-        batch = Batch(number=self.steps_done, given=given, counts=counts, left=len(data) + missing)
+    def _add_batch(self, step_batch: StepBatch) -> Batch:
+        microbatches = [self.replica.load(micro.data) for micro in step_batch.micro]
+        num_missing = self._stand_ins.missing(step_batch)
+        stand_ins = [self._stand_ins.spare(step_batch, microbatches)] * num_missing if num_missing else []
+        counts = self._work.counts([portion.data for portion in microbatches])
+        batch = Batch(number=self.steps_done, given=step_batch, counts=counts, left=len(microbatches) + num_missing)
         self._batches[self._stream.num_batches] = batch
-        places = [(micro.index, micro.num_samples) for micro in given.micro] + [(given.num_micro, 0)] * missing
-        for at, ((index, samples), portion) in enumerate(zip(places, [*data, *spares], strict=True)):
-            micro = Micro(batch=batch, index=index, num_samples=samples, portion=portion)
-            self._work.micro[self._stream.num_microbatches + at] = micro
+        indices_and_sizes = [(micro.index, micro.num_samples) for micro in step_batch.micro] + [(step_batch.num_micro, 0)] * num_missing
+        for offset, ((index, samples), local_microbatch) in enumerate(zip(indices_and_sizes, [*microbatches, *stand_ins], strict=True)):
+            micro = Micro(batch=batch, index=index, num_samples=samples, portion=local_microbatch)
+            self._work.micro[self._stream.num_microbatches + offset] = micro
         self._stream.add(batch.left)
         return batch
 
     def _with_messages(self, order: Iterable[Action]) -> list[Action]:
         return list(add_messages(order, owner=range(self._stash.stages)))
 
-    def _follow(self, actions: Sequence[Action]) -> float:
+    def _run_actions(self, actions: Sequence[Action]) -> float:
         """Run the actions; return the seconds spent waiting for other ranks."""
-        waited = 0.0
+        waited_seconds = 0.0
         self._pipeline.expect(actions)
         for action in actions:
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             if action.op is Op.FORWARD:
                 self._forward(action)
             elif action.op is Op.BACKWARD:
@@ -146,30 +146,30 @@ class PipeDreamStep(SynchronousStep):
             else:
                 self._pipeline.one(action, self._work)
             if action.op.is_receive:
-                waited += time.perf_counter() - began
-        return waited
+                waited_seconds += time.perf_counter() - start_time
+        return waited_seconds
 
     def _forward(self, action: Action) -> None:
-        number = self._stash.version(stage=self._stage, microbatch=action.microbatch, stream=self._stream)
-        number = self.versions.held(number)
-        weights = self.versions.of(number)
-        self._used[action.microbatch] = number, weights
-        before = self.versions.writes(weights) if self._watches else []
+        version = self._stash.version(stage=self._stage, microbatch=action.microbatch, stream=self._stream)
+        version = self.versions.held(version)
+        weights = self.versions.of(version)
+        self._versions_in_use[action.microbatch] = version, weights
+        writes_before = self.versions.writes(weights) if self._checks_writes else []
         self.versions.inside(weights, lambda: self._pipeline.one(action, self._work))
-        if self._watches and before != (after := self.versions.writes(weights)):
-            names = zip(self.versions.names, before, after, strict=True)
+        if self._checks_writes and writes_before != (writes_after := self.versions.writes(weights)):
+            names = zip(self.versions.names, writes_before, writes_after, strict=True)
             raise writes_to(next(name for name, old, new in names if old != new))
-        self._forwards += 1
+        self._num_forwards += 1
 
     def _backward(self, action: Action) -> None:
         """Run the backward on the weights of its forward, also for recomputed blocks."""
-        if self._fresh:
+        if self._starts_batch:
             for parameter in self._parameters:
                 parameter.grad = None
-            self._fresh = False
-        number, weights = self._used.pop(action.microbatch)
-        late = self._stream.batch_of(action.microbatch) - number
-        self._late[late] = self._late.get(late, 0) + 1
+            self._starts_batch = False
+        version, weights = self._versions_in_use.pop(action.microbatch)
+        staleness = self._stream.batch_of(action.microbatch) - version
+        self._staleness_counts[staleness] = self._staleness_counts.get(staleness, 0) + 1
         self.versions.lend(weights)
         self.versions.inside(weights, lambda: self._pipeline.one(action, self._work))
         self.versions.collect(weights)
@@ -180,22 +180,22 @@ class PipeDreamStep(SynchronousStep):
         assert batch.totals is not None and batch.result is not None
         reduced = batch.totals.reduced()
         if reduced.buffers_changed:
-            raise self._writes()
+            raise self._buffer_write_error()
         add_over_replicas(self._parameters, world=self.replica.worlds.data)
         if batch.counts is None:
             divide_all([p.grad for p in self._parameters if p.grad is not None], batch.totals.divisor())
-        needed = self._stash.version(stage=self._stage, microbatch=self._forwards, stream=self._stream)
+        needed = self._stash.version(stage=self._stage, microbatch=self._num_forwards, stream=self._stream)
         self.versions.before_update(needed=needed)
         self.replica.update.commit(
             step=batch.number + 1, loss=reduced.loss, counts=reduced.counts, broken=reduced.broken
         )
         batch.result.lr = self.replica.update.lr
         self.versions.after_update(needed=needed)
-        self._most = max(self._most, len(self.versions.numbers | {number for number, _ in self._used.values()}))
-        self._fresh = True
+        self._max_versions = max(self._max_versions, len(self.versions.numbers | {number for number, _ in self._versions_in_use.values()}))
+        self._starts_batch = True
         self._stream.drop_old_batches(num_kept=2 * self._stash.stages + 2)
 
-    def _writes(self) -> JobError:
+    def _buffer_write_error(self) -> JobError:
         names = self.replica.buffers.written()
         return JobError(
             f"the forward writes to {f'the buffer {names[0]}' if names else 'a buffer'}: there is no single order of "
@@ -205,15 +205,15 @@ class PipeDreamStep(SynchronousStep):
         )
 
 
-class _Work:
+class _StageStepWork:
     """The work at this rank's stage. The last stage reports a batch's loss terms as soon as they are known."""
 
-    def __init__(self, replica: ReplicaContext, *, piped: PipelineModel, tells: bool) -> None:
+    def __init__(self, replica: ReplicaContext, *, piped: PipelineModel, reports_loss: bool) -> None:
         self._replica = replica
         self._piped = piped
         self._names: list[str] | None = None
-        self.tells = tells
-        self.reporter = replica.loss_reporter(tells=tells)
+        self.tells = reports_loss
+        self.reporter = replica.loss_reporter(tells=reports_loss)
         self.micro: dict[int, Micro] = {}
 
     def counts(self, data: Sequence[object]) -> Counts:
@@ -240,7 +240,7 @@ class _Work:
         )
         batch.totals.expect(batch.counts or {})
         if not self.tells or not batch.left:
-            self._tell(batch)
+            self._report(batch)
         return batch.result
 
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> StageOutput | Tensor | None:
@@ -274,12 +274,12 @@ class _Work:
         if micro.num_samples:
             batch.terms[micro.index] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
         if not batch.left and batch.totals is not None:
-            self._tell(batch)
+            self._report(batch)
         if not micro.num_samples:
             return torch.stack([total for total, _ in terms.values()]).sum() * 0.0
         return loss_for_backward(terms, batch.counts)
 
-    def _tell(self, batch: Batch) -> None:
+    def _report(self, batch: Batch) -> None:
         assert batch.totals is not None
         for index, terms in batch.terms.items():
             self.reporter.put(batch.totals, index, terms)

@@ -26,11 +26,11 @@ class WeightVersions:
     """
 
     def __init__(self, model: nn.Module, *, named: Sequence[NamedParameter], direct: bool) -> None:
-        self._home = _Home(model)
+        self._call_wrapper = _CallWrapper(model)
         self._live = {member.name: member.parameter for member in named}
-        self._direct = direct
-        self._kept: dict[int, Weights] = {}
-        self._lent: dict[str, Tensor | None] = {}
+        self._is_direct = direct
+        self._versions: dict[int, Weights] = {}
+        self._lent_gradients: dict[str, Tensor | None] = {}
         self._oldest = 0
         self.newest = 0
 
@@ -42,7 +42,7 @@ class WeightVersions:
     @property
     def numbers(self) -> set[int]:
         """The numbers of the versions that `get` accepts; autograd graphs may reference older versions."""
-        return {self.newest, *self._kept}
+        return {self.newest, *self._versions}
 
     def held(self, number: int) -> int:
         """Return `number`, or the oldest version in the checkpoint if the run has resumed after `number`."""
@@ -50,18 +50,18 @@ class WeightVersions:
 
     def of(self, number: int) -> Weights | None:
         """Return the weights after `number` updates; None means the parameters themselves."""
-        if self._direct:
+        if self._is_direct:
             assert number == self.newest
             return None
         if number == self.newest:
-            self._keep()
-        return self._kept[number]
+            self._store_newest()
+        return self._versions[number]
 
     def inside(self, weights: Weights | None, call: Callable[[], Any]) -> Any:
         """Return `call()`, which runs with these weights in place of the parameters."""
         if weights is None:
             return call()
-        return functional_call(self._home, {f"model.{name}": tensor for name, tensor in weights.items()}, (call,))
+        return functional_call(self._call_wrapper, {f"model.{name}": tensor for name, tensor in weights.items()}, (call,))
 
     def writes(self, weights: Weights | None) -> list[int]:
         """Return the autograd version counters of these weights, which change at each in-place write."""
@@ -71,7 +71,7 @@ class WeightVersions:
         """Prepare a backward on these weights: let them accumulate into the parameters' `.grad`."""
         for name, tensor in (weights or {}).items():
             tensor.grad = self._live[name].grad
-            self._lent[name] = tensor.grad
+            self._lent_gradients[name] = tensor.grad
 
     def collect(self, weights: Weights | None) -> None:
         """Move the gradients of these weights to the parameters, after the backward.
@@ -80,52 +80,52 @@ class WeightVersions:
             JobError: a parameter itself has got a gradient, so the forward does not read it from its module.
         """
         for name, tensor in (weights or {}).items():
-            live = self._live[name]
-            if live.grad is not self._lent.pop(name):
+            parameter = self._live[name]
+            if parameter.grad is not self._lent_gradients.pop(name):
                 raise JobError(
                     f"the forward does not use {name} through the attribute of its module, so it can't be "
                     "given another weight version.",
                     cause="the parameter is stored in a list, a closure or a second Python attribute",
                     hint="self.weight of its own module in forward, or --update sync",
                 )
-            live.grad, tensor.grad = tensor.grad, None
+            parameter.grad, tensor.grad = tensor.grad, None
 
     def before_update(self, *, needed: int) -> None:
         """Store the current version before the parameters change, if versions from `needed` on are needed."""
-        if not self._direct and needed <= self.newest:
-            self._keep()
+        if not self._is_direct and needed <= self.newest:
+            self._store_newest()
 
     def after_update(self, *, needed: int) -> None:
         """Increment `newest` and drop the versions before `needed`."""
         self.newest += 1
-        self._forget(needed)
+        self._drop_before(needed)
 
     def saved(self) -> dict[int, dict[str, Tensor]]:
         """Return the older versions, by number, for a checkpoint between two steps."""
         return {
             number: {name: tensor.detach() for name, tensor in weights.items()}
-            for number, weights in sorted(self._kept.items())
+            for number, weights in sorted(self._versions.items())
             if number < self.newest
         }
 
     def begin(self, *, newest: int, kept: Mapping[int, Weights]) -> None:
         """Resume after `newest` updates with these older versions."""
         self.newest = newest
-        self._kept = {number: _leaves(self._here(weights)) for number, weights in kept.items()}
+        self._versions = {number: _clone_as_parameters(self._to_device(weights)) for number, weights in kept.items()}
         self._oldest = min([newest, *kept])
 
-    def _here(self, weights: Weights) -> Weights:
+    def _to_device(self, weights: Weights) -> Weights:
         return {name: tensor.to(self._live[name].device) for name, tensor in weights.items()}
 
-    def _keep(self) -> None:
-        if self.newest not in self._kept:
-            self._kept[self.newest] = _leaves(self._live)
+    def _store_newest(self) -> None:
+        if self.newest not in self._versions:
+            self._versions[self.newest] = _clone_as_parameters(self._live)
 
-    def _forget(self, needed: int) -> None:
-        self._kept = {number: weights for number, weights in self._kept.items() if number >= needed}
+    def _drop_before(self, needed: int) -> None:
+        self._versions = {number: weights for number, weights in self._versions.items() if number >= needed}
 
 
-class _Home(nn.Module):
+class _CallWrapper(nn.Module):
     """A wrapper module whose call runs any function, so that `functional_call` can replace the model's parameters."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -136,6 +136,6 @@ class _Home(nn.Module):
         return call()
 
 
-def _leaves(weights: Weights) -> Weights:
+def _clone_as_parameters(weights: Weights) -> Weights:
     with torch.no_grad():
         return {name: nn.Parameter(tensor.detach().clone()) for name, tensor in weights.items()}

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.comm.process_group import PendingMessage, World
 
 HEAD_BYTES = ALIGNED_BYTES = 64
-_NOTHING = -1
+_CANCELLED = -1
 _TAGS = 1 << 18  # per channel; more than any pipeline has links
 
 
@@ -30,7 +30,7 @@ class StageLink:
 
 
 @dataclass(kw_only=True)
-class _Known:
+class _LinkLayout:
     """The layout of the last message on a link, known to both sides."""
 
     form: Any = None
@@ -49,10 +49,10 @@ class StageChannel:
         self._world = world
         self._first_tag = channel * _TAGS
         self._device = torch.device("cpu") if world.backend == "gloo" else world.device
-        self._sent: dict[StageLink, _Known] = {}
-        self._heard: dict[StageLink, _Known] = {}
-        self._posted: dict[StageLink, tuple[Tensor, Callable[[], object]]] = {}
-        self._leaving: list[tuple[PendingMessage, Tensor]] = []
+        self._sent: dict[StageLink, _LinkLayout] = {}
+        self._received: dict[StageLink, _LinkLayout] = {}
+        self._posted_receives: dict[StageLink, tuple[Tensor, Callable[[], object]]] = {}
+        self._pending_sends: list[tuple[PendingMessage, Tensor]] = []
         self.sent_bytes = 0
 
     @property
@@ -62,54 +62,54 @@ class StageChannel:
 
     def send(self, edge: StageLink, tensors: list[Tensor], note: Any) -> None:
         """Start sending and return immediately. `note` is JSON that rarely changes, and is never modified in place."""
-        known = self._sent.setdefault(edge, _Known())
-        form = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
-        if form != known.form or note != known.note:
-            known.form, known.note = form, note
-            self._describe(edge, known, layout=[_form(tensor) for tensor in tensors])
-        buffer = torch.empty(known.num_bytes, dtype=torch.uint8, device=self._device)
+        layout_sent = self._sent.setdefault(edge, _LinkLayout())
+        forms = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+        if forms != layout_sent.form or note != layout_sent.note:
+            layout_sent.form, layout_sent.note = forms, note
+            self._send_layout(edge, layout_sent, layout=[_tensor_form(tensor) for tensor in tensors])
+        buffer = torch.empty(layout_sent.num_bytes, dtype=torch.uint8, device=self._device)
         buffer[:8].zero_()
-        for place, tensor in zip(_views(buffer, known.layout), tensors, strict=True):
-            place.copy_(tensor.detach())
+        for view, tensor in zip(_views(buffer, layout_sent.layout), tensors, strict=True):
+            view.copy_(tensor.detach())
         self._start(edge, buffer)
 
-    def _describe(self, edge: StageLink, known: _Known, *, layout: list[Any]) -> None:
+    def _send_layout(self, edge: StageLink, layout_sent: _LinkLayout, *, layout: list[Any]) -> None:
         """Announce that the layout changes, and send the new one."""
-        head = torch.zeros(known.num_bytes, dtype=torch.uint8, device=self._device)
-        text = json.dumps([known.note, layout], separators=(",", ":"))
+        head = torch.zeros(layout_sent.num_bytes, dtype=torch.uint8, device=self._device)
+        text = json.dumps([layout_sent.note, layout], separators=(",", ":"))
         body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._device)
         head[:8].view(torch.int64)[0] = body.numel()
         self._start(edge, head)
         self._start(edge, body)
-        known.layout, known.num_bytes = layout, _num_bytes(layout)
+        layout_sent.layout, layout_sent.num_bytes = layout, _num_bytes(layout)
 
     def expect(self, edge: StageLink) -> None:
         """Post the next receive on a link, so that the transfer overlaps with compute."""
-        known = self._heard.setdefault(edge, _Known())
-        self._posted[edge] = self._post(edge, known.num_bytes)
+        layout_received = self._received.setdefault(edge, _LinkLayout())
+        self._posted_receives[edge] = self._post(edge, layout_received.num_bytes)
 
     def receive(self, edge: StageLink) -> tuple[list[Tensor], Any]:
         """Wait for the next message on a link; return its tensors, which are views of one buffer, and its note."""
-        if edge not in self._posted:
+        if edge not in self._posted_receives:
             self.expect(edge)
-        known = self._heard[edge]
-        buffer, wait = self._posted.pop(edge)
+        layout_received = self._received[edge]
+        buffer, wait = self._posted_receives.pop(edge)
         wait()
-        changed = int(buffer[:8].view(torch.int64)[0])
-        if changed:
-            body, wait = self._post(edge, changed)
+        layout_bytes = int(buffer[:8].view(torch.int64)[0])
+        if layout_bytes:
+            body, wait = self._post(edge, layout_bytes)
             wait()
-            known.note, known.layout = json.loads(bytes(body.cpu().numpy()))
-            known.num_bytes = _num_bytes(known.layout)
-            buffer, wait = self._post(edge, known.num_bytes)
+            layout_received.note, layout_received.layout = json.loads(bytes(body.cpu().numpy()))
+            layout_received.num_bytes = _num_bytes(layout_received.layout)
+            buffer, wait = self._post(edge, layout_received.num_bytes)
             wait()
         if self._device != self._world.device:
             buffer = buffer.to(self._world.device)
-        return list(_views(buffer, known.layout)), known.note
+        return list(_views(buffer, layout_received.layout)), layout_received.note
 
     def is_expected(self, edge: StageLink) -> bool:
         """Return whether a receive is posted on this link."""
-        return edge in self._posted
+        return edge in self._posted_receives
 
     def pause(self, *, sent_on: Iterable[StageLink]) -> None:
         """Cancel the posted receives of both sides: each side sends an empty message on its outgoing links.
@@ -117,26 +117,26 @@ class StageChannel:
         Both sides call this at the same point in their programs.
         """
         for edge in sent_on:
-            known = self._sent[edge]
-            buffer = torch.zeros(known.num_bytes, dtype=torch.uint8, device=self._device)
-            buffer[:8].view(torch.int64)[0] = _NOTHING
+            layout_sent = self._sent[edge]
+            buffer = torch.zeros(layout_sent.num_bytes, dtype=torch.uint8, device=self._device)
+            buffer[:8].view(torch.int64)[0] = _CANCELLED
             self._start(edge, buffer)
-        for edge in list(self._posted):
-            buffer, wait = self._posted.pop(edge)
+        for edge in list(self._posted_receives):
+            buffer, wait = self._posted_receives.pop(edge)
             wait()
-            assert int(buffer[:8].view(torch.int64)[0]) == _NOTHING, "both sides cancel at the same point"
+            assert int(buffer[:8].view(torch.int64)[0]) == _CANCELLED, "both sides cancel at the same point"
         self.finish()
 
     def finish(self) -> None:
         """Wait until all sends have completed."""
-        for work, _ in self._leaving:
+        for work, _ in self._pending_sends:
             work.wait()
-        self._leaving.clear()
+        self._pending_sends.clear()
 
     def _start(self, edge: StageLink, buffer: Tensor) -> None:
-        self._leaving = [(work, kept) for work, kept in self._leaving if not work.is_completed()]
+        self._pending_sends = [(work, tensor) for work, tensor in self._pending_sends if not work.is_completed()]
         work = self._world.start_send(buffer, to=edge.peer, tag=self._first_tag + edge.tag)
-        self._leaving.append((work, buffer))
+        self._pending_sends.append((work, buffer))
         self.sent_bytes += buffer.numel()
 
     def _post(self, edge: StageLink, num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
@@ -144,7 +144,7 @@ class StageChannel:
         return buffer, self._world.start_receive(buffer, source=edge.peer, tag=self._first_tag + edge.tag).wait
 
 
-def _form(tensor: Tensor) -> list[Any]:
+def _tensor_form(tensor: Tensor) -> list[Any]:
     """Return dtype and shape, and the strides if the memory is dense."""
     stride = list(tensor.stride()) if _is_dense(tensor) else []
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), stride]
@@ -160,13 +160,13 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _size(form: list[Any]) -> int:
+def _num_tensor_bytes(form: list[Any]) -> int:
     dtype: torch.dtype = getattr(torch, form[0])
     return int(math.prod(form[1])) * dtype.itemsize
 
 
 def _num_bytes(layout: list[Any]) -> int:
-    return HEAD_BYTES + sum(_aligned(_size(form)) for form in layout)
+    return HEAD_BYTES + sum(_aligned(_num_tensor_bytes(form)) for form in layout)
 
 
 def _aligned(size: int) -> int:
@@ -177,7 +177,7 @@ def _views(buffer: Tensor, layout: list[Any]) -> Iterator[Tensor]:
     offset = HEAD_BYTES
     for form in layout:
         kind, shape, stride = form
-        size = _size(form)
+        size = _num_tensor_bytes(form)
         flat = buffer[offset : offset + size].view(getattr(torch, kind))
         yield flat.as_strided(shape, stride) if stride else flat.view(shape)
         offset += _aligned(size)

@@ -30,26 +30,26 @@ class PipelineForwardBackward:
         self._piped = piped
         self.tells = piped.has_loss and replica.worlds.tp.rank == 0
         self._reporter = replica.loss_reporter(tells=self.tells)
-        self._stand = IdleReplica(replica)
+        self._stand_ins = IdleReplica(replica)
         self._pipelines: dict[Program, Pipeline] = {}
-        self._watch: Watch | None = None
+        self._on_action: Watch | None = None
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
         """Report each action with its start and end time to `on_action`; on a GPU, wait for each action to finish."""
         device = self._replica.world.device
 
-        def tell(action: Action, start: float, stop: float) -> None:
+        def report(action: Action, start: float, stop: float) -> None:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
                 stop = time.perf_counter()
             watch(action, start, stop)
 
-        self._watch, self._pipelines = tell, {}
+        self._on_action, self._pipelines = report, {}
         try:
             yield
         finally:
-            self._watch, self._pipelines = None, {}
+            self._on_action, self._pipelines = None, {}
 
     def program(self, num_micro: int) -> Program:
         """Return the pipeline's program, of all ranks, for `num_micro` microbatches."""
@@ -57,22 +57,22 @@ class PipelineForwardBackward:
 
     def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
         """Run this replica's microbatches, and stand-ins of weight zero if all replicas must run equally many."""
-        data = [self._replica.load(micro.data) for micro in given.micro]
-        counts = self._reporter.counts([portion.data for portion in data])
-        missing = self._stand.missing(given)
-        spares = [self._stand.spare(given, data)] * missing if missing else []
-        work = _Work(self._replica, piped=self._piped, step=step, counts=counts)
+        microbatches = [self._replica.load(micro.data) for micro in given.micro]
+        counts = self._reporter.counts([portion.data for portion in microbatches])
+        num_missing = self._stand_ins.missing(given)
+        stand_ins = [self._stand_ins.spare(given, microbatches)] * num_missing if num_missing else []
+        work = _StepWork(self._replica, piped=self._piped, step=step, counts=counts)
         work.micro = [(micro.index, micro.num_samples) for micro in given.micro]
-        work.micro += [(given.num_micro, 0)] * missing
-        work.data = [*data, *spares]
+        work.micro += [(given.num_micro, 0)] * num_missing
+        work.data = [*microbatches, *stand_ins]
         if work.data:
             program = self._piped.program(len(work.data))
             work.last = _num_backwards(program, rank=self._piped.world.rank)
             self._pipeline(program).run(work)
         totals = self._reporter.new_totals(given, next(iter(work.terms.values()), None), stop=stop)
-        for place, terms in work.terms.items():
-            if place < len(given.micro):
-                self._reporter.put(totals, given.micro[place].index, terms)
+        for position, terms in work.terms.items():
+            if position < len(given.micro):
+                self._reporter.put(totals, given.micro[position].index, terms)
         self._reporter.send(totals)
         totals.expect(counts or {})
         return totals, counts is None
@@ -81,21 +81,21 @@ class PipelineForwardBackward:
         """Run one microbatch forward; the rank of the last stage calls `on_output`."""
         replica = self._replica
 
-        portion = replica.portion(batch)
+        microbatch = replica.portion(batch)
 
-        def call() -> None:
+        def run_model() -> None:
             with open_all(replica.around_forward):
-                with portion.inside():
-                    output = replica.contract.forward(replica.model, portion.data)
-                see(output, replica.contract.terms(output, portion.data, num_samples=num_samples), portion.data)
+                with microbatch.inside():
+                    output = replica.contract.forward(replica.model, microbatch.data)
+                see(output, replica.contract.terms(output, microbatch.data, num_samples=num_samples), microbatch.data)
 
-        self._pipeline(self._piped.forward(1)).run(_Look(self._piped, call))
+        self._pipeline(self._piped.forward(1)).run(_EvaluationWork(self._piped, run_model))
 
     def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
         """Run one forward through the stages and broadcast the last stage's output to all ranks."""
         found: list[Tensor] = []
         self._pipeline(self._piped.forward(1)).run(
-            _Look(self._piped, lambda: found.append(output_logits(model(tensor))))
+            _EvaluationWork(self._piped, lambda: found.append(output_logits(model(tensor))))
         )
         world, source = self._piped.world, self._piped.forward(1).loss_rank
         told = world.share_json([list(found[0].shape), str(found[0].dtype)] if found else None, source=source)
@@ -107,11 +107,11 @@ class PipelineForwardBackward:
     def _pipeline(self, program: Program) -> Pipeline:
         if program not in self._pipelines:
             piped = self._piped
-            self._pipelines[program] = Pipeline(program, world=piped.world, splits=piped.splits, watch=self._watch)
+            self._pipelines[program] = Pipeline(program, world=piped.world, splits=piped.splits, watch=self._on_action)
         return self._pipelines[program]
 
 
-class _Work:
+class _StepWork:
     """The stage work of one step.
 
     `indices_and_sizes` has the index and the number of samples of each microbatch.
@@ -156,25 +156,25 @@ class _Work:
         self._replica.reducer.after_backward()
 
     def _loss(self, microbatch: int, num_samples: int) -> Tensor:
-        replica, portion = self._replica, self.data[microbatch]
-        with portion.inside():
-            output = replica.contract.forward(replica.model, portion.data)
-        terms = replica.contract.terms(output, portion.data, num_samples=num_samples)
+        replica, local_microbatch = self._replica, self.data[microbatch]
+        with local_microbatch.inside():
+            output = replica.contract.forward(replica.model, local_microbatch.data)
+        terms = replica.contract.terms(output, local_microbatch.data, num_samples=num_samples)
         self.terms[microbatch] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
         if not num_samples:
             return torch.stack([total for total, _ in terms.values()]).sum() * 0.0
         return replica.update.scaled(loss_for_backward(terms, self._counts))
 
 
-class _Look:
+class _EvaluationWork:
     """The stage work of a forward without gradients."""
 
-    def __init__(self, piped: PipelineModel, call: Callable[[], None]) -> None:
+    def __init__(self, piped: PipelineModel, run_model: Callable[[], None]) -> None:
         self._piped = piped
-        self._call = call
+        self._run_model = run_model
 
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> Any:
-        return self._piped.stages.run(stage, received, self._call)
+        return self._piped.stages.run(stage, received, self._run_model)
 
     def again(self, *, microbatch: int) -> AbstractContextManager[None]:
         """Return an empty context; there is no backward."""

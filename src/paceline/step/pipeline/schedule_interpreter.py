@@ -41,7 +41,7 @@ class StageWork(Protocol):
 
 
 @dataclass(kw_only=True)
-class _Live:
+class _PendingBackward:
     """The state of a microbatch at a stage between its forward and its backward."""
 
     inputs: list[Tensor] = field(default_factory=list)
@@ -74,23 +74,23 @@ class Pipeline:
             )
         self.program = program
         self._rank = world.rank
-        self._splits = splits
-        self._watch = watch
+        self._splits_backward = splits
+        self._on_action = watch
         self._is_continuous = is_continuous
-        self._wire = StageChannel(world, channel=int(is_continuous))
-        self._sent_on: set[StageLink] = set()
-        self._own = set(program.stages_of(world.rank))
-        self._live: dict[At, _Live] = {}
-        self._arrived: dict[At, StageOutput] = {}
-        self._leaving: dict[At, StageOutput] = {}
-        self._gradients: dict[At, list[Tensor | None]] = {}
-        self._returning: dict[At, list[Tensor | None]] = {}
-        self._expected: dict[StageLink, int] = {}
-        self._do: dict[Op, Callable[[Action, StageWork], None]] = {
+        self._channel = StageChannel(world, channel=int(is_continuous))
+        self._used_links: set[StageLink] = set()
+        self._local_stages = set(program.stages_of(world.rank))
+        self._pending: dict[At, _PendingBackward] = {}
+        self._inputs: dict[At, StageOutput] = {}
+        self._outputs: dict[At, StageOutput] = {}
+        self._output_gradients: dict[At, list[Tensor | None]] = {}
+        self._input_gradients: dict[At, list[Tensor | None]] = {}
+        self._num_expected: dict[StageLink, int] = {}
+        self._handlers: dict[Op, Callable[[Action, StageWork], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
-            Op.INPUT: self._input if splits else self._backward,
-            Op.WEIGHT: self._weight if splits else _nothing,
+            Op.INPUT: self._backward_input if splits else self._backward,
+            Op.WEIGHT: self._backward_weight if splits else _skip,
             Op.SEND_F: self._send_forward,
             Op.RECV_F: self._receive_forward,
             Op.SEND_B: self._send_backward,
@@ -100,7 +100,7 @@ class Pipeline:
     @property
     def sent_bytes(self) -> int:
         """The bytes that this rank has sent so far."""
-        return self._wire.sent_bytes
+        return self._channel.sent_bytes
 
     def run(self, work: StageWork) -> None:
         """Run one step's microbatches. Each parameter's `.grad` receives the sum over microbatches, without division.
@@ -116,36 +116,36 @@ class Pipeline:
                     self.one(action, work)
             self.finish()
         finally:
-            for left in (self._live, self._arrived, self._leaving, self._gradients, self._returning):
-                left.clear()
+            for store in (self._pending, self._inputs, self._outputs, self._output_gradients, self._input_gradients):
+                store.clear()
 
     def finish(self) -> None:
         """Wait until all sends have completed."""
-        self._wire.finish()
+        self._channel.finish()
 
     def pause(self) -> None:
         """Cancel the posted receives. All ranks call this after the same part of the program."""
-        self._wire.pause(sent_on=sorted(self._sent_on, key=lambda edge: edge.tag) if self._wire.matches_tags else ())
-        self._sent_on.clear()
+        self._channel.pause(sent_on=sorted(self._used_links, key=lambda edge: edge.tag) if self._channel.matches_tags else ())
+        self._used_links.clear()
 
     def one(self, action: Action, work: StageWork) -> None:
         """Run one of the actions given to `expect_actions`."""
-        if self._watch is None:
-            self._do[action.op](action, work)
+        if self._on_action is None:
+            self._handlers[action.op](action, work)
             return
-        began = time.perf_counter()
-        self._do[action.op](action, work)
-        self._watch(action, began, time.perf_counter())
+        start_time = time.perf_counter()
+        self._handlers[action.op](action, work)
+        self._on_action(action, start_time, time.perf_counter())
 
     # -- compute
 
     def _forward(self, action: Action, work: StageWork) -> None:
-        at = (action.stage, action.microbatch)
-        received = self._arrived.pop(at, None)
+        key = (action.stage, action.microbatch)
+        received = self._inputs.pop(key, None)
         output = work.forward(stage=action.stage, microbatch=action.microbatch, received=received)
         inputs = [] if received is None else [t for t in received.tensors if t.requires_grad]
         if isinstance(output, StageOutput):
-            self._pass_on(at, output)
+            self._store_output(key, output)
             outputs = [tensor for tensor in output.tensors if tensor.requires_grad]
         else:
             outputs = [] if output is None else [output]
@@ -155,123 +155,123 @@ class Pipeline:
                     hint="return the loss as a tensor that the model's output flows into",
                 )
         if self.program.has_backward:
-            self._live[at] = _Live(inputs=inputs, outputs=outputs)
+            self._pending[key] = _PendingBackward(inputs=inputs, outputs=outputs)
 
-    def _pass_on(self, at: At, sent: StageOutput) -> None:
-        following = (at[0] + 1, at[1])
-        if following[0] in self._own:
-            self._arrived[following] = sent.received()
+    def _store_output(self, key: At, output: StageOutput) -> None:
+        next_key = (key[0] + 1, key[1])
+        if next_key[0] in self._local_stages:
+            self._inputs[next_key] = output.received()
         else:
-            self._leaving[at] = sent
+            self._outputs[key] = output
 
     def _backward(self, action: Action, work: StageWork) -> None:
-        at = (action.stage, action.microbatch)
-        live = self._ready(at)
+        key = (action.stage, action.microbatch)
+        pending = self._take_pending(key)
         work.before_backward(stage=action.stage, microbatch=action.microbatch)
-        if live.outputs:
+        if pending.outputs:
             with work.again(microbatch=action.microbatch):
-                add_gradients(live.outputs, live.gradients)
-        self._return(at, [tensor.grad for tensor in live.inputs])
+                add_gradients(pending.outputs, pending.gradients)
+        self._store_input_gradients(key, [tensor.grad for tensor in pending.inputs])
         work.after_backward(stage=action.stage, microbatch=action.microbatch)
 
-    def _input(self, action: Action, work: StageWork) -> None:
-        at = (action.stage, action.microbatch)
-        live = self._ready(at)
+    def _backward_input(self, action: Action, work: StageWork) -> None:
+        key = (action.stage, action.microbatch)
+        pending = self._take_pending(key)
         with work.again(microbatch=action.microbatch):
-            done = (
-                backward_input(live.outputs, live.gradients, live.inputs)
-                if live.outputs
+            result = (
+                backward_input(pending.outputs, pending.gradients, pending.inputs)
+                if pending.outputs
                 else ([], DeferredWeightGrad())
             )
-        gradients, rest = done
-        self._return(at, gradients)
-        self._live[at] = _Live(rest=rest)
+        gradients, deferred = result
+        self._store_input_gradients(key, gradients)
+        self._pending[key] = _PendingBackward(rest=deferred)
 
-    def _weight(self, action: Action, work: StageWork) -> None:
-        live = self._live.pop((action.stage, action.microbatch))
-        assert live.rest is not None, "WEIGHT comes after INPUT"
+    def _backward_weight(self, action: Action, work: StageWork) -> None:
+        pending = self._pending.pop((action.stage, action.microbatch))
+        assert pending.rest is not None, "WEIGHT comes after INPUT"
         work.before_backward(stage=action.stage, microbatch=action.microbatch)
         with work.again(microbatch=action.microbatch):
-            backward_weight(live.rest)
+            backward_weight(pending.rest)
         work.after_backward(stage=action.stage, microbatch=action.microbatch)
 
-    def _ready(self, at: At) -> _Live:
+    def _take_pending(self, key: At) -> _PendingBackward:
         """Return the pending backward with only the outputs that have a gradient; the gradient of a loss is None."""
-        live = self._live.pop(at)
-        arrived = self._gradients.pop(at, None)
-        if arrived is None:
-            live.gradients = [None] * len(live.outputs)
-            return live
-        pairs = [(out, g) for out, g in zip(live.outputs, arrived, strict=True) if g is not None]
-        live.outputs, live.gradients = [out for out, _ in pairs], [g for _, g in pairs]
-        return live
+        pending = self._pending.pop(key)
+        gradients = self._output_gradients.pop(key, None)
+        if gradients is None:
+            pending.gradients = [None] * len(pending.outputs)
+            return pending
+        pairs = [(out, g) for out, g in zip(pending.outputs, gradients, strict=True) if g is not None]
+        pending.outputs, pending.gradients = [out for out, _ in pairs], [g for _, g in pairs]
+        return pending
 
-    def _return(self, at: At, gradients: list[Tensor | None]) -> None:
-        before = (at[0] - 1, at[1])
-        if before[0] in self._own:
-            self._gradients[before] = gradients
-        elif before[0] >= 0:
-            self._returning[at] = gradients
+    def _store_input_gradients(self, key: At, gradients: list[Tensor | None]) -> None:
+        previous_key = (key[0] - 1, key[1])
+        if previous_key[0] in self._local_stages:
+            self._output_gradients[previous_key] = gradients
+        elif previous_key[0] >= 0:
+            self._input_gradients[key] = gradients
 
     # -- messages
 
     def _send_forward(self, action: Action, work: StageWork) -> None:
-        sent = self._leaving.pop((action.stage, action.microbatch))
-        trains = [int(tensor.requires_grad) for tensor in sent.tensors]
-        self._send(action, sent.tensors, [sent.spec, trains])
+        output = self._outputs.pop((action.stage, action.microbatch))
+        requires_grad = [int(tensor.requires_grad) for tensor in output.tensors]
+        self._send(action, output.tensors, [output.spec, requires_grad])
 
     def _receive_forward(self, action: Action, work: StageWork) -> None:
-        tensors, (spec, trains) = self._receive(action)
-        for tensor, needs in zip(tensors, trains, strict=True):
-            tensor.requires_grad_(bool(needs))
-        self._arrived[action.stage, action.microbatch] = StageOutput(tensors=tensors, spec=spec)
+        tensors, (spec, requires_grad) = self._receive(action)
+        for tensor, needs_grad in zip(tensors, requires_grad, strict=True):
+            tensor.requires_grad_(bool(needs_grad))
+        self._inputs[action.stage, action.microbatch] = StageOutput(tensors=tensors, spec=spec)
 
     def _send_backward(self, action: Action, work: StageWork) -> None:
-        gradients = self._returning.pop((action.stage, action.microbatch))
-        present = [gradient for gradient in gradients if gradient is not None]
-        self._send(action, present, [int(gradient is not None) for gradient in gradients])
+        gradients = self._input_gradients.pop((action.stage, action.microbatch))
+        sent = [gradient for gradient in gradients if gradient is not None]
+        self._send(action, sent, [int(gradient is not None) for gradient in gradients])
 
     def _send(self, action: Action, tensors: list[Tensor], note: Any) -> None:
-        edge = _edge(action)
-        self._wire.send(edge, tensors, note)
+        edge = _link_of(action)
+        self._channel.send(edge, tensors, note)
         if self._is_continuous:
-            self._sent_on.add(edge)
+            self._used_links.add(edge)
 
     def _receive_backward(self, action: Action, work: StageWork) -> None:
-        tensors, present = self._receive(action)
-        each = iter(tensors)
-        self._gradients[action.stage, action.microbatch] = [next(each) if there else None for there in present]
+        tensors, is_present = self._receive(action)
+        remaining = iter(tensors)
+        self._output_gradients[action.stage, action.microbatch] = [next(remaining) if there else None for there in is_present]
 
     def _receive(self, action: Action) -> tuple[list[Tensor], Any]:
-        edge = _edge(action)
-        found = self._wire.receive(edge)
-        self._expected[edge] -= 1
-        if (self._expected[edge] or self._is_continuous) and self._wire.matches_tags:
-            self._wire.expect(edge)
-        return found
+        edge = _link_of(action)
+        message = self._channel.receive(edge)
+        self._num_expected[edge] -= 1
+        if (self._num_expected[edge] or self._is_continuous) and self._channel.matches_tags:
+            self._channel.expect(edge)
+        return message
 
     def expect(self, actions: Iterable[Action]) -> None:
         """Announce all of the next actions.
 
         The first receive on each link is posted now; each later one is posted when the previous message has arrived.
         """
-        self._expected = {}
+        self._num_expected = {}
         for action in actions:
             if action.op.is_receive:
-                edge = _edge(action)
-                self._expected[edge] = self._expected.get(edge, 0) + 1
-        if self._wire.matches_tags:
-            for edge in self._expected:
-                if not self._wire.is_expected(edge):
-                    self._wire.expect(edge)
+                edge = _link_of(action)
+                self._num_expected[edge] = self._num_expected.get(edge, 0) + 1
+        if self._channel.matches_tags:
+            for edge in self._num_expected:
+                if not self._channel.is_expected(edge):
+                    self._channel.expect(edge)
 
 
-def _edge(action: Action) -> StageLink:
+def _link_of(action: Action) -> StageLink:
     """Return the link of an action. Both sides derive its tag from the sending stage and the direction."""
     assert action.peer is not None
     message = action.message
     return StageLink(peer=action.peer, tag=2 * message.stage + int(message.kind is Op.BACKWARD))
 
 
-def _nothing(action: Action, work: StageWork) -> None:
+def _skip(action: Action, work: StageWork) -> None:
     return None

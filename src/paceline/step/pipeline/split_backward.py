@@ -36,12 +36,12 @@ def backward_input(
     """Return the gradients of `inputs`, and what `backward_weight` needs to compute the weight gradients."""
     if not inputs:
         return [], DeferredWeightGrad(whole=(list(outputs), list(gradients)))
-    borders, shared = _borders([get_gradient_edge(output).node for output in outputs], inputs)
-    rest = DeferredWeightGrad()
-    kept: dict[Node, tuple[Tensor | None, ...]] = {}
-    handles = [node.register_prehook(_keeper(node, kept)) for node, _ in borders]
+    boundaries, shared = _find_boundaries([get_gradient_edge(output).node for output in outputs], inputs)
+    deferred = DeferredWeightGrad()
+    saved_gradients: dict[Node, tuple[Tensor | None, ...]] = {}
+    handles = [node.register_prehook(_gradient_saver(node, saved_gradients)) for node, _ in boundaries]
     try:
-        found = gradients_of(outputs, [*inputs, *shared], gradients, retain_graph=True)
+        gradients_found = gradients_of(outputs, [*inputs, *shared], gradients, retain_graph=True)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
@@ -53,13 +53,13 @@ def backward_input(
     finally:
         for handle in handles:
             handle.remove()
-    rest.early = [
+    deferred.early = [
         (weight, gradient)
-        for weight, gradient in zip(shared, found[len(inputs) :], strict=True)
+        for weight, gradient in zip(shared, gradients_found[len(inputs) :], strict=True)
         if gradient is not None
     ]
-    rest.borders = [(node, weights, list(kept[node])) for node, weights in borders if node in kept]
-    return list(found[: len(inputs)]), rest
+    deferred.borders = [(node, weights, list(saved_gradients[node])) for node, weights in boundaries if node in saved_gradients]
+    return list(gradients_found[: len(inputs)]), deferred
 
 
 def backward_weight(rest: DeferredWeightGrad) -> None:
@@ -67,63 +67,63 @@ def backward_weight(rest: DeferredWeightGrad) -> None:
     if rest.whole is not None:
         add_gradients(*rest.whole)
         return
-    found = list(rest.early)
-    for node, weights, arrived in rest.borders:
-        edges = [GradientEdge(node, place) for place, gradient in enumerate(arrived) if gradient is not None]
-        gradients = gradients_of(edges, weights, [gradient for gradient in arrived if gradient is not None])
-        found += [(w, g) for w, g in zip(weights, gradients, strict=True) if g is not None]
+    weight_gradients = list(rest.early)
+    for node, weights, output_gradients in rest.borders:
+        edges = [GradientEdge(node, place) for place, gradient in enumerate(output_gradients) if gradient is not None]
+        gradients = gradients_of(edges, weights, [gradient for gradient in output_gradients if gradient is not None])
+        weight_gradients += [(w, g) for w, g in zip(weights, gradients, strict=True) if g is not None]
     rest.borders.clear()
-    if found:
-        add_gradients([weight for weight, _ in found], [gradient for _, gradient in found])
+    if weight_gradients:
+        add_gradients([weight for weight, _ in weight_gradients], [gradient for _, gradient in weight_gradients])
 
 
-def _keeper(node: Node, kept: dict[Node, tuple[Tensor | None, ...]]) -> Any:
-    def keep(gradients: tuple[Tensor | None, ...]) -> None:
-        kept[node] = gradients
+def _gradient_saver(node: Node, saved_gradients: dict[Node, tuple[Tensor | None, ...]]) -> Any:
+    def save(gradients: tuple[Tensor | None, ...]) -> None:
+        saved_gradients[node] = gradients
 
-    return keep
+    return save
 
 
-def _borders(roots: Sequence[Node], inputs: Sequence[Tensor]) -> tuple[list[tuple[Node, list[Tensor]]], list[Tensor]]:
+def _find_boundaries(roots: Sequence[Node], inputs: Sequence[Tensor]) -> tuple[list[tuple[Node, list[Tensor]]], list[Tensor]]:
     """Return the boundaries, each with the weights that only it leads to, and the weights that several lead to."""
-    order = _backwards(roots)
-    chain = {get_gradient_edge(tensor).node for tensor in inputs}
-    own = {get_gradient_edge(tensor).node for tensor in inputs}
+    order = _reverse_topological_order(roots)
+    on_path = {get_gradient_edge(tensor).node for tensor in inputs}
+    input_nodes = {get_gradient_edge(tensor).node for tensor in inputs}
     weights: dict[Node, dict[int, Tensor]] = {}
     for node in order:
-        following = [after for after, _ in node.next_functions if after is not None]
-        if any(after in chain for after in following):
-            chain.add(node)
-        if node not in chain:
+        successors = [after for after, _ in node.next_functions if after is not None]
+        if any(after in on_path for after in successors):
+            on_path.add(node)
+        if node not in on_path:
             variable = getattr(node, "variable", None)
-            mine = {} if variable is None else {id(variable): variable}
-            for after in following:
-                mine |= weights[after]
-            weights[node] = mine
-    beside = {
-        node: _merged([weights[after] for after, _ in node.next_functions if after is not None and after not in chain])
+            node_weights = {} if variable is None else {id(variable): variable}
+            for after in successors:
+                node_weights |= weights[after]
+            weights[node] = node_weights
+    weights_off_path = {
+        node: _merged([weights[after] for after, _ in node.next_functions if after is not None and after not in on_path])
         for node in order
-        if node in chain and node not in own
+        if node in on_path and node not in input_nodes
     }
-    uses: dict[int, int] = {}
+    num_uses: dict[int, int] = {}
     tensors: dict[int, Tensor] = {}
-    loose = [weights[root] for root in roots if root not in chain]
-    for each in [*beside.values(), *loose, *loose]:  # roots that depend on no input count as shared
+    rootless = [weights[root] for root in roots if root not in on_path]
+    for each in [*weights_off_path.values(), *rootless, *rootless]:  # roots that depend on no input count as shared
         for key, tensor in each.items():
-            uses[key] = uses.get(key, 0) + 1
+            num_uses[key] = num_uses.get(key, 0) + 1
             tensors[key] = tensor
-    alone = [(node, [t for key, t in mine.items() if uses[key] == 1]) for node, mine in beside.items()]
-    return [(node, mine) for node, mine in alone if mine], [tensors[key] for key, used in uses.items() if used > 1]
+    exclusive = [(node, [t for key, t in mine.items() if num_uses[key] == 1]) for node, mine in weights_off_path.items()]
+    return [(node, mine) for node, mine in exclusive if mine], [tensors[key] for key, used in num_uses.items() if used > 1]
 
 
 def _merged(parts: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:
-    found: dict[int, Tensor] = {}
+    merged: dict[int, Tensor] = {}
     for part in parts:
-        found |= part
-    return found
+        merged |= part
+    return merged
 
 
-def _backwards(roots: Sequence[Node]) -> list[Node]:
+def _reverse_topological_order(roots: Sequence[Node]) -> list[Node]:
     """Return all nodes of the autograd graph, each after its `next_functions`."""
     order: list[Node] = []
     seen: set[Node] = set()

@@ -25,11 +25,11 @@ class Staged:
         self.stages = stages
         self.results: dict[int, Any] = {}
         self._call = call
-        self._enter = enter
+        self._before_forward = enter
 
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> Any:
         """Run one microbatch through one stage."""
-        self._enter(microbatch)
+        self._before_forward(microbatch)
         output = self.stages.run(stage, received, lambda: self._call(microbatch))
         if not isinstance(output, StageOutput):
             self.results[microbatch] = output.detach() if isinstance(output, Tensor) else output
@@ -53,7 +53,7 @@ def add_ties(model: nn.Module, *, cut: StageSplit, rank_of_stage: Sequence[int],
     summed their gradients already.
     """
     parameters = dict(model.named_parameters())
-    for place, (name, stages) in enumerate(sorted(cut.ties.items())):
+    for position, (name, stages) in enumerate(sorted(cut.ties.items())):
         ranks = sorted({rank_of_stage[stage] for stage in stages})
         if world.rank in ranks and len(ranks) > 1:
-            parameters[name].grad = sum_tied_gradients(parameters[name], ranks=ranks, place=place, world=world)
+            parameters[name].grad = sum_tied_gradients(parameters[name], ranks=ranks, place=position, world=world)

@@ -31,28 +31,28 @@ class HogwildStep(SynchronousStep):
         replica = replace(replica, reducer=LocalReducer(named=replica.update.named), tapes=())
         super().__init__(replica, passes=MicrobatchForwardBackward(replica, alone=True))
         self._shared = shared
-        self._late: dict[int, int] = {}
-        self._begun = False
+        self._staleness_counts: dict[int, int] = {}
+        self._has_started = False
 
     def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
         """Run forward and backward of this worker's microbatches, and its own update."""
-        if not self._begun:
-            self._begun = True
+        if not self._has_started:
+            self._has_started = True
             self.replica.world.barrier()  # all workers have loaded their state
         if not self.replica.model.training:
             self.replica.model.train()
-        began = time.perf_counter()
-        before = self._shared.others()
+        start_time = time.perf_counter()
+        updates_before = self._shared.others()
         self.replica.reducer.begin()
-        totals, divide = self.passes.run(given, step=self.steps_done, stop=stop)
+        totals, needs_division = self.passes.run(given, step=self.steps_done, stop=stop)
         count = totals.own_count()
         if count:  # a share without a target makes no update
-            self.replica.reducer.finish(divisor=count if divide else None)
-            _, taken = self.replica.update.commit(step=self.steps_done + 1, loss=totals.own_loss(), counts=None)
-            if taken:
+            self.replica.reducer.finish(divisor=count if needs_division else None)
+            _, is_applied = self.replica.update.commit(step=self.steps_done + 1, loss=totals.own_loss(), counts=None)
+            if is_applied:
                 self._shared.count()
-                late = self._shared.others() - before
-                self._late[late] = self._late.get(late, 0) + 1
+                staleness = self._shared.others() - updates_before
+                self._staleness_counts[staleness] = self._staleness_counts.get(staleness, 0) + 1
         else:
             self.replica.update.follow()
         self.steps_done += 1
@@ -61,7 +61,7 @@ class HogwildStep(SynchronousStep):
             samples=given.num_samples,
             totals=totals,
             norm=None,
-            compute_seconds=time.perf_counter() - began,
+            compute_seconds=time.perf_counter() - start_time,
             communication_seconds=0.0,
             lr=self.replica.update.lr,
         )
@@ -73,6 +73,6 @@ class HogwildStep(SynchronousStep):
     def lateness(self) -> list[dict[str, Any]]:
         """Return how many updates other workers made between this worker's read and its write."""
         lost, made = self._shared.lost
-        late = [list(pair) for pair in sorted(self._late.items())]
-        who = f"worker {self.replica.world.rank}"
-        return [{"who": who, "late": late, "lost": lost, "made": made}]
+        late = [list(pair) for pair in sorted(self._staleness_counts.items())]
+        worker_name = f"worker {self.replica.world.rank}"
+        return [{"who": worker_name, "late": late, "lost": lost, "made": made}]

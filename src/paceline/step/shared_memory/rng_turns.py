@@ -36,8 +36,8 @@ class HostRngTurns:
         self._timeout = timeout_seconds
         self._gpu = gpu
         self._lock = threading.Lock()
-        self._drew = {"forward": False, "backward": False}
-        self._mine = threading.local()
+        self._has_drawn = {"forward": False, "backward": False}
+        self._thread_local = threading.local()
 
     def states(self) -> tuple[object, ...]:
         """Return the states of the shared generators."""
@@ -50,13 +50,13 @@ class HostRngTurns:
             seed()
             yield
             return
-        with self._turn():
+        with self._take_turn():
             seed()
-            before = self.states() if self.draws is HostRandomness.UNKNOWN else None
+            states_before = self.states() if self.draws is HostRandomness.UNKNOWN else None
             yield
-            if before is not None and self.states() != before:
-                self._drew["forward"] = True
-            self._mine.ended = get_states(self._gpu) if self.draws is not HostRandomness.FORWARD else None
+            if states_before is not None and self.states() != states_before:
+                self._has_drawn["forward"] = True
+            self._thread_local.ended = get_states(self._gpu) if self.draws is not HostRandomness.FORWARD else None
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -67,19 +67,19 @@ class HostRngTurns:
         if self.draws in (HostRandomness.NONE, HostRandomness.FORWARD):
             yield
             return
-        with self._turn():
-            ended = getattr(self._mine, "ended", None)
-            if ended is not None:
-                set_states(ended, self._gpu)
-            if self.draws is HostRandomness.BACKWARD or not self._drew["forward"]:
+        with self._take_turn():
+            end_states = getattr(self._thread_local, "ended", None)
+            if end_states is not None:
+                set_states(end_states, self._gpu)
+            if self.draws is HostRandomness.BACKWARD or not self._has_drawn["forward"]:
                 yield
                 return
-            with RandomOpDetector() as watch:
+            with RandomOpDetector() as detector:
                 yield
-            self._drew["backward"] = self._drew["backward"] or watch.seen
+            self._has_drawn["backward"] = self._has_drawn["backward"] or detector.seen
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _take_turn(self) -> Iterator[None]:
         if not self._lock.acquire(timeout=self._timeout):
             raise RunError(
                 f"the forward or backward of another replica did not end within {self._timeout:g} s.",
@@ -94,12 +94,12 @@ class HostRngTurns:
     def settle(self) -> None:
         """Set `host_randomness` after a step in which draws were detected."""
         if self.draws is HostRandomness.UNKNOWN:
-            drew = self._drew
+            has_drawn = self._has_drawn
             self.draws = (
                 HostRandomness.BACKWARD
-                if drew["backward"]
+                if has_drawn["backward"]
                 else HostRandomness.FORWARD
-                if drew["forward"]
+                if has_drawn["forward"]
                 else HostRandomness.NONE
             )
 

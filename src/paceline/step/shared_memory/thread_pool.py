@@ -12,7 +12,7 @@ T = TypeVar("T")
 PATIENCE_SECONDS = 5.0
 
 
-class _Member(threading.Thread):
+class _ReplicaThread(threading.Thread):
     """A thread that runs the functions in its queue until it gets None."""
 
     def __init__(self, number: int) -> None:
@@ -22,8 +22,8 @@ class _Member(threading.Thread):
 
     def run(self) -> None:
         """Run functions from the queue until None arrives."""
-        while (body := self.work.get()) is not None:
-            body()
+        while (function := self.work.get()) is not None:
+            function()
 
 
 class ReplicaThreads:
@@ -31,7 +31,7 @@ class ReplicaThreads:
 
     def __init__(self, *, on_error: Callable[[], None]) -> None:
         self._on_error = on_error
-        self._members: list[_Member] = []
+        self._workers: list[_ReplicaThread] = []
 
     def run(self, bodies: Sequence[Callable[[], T]]) -> list[T]:
         """Run all functions and return their results; if one raises an exception, stop all and raise the first."""
@@ -39,7 +39,7 @@ class ReplicaThreads:
         errors: list[tuple[float, int, BaseException]] = []
         done = threading.Semaphore(0)
 
-        def one(number: int) -> None:
+        def run_function(number: int) -> None:
             try:
                 results[number] = bodies[number]()
             except BaseException as error:
@@ -48,24 +48,24 @@ class ReplicaThreads:
             finally:
                 done.release()
 
-        while len(self._members) < len(bodies) - 1:
-            self._members.append(_Member(len(self._members) + 1))
-        for number, member in enumerate(self._members[: len(bodies) - 1], 1):
-            member.work.put(lambda number=number: one(number))  # type: ignore[misc]
-        one(0)
-        self._wait(len(bodies), done, errors)
+        while len(self._workers) < len(bodies) - 1:
+            self._workers.append(_ReplicaThread(len(self._workers) + 1))
+        for number, worker in enumerate(self._workers[: len(bodies) - 1], 1):
+            worker.work.put(lambda number=number: run_function(number))  # type: ignore[misc]
+        run_function(0)
+        self._wait_for_all(len(bodies), done, errors)
         if errors:
-            raise _first(errors, len(bodies))
+            raise _first_error(errors, len(bodies))
         return [results[number] for number in range(len(bodies))]
 
     def close(self) -> None:
         """Stop the threads."""
-        for member in self._members:
-            member.work.put(None)
-        self._members = []
+        for worker in self._workers:
+            worker.work.put(None)
+        self._workers = []
 
     @staticmethod
-    def _wait(count: int, done: threading.Semaphore, errors: list[tuple[float, int, BaseException]]) -> None:
+    def _wait_for_all(count: int, done: threading.Semaphore, errors: list[tuple[float, int, BaseException]]) -> None:
         """Wait for every replica; after an error at most PATIENCE_SECONDS, since a stuck thread cannot be killed."""
         deadline = None
         for _ in range(count):
@@ -75,9 +75,9 @@ class ReplicaThreads:
                     return
 
 
-def _first(errors: list[tuple[float, int, BaseException]], count: int) -> BaseException:
+def _first_error(errors: list[tuple[float, int, BaseException]], count: int) -> BaseException:
     """Return the first error that is not a `PeerFailed`, with a note on its replica; else the first error."""
-    own = [entry for entry in errors if not isinstance(entry[2], PeerFailed)] or errors
-    _, number, error = min(own, key=lambda entry: entry[0])
+    candidates = [entry for entry in errors if not isinstance(entry[2], PeerFailed)] or errors
+    _, number, error = min(candidates, key=lambda entry: entry[0])
     error.add_note(f"in replica {number} of {count}")
     return error

@@ -26,12 +26,12 @@ class ThreadsStep(SynchronousStep):
     ) -> None:
         assert isinstance(replica.world, ThreadWorld)
         super().__init__(replica)
-        meeting = replica.world.meeting
-        self._others = [SynchronousStep(other) for other in others]
-        self._mirror = mirror
-        self._meeting = meeting
+        rendezvous = replica.world.meeting
+        self._other_steps = [SynchronousStep(other) for other in others]
+        self._thread_replicas = mirror
+        self._rendezvous = rendezvous
         self._turns = turns
-        self._crew = ReplicaThreads(on_error=meeting.leave)
+        self._threads = ReplicaThreads(on_error=rendezvous.leave)
 
     def gradients(self, given: StepBatch, *, stop: bool = False) -> StepResult:
         """Compute the global gradient in the first replica.
@@ -39,15 +39,15 @@ class ThreadsStep(SynchronousStep):
         If a model that did not draw random numbers so far draws in this step, run the step again, in turns.
         """
         while True:
-            self._mirror.refresh()
-            nobody = self._turns.draws is HostRandomness.NONE
-            undo = self._mirror.keep() if nobody else _nothing
-            before = self._turns.states() if nobody else ()
-            result = self._together(given, stop)
-            if not nobody:
+            self._thread_replicas.refresh()
+            draws_nothing = self._turns.draws is HostRandomness.NONE
+            undo = self._thread_replicas.keep() if draws_nothing else _nothing
+            states_before = self._turns.states() if draws_nothing else ()
+            result = self._run_replicas(given, stop)
+            if not draws_nothing:
                 self._turns.settle()
                 return result
-            if self._turns.states() == before:
+            if self._turns.states() == states_before:
                 return result
             undo()
             self._turns.watch_again()
@@ -55,34 +55,34 @@ class ThreadsStep(SynchronousStep):
     def close(self) -> None:
         """Stop the threads and remove the hooks from the models."""
         super().close()
-        for other in self._others:
+        for other in self._other_steps:
             other.close()
-        self._crew.close()
+        self._threads.close()
 
-    def _together(self, given: StepBatch, stop: bool) -> StepResult:
-        self._meeting.begin()
-        count = 1 + len(self._others)
-        shares = [split_over_replicas(given, replica=index, replicas=count) for index in range(count)]
-        for step in (self, *self._others):
+    def _run_replicas(self, step_batch: StepBatch, stop: bool) -> StepResult:
+        self._rendezvous.begin()
+        num_replicas = 1 + len(self._other_steps)
+        shares = [split_over_replicas(step_batch, replica=index, replicas=num_replicas) for index in range(num_replicas)]
+        for step in (self, *self._other_steps):
             step.replica.streams.asleep = self._turns.draws is HostRandomness.NONE
-        for other in self._others:
+        for other in self._other_steps:
             other.steps_done = self.steps_done
-        first = super().gradients
-        bodies: list[Callable[[], StepResult]] = [lambda: first(shares[0], stop=stop)]
-        bodies += [_body(other, mine) for other, mine in zip(self._others, shares[1:], strict=True)]
-        result, *_ = self._crew.run(bodies)
-        for other in self._others:
+        compute_first = super().gradients
+        bodies: list[Callable[[], StepResult]] = [lambda: compute_first(shares[0], stop=stop)]
+        bodies += [_replica_body(other, mine) for other, mine in zip(self._other_steps, shares[1:], strict=True)]
+        result, *_ = self._threads.run(bodies)
+        for other in self._other_steps:
             other.replica.reducer.begin()
         return result
 
 
-def _body(step: SynchronousStep, given: StepBatch) -> Callable[[], StepResult]:
-    def body() -> StepResult:
+def _replica_body(step: SynchronousStep, step_batch: StepBatch) -> Callable[[], StepResult]:
+    def run_replica() -> StepResult:
         if step.replica.world.device.type == "cuda":
             torch.cuda.set_device(step.replica.world.device)
-        return step.gradients(given)
+        return step.gradients(step_batch)
 
-    return body
+    return run_replica
 
 
 def _nothing() -> None:
