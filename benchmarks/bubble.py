@@ -139,7 +139,7 @@ def one_step(program: Program, *, world: World, seconds: Seconds) -> Row:
     spans: list[tuple[int, float, float]] = []
     row = program.actions[world.rank]
     pipeline = Pipeline(
-        program, world=world, watch=lambda action, began, ended: spans.append((len(spans), began, ended))
+        program, world=world, on_action=lambda action, began, ended: spans.append((len(spans), began, ended))
     )
     CLOCK.seconds = (0.0, 0.0, 0.0)
     pipeline.run(work)

@@ -91,7 +91,7 @@ def worker(payload: dict[str, Any]) -> int:
     SLEPT.clear()
     for _ in range(int(task.options["steps"])):
         session.loop.step(next(batches))
-    session.setup.step.settle()
+    session.setup.step.finish_pending()
     found = session.world.gather_json(SLEPT)
     if session.world.is_main:
         Path(task.options["answer"]).write_text(json.dumps(found))

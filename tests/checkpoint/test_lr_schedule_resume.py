@@ -42,7 +42,7 @@ class Held:
         world = World(device=torch.device("cpu"))
         named = trainable_parameters(model)
         update = OptimizerUpdate(
-            named=named, optimizers=[self.optimizer], schedules=schedules, scaler=None, max_grad_norm=None,
+            named_parameters=named, optimizers=[self.optimizer], schedules=schedules, scaler=None, max_grad_norm=None,
             check_finite=False, skip_nonfinite=False, ema=None,
         )  # fmt: skip
         kept = ShardedTensors(world=world, held=all_shares(named))
@@ -61,7 +61,7 @@ class Held:
         for _ in range(steps):
             found.append({k: self.optimizer.param_groups[0][k] for k in ("lr", "momentum")})
             self.optimizer.step()
-            self.trained.update.follow()
+            self.trained.update.step_schedules()
         return found
 
     def saved(self, step: int) -> OpenCheckpoint:

@@ -72,7 +72,7 @@ def read_all(data: Any, collate: Any, *, workers: int) -> None:
     )
     with closing(feed):
         for given, _ in zip(feed, range(9), strict=False):
-            spare = given.spare
+            spare = given.read_stand_in
         assert spare is None or len(spare()) == 3
     found = eval_feed(
         data=data, collate=collate, batch_size=4, replica=0, replicas=1, seed=1, workers=workers, agree=agree

@@ -45,7 +45,7 @@ def step(case: str, *, compiled: bool, policy: str = "none") -> tuple[dict[str, 
     if compiled:
         compile_blocks(model, say=said.append)
     for number in range(3):
-        tape.begin()
+        tape.begin_step()
         streams.enter(step=number, microbatch=0)
         loss(model, number).backward()
         tape.fold(num_micro=1)

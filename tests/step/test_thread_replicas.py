@@ -351,8 +351,12 @@ def test_a_replica_that_is_stuck_ends_the_step_by_the_clock(monkeypatch: pytest.
 
 def test_a_turn_that_never_comes_ends_by_the_clock() -> None:
     turns = HostRngTurns(timeout_seconds=0.2)
-    with turns.forward(lambda: None), ThreadPoolExecutor(1) as other, pytest.raises(RunError, match=r"within 0.2 s"):
-        other.submit(turns.forward(lambda: None).__enter__).result(timeout=10)
+    with (
+        turns.forward_context(lambda: None),
+        ThreadPoolExecutor(1) as other,
+        pytest.raises(RunError, match=r"within 0.2 s"),
+    ):
+        other.submit(turns.forward_context(lambda: None).__enter__).result(timeout=10)
 
 
 ONE = Net()

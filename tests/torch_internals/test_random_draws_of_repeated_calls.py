@@ -104,10 +104,10 @@ def test_norms_that_are_run_again_are_counted_as_in_plain_torch() -> None:
         tapes = MicrobatchStatistics(model=model, world=World.alone()) if tape else None
         for _ in range(3):
             if tapes:
-                tapes.begin()
+                tapes.begin_step()
             for index in range(2):
                 if tapes:
-                    tapes.at(index)
+                    tapes.set_microbatch(index)
                 model(x[index * 6 : index * 6 + 6]).square().sum().backward()
             if tapes:
                 tapes.fold(num_micro=2)

@@ -16,12 +16,14 @@ EACH = 0.02
 def lines(*, lag: int, steps: int, every: int) -> list[StepDone]:
     """What is logged of steps that take `EACH` seconds, of 8 samples and 24 tokens."""
     told: list[Any] = []
-    replica = SimpleNamespace(buffers=SimpleNamespace(new_notes=list), contract=SimpleNamespace(note=""), state_recorders=())
+    replica = SimpleNamespace(
+        buffers=SimpleNamespace(new_notes=list), contract=SimpleNamespace(note=""), state_recorders=()
+    )
     built: Any = SimpleNamespace(
         settings=SimpleNamespace(log=SimpleNamespace(every=every, statistics=False)),
         job=SimpleNamespace(best=None, early_stopping=None, metrics={}, eval_data=None),
         step=SimpleNamespace(lag=lag, sent_bytes=None, replica=replica),
-        update=SimpleNamespace(lr=0.1, refuse_empty=lambda **given: None),
+        update=SimpleNamespace(lr=0.1, refuse_empty_batch=lambda **given: None),
         world=SimpleNamespace(device=SimpleNamespace(type="cpu")),
         named=[],
     )

@@ -181,7 +181,7 @@ def moved_start(built: TrainingSetup) -> None:
 
 def wrong_statistics(built: TrainingSetup) -> None:
     """Running statistics one part in ten thousand off, after each step."""
-    step = built.step.gradients
+    step = built.step.compute_gradients
 
     def gradients(given: Any) -> Any:
         result = step(given)
@@ -189,7 +189,7 @@ def wrong_statistics(built: TrainingSetup) -> None:
             built.model.get_buffer("norm.running_mean").mul_(1.0001)
         return result
 
-    built.step.gradients = gradients  # type: ignore[method-assign]
+    built.step.compute_gradients = gradients  # type: ignore[method-assign]
 
 
 def statistics_between_steps(built: TrainingSetup) -> None:
@@ -216,14 +216,14 @@ def wrong_norm(by: float) -> Spoil:
 
 
 def wrong_loss(built: TrainingSetup) -> None:
-    step = built.step.gradients
+    step = built.step.compute_gradients
 
     def gradients(given: Any) -> Any:
         result = step(given)
         object.__setattr__(result.reduced, "loss", result.reduced.loss * 1.001)
         return result
 
-    built.step.gradients = gradients  # type: ignore[method-assign]
+    built.step.compute_gradients = gradients  # type: ignore[method-assign]
 
 
 SIZES: dict[str, tuple[Spoil, str, str]] = {

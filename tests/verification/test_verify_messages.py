@@ -275,7 +275,7 @@ def test_one_norm_for_gradients_of_half_precision() -> None:
 
 def update_of(named: list[NamedParameter]) -> OptimizerUpdate:
     return OptimizerUpdate(
-        named=named,
+        named_parameters=named,
         optimizers=[torch.optim.SGD([member.parameter for member in named], lr=0.0)],
         schedules=[],
         scaler=None,

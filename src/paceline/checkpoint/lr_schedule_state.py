@@ -25,7 +25,7 @@ from paceline.checkpoint.state_json import (
     normalize_numbers,
 )
 from paceline.errors import CheckpointError
-from paceline.step.optimizer_update import move_on, schedule_error
+from paceline.step.optimizer_update import schedule_error, step_schedule
 
 _POSITION_KEYS = frozenset(
     {"base_lrs", "_last_lr", "_step_count", "_get_lr_called_within_step", "_is_initial", "verbose"}
@@ -100,7 +100,7 @@ def advance_schedule(schedule: Any, *, steps: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no optimizer has stepped here
         for _ in range(steps):
-            move_on(schedule)
+            step_schedule(schedule)
 
 
 def refuse_short_schedules(schedules: Sequence[Any], *, total_steps: int | None) -> None:

@@ -62,7 +62,7 @@ class StashedWeightsState:
 def _read_stashed_weights(
     step: PipeDreamStep, stored: StoredTensors, weights: ShardedTensors
 ) -> dict[int, Mapping[str, Tensor]]:
-    local_names = [member.name for member in step.replica.update.named]
+    local_names = [member.name for member in step.replica.update.named_parameters]
     weights_by_age: dict[int, Mapping[str, Tensor]] = {}
     age = 1
     while local_names and all(f"{age}/{name}" in stored for name in local_names):

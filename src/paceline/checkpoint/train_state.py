@@ -276,7 +276,7 @@ def load_ema(checkpoint: OpenCheckpoint, ema: Ema, *, weights: ShardedTensors) -
     """Load the EMA; an average that the checkpoint lacks starts at the weights, which were loaded before."""
     stored = checkpoint.files.get(EMA, StoredTensors([]))
     with torch.no_grad():
-        for name, average, live in zip(ema.names, ema.averages, ema.live, strict=True):
+        for name, average, live in zip(ema.names, ema.averages, ema.weights, strict=True):
             shard = weights.mine[name].part
             if name not in stored:
                 average.copy_(live)

@@ -52,7 +52,12 @@ class MeshGroups:
         def group_over(*axes: str) -> World:
             return split(full_mesh.groups([axis for axis in axes if mesh.size(axis) > 1]))
 
-        replicate, shard, cp, data = group_over("dp_replicate"), group_over("dp_shard"), group_over("cp"), group_over(*DATA_AXES)
+        replicate, shard, cp, data = (
+            group_over("dp_replicate"),
+            group_over("dp_shard"),
+            group_over("cp"),
+            group_over(*DATA_AXES),
+        )
         summed = data if mesh.cp == 1 else cp if mesh.replicas == 1 else group_over(*GRADIENT_AXES)
         return MeshGroups(
             mesh=mesh,

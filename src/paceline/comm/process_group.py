@@ -133,7 +133,8 @@ class World:
                 )  # fmt: skip
                 raise MachineError(
                     f"rank {place.rank} of {place.world_size} did not meet the others: {error}",
-                    where=f"{place.address}:{place.port}, backend {backend}" + (f"; full text: {text_path}" if text_path else ""),
+                    where=f"{place.address}:{place.port}, backend {backend}"
+                    + (f"; full text: {text_path}" if text_path else ""),
                     cause=cause,
                     hint=hint,
                 ) from error

@@ -100,10 +100,16 @@ class ThreadRendezvous:
 
     def _collect(self, round_: _Round, replica: int) -> list[Any]:
         with self._pause(replica), self._condition:
-            is_in_time = self._condition.wait_for(lambda: self._is_over or round_.present == self.replicas, self._timeout)
+            is_in_time = self._condition.wait_for(
+                lambda: self._is_over or round_.present == self.replicas, self._timeout
+            )
             if round_.present == self.replicas:
                 return round_.values
-        raise PeerFailed if is_in_time else self._timeout_error(f"only {round_.present} of {self.replicas} replicas arrived")
+        raise (
+            PeerFailed
+            if is_in_time
+            else self._timeout_error(f"only {round_.present} of {self.replicas} replicas arrived")
+        )
 
     def _timeout_error(self, message: str) -> RunError:
         if self._simulates:
@@ -168,7 +174,9 @@ class ThreadWorld(World):
         """Send rows to every replica and return the received rows."""
         rows_by_rank = self.exchange(rows.detach().clone().split(list(send)))
         received = [parts[self.rank].to(rows.device) for parts in rows_by_rank]
-        assert [len(part) for part in received] == list(receive), "received a different number of rows than this rank's route expects"
+        assert [len(part) for part in received] == list(receive), (
+            "received a different number of rows than this rank's route expects"
+        )
         return torch.cat(received)
 
     def start_ring_shift(self, tensors: Sequence[Tensor], *, shapes: Sequence[Shape]) -> Callable[[], list[Tensor]]:

@@ -117,7 +117,8 @@ def refuse_other_data(
     different_rank = next((rank for rank, length in lengths.items() if length != lengths[first_rank]), None)
     if different_rank is not None:
         raise DesyncError(
-            f"{name} has {lengths[different_rank]:,} samples on rank {different_rank} and {lengths[first_rank]:,} on rank {first_rank}.",
+            f"{name} has {lengths[different_rank]:,} samples on rank {different_rank} and "
+            f"{lengths[first_rank]:,} on rank {first_rank}.",
             cause="each rank reads its own part, or different files",
             hint=_WHOLE_DATASET_HINT,
         )

@@ -9,7 +9,7 @@ from paceline.data.order.batches import Batch
 from paceline.data.order.cursor import Cursor
 from paceline.data.order.microbatch_assignment import assign_microbatches
 from paceline.data.source import Collate, Order, read_source
-from paceline.data.types import DatasetSummary, LocalMicro, StepInput
+from paceline.data.types import DatasetSummary, ReplicaMicrobatch, StepInput
 
 
 class RandomAccessLoader:
@@ -75,8 +75,8 @@ class RandomAccessLoader:
             self._order_checksums[epoch] = self._order.name(epoch)
         return [self._order_checksums[epoch], self._order_source]
 
-    def _read(self, batch: Batch, index: int) -> LocalMicro:
+    def _read(self, batch: Batch, index: int) -> ReplicaMicrobatch:
         micro, epoch = batch.micro[index], batch.after.epoch
         indices = self._order.at(epoch=epoch, start=micro.start, stop=micro.stop)
         data = raise_worker_error(self._fetcher[MicrobatchRequest(epoch=epoch, indices=indices)])
-        return LocalMicro(index=index, num_samples=len(indices), data=data, indices=indices)
+        return ReplicaMicrobatch(index=index, num_samples=len(indices), data=data, indices=indices)

@@ -23,7 +23,7 @@ from paceline.data.source import Collate, Order, Source, read_source, refuse_no_
 from paceline.data.stream.epoch import Agree
 from paceline.data.stream.iterable_loader import IterableLoader
 from paceline.data.stream.single_pass import stream_once
-from paceline.data.types import BatchPartition, DatasetSummary, LocalMicro, StepInput
+from paceline.data.types import BatchPartition, DatasetSummary, ReplicaMicrobatch, StepInput
 from paceline.data.workers import Workers
 from paceline.errors import DataError, JobError
 from paceline.torch_internals.rng import stream_key
@@ -137,7 +137,7 @@ class MapStyleLoader:
             if fetched is not None and not requests:
                 next(fetched)
             micro = tuple(
-                LocalMicro(
+                ReplicaMicrobatch(
                     index=index,
                     num_samples=len(request.indices),
                     data=raise_worker_error(self._fetcher[request] if fetched is None else next(fetched)),
@@ -145,7 +145,9 @@ class MapStyleLoader:
                 )
                 for index, request in requests
             )
-            yield StepInput(batch=batch, micro=micro, spare=partial(self._read_stand_in, batch), summary=summary)
+            yield StepInput(
+                batch=batch, micro=micro, read_stand_in=partial(self._read_stand_in, batch), summary=summary
+            )
 
     def _size_warning(self) -> tuple[str, ...]:
         batch, total = self._cut.global_batch_size, self.num_samples or 0
@@ -246,7 +248,9 @@ class MapStyleLoader:
             )
             cursor = batch.after
             local_indices = (
-                assign_microbatches(len(batch.micro), replica=partition.replica, replicas=partition.replicas) if partition.reads else ()
+                assign_microbatches(len(batch.micro), replica=partition.replica, replicas=partition.replicas)
+                if partition.reads
+                else ()
             )
             yield batch, [(index, self._wanted(batch, index)) for index in local_indices]
 
@@ -276,7 +280,7 @@ def eval_feed(
     name: str = "eval_data",
     totals: dict[str, list[int]] | None = None,
     agree: Agree | None = None,
-) -> Iterator[LocalMicro]:
+) -> Iterator[ReplicaMicrobatch]:
     """Yield microbatches such that each sample is read once over all replicas; replicas may read different numbers.
 
     `totals` receives the sample counts and checksums of a stream's shards, so that replicas can compare them. With
@@ -310,7 +314,7 @@ def eval_feed(
     try:
         for index, request in requests:
             value = raise_worker_error(fetcher[request] if fetched is None else next(fetched))
-            yield LocalMicro(index=index, num_samples=len(request.indices), data=value, indices=request.indices)
+            yield ReplicaMicrobatch(index=index, num_samples=len(request.indices), data=value, indices=request.indices)
     finally:
         pool.close()
 

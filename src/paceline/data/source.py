@@ -161,7 +161,10 @@ def _order_of(sampler: Any) -> tuple[Any, str]:
         return "sequential", ""
     if isinstance(sampler, RandomSampler) and not sampler.replacement:
         has_generator = sampler.generator is not None
-        return None, "the DataLoader's generator is not used: the seed sets the order of samples" if has_generator else ""
+        return (
+            None,
+            "the DataLoader's generator is not used: the seed sets the order of samples" if has_generator else "",
+        )
     if isinstance(sampler, DistributedSampler):
         note = "the DistributedSampler is replaced: it repeats samples to even out ranks"
         return (None if sampler.shuffle else "sequential"), note

@@ -24,7 +24,7 @@ class BatchPartition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalMicro:
+class ReplicaMicrobatch:
     """A microbatch of this replica: its collated `data`, its position `index` in the global batch, and its samples."""
 
     index: int
@@ -51,10 +51,10 @@ class StepInput:
     """
 
     batch: Batch
-    micro: tuple[LocalMicro, ...]
+    micro: tuple[ReplicaMicrobatch, ...]
     fingerprint: int = 0
     notes: tuple[str, ...] = ()
-    spare: Callable[[], Any] | None = field(default=None, repr=False)
+    read_stand_in: Callable[[], Any] | None = field(default=None, repr=False)
     summary: DatasetSummary | None = None
     num_micro: int = field(init=False, repr=False, compare=False)
     num_samples: int = field(init=False, repr=False, compare=False)

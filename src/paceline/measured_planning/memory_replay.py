@@ -138,10 +138,10 @@ def _read_batches(built: TrainingSetup, plan: ExecutionPlan, count: int) -> list
 
 def _record_parts(built: TrainingSetup, timeline: MemoryTimeline | None) -> AbstractContextManager[None]:
     """Return a context that starts a new part of the timeline after each action of a pipeline stage."""
-    passes = built.step.passes
+    passes = built.step.forward_backward
     if timeline is None or not isinstance(passes, PipelineForwardBackward):
         return nullcontext()
-    return passes.watched(lambda *_: timeline.start_part())
+    return passes.observe_actions(lambda *_: timeline.start_part())
 
 
 def _warm_up_plan(plan: ExecutionPlan) -> ExecutionPlan | None:

@@ -14,20 +14,20 @@ from paceline.step.loss.batch_loss import gather_rows, mean_terms
 from paceline.step.loss.loss_return_value import Terms
 from paceline.step.microbatches import StepBatch
 from paceline.step.replica_context import LocalMicrobatch, ReplicaContext
-from paceline.step.step_totals import TotalsReduction, own_counts
+from paceline.step.step_totals import TotalsReduction, local_counts
 from paceline.torch_internals.private_api import add_gradients
 from paceline.torch_internals.pytree import to_device
 
-See = Callable[[Any, Terms, Any], None]
+OutputObserver = Callable[[Any, Terms, Any], None]
 
 
 class ForwardBackward(Protocol):
     """The runner of a step's microbatches, and of an evaluation's."""
 
-    tells: bool
+    reports_loss: bool
     """True if this rank reports the loss for all ranks that process the same samples."""
 
-    def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
+    def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
         """Run forward and backward of all microbatches; the reducer receives the gradients.
 
         Returns the step's totals, whose all-reduce has started, and whether gradients must still be divided by the
@@ -37,10 +37,10 @@ class ForwardBackward(Protocol):
             JobError: this runner does not support the loss.
         """
 
-    def look(self, batch: Any, *, num_samples: int, see: See) -> None:
+    def evaluate_microbatch(self, batch: Any, *, num_samples: int, on_output: OutputObserver) -> None:
         """Run one microbatch forward without gradients; ranks with the output call `on_output(output, terms, data)`."""
 
-    def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
+    def compute_logits(self, model: nn.Module, tensor: Tensor) -> Tensor:
         """Return the model's output (its logits) for one tensor, computed without gradients, on every rank."""
 
 
@@ -50,45 +50,47 @@ class MicrobatchForwardBackward:
     `divides_locally`: the loss is divided by this replica's own counts.
     """
 
-    def __init__(self, replica: ReplicaContext, *, alone: bool = False) -> None:
+    def __init__(self, replica: ReplicaContext, *, divides_locally: bool = False) -> None:
         self._replica = replica
-        self._divides_locally = alone
-        self.tells = replica.worlds.tp.rank == 0
-        self._reporter = replica.loss_reporter(tells=self.tells)
-        self._stand_ins = IdleReplica(replica)
+        self._divides_locally = divides_locally
+        self.reports_loss = replica.worlds.tp.rank == 0
+        self._reporter = replica.make_loss_reporter(reports_loss=self.reports_loss)
+        self._stand_ins = StandInMicrobatches(replica)
 
-    def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
+    def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
         """Run each microbatch forward and backward."""
-        microbatches = [self._replica.load(micro.data) for micro in given.micro]
+        microbatches = [self._replica.load_microbatch(micro.data) for micro in step_batch.micro]
         counts = self._gather_counts([portion.data for portion in microbatches])
-        num_missing = self._stand_ins.missing(given)
+        num_missing = self._stand_ins.count_missing(step_batch)
         totals: TotalsReduction | None = None
-        for position, (micro, microbatch) in enumerate(zip(given.micro, microbatches, strict=True)):
+        for position, (micro, microbatch) in enumerate(zip(step_batch.micro, microbatches, strict=True)):
             is_last = position == len(microbatches) - 1
             terms = forward(self._replica, microbatch, step=step, index=micro.index, num_samples=micro.num_samples)
-            totals = totals or self._reporter.new_totals(given, terms, stop=stop)
-            self._reporter.put(totals, micro.index, terms)
+            totals = totals or self._reporter.new_totals(step_batch, terms, stop=stop)
+            self._reporter.store_terms(totals, micro.index, terms)
             if is_last and not num_missing:
-                self._reporter.send(totals)
-            backward(self._replica, loss_for_backward(terms, counts), last=is_last and not num_missing, portion=microbatch)
-        totals = self._run_stand_ins(given, microbatches, num_missing, totals, step=step, stop=stop)
+                self._reporter.start_reduction(totals)
+            backward(
+                self._replica, loss_for_backward(terms, counts), last=is_last and not num_missing, microbatch=microbatch
+            )
+        totals = self._run_stand_ins(step_batch, microbatches, num_missing, totals, step=step, stop=stop)
         if not self._divides_locally:
-            totals.expect(counts or {})
+            totals.set_expected_counts(counts or {})
         return totals, counts is None
 
     def _gather_counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
         if not (self._divides_locally and self._replica.contract.counts_first):
-            return self._reporter.counts(data)
-        local = own_counts(self._replica.contract, data)
+            return self._reporter.gather_counts(data)
+        local = local_counts(self._replica.contract, data)
         return {name: torch.as_tensor(count) for name, count in local.items()}
 
-    def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
+    def compute_logits(self, model: nn.Module, tensor: Tensor) -> Tensor:
         """Return the logits of `model(tensor)`."""
         return output_logits(model(tensor))
 
-    def look(self, batch: Any, *, num_samples: int, see: See) -> None:
+    def evaluate_microbatch(self, batch: Any, *, num_samples: int, on_output: OutputObserver) -> None:
         """Run the forward and compute the loss terms of one microbatch for an evaluation."""
-        evaluate_microbatch(self._replica, batch, num_samples=num_samples, see=see)
+        evaluate_microbatch(self._replica, batch, num_samples=num_samples, on_output=on_output)
 
     def _run_stand_ins(
         self,
@@ -104,49 +106,49 @@ class MicrobatchForwardBackward:
         if not num_missing:
             if totals is None:
                 totals = self._reporter.new_totals(step_batch, None, stop=stop)
-                self._reporter.send(totals)
+                self._reporter.start_reduction(totals)
             return totals
-        stand_in = self._stand_ins.spare(step_batch, microbatches)
+        stand_in = self._stand_ins.load_stand_in(step_batch, microbatches)
         for number in range(num_missing):
             is_last = number == num_missing - 1
-            with self._replica.weightless():
+            with self._replica.zero_weight_context():
                 terms = forward(self._replica, stand_in, step=step, index=step_batch.num_micro, num_samples=0)
                 totals = totals or self._reporter.new_totals(step_batch, terms, stop=stop)
                 if is_last:
-                    self._reporter.send(totals)
+                    self._reporter.start_reduction(totals)
                 zero_loss = torch.stack([total for total, _ in terms.values()]).sum() * 0.0
-                backward(self._replica, zero_loss, last=is_last, counts=False, portion=stand_in)
+                backward(self._replica, zero_loss, last=is_last, has_samples=False, microbatch=stand_in)
         assert totals is not None
         return totals
 
 
-class IdleReplica:
+class StandInMicrobatches:
     """The stand-in microbatches of a replica that has too few, if layers communicate across all replicas."""
 
-    def __init__(self, replica: ReplicaContext, *, always: bool = False) -> None:
+    def __init__(self, replica: ReplicaContext, *, is_always_needed: bool = False) -> None:
         self._replica = replica
-        self._is_needed = always or replica.needs_equal_microbatches
+        self._is_needed = is_always_needed or replica.needs_equal_microbatches
         self._stand_in: LocalMicrobatch | None = None
 
-    def missing(self, given: StepBatch) -> int:
+    def count_missing(self, step_batch: StepBatch) -> int:
         """Return how many microbatches this replica has fewer than the replica with the most."""
         if not self._is_needed:
             return 0
-        return -(-given.num_micro // self._replica.worlds.data.world_size) - len(given.micro)
+        return -(-step_batch.num_micro // self._replica.worlds.data.world_size) - len(step_batch.micro)
 
-    def spare(self, given: StepBatch, data: Sequence[LocalMicrobatch]) -> LocalMicrobatch:
+    def load_stand_in(self, step_batch: StepBatch, microbatches: Sequence[LocalMicrobatch]) -> LocalMicrobatch:
         """Return a stand-in microbatch: one of this replica's own, else one that is read from another replica's part.
 
         Raises:
             JobError: the dataset is a stream, whose samples cannot be read twice.
         """
-        if data:
-            self._stand_in = data[0]
-        elif self._stand_in is None and given.spare is not None:
-            self._stand_in = self._replica.load(given.spare())
+        if microbatches:
+            self._stand_in = microbatches[0]
+        elif self._stand_in is None and step_batch.read_stand_in is not None:
+            self._stand_in = self._replica.load_microbatch(step_batch.read_stand_in())
         if self._stand_in is None:
             raise JobError(
-                f"the first batch has {given.num_micro} microbatches, fewer than there are replicas.",
+                f"the first batch has {step_batch.num_micro} microbatches, fewer than there are replicas.",
                 cause="layers that communicate over all replicas need a sample on each, and a "
                 "stream can't be read twice",
                 hint="a smaller --train.micro_batch_size, or --layout ddp --train.buffers fold",
@@ -159,26 +161,28 @@ class BatchForwardBackward:
 
     def __init__(self, replica: ReplicaContext) -> None:
         self._replica = replica
-        self.tells = replica.worlds.tp.rank == 0
+        self.reports_loss = replica.worlds.tp.rank == 0
         self._columns: dict[str, bool] = {}
-        self._reporter = replica.loss_reporter(tells=self.tells)
+        self._reporter = replica.make_loss_reporter(reports_loss=self.reports_loss)
 
-    def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
+    def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
         """Run the forward, gather the outputs of all replicas, and compute the same loss everywhere."""
         replica = self._replica
         output, data, terms = None, None, None
-        for micro in given.micro:
+        for micro in step_batch.micro:
             data = to_device(micro.data, replica.world.device)
             output = _run_model(replica, data, step=step, index=micro.index)
-        num_local_samples = sum(micro.num_samples for micro in given.micro)
-        gathered = gather_rows(output, data, world=replica.worlds.data, num_samples=num_local_samples, columns=self._columns)
+        num_local_samples = sum(micro.num_samples for micro in step_batch.micro)
+        gathered = gather_rows(
+            output, data, world=replica.worlds.data, num_samples=num_local_samples, columns=self._columns
+        )
         if gathered is not None:
-            with open_all(replica.around_forward):
-                terms = replica.contract.terms(*gathered, num_samples=given.num_samples)
-        totals = self._reporter.new_totals(given, terms, stop=stop)
-        if terms is not None and given.micro[0].index == 0:  # all replicas have the same loss: one reports it
-            self._reporter.put(totals, 0, terms)
-        self._reporter.send(totals)
+            with open_all(replica.forward_contexts):
+                terms = replica.contract.terms(*gathered, num_samples=step_batch.num_samples)
+        totals = self._reporter.new_totals(step_batch, terms, stop=stop)
+        if terms is not None and step_batch.micro[0].index == 0:  # all replicas have the same loss: one reports it
+            self._reporter.store_terms(totals, 0, terms)
+        self._reporter.start_reduction(totals)
         if terms is not None:
             backward(replica, mean_terms(terms), last=True)
         elif replica.reducer.needs_equal_microbatches:  # gradients reduced during backward wait for this replica
@@ -186,49 +190,49 @@ class BatchForwardBackward:
             replica.reducer.after_backward()
         return totals, False
 
-    def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
+    def compute_logits(self, model: nn.Module, tensor: Tensor) -> Tensor:
         """Return the logits of `model(tensor)`."""
         return output_logits(model(tensor))
 
-    def look(self, batch: Any, *, num_samples: int, see: See) -> None:
+    def evaluate_microbatch(self, batch: Any, *, num_samples: int, on_output: OutputObserver) -> None:
         """Run the forward and compute the loss terms of this microbatch alone, for an evaluation."""
-        evaluate_microbatch(self._replica, batch, num_samples=num_samples, see=see)
+        evaluate_microbatch(self._replica, batch, num_samples=num_samples, on_output=on_output)
 
 
-def evaluate_microbatch(replica: ReplicaContext, batch: Any, *, num_samples: int, see: See) -> None:
+def evaluate_microbatch(replica: ReplicaContext, batch: Any, *, num_samples: int, on_output: OutputObserver) -> None:
     """Run the forward of one microbatch in an evaluation, and pass output, terms and data to `on_output`."""
-    microbatch = replica.portion(batch)
-    with open_all(replica.around_forward):
-        with microbatch.inside():
+    microbatch = replica.slice_microbatch(batch)
+    with open_all(replica.forward_contexts):
+        with microbatch.forward_context():
             output = replica.contract.forward(replica.model, microbatch.data)
-        see(output, replica.contract.terms(output, microbatch.data, num_samples=num_samples), microbatch.data)
+        on_output(output, replica.contract.terms(output, microbatch.data, num_samples=num_samples), microbatch.data)
 
 
-def forward(replica: ReplicaContext, portion: LocalMicrobatch, *, step: int, index: int, num_samples: int) -> Terms:
+def forward(replica: ReplicaContext, microbatch: LocalMicrobatch, *, step: int, index: int, num_samples: int) -> Terms:
     """Run the forward of one microbatch in its own random stream and return its loss terms.
 
     Without samples, running statistics do not change.
     """
-    for tape in replica.tapes:
-        tape.at(index, counts=num_samples > 0)
-    with open_all(replica.around_forward) as contexts:
+    for tape in replica.state_recorders:
+        tape.set_microbatch(index, has_samples=num_samples > 0)
+    with open_all(replica.forward_contexts) as contexts:
         _enter_random_stream(replica, contexts, step=step, index=index)
-        for tape in replica.tapes:
-            contexts.enter_context(tape.watching())
-        with portion.inside():
-            output = replica.contract.forward(replica.model, portion.data)
-        terms = replica.contract.terms(output, portion.data, num_samples=num_samples)
-        replica.contract.answer_sum(output, portion.data, terms)
+        for tape in replica.state_recorders:
+            contexts.enter_context(tape.recording_context())
+        with microbatch.forward_context():
+            output = replica.contract.forward(replica.model, microbatch.data)
+        terms = replica.contract.terms(output, microbatch.data, num_samples=num_samples)
+        replica.contract.answer_sum(output, microbatch.data, terms)
     if num_samples > 0:
-        for tape in replica.tapes:
-            tape.left(index)
+        for tape in replica.state_recorders:
+            tape.end_forward(index)
     return terms
 
 
 def _run_model(replica: ReplicaContext, batch: Any, *, step: int, index: int) -> Any:
-    for tape in replica.tapes:
-        tape.at(index)
-    with open_all(replica.around_forward) as contexts:
+    for tape in replica.state_recorders:
+        tape.set_microbatch(index)
+    with open_all(replica.forward_contexts) as contexts:
         _enter_random_stream(replica, contexts, step=step, index=index)
         return replica.contract.forward(replica.model, batch)
 
@@ -243,10 +247,12 @@ def open_all(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> E
 
 def _enter_random_stream(replica: ReplicaContext, contexts: ExitStack, *, step: int, index: int) -> None:
     """Start the microbatch's random stream. Threads that share the host's generators first wait for their turn."""
-    if replica.turns is None:
-        replica.streams.enter(step=step, microbatch=index)
+    if replica.rng_turns is None:
+        replica.random_streams.enter(step=step, microbatch=index)
     else:
-        contexts.enter_context(replica.turns.forward(partial(replica.streams.enter, step=step, microbatch=index)))
+        contexts.enter_context(
+            replica.rng_turns.forward_context(partial(replica.random_streams.enter, step=step, microbatch=index))
+        )
 
 
 def loss_for_backward(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
@@ -270,23 +276,28 @@ def _replace_zeros(count: Tensor) -> Tensor:
 
 
 def backward(
-    replica: ReplicaContext, loss: Tensor, *, last: bool, counts: bool = True, portion: LocalMicrobatch | None = None
+    replica: ReplicaContext,
+    loss: Tensor,
+    *,
+    last: bool,
+    has_samples: bool = True,
+    microbatch: LocalMicrobatch | None = None,
 ) -> None:
     """Run the backward of one microbatch; `last` marks this replica's last one in the step.
 
     A stand-in without samples (`has_samples=False`) adds no gradient, but takes part in communication.
     """
     if not loss.requires_grad:
-        raise no_gradient()
-    replica.reducer.before_backward(last=last, counts=counts)
-    rng_contexts = [] if replica.turns is None else [replica.turns.backward]
-    backward_contexts = [] if portion is None else [portion.again]
-    with open_all([*rng_contexts, *(tape.watching for tape in replica.tapes), *backward_contexts]):
-        add_gradients([replica.update.scaled(loss)], [None])
+        raise no_gradient_error()
+    replica.reducer.before_backward(last=last, counts=has_samples)
+    rng_contexts = [] if replica.rng_turns is None else [replica.rng_turns.backward_context]
+    backward_contexts = [] if microbatch is None else [microbatch.backward_context]
+    with open_all([*rng_contexts, *(tape.recording_context for tape in replica.state_recorders), *backward_contexts]):
+        add_gradients([replica.update.scale_loss(loss)], [None])
     replica.reducer.after_backward()
 
 
-def no_gradient() -> JobError:
+def no_gradient_error() -> JobError:
     """Return the error for a loss that does not depend on any trainable parameter."""
     return JobError(
         "the loss does not depend on any trainable parameter.",
@@ -295,6 +306,6 @@ def no_gradient() -> JobError:
     )
 
 
-def passes_of(replica: ReplicaContext) -> ForwardBackward:
+def build_forward_backward(replica: ReplicaContext) -> ForwardBackward:
     """Return the runner of this job's microbatches, the same on every rank."""
     return BatchForwardBackward(replica) if replica.contract.over_batch else MicrobatchForwardBackward(replica)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
-class Micro(Protocol):
+class StepMicrobatch(Protocol):
     """A microbatch of this replica; `index` is its position in the global batch."""
 
     @property
@@ -20,7 +20,7 @@ class StepBatch(Protocol):
     """This replica's share of one step; `micro` may be empty."""
 
     @property
-    def micro(self) -> Sequence[Micro]: ...
+    def micro(self) -> Sequence[StepMicrobatch]: ...
     @property
     def num_micro(self) -> int: ...
     @property
@@ -28,25 +28,25 @@ class StepBatch(Protocol):
     @property
     def fingerprint(self) -> int: ...
     @property
-    def spare(self) -> Callable[[], Any] | None: ...
+    def read_stand_in(self) -> Callable[[], Any] | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaShare:
     """A replica's part of the batch that a process received for all of its replicas."""
 
-    micro: Sequence[Micro] = field(repr=False)
+    micro: Sequence[StepMicrobatch] = field(repr=False)
     num_micro: int
     num_samples: int
     fingerprint: int
-    spare: Callable[[], Any] | None = None
+    read_stand_in: Callable[[], Any] | None = None
 
 
-def split_over_replicas(given: StepBatch, *, replica: int, replicas: int) -> ReplicaShare:
+def split_over_replicas(step_batch: StepBatch, *, replica: int, replicas: int) -> ReplicaShare:
     """Return the microbatches of one replica, assigned round robin as between processes."""
     return ReplicaShare(
-        micro=[micro for micro in given.micro if micro.index % replicas == replica],
-        num_micro=given.num_micro,
-        num_samples=given.num_samples,
-        fingerprint=given.fingerprint,
+        micro=[micro for micro in step_batch.micro if micro.index % replicas == replica],
+        num_micro=step_batch.num_micro,
+        num_samples=step_batch.num_samples,
+        fingerprint=step_batch.fingerprint,
     )

@@ -16,7 +16,7 @@ from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.step.step_totals import StepResult
 from paceline.torch_internals.private_api import lerp_all
 
-Norm = Callable[[], Tensor]
+GradNormFunction = Callable[[], Tensor]
 # Bytes per element. A norm in half precision has only three digits, so shards would be clipped by different norms.
 _MIN_NORM_ITEMSIZE = 4
 
@@ -27,28 +27,30 @@ class Ema:
     `after_swap` is called after the weights were exchanged with the average.
     """
 
-    def __init__(self, *, live: Mapping[str, Tensor], decay: float, settle: Callable[[], None] = do_nothing) -> None:
+    def __init__(
+        self, *, weights: Mapping[str, Tensor], decay: float, after_swap: Callable[[], None] = do_nothing
+    ) -> None:
         self.decay = decay
-        self.names = list(live)
-        self.live = list(live.values())
-        self.averages = [tensor.detach().clone() for tensor in self.live]
-        self._after_swap = settle
+        self.names = list(weights)
+        self.weights = list(weights.values())
+        self.averages = [tensor.detach().clone() for tensor in self.weights]
+        self._after_swap = after_swap
 
     def update(self) -> None:
         """Move the average towards the weights by `1 - decay`."""
-        lerp_all(self.averages, self.live, 1.0 - self.decay)
+        lerp_all(self.averages, self.weights, 1.0 - self.decay)
 
     def swap(self) -> None:
         """Exchange the average and the weights; a second call undoes the first."""
         with torch.no_grad():
-            for average, live in zip(self.averages, self.live, strict=True):
+            for average, live in zip(self.averages, self.weights, strict=True):
                 copy = live.detach().clone()
                 live.copy_(average)
                 average.copy_(copy)
         self._after_swap()
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def use_averages(self) -> Iterator[None]:
         """Return a context in which the model has the averages; it restores the weights bit for bit at its end."""
         self.swap()
         try:
@@ -57,7 +59,7 @@ class Ema:
             self.swap()
 
 
-Broken = tuple[tuple[int, str], ...]
+NonFiniteTerms = tuple[tuple[int, str], ...]
 """Microbatches and terms whose loss is not finite."""
 
 
@@ -67,7 +69,7 @@ class OptimizerUpdate:
     def __init__(
         self,
         *,
-        named: Sequence[NamedParameter],
+        named_parameters: Sequence[NamedParameter],
         optimizers: Sequence[Optimizer],
         schedules: Sequence[Any],
         scaler: "torch.amp.GradScaler | None",
@@ -75,7 +77,7 @@ class OptimizerUpdate:
         check_finite: bool,
         skip_nonfinite: bool,
         ema: Ema | None,
-        norm: Norm | None = None,
+        joint_grad_norm: GradNormFunction | None = None,
         spread: Callable[[], None] = do_nothing,
         on_update: Callable[[int], object] | None = None,
         on_empty: str = "stop",
@@ -84,12 +86,12 @@ class OptimizerUpdate:
         self.schedules = list(schedules)
         self.scaler = scaler
         self.ema = ema
-        self.named = list(named)
+        self.named_parameters = list(named_parameters)
         self.on_empty = on_empty
         self._max_grad_norm = max_grad_norm
         self._checks_finite = check_finite
         self._skips_nonfinite = skip_nonfinite
-        self._joint_grad_norm = norm
+        self._joint_grad_norm = joint_grad_norm
         self._update_hooks = [] if spread is do_nothing else [spread]
         self._on_update = on_update
         self.lr = self.optimizers[0].param_groups[0]["lr"]  # of the last step; the schedule has advanced since
@@ -97,14 +99,14 @@ class OptimizerUpdate:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that this rank updates."""
-        return [member.parameter for member in self.named]
+        return [member.parameter for member in self.named_parameters]
 
     @property
-    def skips(self) -> bool:
+    def skips_nonfinite(self) -> bool:
         """True if a step that is not finite is skipped; its loss must then be known before the update."""
         return self._checks_finite and self._skips_nonfinite
 
-    def scaled(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss that backward runs on: under fp16, multiplied by the loss scale."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
@@ -114,8 +116,8 @@ class OptimizerUpdate:
         step: int,
         loss: float | None,
         counts: Mapping[str, float] | None = None,
-        broken: Broken = (),
-        follow: bool = True,
+        nonfinite_terms: NonFiniteTerms = (),
+        steps_schedules: bool = True,
     ) -> tuple[Tensor | None, bool]:
         """Update the weights. Return the gradient norm, if it was measured, and whether the update was applied.
 
@@ -126,40 +128,42 @@ class OptimizerUpdate:
             NonFiniteError: the loss or a gradient is not finite, and the run is set to stop on that.
         """
         self._unscale()
-        gradients = [gradient_values(p.grad) for p in (m.parameter for m in self.named) if p.grad is not None]
+        gradients = [
+            gradient_values(p.grad) for p in (m.parameter for m in self.named_parameters) if p.grad is not None
+        ]
         grad_norm = self._measure_norm(gradients)
         if loss is not None and self._checks_finite and not self._is_finite(loss, grad_norm):
             if not self._skips_nonfinite:
-                raise self.refusal(step=step, loss=loss, counts=counts, broken=broken)
-            self._finish_update(follow)
+                raise self.nonfinite_error(step=step, loss=loss, counts=counts, nonfinite_terms=nonfinite_terms)
+            self._finish_update(steps_schedules)
             return grad_norm, False
         if self._max_grad_norm is not None and grad_norm is not None:
             self._clip(gradients, grad_norm, max_norm=self._max_grad_norm)
         self.lr = self.optimizers[0].param_groups[0]["lr"]
         self._step_optimizers(step)
-        self._finish_update(follow)
+        self._finish_update(steps_schedules)
         return grad_norm, True
 
-    def follow(self) -> None:
+    def step_schedules(self) -> None:
         """Advance the schedules by one step, whether or not the update was applied."""
         for schedule in self.schedules:
-            move_on(schedule)
+            step_schedule(schedule)
 
-    def refuse_empty(self, *, step: int, loss: float, counts: Mapping[str, float]) -> None:
+    def refuse_empty_batch(self, *, step: int, loss: float, counts: Mapping[str, float]) -> None:
         """Raise if a whole batch has no target. A single share without a target only makes no update.
 
         Raises:
             NonFiniteError: the count of a term is zero, and such steps are not skipped.
         """
-        if 0 in counts.values() and not self.skips and self.on_empty == "stop":
-            raise self.refusal(step=step, loss=loss, counts=counts)
+        if 0 in counts.values() and not self.skips_nonfinite and self.on_empty == "stop":
+            raise self.nonfinite_error(step=step, loss=loss, counts=counts)
 
-    def refusal(
-        self, *, step: int, loss: float, counts: Mapping[str, float] | None = None, broken: Broken = ()
+    def nonfinite_error(
+        self, *, step: int, loss: float, counts: Mapping[str, float] | None = None, nonfinite_terms: NonFiniteTerms = ()
     ) -> NonFiniteError:
         """Return an error that names the terms whose count is zero, else the first non-finite gradients."""
         error = self._describe_nonfinite(step, loss, counts or {})
-        error.step, error.broken = step, broken
+        error.step, error.broken = step, nonfinite_terms
         return error
 
     def _describe_nonfinite(self, step: int, loss: float, counts: Mapping[str, float]) -> NonFiniteError:
@@ -174,14 +178,17 @@ class OptimizerUpdate:
             return error
         nonfinite_names = [
             member.name
-            for member in self.named
+            for member in self.named_parameters
             if member.parameter.grad is not None
             and not bool(torch.isfinite(gradient_values(member.parameter.grad)).all())
         ]
-        shown = ", ".join(nonfinite_names[:3]) + (f" and {len(nonfinite_names) - 3} more" if len(nonfinite_names) > 3 else "")
+        shown = ", ".join(nonfinite_names[:3]) + (
+            f" and {len(nonfinite_names) - 3} more" if len(nonfinite_names) > 3 else ""
+        )
         where = f"gradients are not finite in {shown}" if nonfinite_names else "every gradient is finite"
         return NonFiniteError(
-            f"step {step}: loss is {loss}, {where}{'' if nonfinite_names or not math.isfinite(loss) else ', their norm is not'}.",
+            f"step {step}: loss is {loss}, {where}"
+            f"{'' if nonfinite_names or not math.isfinite(loss) else ', their norm is not'}.",
             cause="a learning rate that is too high, inputs that are not finite, or a division "
             "by zero in model or loss",
             hint="--train.on_nonfinite skip, or --train.max_grad_norm 1.0",
@@ -237,10 +244,10 @@ class OptimizerUpdate:
         if self.scaler is not None:
             self.scaler.update()
         if steps_schedules:
-            self.follow()
+            self.step_schedules()
 
 
-def move_on(schedule: Any) -> None:
+def step_schedule(schedule: Any) -> None:
     """Advance a schedule by one step.
 
     Raises:
@@ -275,9 +282,11 @@ class DeferredFiniteCheck:
             NonFiniteError: the loss or a gradient of that step was not finite.
         """
         last, self._last = self._last, result
-        if last is not None and not last.finite:
+        if last is not None and not last.is_finite:
             reduced = last.reduced
-            raise self._update.refusal(step=last.step, loss=last.loss, counts=reduced.counts, broken=reduced.broken)
+            raise self._update.nonfinite_error(
+                step=last.step, loss=last.loss, counts=reduced.counts, nonfinite_terms=reduced.nonfinite_terms
+            )
 
 
 def gradient_values(gradient: Tensor) -> Tensor:

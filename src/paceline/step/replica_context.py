@@ -30,36 +30,36 @@ from paceline.torch_internals.rng import RandomStreams
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Turns(Protocol):
+class RngTurns(Protocol):
     """Turns of replicas that share the host's random generators: one forward or backward runs at a time."""
 
-    def forward(self, seed: Callable[[], None]) -> AbstractContextManager[None]:
+    def forward_context(self, seed: Callable[[], None]) -> AbstractContextManager[None]:
         """Return the context for a forward and its loss, entered after `seed()`."""
 
-    def backward(self) -> AbstractContextManager[None]:
+    def backward_context(self) -> AbstractContextManager[None]:
         """Return the context for a backward."""
 
 
-class Tape(Protocol):
+class ForwardStateRecorder(Protocol):
     """A recorder of state that forwards change, such as running statistics and counters in module attributes.
 
     At the end of a step it sets this state to the values that one process would have.
     """
 
     @property
-    def waits(self) -> bool:
+    def is_sequential(self) -> bool:
         """True if forwards run one after another over all ranks, in the order of one process."""
 
-    def begin(self, *, num_micro: int = 0) -> None:
+    def begin_step(self, *, num_micro: int = 0) -> None:
         """Start a step of `num_micro` microbatches over all ranks, or restart the same step."""
 
-    def at(self, microbatch: int, *, counts: bool = True) -> None:
+    def set_microbatch(self, microbatch: int, *, has_samples: bool = True) -> None:
         """Set the microbatch of the next forward or backward; without samples it is a stand-in."""
 
-    def watching(self) -> AbstractContextManager[object]:
+    def recording_context(self) -> AbstractContextManager[object]:
         """Return the context for a forward and its loss, or a backward."""
 
-    def left(self, microbatch: int) -> None:
+    def end_forward(self, microbatch: int) -> None:
         """Record the end of this microbatch's forward."""
 
     def fold(self, *, num_micro: int) -> bool:
@@ -80,8 +80,8 @@ class LocalMicrobatch:
     """A rank's part of a microbatch, and the contexts that its forward and its backward run in."""
 
     data: Any
-    inside: Callable[[], AbstractContextManager[None]] = nullcontext
-    again: Callable[[], AbstractContextManager[None]] = nullcontext
+    forward_context: Callable[[], AbstractContextManager[None]] = nullcontext
+    backward_context: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,44 +95,44 @@ class ReplicaContext:
     worlds: MeshGroups
     contract: LossContract
     reducer: Reducer
-    tapes: Sequence[Tape]
+    state_recorders: Sequence[ForwardStateRecorder]
     buffers: BufferPolicy
     update: OptimizerUpdate
-    streams: RandomStreams
+    random_streams: RandomStreams
     precision: str = "fp32"
     exact: bool = False
-    rounds: SyncBatchNormWeights | None = None
-    turns: Turns | None = None
-    context: ContextParallel | None = None
-    take_back: Callable[[], None] = do_nothing
+    sync_bn_weights: SyncBatchNormWeights | None = None
+    rng_turns: RngTurns | None = None
+    context_parallel: ContextParallel | None = None
+    undo_reduction: Callable[[], None] = do_nothing
 
     @cached_property
-    def portion(self) -> Callable[[Any], LocalMicrobatch]:
+    def slice_microbatch(self) -> Callable[[Any], LocalMicrobatch]:
         """A function that returns this rank's part of a microbatch on its device: all, or a slice of the sequence."""
-        return LocalMicrobatch if self.context is None else partial(_slice_for_rank, self.context)
+        return LocalMicrobatch if self.context_parallel is None else partial(_slice_for_rank, self.context_parallel)
 
     @cached_property
-    def load(self) -> Callable[[Any], LocalMicrobatch]:
+    def load_microbatch(self) -> Callable[[Any], LocalMicrobatch]:
         """A function like `slice_microbatch` for a microbatch in host memory, which it first moves to the device."""
-        return self.portion if self.world.device.type == "cpu" else self._move_and_slice
+        return self.slice_microbatch if self.world.device.type == "cpu" else self._move_and_slice
 
     def _move_and_slice(self, batch: Any) -> LocalMicrobatch:
-        return self.portion(to_device(batch, self.world.device))
+        return self.slice_microbatch(to_device(batch, self.world.device))
 
     @cached_property
-    def around_forward(self) -> Sequence[Callable[[], AbstractContextManager[None]]]:
+    def forward_contexts(self) -> Sequence[Callable[[], AbstractContextManager[None]]]:
         """The contexts that a forward and its loss run in; only those that this run needs."""
         mesh = self.worlds.mesh
         is_sharded = mesh.zero == 3 or mesh.tp > 1
         return [*([forward_runs] if is_sharded else []), *([self.autocast] if self.precision in _AUTOCAST else [])]
 
-    def loss_reporter(self, *, tells: bool) -> LossReporter:
+    def make_loss_reporter(self, *, reports_loss: bool) -> LossReporter:
         """Return a reporter of loss terms to all ranks. `reports_loss`: this rank reports the terms it computes."""
         return LossReporter(
             world=self.world,
             contract=self.contract,
             buffers=self.watched_buffers,
-            tells=tells,
+            reports_loss=reports_loss,
             on_empty=self.update.on_empty,
         )
 
@@ -144,7 +144,7 @@ class ReplicaContext:
     @property
     def needs_equal_microbatches(self) -> bool:
         """True if a forward or backward waits for other replicas; all must then run the same number of microbatches."""
-        return self.rounds is not None or self.reducer.needs_equal_microbatches
+        return self.sync_bn_weights is not None or self.reducer.needs_equal_microbatches
 
     @cached_property
     def watched_buffers(self) -> Sequence[BufferPolicy]:
@@ -152,18 +152,20 @@ class ReplicaContext:
         return [self.buffers] if self.buffers.watches else []
 
     @contextmanager
-    def weightless(self) -> Iterator[None]:
+    def zero_weight_context(self) -> Iterator[None]:
         """Return a context for a microbatch of weight zero: running statistics and other buffers stay unchanged."""
-        if self.rounds is not None:
-            self.rounds.weight = 0.0
-        saved_buffers = [] if self.rounds is not None else [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        if self.sync_bn_weights is not None:
+            self.sync_bn_weights.weight = 0.0
+        saved_buffers = (
+            [] if self.sync_bn_weights is not None else [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        )
         try:
             yield
         finally:
             for buffer, value in saved_buffers:
                 copy_into(buffer.data, value)
-            if self.rounds is not None:
-                self.rounds.weight = 1.0
+            if self.sync_bn_weights is not None:
+                self.sync_bn_weights.weight = 1.0
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the autocast context that the forward and the loss run in.
@@ -179,4 +181,8 @@ class ReplicaContext:
 
 def _slice_for_rank(context_parallel: ContextParallel, batch: Any) -> LocalMicrobatch:
     batch_slice = context_parallel.cut(batch)
-    return LocalMicrobatch(batch_slice.data, inside=partial(context_parallel.forward, batch_slice), again=partial(context_parallel.backward, batch_slice))
+    return LocalMicrobatch(
+        batch_slice.data,
+        forward_context=partial(context_parallel.forward, batch_slice),
+        backward_context=partial(context_parallel.backward, batch_slice),
+    )

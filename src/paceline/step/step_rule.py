@@ -36,11 +36,11 @@ class RuleTraits:
     """
 
     reads_samples: bool = True
-    takes_sparse: bool = False
-    divides_parameters: bool = True
+    accepts_sparse_gradients: bool = False
+    splits_parameters: bool = True
     spreads_updates: bool = True
     measures_joint_norm: bool = True
-    verified: Literal["stepwise", "freely", "replayed"] = "stepwise"
+    verify_mode: Literal["stepwise", "freely", "replayed"] = "stepwise"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,11 @@ class StepRequest:
 
     plan: ExecutionPlan
     contexts: Sequence[ReplicaContext]
-    placed: ParallelizedModel
-    mirror: ThreadReplicas | None
-    turns: HostRngTurns | None
-    shared: SharedModel | None
-    replicas: World
+    parallelized_model: ParallelizedModel
+    thread_replicas: ThreadReplicas | None
+    rng_turns: HostRngTurns | None
+    shared_model: SharedModel | None
+    replica_world: World
 
 
 class StepRule(ABC):
@@ -81,7 +81,7 @@ class StepRule(ABC):
         """
         return World.join(place=place, device_type=plan.device, backend=plan.backend, timeout_seconds=timeout_seconds)
 
-    def plan_of_group(self, plan: ExecutionPlan, *, world_size: int) -> ExecutionPlan:
+    def plan_for_group(self, plan: ExecutionPlan, *, world_size: int) -> ExecutionPlan:
         """Return the plan that the ranks of the process group follow."""
         return plan
 

@@ -37,7 +37,7 @@ class StepTotals:
     divided_by: dict[str, float]
     stop: bool
     buffers_changed: bool
-    broken: tuple[tuple[int, str], ...] = ()
+    nonfinite_terms: tuple[tuple[int, str], ...] = ()
     """The microbatches and terms whose sum is not finite."""
 
     def check_counts(self) -> None:
@@ -76,15 +76,15 @@ class TotalsReduction:
         self._reduced: StepTotals | None = None
         self._expected: Mapping[str, Tensor] = {}
 
-    def expect(self, counts: Mapping[str, Tensor]) -> None:
+    def set_expected_counts(self, counts: Mapping[str, Tensor]) -> None:
         """Store the global counts that the loss is divided by, if known in advance; the terms must have the same."""
         self._expected = counts
 
-    def flag(self, number: int, value: float = 1.0) -> None:
+    def set_flag(self, index: int, value: float = 1.0) -> None:
         """Set a flag, or store the batch's fingerprint."""
-        self._flags[number] = value % _FINGERPRINT_RANGE
+        self._flags[index] = value % _FINGERPRINT_RANGE
 
-    def put(self, microbatch: int, terms: Terms) -> None:
+    def store_terms(self, microbatch: int, terms: Terms) -> None:
         """Store the terms of one microbatch."""
         if tuple(terms) != self.names:
             self._flags[MISMATCH] = 1.0
@@ -95,22 +95,24 @@ class TotalsReduction:
         self._vector = self._pack()
         self._wait_for_sum = self._world.start_all_reduce(self._vector)
 
-    def across(self, bundle: MessageBatcher) -> "TotalsReduction":
+    def reduce_over_sites(self, batcher: MessageBatcher) -> "TotalsReduction":
         """Return this reduction summed over all sites of local SGD.
 
         Expected counts are not copied: each site divides by its own counts and has checked them already.
         """
-        site_totals = TotalsReduction(world=self._world, names=self.names, num_micro=self._num_micro, on_empty=self._on_empty)
-        site_totals._flags, site_totals._ranks = self._flags, self._ranks * bundle.peers.world_size
+        site_totals = TotalsReduction(
+            world=self._world, names=self.names, num_micro=self._num_micro, on_empty=self._on_empty
+        )
+        site_totals._flags, site_totals._ranks = self._flags, self._ranks * batcher.peers.world_size
         site_totals._vector = self._wait_for_vector().clone()
-        site_totals._wait_for_sum = bundle.add(site_totals._vector)
+        site_totals._wait_for_sum = batcher.add(site_totals._vector)
         return site_totals
 
-    def own_count(self) -> float:
+    def local_count(self) -> float:
         """Return the sum of the counts of all terms that this rank has stored."""
         return math.fsum(float(count) for terms in self._slots.values() for _, count in terms.values())
 
-    def own_loss(self) -> float:
+    def local_loss(self) -> float:
         """Return the loss of the terms that this rank has stored, each divided by its own count."""
         sums = {name: [0.0, 0.0] for name in self.names}
         for terms in self._slots.values():
@@ -156,7 +158,7 @@ class TotalsReduction:
             divided_by={name: float(count) for name, count in self._expected.items()},
             stop=values[STOP] > 0,
             buffers_changed=values[BUFFERS] > 0,
-            broken=tuple(sorted(nonfinite_terms)),
+            nonfinite_terms=tuple(sorted(nonfinite_terms)),
         )
 
     def _wait_for_vector(self) -> Tensor:
@@ -229,7 +231,7 @@ class StepResult:
     step: int
     samples: int
     totals: TotalsReduction
-    norm: AsyncScalars | None
+    async_grad_norm: AsyncScalars | None
     compute_seconds: float
     communication_seconds: float
     skipped: bool = False
@@ -253,15 +255,15 @@ class StepResult:
     @cached_property
     def grad_norm(self) -> float | None:
         """The norm of the global gradient before clipping, or None if it was not measured."""
-        return None if self.norm is None else self.norm.values()[0]
+        return None if self.async_grad_norm is None else self.async_grad_norm.values()[0]
 
     @property
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         """True if the loss and the gradient norm are finite."""
         return math.isfinite(self.loss) and (self.grad_norm is None or math.isfinite(self.grad_norm))
 
     @property
-    def committed(self) -> bool:
+    def is_committed(self) -> bool:
         """True if the weights were updated by this step."""
         return not self.skipped
 
@@ -274,48 +276,56 @@ class LossReporter:
     """
 
     def __init__(
-        self, *, world: World, contract: LossContract, buffers: Sequence[BufferPolicy], tells: bool, on_empty: str
+        self,
+        *,
+        world: World,
+        contract: LossContract,
+        buffers: Sequence[BufferPolicy],
+        reports_loss: bool,
+        on_empty: str,
     ) -> None:
         self._world = world
         self._contract = contract
         self._buffers = buffers
-        self._reports_loss = tells
+        self._reports_loss = reports_loss
         self._on_empty = on_empty
         self._names: tuple[str, ...] | None = None
 
     @property
-    def is_agreed(self) -> bool:
+    def has_names(self) -> bool:
         """True once the names of the terms are known."""
         return self._names is not None
 
-    def agree(self, terms: Terms | None) -> None:
+    def agree_on_names(self, terms: Terms | None) -> None:
         """Agree on the names of the terms. Every rank calls this after the last stage has run a microbatch."""
         self._gather_names(terms)
 
-    def new_totals(self, given: StepBatch, terms: Terms | None, *, stop: bool) -> TotalsReduction:
+    def new_totals(self, step_batch: StepBatch, terms: Terms | None, *, stop: bool) -> TotalsReduction:
         """Return this step's empty reduction vector."""
         names = self._gather_names(terms)
-        totals = TotalsReduction(world=self._world, names=names, num_micro=given.num_micro, on_empty=self._on_empty)
-        totals.flag(STOP, float(stop))
-        totals.flag(FINGERPRINT, float(given.fingerprint))
+        totals = TotalsReduction(
+            world=self._world, names=names, num_micro=step_batch.num_micro, on_empty=self._on_empty
+        )
+        totals.set_flag(STOP, float(stop))
+        totals.set_flag(FINGERPRINT, float(step_batch.fingerprint))
         return totals
 
-    def put(self, totals: TotalsReduction, index: int, terms: Terms) -> None:
+    def store_terms(self, totals: TotalsReduction, index: int, terms: Terms) -> None:
         """Store a microbatch's terms in the vector, if this rank reports them."""
         if self._reports_loss:
-            totals.put(index, terms)
+            totals.store_terms(index, terms)
 
-    def send(self, totals: TotalsReduction) -> None:
+    def start_reduction(self, totals: TotalsReduction) -> None:
         """Start the all-reduce of the vector, with the flag for changed buffers."""
         for buffers in self._buffers:
-            totals.flag(BUFFERS, float(buffers.changed()))
+            totals.set_flag(BUFFERS, float(buffers.changed()))
         totals.start()
 
-    def counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
+    def gather_counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
         """Return the counts of the global batch if the job gives them before the forward, else None."""
         if not self._contract.counts_first:
             return None
-        local = own_counts(self._contract, data)
+        local = local_counts(self._contract, data)
         if self._names is None:
             names_by_rank = self._world.gather_json(list(local))
             self._names = tuple(next(names for names in names_by_rank if names))
@@ -336,7 +346,7 @@ class LossReporter:
         return self._names
 
 
-def own_counts(contract: LossContract, data: Sequence[Any]) -> dict[str, float | Tensor]:
+def local_counts(contract: LossContract, data: Sequence[Any]) -> dict[str, float | Tensor]:
     """Return the counts of these microbatches, from the job's `count=`, before any forward."""
     local: dict[str, float | Tensor] = {}
     for batch in data:

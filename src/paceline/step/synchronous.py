@@ -10,14 +10,14 @@ from torch import Tensor
 from paceline.errors import JobError
 from paceline.launch.failures.failure_record import annotate_progress
 from paceline.parallel.data_parallel.exact_reduction import no_grid
-from paceline.step.forward_backward import ForwardBackward, passes_of
+from paceline.step.forward_backward import ForwardBackward, build_forward_backward
 from paceline.step.microbatches import StepBatch
 from paceline.step.optimizer_update import DeferredFiniteCheck
 from paceline.step.replica_context import ReplicaContext
 from paceline.step.step_totals import AsyncScalars, StepResult, TotalsReduction
 from paceline.torch_internals.private_api import tensor_version
 
-MOST_ATTEMPTS = 8
+MAX_ATTEMPTS = 8
 
 
 class SynchronousStep:
@@ -28,14 +28,14 @@ class SynchronousStep:
 
     lag = 0
 
-    def __init__(self, replica: ReplicaContext, *, passes: ForwardBackward | None = None) -> None:
+    def __init__(self, replica: ReplicaContext, *, forward_backward: ForwardBackward | None = None) -> None:
         self.replica = replica
         self.steps_done = 0
-        self.late = DeferredFiniteCheck(replica.update)
-        self.passes = passes or passes_of(replica)
+        self.deferred_finite_check = DeferredFiniteCheck(replica.update)
+        self.forward_backward = forward_backward or build_forward_backward(replica)
         self._has_checked_writes = replica.world.world_size == 1 and not replica.exact
 
-    def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
+    def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Run forward, backward, gradient reduction, clipping and update. `stop`: this rank wants to stop after it.
 
         Raises:
@@ -44,28 +44,30 @@ class SynchronousStep:
         """
         if not self.replica.model.training:
             self.replica.model.train()
-        result = self.gradients(given, stop=stop)
-        reads_loss_now = self.replica.world.device.type == "cpu" or self.replica.update.skips
-        self._finish(result, *((result.loss, result.reduced.counts) if reads_loss_now else (None, None)))
+        result = self.compute_gradients(step_batch, stop=stop)
+        reads_loss_now = self.replica.world.device.type == "cpu" or self.replica.update.skips_nonfinite
+        self._commit_update(result, *((result.loss, result.reduced.counts) if reads_loss_now else (None, None)))
         return result
 
-    def _finish(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
+    def _commit_update(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
         """Update the weights. If `loss` is None, it was not read yet: run the finite check of the previous step."""
         start_time = time.perf_counter()
-        nonfinite_terms = () if loss is None else result.reduced.broken
-        grad_norm, is_applied = self.replica.update.commit(step=self.steps_done + 1, loss=loss, counts=counts, broken=nonfinite_terms)
+        nonfinite_terms = () if loss is None else result.reduced.nonfinite_terms
+        grad_norm, is_applied = self.replica.update.commit(
+            step=self.steps_done + 1, loss=loss, counts=counts, nonfinite_terms=nonfinite_terms
+        )
         if not is_applied:
-            for tape in self.replica.tapes:
+            for tape in self.replica.state_recorders:
                 tape.undo()
-            self.replica.take_back()
+            self.replica.undo_reduction()
         self.steps_done += 1
-        result.norm = None if grad_norm is None else AsyncScalars(grad_norm)
+        result.async_grad_norm = None if grad_norm is None else AsyncScalars(grad_norm)
         result.skipped = not is_applied
         result.compute_seconds += time.perf_counter() - start_time
         if loss is None:
-            self.late.check(result)
+            self.deferred_finite_check.check(result)
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Complete every step that is still in flight. Every rank calls this."""
 
     def flush_reports(self) -> None:
@@ -78,12 +80,12 @@ class SynchronousStep:
         return None if worlds.mesh.zero == 3 and worlds.shard.world_size > 1 else worlds.all_ranks.traffic.sent_bytes
 
     @property
-    def kept_batches(self) -> int:
+    def num_retained_batches(self) -> int:
         """The number of recent batches that the loop keeps: a delayed finite check may still report one of them."""
         return 2 + self.lag
 
     @property
-    def results_differ(self) -> bool:
+    def has_delayed_results(self) -> bool:
         """True if ranks read the result of a step at different times; reading it must then start no collective."""
         return bool(self.lag)
 
@@ -94,7 +96,7 @@ class SynchronousStep:
         """
         return nullcontext({})
 
-    def lateness(self) -> Sequence[Mapping[str, Any]] | None:
+    def collect_staleness(self) -> Sequence[Mapping[str, Any]] | None:
         """Return the gradient staleness (`events.Staleness`) of each worker that this process reports for.
 
         The result is None, on all ranks, if gradients cannot be stale.
@@ -105,16 +107,16 @@ class SynchronousStep:
         """Return the notes about processes outside this world that were not returned before."""
         return []
 
-    def gradients(self, given: StepBatch, *, stop: bool = False) -> StepResult:
+    def compute_gradients(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Compute the global gradient into every `.grad`. Besides gradients, only running statistics change."""
         start_time = time.perf_counter()
-        for _ in range(MOST_ATTEMPTS):
-            for tape in self.replica.tapes:
-                tape.begin(num_micro=given.num_micro)
+        for _ in range(MAX_ATTEMPTS):
+            for tape in self.replica.state_recorders:
+                tape.begin_step(num_micro=step_batch.num_micro)
             self.replica.reducer.begin()
             versions_before = self._parameter_versions()
             try:
-                totals, needs_division = self.passes.run(given, step=self.steps_done, stop=stop)
+                totals, needs_division = self.forward_backward.run(step_batch, step=self.steps_done, stop=stop)
             except BaseException as error:
                 self._annotate_error(error, versions_before)
                 raise
@@ -122,19 +124,19 @@ class SynchronousStep:
             self._refuse_writes(versions_before)
             if not self.replica.reducer.finish(divisor=totals.divisor() if needs_division else None):
                 continue
-            if all(tape.fold(num_micro=given.num_micro) for tape in self.replica.tapes):
+            if all(tape.fold(num_micro=step_batch.num_micro) for tape in self.replica.state_recorders):
                 break
-            self.replica.take_back()
+            self.replica.undo_reduction()
             self.replica.buffers.undo()
         else:
-            raise no_grid(step=self.steps_done + 1, attempts=MOST_ATTEMPTS)
+            raise no_grid(step=self.steps_done + 1, attempts=MAX_ATTEMPTS)
         self._synchronize_buffers(totals)
         end_time = time.perf_counter()
         return StepResult(
             step=self.steps_done + 1,
-            samples=given.num_samples,
+            samples=step_batch.num_samples,
             totals=totals,
-            norm=None,
+            async_grad_norm=None,
             compute_seconds=backward_end - start_time,
             communication_seconds=end_time - backward_end,
         )
@@ -150,12 +152,16 @@ class SynchronousStep:
     def close(self) -> None:
         """Remove the hooks that the step installed in the model."""
         self.replica.reducer.close()
-        for tape in self.replica.tapes:
+        for tape in self.replica.state_recorders:
             tape.close()
 
     def _parameter_versions(self) -> list[int]:
         """Return the parameters' version counters, to detect writes by a forward; only in the first step."""
-        return [] if self._has_checked_writes else [tensor_version(parameter) for parameter in self.replica.model.parameters()]
+        return (
+            []
+            if self._has_checked_writes
+            else [tensor_version(parameter) for parameter in self.replica.model.parameters()]
+        )
 
     def _refuse_writes(self, versions_before: list[int]) -> None:
         if not versions_before:
@@ -165,7 +171,7 @@ class SynchronousStep:
         written_parameters = [(name, parameter) for (name, parameter), old, new in pairs if old != new]
         if written_parameters:
             name, parameter = written_parameters[0]
-            raise writes_to(name, trains=parameter.requires_grad)
+            raise parameter_write_error(name, is_trainable=parameter.requires_grad)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the autocast context that the forward and the loss run in."""
@@ -181,9 +187,9 @@ class SynchronousStep:
             buffers.settle(changed=buffers.changed() if reduced is None else reduced.buffers_changed)
 
 
-def writes_to(name: str, *, trains: bool = True) -> JobError:
+def parameter_write_error(name: str, *, is_trainable: bool = True) -> JobError:
     """Return the error for a forward that writes to a parameter. A frozen parameter likely is a momentum teacher's."""
-    if not trains:
+    if not is_trainable:
         return JobError(
             f"the forward writes to the parameter {name}, which is not trained: each rank would write to it once for "
             "each of its own microbatches.",

@@ -18,11 +18,16 @@ class SynchronousRule(StepRule):
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return the synchronous step of a pipeline, of threads, or of one replica."""
-        contexts, piped = request.contexts, request.placed.piped
+        contexts, piped = request.contexts, request.parallelized_model.piped
         forward_backward = None if piped is None else PipelineForwardBackward(contexts[0], piped=piped)
-        if request.mirror is None or request.turns is None:
-            return SynchronousStep(contexts[0], passes=forward_backward)
-        return ThreadsStep(contexts[0], others=contexts[1:], mirror=request.mirror, turns=request.turns)
+        if request.thread_replicas is None or request.rng_turns is None:
+            return SynchronousStep(contexts[0], forward_backward=forward_backward)
+        return ThreadsStep(
+            contexts[0],
+            other_replicas=contexts[1:],
+            thread_replicas=request.thread_replicas,
+            rng_turns=request.rng_turns,
+        )
 
 
 STEP_RULES: Mapping[UpdateKind, StepRule] = {

@@ -179,7 +179,7 @@ class Loop:
     def finish_pending(self) -> None:
         """Complete any step still in flight, so that the weights can be read."""
         with self._explain_nonfinite():
-            self.setup.step.settle()
+            self.setup.step.finish_pending()
         self._logger.flush()
         for note in self.setup.step.new_notes():
             self.event_bus.emit(Note(text=note))
@@ -205,7 +205,7 @@ class Loop:
         try:
             yield
         except NonFiniteError as error:
-            world = World.alone() if self.setup.step.results_differ else self.setup.world
+            world = World.alone() if self.setup.step.has_delayed_results else self.setup.world
             step_batch = next(
                 (one for one in self._recent_inputs if one.batch.after.step == error.step), self._recent_inputs[-1]
             )
@@ -238,7 +238,7 @@ class Loop:
                 self.setup.job.on_eval(self._on_eval_target) if self.setup.job.on_eval else None
             )
         if self.setup.job.on_eval:
-            self.setup.step.settle()  # with Hogwild no worker continues while another still reads the weights
+            self.setup.step.finish_pending()  # with Hogwild no worker continues while another still reads the weights
         metrics = self._shared_metrics.share({**result.metrics, **on_eval_numbers})
         for note in filter(None, (self._shared_metrics.note, self._evaluator.note)):
             self.event_bus.emit(Note(text=note, level="warning"))
@@ -260,7 +260,7 @@ class Loop:
         self.finish_pending()
         self._send_heartbeat(phase="save")
         start_time = time.perf_counter()
-        self.setup.step.late.check(None)
+        self.setup.step.deferred_finite_check.check(None)
         self._check_replicas()
         refuse_nonfinite_weights(self.setup, step=self.cursor.step)
         self._report_staleness()
@@ -273,7 +273,7 @@ class Loop:
 
     def _report_staleness(self) -> None:
         """Emit the staleness that each rank measured, if updates are asynchronous."""
-        local_staleness = self.setup.step.lateness()
+        local_staleness = self.setup.step.collect_staleness()
         if local_staleness is not None:
             reports = tuple(
                 one for rank_reports in self.setup.world.gather_json(local_staleness) for one in rank_reports
@@ -375,4 +375,4 @@ class Loop:
 
 def num_retained_batches(setup: TrainingSetup) -> int:
     """Return the number of recent steps whose inputs the loop keeps, to name them when a later check fails."""
-    return setup.step.kept_batches
+    return setup.step.num_retained_batches

@@ -33,8 +33,8 @@ from paceline.step.parameter_server.transport import (
     MessageKind,
     connect_to_server,
 )
-from paceline.step.step_totals import own_counts
-from paceline.step.synchronous import writes_to
+from paceline.step.step_totals import local_counts
+from paceline.step.synchronous import parameter_write_error
 from paceline.torch_internals.private_api import tensor_version
 from paceline.trainer.random_access_reading import random_access_loader
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
@@ -117,10 +117,10 @@ class ParameterServerWorker:
     def __init__(self, prepared_job: PreparedJob, setup: TrainingSetup) -> None:
         self._setup = setup
         self._replica = setup.step.replica
-        self._named = list(setup.update.named)
+        self._named = list(setup.update.named_parameters)
         self._servers: list[_ServerConnection] = []
         self.num_pushed = 0
-        self._reporter = self._replica.loss_reporter(tells=True)
+        self._reporter = self._replica.make_loss_reporter(reports_loss=True)
         self._has_checked_writes = False
         self._faulted_step = 0
         self._sums_shares = prepared_job.plan.update_rule.staleness == 0
@@ -228,7 +228,7 @@ class ParameterServerWorker:
             return None
         if self._sums_shares and len(step_batch.micro) < step_batch.num_micro:
             step_batch = read_batch()
-        counts = own_counts(self._replica.contract, [micro.data for micro in step_batch.micro])
+        counts = local_counts(self._replica.contract, [micro.data for micro in step_batch.micro])
         return {name: torch.as_tensor(count) for name, count in counts.items()}
 
     def _compute_gradients(
@@ -243,9 +243,9 @@ class ParameterServerWorker:
         )
         terms_by_microbatch: dict[int, dict[str, tuple[float, float]]] = {}
         for position, micro in enumerate(step_batch.micro):
-            portion = replica.load(micro.data)
+            portion = replica.load_microbatch(micro.data)
             terms = forward(replica, portion, step=step, index=micro.index, num_samples=micro.num_samples)
-            self._reporter.agree(terms)
+            self._reporter.agree_on_names(terms)
             terms_by_microbatch[micro.index] = {
                 name: (float(total.detach()), float(count)) for name, (total, count) in terms.items()
             }
@@ -257,7 +257,7 @@ class ParameterServerWorker:
         """Raise a JobError if the forward writes to parameters or buffers, because no other process sees the change."""
         pairs = zip(self._replica.model.named_parameters(), versions, strict=False)
         for name in [name for (name, parameter), version in pairs if tensor_version(parameter) != version]:
-            raise writes_to(name)
+            raise parameter_write_error(name)
         written = self._replica.buffers.written()
         if written:
             raise JobError(

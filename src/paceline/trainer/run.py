@@ -300,7 +300,7 @@ class Run:
     def generate(self, prompt: Tensor, *, num_tokens: int, **options: Any) -> Tensor:
         """Generate ids after `prompt` `[batch, length]`, with the sites' mean weights. Every rank must call this."""
         prompt = prompt.to(self._active_session.world.device)
-        forward = partial(self._active_session.setup.step.passes.call, self.model)
+        forward = partial(self._active_session.setup.step.forward_backward.compute_logits, self.model)
         with self._active_session.loop.synchronised_weights():
             return generate(self.model, prompt, num_tokens=num_tokens, forward=forward, **options)
 

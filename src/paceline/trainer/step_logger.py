@@ -51,7 +51,7 @@ class StepLogger:
             result, self._cursor = self._pending.popleft()
             reduced = result.reduced
             reduced.check_counts()
-            self._update.refuse_empty(step=result.step, loss=reduced.loss, counts=reduced.counts)
+            self._update.refuse_empty_batch(step=result.step, loss=reduced.loss, counts=reduced.counts)
             if self.last_result is None:
                 refuse_unknown_metrics(self._setup.job, terms=result.terms)
             self.last_result = result
@@ -113,7 +113,7 @@ class StepLogger:
         replica = self._setup.step.replica
         mean_loss_note = replica.contract.note if is_first_step else ""
         notes = [*filter(None, (unused_note, mean_loss_note)), *replica.buffers.new_notes()]
-        for note in [*notes, *(note for tape in replica.tapes for note in tape.new_notes())]:
+        for note in [*notes, *(note for tape in replica.state_recorders for note in tape.new_notes())]:
             self._event_bus.emit(Note(text=note, level="warning"))
 
     def _epoch(self, cursor: Cursor) -> float:

@@ -131,7 +131,7 @@ class LockstepComparison:
     def _compare_forward_backward(self, step_input: StepInput, comparison: StepComparison | None) -> None:
         model = self._setup.model
         model.train()
-        result = self._setup.step.gradients(step_input)
+        result = self._setup.step.compute_gradients(step_input)
         self._check_counts(result)
         local_rows = [[m.index, list(m.indices), checksum(m.data, 0), num_rows(m.data)] for m in step_input.micro]
         rows = self._gather_rows(local_rows)
@@ -212,7 +212,7 @@ class LockstepComparison:
         models = [*self._setup.models] if self._reference is None else [*self._setup.models, self._reference.model]
         with without_dropout(models):
             self._load_reference_state()
-            self._setup.step.gradients(step_input)
+            self._setup.step.compute_gradients(step_input)
             gradients = self._gather_gradients()
             if comparison is not None:
                 comparison.report_dropout_rerun(gradients)

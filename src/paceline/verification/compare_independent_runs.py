@@ -58,7 +58,7 @@ def compare_free_run(
     report_progress(plural(steps, "step"))
     contents: ContentChecksums = {}
     results = [setup.step.run(given) for given in read_first_batches(setup, steps, contents)]
-    setup.step.settle()
+    setup.step.finish_pending()
     losses = [result.loss for result in results]
     _compare_contents(rung_result, setup, contents, reference_contents)
     replica_difference = find_replica_mismatch(setup)

@@ -76,7 +76,7 @@ def run_all_rungs(prepared_job: PreparedJob, world: World, *, steps: int) -> dic
             lambda: _run_first_rung(prepared_job, world),
         )
     ]
-    verify_method = step_rule(prepared_job.plan.update_rule).traits.verified
+    verify_method = step_rule(prepared_job.plan.update_rule).traits.verify_mode
     if rungs[0].result.verdict != DIFFERENT and verify_method == "replayed":
         rungs += _replayed_rungs(prepared_job, world, steps, rungs[0].result, instructions)
     elif rungs[0].result.verdict != DIFFERENT and (verify_method == "freely" or prepared_job.plan.compression.is_on):

@@ -111,9 +111,9 @@ def step(case: str, place: Callable[[nn.Module], object], *, autocast: bool = Fa
     assert list(model.state_dict()) == keys
     found: dict[str, Tensor] = {}
     for number in range(2):
-        tape.begin()
+        tape.begin_step()
         for microbatch in range(2):
-            tape.at(microbatch)
+            tape.set_microbatch(microbatch)
             streams.enter(step=number, microbatch=microbatch)
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 value = loss(model, 10 * number + microbatch)

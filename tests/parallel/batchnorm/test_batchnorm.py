@@ -407,8 +407,8 @@ def test_a_step_that_is_begun_again_has_the_momentum_and_the_statistics_of_befor
     tape = MicrobatchStatistics(model=layer, world=World.alone(), exact=True)
     for right, momentum in ((0.2, 0.2), (0.2 * 0.9 + 0.1, 0.1)):
         for _ in range(3):
-            tape.begin()
-            tape.at(0)
+            tape.begin_step()
+            tape.set_microbatch(0)
             layer(x)
         tape.fold(num_micro=1)
         assert layer.momentum == pytest.approx(momentum)
@@ -420,7 +420,7 @@ def that_can_not_wait(way: str) -> TrainingSetup:
     """As where forwards meet other ranks."""
     made = built(job_of(way), 2, micro=MICRO)
     for replica in (made.step.replica, *(other.replica for other in made.step._others)):  # type: ignore[attr-defined]
-        vars(replica.tapes[0])["_can_wait"] = False
+        vars(replica.state_recorders[0])["_can_wait"] = False
     return made
 
 
@@ -435,9 +435,9 @@ def test_forwards_are_watched_in_the_first_step_alone_and_only_where_norms_keep_
     for model, is_watched in ((nn.BatchNorm1d(2), True), (nn.LayerNorm(2), False)):
         world = thread_worlds(replicas=2, world=World.alone(), timeout_seconds=30)[0]
         tape = MicrobatchStatistics(model=model, world=world, can_wait=True)
-        assert isinstance(tape.watching(), TorchFunctionMode) == is_watched
+        assert isinstance(tape.recording_context(), TorchFunctionMode) == is_watched
         tape._is_checked = True
-        assert not isinstance(tape.watching(), TorchFunctionMode)
+        assert not isinstance(tape.recording_context(), TorchFunctionMode)
         tape.close()
 
 
@@ -445,14 +445,14 @@ def test_forwards_are_watched_in_the_first_step_alone_and_only_where_norms_keep_
 def test_a_norm_that_uses_its_own_statistics_alone_waits_for_no_other_rank(way: str) -> None:
     made = built(job_of(way), 2, micro=MICRO)
     trained(made, micro=MICRO, steps=2)
-    assert not made.step.replica.tapes[0].waits
-    assert made.step.replica.tapes[0].new_notes() == []
+    assert not made.step.replica.state_recorders[0].is_sequential
+    assert made.step.replica.state_recorders[0].new_notes() == []
 
 
 def test_a_value_that_outlives_the_norm_s_call_is_a_read() -> None:
     made = built(replace(job_of("plain"), model=lambda: Net("plain", partial(norm, kind=Saving))), 2, micro=MICRO)
     trained(made, micro=MICRO, steps=1)
-    assert made.step.replica.tapes[0].waits
+    assert made.step.replica.state_recorders[0].is_sequential
 
 
 def test_a_copied_model_keeps_nothing_of_the_watch() -> None:
@@ -469,7 +469,7 @@ def test_a_look_at_statistics_that_can_not_wait_is_told(way: str) -> None:
     made = that_can_not_wait(way)
     trained(made, micro=MICRO, steps=1)
     looks = "the forward or the loss looks at the running statistics of norm: each rank has those from before the step"
-    notes = made.step.replica.tapes[0].new_notes()
+    notes = made.step.replica.state_recorders[0].new_notes()
     assert len(notes) == (way == "looked at") and all(note.startswith(looks) for note in notes)
 
 

@@ -20,7 +20,7 @@ from paceline.parallel.pipeline.chain.stages import Stages
 from paceline.schedule.lowering import forward_only
 from paceline.schedule.registry import build
 from paceline.step.pipeline.schedule_interpreter import Pipeline
-from paceline.step.pipeline.stage_worker import Staged, add_ties
+from paceline.step.pipeline.stage_worker import StageRunner, sum_tied_gradients_over_stages
 from paceline.torch_internals.rng import RandomStreams
 from tests.forked_ranks import run_forked
 from tests.parallel.pipeline.chain_models import CASES, built
@@ -61,14 +61,16 @@ def one(word: str, world: World) -> dict[str, Any]:
     streams = RandomStreams(seed=3)
     streams.attach(model)
     stages = Stages(model, cut=cut, own=program.stages_of(world.rank))
-    work = Staged(stages, call=lambda j: case.loss(model, j), enter=lambda j: streams.enter(step=0, microbatch=j))
+    work = StageRunner(
+        stages, run_model=lambda j: case.loss(model, j), before_forward=lambda j: streams.enter(step=0, microbatch=j)
+    )
     fired: dict[str, int] = {}
     for n, p in model.named_parameters():
         if p.device.type != "meta":
             p.register_post_accumulate_grad_hook(lambda _, n=n: fired.update({n: fired.get(n, 0) + 1}))
     pipeline = Pipeline(program, world=world, splits="whole" not in options)
     pipeline.run(work)
-    add_ties(model, cut=cut, rank_of_stage=program.rank_of_stage, world=world)
+    sum_tied_gradients_over_stages(model, cut=cut, rank_of_stage=program.rank_of_stage, world=world)
     own = {n for stage in stages.own for n in cut.parts[stage].parameters}
     answer: dict[str, Any] = {"differs": {}, "missing": [], "extra": [], "held": len(own), "bytes": pipeline.sent_bytes}
     for n, p in model.named_parameters():
@@ -81,7 +83,7 @@ def one(word: str, world: World) -> dict[str, Any]:
     answer["losses"] = all(torch.equal(losses[j], value) for j, value in work.results.items())
     answer["last"] = len(work.results) == (int(num_micro) if world.rank == program.loss_rank else 0)
     forward = forward_only(rank_of_stage=program.rank_of_stage, micro=int(num_micro))
-    again = Staged(stages, call=work._call, enter=lambda j: streams.enter(step=0, microbatch=j))
+    again = StageRunner(stages, run_model=work._run_model, before_forward=lambda j: streams.enter(step=0, microbatch=j))
     Pipeline(forward, world=world).run(again)
     answer["forward"] = all(torch.equal(losses[j], value) for j, value in again.results.items())
     return answer

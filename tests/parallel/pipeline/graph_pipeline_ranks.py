@@ -16,7 +16,7 @@ from paceline.parallel.pipeline.graph.stages import GraphStages
 from paceline.schedule.lowering import forward_only
 from paceline.schedule.registry import build
 from paceline.step.pipeline.schedule_interpreter import Pipeline
-from paceline.step.pipeline.stage_worker import Staged, add_ties
+from paceline.step.pipeline.stage_worker import StageRunner, sum_tied_gradients_over_stages
 from paceline.torch_internals.rng import RandomStreams
 from tests.parallel.pipeline.graph_models import CASES, built
 
@@ -42,15 +42,17 @@ def one(word: str, world: World) -> dict[str, Any]:
     stages = GraphStages(model, cut=plan.cut, own=program.stages_of(world.rank), bare=plan.bare)
     if fault:
         plant(stages)
-    work = Staged(stages, call=lambda j: case.loss(model, j), enter=lambda j: streams.enter(step=0, microbatch=j))
+    work = StageRunner(
+        stages, run_model=lambda j: case.loss(model, j), before_forward=lambda j: streams.enter(step=0, microbatch=j)
+    )
     Pipeline(program, world=world).run(work)
-    add_ties(model, cut=plan.cut, rank_of_stage=program.rank_of_stage, world=world)
+    sum_tied_gradients_over_stages(model, cut=plan.cut, rank_of_stage=program.rank_of_stage, world=world)
     held = {n: p for n, p in model.named_parameters() if any(n in plan.cut.parts[s].parameters for s in stages.own)}
     apart = {n: far(p.grad, right[n]) for n, p in held.items()}
     torch.optim.SGD(held.values(), lr=0.1).step()
     moved = {n: far(p, weights[n]) for n, p in held.items()}
     model.eval()
-    looks = Staged(stages, call=lambda j: case.loss(model, j))
+    looks = StageRunner(stages, run_model=lambda j: case.loss(model, j))
     Pipeline(forward_only(rank_of_stage=program.rank_of_stage, micro=1), world=world).run(looks)
     last = world.rank == program.loss_rank
     return {

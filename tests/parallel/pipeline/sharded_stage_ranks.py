@@ -17,7 +17,7 @@ from paceline.parallel.pipeline.chain.stages import Stages
 from paceline.parallel.pipeline.free_memory import hollow_parameters
 from paceline.schedule.registry import build
 from paceline.step.pipeline.schedule_interpreter import Pipeline
-from paceline.step.pipeline.stage_worker import Staged
+from paceline.step.pipeline.stage_worker import StageRunner
 from paceline.torch_internals.rng import RandomStreams
 from tests.parallel.pipeline.chain_models import CASES, built
 
@@ -52,8 +52,10 @@ def one(word: str, mesh: Any, world: World) -> dict[str, Any]:
     if "fsdp" in how:
         shard(model, blocks, hollow=hollow_parameters(model, cut=cut, own=stages.own), mesh=mesh["dp"])
     index = lambda j: j * replicas + replica  # noqa: E731
-    work = Staged(
-        stages, call=lambda j: case.loss(model, index(j)), enter=lambda j: streams.enter(step=0, microbatch=index(j))
+    work = StageRunner(
+        stages,
+        run_model=lambda j: case.loss(model, index(j)),
+        before_forward=lambda j: streams.enter(step=0, microbatch=index(j)),
     )
     pipeline = Pipeline(program, world=world, splits="fsdp" not in how)
     for _ in range(2):

@@ -71,9 +71,9 @@ def test_the_terms_that_are_not_finite_are_told_with_their_microbatches() -> Non
     reduction = TotalsReduction(world=World.alone(), names=["main", "aux"], num_micro=5)
     for index in range(5):
         totals = {"main": 1.0, "aux": float("inf") if index in (1, 4) else 2.0}
-        reduction.put(index, {name: (torch.tensor(value), 2.0) for name, value in totals.items()})
+        reduction.store_terms(index, {name: (torch.tensor(value), 2.0) for name, value in totals.items()})
     reduction.start()
-    broken = reduction.reduced().broken
+    broken = reduction.reduced().nonfinite_terms
     assert broken == ((1, "aux"), (4, "aux"))
     held = {0: [0, 2, 4], 1: [1, 3]}
     assert (
@@ -93,16 +93,16 @@ def test_finite_inputs_are_not_accused_and_no_parameter_is_named_where_none_is_b
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     update = OptimizerUpdate(
-        named=trainable_parameters(model), optimizers=[torch.optim.SGD(model.parameters(), lr=50.0)], schedules=[], scaler=None,
+        named_parameters=trainable_parameters(model), optimizers=[torch.optim.SGD(model.parameters(), lr=50.0)], schedules=[], scaler=None,
         max_grad_norm=None, check_finite=True, skip_nonfinite=False, ema=None,
     )  # fmt: skip
-    said = str(update.refusal(step=3, loss=float("inf")))
+    said = str(update.nonfinite_error(step=3, loss=float("inf")))
     assert "loss is inf, every gradient is finite." in said
     assert "inputs that are not finite" in said
-    assert "every gradient is finite, their norm is not" in str(update.refusal(step=3, loss=1.0))
+    assert "every gradient is finite, their norm is not" in str(update.nonfinite_error(step=3, loss=1.0))
     assert model.bias.grad is not None
     model.bias.grad.fill_(float("nan"))
-    assert "gradients are not finite in bias." in str(update.refusal(step=3, loss=1.0))
+    assert "gradients are not finite in bias." in str(update.nonfinite_error(step=3, loss=1.0))
 
 
 @pytest.mark.soak

@@ -68,7 +68,11 @@ class Epoch:
         self._pools: list[InProcessShards | WorkerShards] = []
         live_shards = [shard for shard in range(shards) if not self._ended[shard]]
         shard_counts = [0] * shards
-        for shard, num_samples in zip(live_shards, block_sizes(reads.cut.global_batch_size, len(live_shards)), strict=True) if live_shards else ():
+        for shard, num_samples in (
+            zip(live_shards, block_sizes(reads.cut.global_batch_size, len(live_shards)), strict=True)
+            if live_shards
+            else ()
+        ):
             shard_counts[shard] = num_samples
         self._shard_counts = shard_counts
         self._last_needs = [reads.needs(shard_counts, replica) for replica in range(reads.cut.replicas)]
@@ -133,7 +137,11 @@ class Epoch:
         """Start to read these shards, in data workers if there are any."""
         reading = self._reading
         requests = [
-            ShardRequest(stand=self._position_of(shard), portion=max(1, self._shard_counts[shard]), record=self._records.get(shard))
+            ShardRequest(
+                stand=self._position_of(shard),
+                portion=max(1, self._shard_counts[shard]),
+                record=self._records.get(shard),
+            )
             for shard in shards
         ]
         pool: InProcessShards | WorkerShards = InProcessShards(split=reading.split, wishes=requests)
@@ -141,7 +149,9 @@ class Epoch:
             pool = WorkerShards(split=reading.split, wishes=requests, source=reading.source)
         self._pools.append(pool)
         for request in requests:
-            self._buffers[request.stand.shard] = ShardBuffer(shard=request.stand.shard, pool=pool, record=request.record)
+            self._buffers[request.stand.shard] = ShardBuffer(
+                shard=request.stand.shard, pool=pool, record=request.record
+            )
 
     def _catch_up(self, shards: Sequence[int]) -> None:
         """Start to read shards that other replicas have read so far, and skip the samples that were used."""
@@ -162,10 +172,14 @@ class Epoch:
         if isinstance(self._reading.source.data, Iterator):  # it can be read only once
             local_checksums = [self._buffers[shard].first(SEEN)] * 2
         else:
-            local_checksums = read_apart(self._reading.source, lambda: [self._read_first_checksums(shard, SEEN) for _ in range(2)])
+            local_checksums = read_apart(
+                self._reading.source, lambda: [self._read_first_checksums(shard, SEEN) for _ in range(2)]
+            )
         checksums_by_rank = gather_json(local_checksums)
         where = f"shard {shard} of the stream" if self._reading.split.shards > 1 else "the stream"
-        raise other_stream([first for first, _ in checksums_by_rank], [again for _, again in checksums_by_rank], ranks, where=where)
+        raise other_stream(
+            [first for first, _ in checksums_by_rank], [again for _, again in checksums_by_rank], ranks, where=where
+        )
 
     def _read_first_checksums(self, shard: int, num_samples: int = FIRST) -> list[int]:
         """Return the checksums of the first samples of a shard that other replicas read."""
@@ -217,7 +231,10 @@ class Epoch:
         if not self._reading.shares:
             return
         needs = [self._last_needs]
-        needs += [[self._reading.needs(takes, r) for r in range(self._reading.cut.replicas)] for takes in self._planned_batches]
+        needs += [
+            [self._reading.needs(takes, r) for r in range(self._reading.cut.replicas)]
+            for takes in self._planned_batches
+        ]
         if any(one != other for one, other in pairwise(needs)):
             self._records = self._gather_records()
         self._last_needs = needs[-1]
@@ -240,11 +257,16 @@ class Epoch:
         """
         if self._reading.agree is None:
             return
-        cut, local_checksums = self._reading.cut, {str(shard): held.first(FIRST) for shard, held in self._buffers.items()}
+        cut, local_checksums = (
+            self._reading.cut,
+            {str(shard): held.first(FIRST) for shard, held in self._buffers.items()},
+        )
         if self._reading.shares:
             theirs = self._last_needs[(cut.replica + 1) % cut.replicas] - set(self._buffers)
             if theirs:
-                local_checksums |= read_apart(self._reading.source, lambda: {str(each): self._read_first_checksums(each) for each in theirs})
+                local_checksums |= read_apart(
+                    self._reading.source, lambda: {str(each): self._read_first_checksums(each) for each in theirs}
+                )
         checksums_by_shard: dict[str, tuple[int, list[int]]] = {}
         for rank, theirs in enumerate(self._reading.agree(local_checksums)):
             for name, numbers in theirs.items():

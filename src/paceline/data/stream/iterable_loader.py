@@ -17,7 +17,7 @@ from paceline.data.source import Source
 from paceline.data.stream.epoch import Agree, Epoch, StreamReading
 from paceline.data.stream.microbatch_collator import Collator
 from paceline.data.stream.virtual_sharding import StreamSharding, split_of
-from paceline.data.types import BatchPartition, LocalMicro, StepInput
+from paceline.data.types import BatchPartition, ReplicaMicrobatch, StepInput
 from paceline.errors import DataError, JobError, ResumeError
 from paceline.torch_internals.rng import stream_key
 
@@ -103,7 +103,9 @@ class IterableLoader:
             )
         sharding = self._sharding
         if saved_shards != sharding.shards:
-            sharding = split_of(self._source, asked=saved_shards, global_batch_size=max(saved_shards, self._cut.global_batch_size))
+            sharding = split_of(
+                self._source, asked=saved_shards, global_batch_size=max(saved_shards, self._cut.global_batch_size)
+            )
         if saved_shards != sharding.shards:
             raise ResumeError(
                 f"the stream was split into {saved_shards} shards, but can't be split now: {sharding.why_whole}.",
@@ -136,7 +138,9 @@ class IterableLoader:
             )
         if self._epoch is not None:
             self._epoch.close()
-        reading = StreamReading(split=self._sharding, source=self._source, cut=self._cut, seed=self._seed, agree=self._gather_json)
+        reading = StreamReading(
+            split=self._sharding, source=self._source, cut=self._cut, seed=self._seed, agree=self._gather_json
+        )
         self._epoch = Epoch(reads=reading, number=number, saved=saved)
         return self._epoch
 
@@ -151,14 +155,16 @@ class IterableLoader:
             epoch.give()
         return epoch
 
-    def _collate_local(self, batch: Batch, samples: list[Any]) -> tuple[LocalMicro, ...]:
+    def _collate_local(self, batch: Batch, samples: list[Any]) -> tuple[ReplicaMicrobatch, ...]:
         first_position, microbatches = batch.cursor.position, []
         assert self._collator is not None
         for index in assign_microbatches(len(batch.micro), replica=self._cut.replica, replicas=self._cut.replicas):
             micro = batch.micro[index]
             seed = None if self._seed is None else stream_key(self._seed, "microbatch", batch.cursor.epoch, micro.start)
             microbatch_samples = samples[micro.start - first_position : micro.stop - first_position]
-            microbatches.append(self._collator.microbatch(microbatch_samples, index=index, start=micro.start, seed=seed))
+            microbatches.append(
+                self._collator.microbatch(microbatch_samples, index=index, start=micro.start, seed=seed)
+            )
         return tuple(microbatches)
 
 

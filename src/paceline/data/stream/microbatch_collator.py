@@ -10,7 +10,7 @@ from paceline.data.fetch import raise_worker_error, worker_error
 from paceline.data.reader_process import DataProcess
 from paceline.data.source import Source
 from paceline.data.stream.shard_workers import as_full, as_light
-from paceline.data.types import LocalMicro
+from paceline.data.types import ReplicaMicrobatch
 from paceline.torch_internals.rng import seed_all
 
 
@@ -23,7 +23,7 @@ class Collator:
         if source.workers and self._collation.collate is not default_collate:
             self._process = DataProcess(source, make=lambda: self._collation)
 
-    def microbatch(self, rows: list[Any], *, index: int, start: int, seed: int | None = None) -> LocalMicro:
+    def microbatch(self, rows: list[Any], *, index: int, start: int, seed: int | None = None) -> ReplicaMicrobatch:
         """Return one microbatch of the samples from position `start` on.
 
         Raises:
@@ -34,7 +34,7 @@ class Collator:
         else:
             data = as_full(self._process.ask("sent", as_light(rows), seed))
         indices = tuple(range(start, start + len(rows)))
-        return LocalMicro(index=index, num_samples=len(rows), data=raise_worker_error(data), indices=indices)
+        return ReplicaMicrobatch(index=index, num_samples=len(rows), data=raise_worker_error(data), indices=indices)
 
     def close(self) -> None:
         """End the collation process."""

@@ -37,7 +37,9 @@ def other_stream(
     read = max(len(firsts[rank]), len(firsts[other]))
     if common:
         message = f"{message}: {common} of the first {read} are the same"
-        return DataError(f"{message}, at different positions.", cause=_OTHER_ORDER, hint=f"{_SORT_IT}; or: {EVERY_RANK}")
+        return DataError(
+            f"{message}, at different positions.", cause=_OTHER_ORDER, hint=f"{_SORT_IT}; or: {EVERY_RANK}"
+        )
     return DataError(
         f"{message}: none of the first {read} is the same.",
         cause=f"{DIVIDED}; or its files come in a different order (an unsorted os.listdir)",

@@ -141,7 +141,9 @@ class ShardReader:
         if not self._split.keeps_place or not self._can_save_state or self._number % ANCHOR_EVERY:
             return None
         try:
-            return to_json(call_user_dataset(self._data.state_dict, doing=f"state_dict of shard {self._position.shard}"))
+            return to_json(
+                call_user_dataset(self._data.state_dict, doing=f"state_dict of shard {self._position.shard}")
+            )
         except CannotBeWritten as error:
             self._can_save_state = False
             self._notes.append(

@@ -56,7 +56,7 @@ class WorkerShards:
         first = wishes[0].stand
         self._pending_chunks: dict[int, deque[ShardChunk]] = {wish.stand.shard: deque() for wish in wishes}
         workers = min(source.workers, len(wishes))
-        dataset = _ShardDataset(split=split, hands=[wishes[k::workers] for k in range(workers)])
+        dataset = _ShardDataset(sharding=split, requests_by_worker=[wishes[k::workers] for k in range(workers)])
         init_worker = worker_init(source, alone=True, parent=os.getpid())
 
         def start(number: int) -> None:

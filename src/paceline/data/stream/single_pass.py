@@ -13,15 +13,17 @@ from paceline.data.stream.shard_buffer import ShardBuffer
 from paceline.data.stream.shard_reader import ShardPosition
 from paceline.data.stream.shard_workers import InProcessShards, ShardRequest, WorkerShards
 from paceline.data.stream.virtual_sharding import StreamSharding, split_of
-from paceline.data.types import LocalMicro
+from paceline.data.types import ReplicaMicrobatch
 
 
 def stream_once(
     *, source: Source, batch_size: int, replica: int, replicas: int, seed: int, totals: dict[str, list[int]]
-) -> Iterator[LocalMicro]:
+) -> Iterator[ReplicaMicrobatch]:
     """Yield this replica's microbatches; `totals` receives the sample count and checksum of every shard it has read."""
     sharding = split_of(source, asked=None, global_batch_size=MOST_SHARDS)
-    local_shards = [shard for shard in range(sharding.shards) if replica in reading_replicas(shard, sharding.shards, replicas)]
+    local_shards = [
+        shard for shard in range(sharding.shards) if replica in reading_replicas(shard, sharding.shards, replicas)
+    ]
     pool, collator = _open_pool(sharding, local_shards, source, batch_size, seed), Collator(source)
     try:
         buffers = {shard: ShardBuffer(shard=shard, pool=pool) for shard in local_shards}

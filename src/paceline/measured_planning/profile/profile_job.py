@@ -188,12 +188,12 @@ def _run_forward(job: Job, settings: Settings, layout: str, ranks: int, *, sampl
             counter = FlopCounter(built.model, blocks=named_blocks(built.model))
             built.model.train()
             replica = built.step.replica
-            for tape in replica.tapes:
-                tape.begin()
+            for tape in replica.state_recorders:
+                tape.begin_step()
             replica.reducer.begin()
             with counter.count_forward():
                 active_counters.append(counter)
-                terms = forward(replica, replica.portion(batch), step=0, index=0, num_samples=samples)
+                terms = forward(replica, replica.slice_microbatch(batch), step=0, index=0, num_samples=samples)
                 active_counters.clear()
             state_bytes = _state_bytes(built, terms) if is_single and length is None else 0
             by_part = _parameters_by_part(built.model)

@@ -136,8 +136,8 @@ def _trace_activations(
             blocks, batches = named_blocks(built.model), [_batch(job, settings, *size) for size in sizes]
             built.model.train()
             replica = built.step.replica
-            for tape in replica.tapes:
-                tape.begin()
+            for tape in replica.state_recorders:
+                tape.begin_step()
             replica.reducer.begin()
             _run_microbatch(replica, batches[0], samples=FEW_SAMPLES, tracker=None, active_trackers=active_trackers)
             trackers = [ActivationTracker(blocks=blocks) for _ in sizes]
@@ -163,11 +163,11 @@ def _run_microbatch(
     active_trackers: list[ActivationTracker],
 ) -> None:
     active_trackers += [tracker] if tracker is not None else []
-    portion = replica.portion(batch)
+    portion = replica.slice_microbatch(batch)
     terms = forward(replica, portion, step=0, index=0, num_samples=samples)
     loss = torch.stack([total for total, _ in terms.values()]).sum()
     del terms
     if tracker is not None:
         tracker.end_forward()
-    backward(replica, loss, last=False, portion=portion)
+    backward(replica, loss, last=False, microbatch=portion)
     active_trackers.clear()

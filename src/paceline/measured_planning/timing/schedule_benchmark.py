@@ -32,7 +32,7 @@ def measure_schedule(session: Session, batches: Iterator[Any]) -> Schedule | Non
 
     All ranks are processes of one machine, so `time.perf_counter` is the same clock for all.
     """
-    passes, world = session.setup.step.passes, session.world
+    passes, world = session.setup.step.forward_backward, session.world
     if not isinstance(passes, PipelineForwardBackward):
         return None
     steps: list[_RecordedActions] = []
@@ -43,7 +43,7 @@ def measure_schedule(session: Session, batches: Iterator[Any]) -> Schedule | Non
             if action.op.is_compute:
                 actions.append([str(action.op), action.stage, action.microbatch, start * _MS, stop * _MS])
 
-        with passes.watched(record_action):
+        with passes.observe_actions(record_action):
             session.loop.step(next(batches))
         steps.append(actions)
     steps_by_rank = world.gather_json(steps)

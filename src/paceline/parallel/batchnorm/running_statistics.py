@@ -93,11 +93,11 @@ class MicrobatchStatistics:
         ]
 
     @property
-    def waits(self) -> bool:
+    def is_sequential(self) -> bool:
         """True if forwards run one after another over all ranks, in the order of one process."""
         return self._relay is not None
 
-    def begin(self, *, num_micro: int = 0) -> None:
+    def begin_step(self, *, num_micro: int = 0) -> None:
         """Start a step; when repeating one, restore statistics and numbers in module attributes first.
 
         `num_micro` counts the microbatches on all ranks; if it is 0, no forward waits for another.
@@ -120,24 +120,24 @@ class MicrobatchStatistics:
         if self._relay is not None:
             self._relay.begin(num_micro=num_micro)
 
-    def at(self, microbatch: int, *, counts: bool = True) -> None:
+    def set_microbatch(self, microbatch: int, *, has_samples: bool = True) -> None:
         """Set the microbatch of the next forward or backward; without samples its statistics are not recorded."""
-        is_other = not self._has_run or (counts and microbatch != self._now)
-        if self._is_relayed and counts:
+        is_other = not self._has_run or (has_samples and microbatch != self._now)
+        if self._is_relayed and has_samples:
             assert self._relay is not None
             self._relay.receive(microbatch)
             for layer in self._layers:
                 layer.start_momentum()
-        elif self._records and is_other and counts:
+        elif self._records and is_other and has_samples:
             for layer in self._layers:
                 self._leave(layer, by_value=not self._is_checked)
                 self._enter(layer, microbatch)
         if self._numbers is not None:
-            self._numbers.at(microbatch if counts else None, sets=not self._is_relayed)
+            self._numbers.at(microbatch if has_samples else None, sets=not self._is_relayed)
         self._has_run = True
-        self._now, self._counts = microbatch if counts else self._now, counts
+        self._now, self._counts = microbatch if has_samples else self._now, has_samples
 
-    def watching(self) -> AbstractContextManager[object]:
+    def recording_context(self) -> AbstractContextManager[object]:
         """Return a context for a forward and its loss, or a backward, that detects reads of norm statistics.
 
         It does so in the first step, in each step after one in which user code got them, and when a step is repeated
@@ -150,7 +150,7 @@ class MicrobatchStatistics:
         self._reads = StatisticsReads(layers, is_inside=lambda norm: layers[norm].is_inside, seen=self._seen)
         return self._reads
 
-    def left(self, microbatch: int) -> None:
+    def end_forward(self, microbatch: int) -> None:
         """Send the statistics on after this microbatch's forward, if forwards run in order."""
         if self._is_relayed and self._counts:
             assert self._relay is not None

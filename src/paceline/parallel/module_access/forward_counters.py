@@ -348,7 +348,7 @@ class NumberTape:
     `over_batch`: the loss is over the whole batch, so each rank runs one forward, and numbers are not followed.
     """
 
-    waits = False
+    is_sequential = False
 
     def __init__(self, model: nn.Module, *, world: World, over_batch: bool = False) -> None:
         self._world, self._over_batch = world, over_batch
@@ -356,21 +356,21 @@ class NumberTape:
         self._has_run = False
         self._notes: list[str] = []
 
-    def begin(self, *, num_micro: int = 0) -> None:
+    def begin_step(self, *, num_micro: int = 0) -> None:
         """Start a step of `num_micro` microbatches over all ranks; when repeating one, restore the numbers first."""
         self._numbers.begin(num_micro=0 if self._over_batch else num_micro, again=self._has_run)
         self._has_run = False
 
-    def at(self, microbatch: int, *, counts: bool = True) -> None:
+    def set_microbatch(self, microbatch: int, *, has_samples: bool = True) -> None:
         """Set the numbers for the next forward or backward; without samples it is a stand-in that doesn't count."""
-        self._numbers.at(microbatch if counts else None)
+        self._numbers.at(microbatch if has_samples else None)
         self._has_run = True
 
-    def watching(self) -> AbstractContextManager[object]:
+    def recording_context(self) -> AbstractContextManager[object]:
         """Return an empty context: no statistics are folded, so no read of them differs."""
         return nullcontext()
 
-    def left(self, microbatch: int) -> None:
+    def end_forward(self, microbatch: int) -> None:
         """Do nothing: no rank waits for this microbatch."""
 
     def fold(self, *, num_micro: int) -> bool:

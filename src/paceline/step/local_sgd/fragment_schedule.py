@@ -102,7 +102,10 @@ class FragmentSchedule:
         if not pairs:
             return None
         checksums = torch.stack([bits_checksum(agreed.detach()) for _, agreed in pairs])
-        largest, smallest = self.peers.all_reduce(checksums.clone(), op="max"), self.peers.all_reduce(checksums.clone(), op="min")
+        largest, smallest = (
+            self.peers.all_reduce(checksums.clone(), op="max"),
+            self.peers.all_reduce(checksums.clone(), op="min"),
+        )
         different_indices = torch.nonzero(largest != smallest).reshape(-1).tolist()
         return pairs[different_indices[0]][0] if different_indices else None
 
@@ -122,7 +125,9 @@ class FragmentSchedule:
         local_weights = {name: tensor.clone() for name, tensor in current.items()}
         if self._has_diverged:
             floats = {
-                name: averaging_dtype_tensor(tensor) for name, tensor in local_weights.items() if tensor.is_floating_point()
+                name: averaging_dtype_tensor(tensor)
+                for name, tensor in local_weights.items()
+                if tensor.is_floating_point()
             }
             self._write(current, dict(zip(floats, self._sites.mean(list(floats.values())), strict=True)))
         try:
@@ -134,7 +139,9 @@ class FragmentSchedule:
     def restore(self, own: Mapping[str, Tensor], *, step: int) -> None:
         """Restore this site's own weights and buffers, after `step` updates."""
         self._has_diverged = not self._is_synchronized(step)
-        self._changing_buffers = sorted(self._find_changing_buffers() | {name for name in own if name in self._initial_buffers})
+        self._changing_buffers = sorted(
+            self._find_changing_buffers() | {name for name in own if name in self._initial_buffers}
+        )
         current = dict(self._local_state())
         self._write(current, {name: tensor for name, tensor in own.items() if name in current})
 
@@ -180,11 +187,19 @@ class FragmentSchedule:
             return set()
         current = dict(self._buffers())
         changes = [
-            _RESHAPED if current[name].shape != first.shape else name in self._changing_buffers or not torch.equal(current[name], first)
+            _RESHAPED
+            if current[name].shape != first.shape
+            else name in self._changing_buffers or not torch.equal(current[name], first)
             for name, first in self._initial_buffers.items()
         ]
-        change_by_buffer = self._sites.peers.all_reduce(torch.tensor(changes, dtype=torch.uint8, device=self.peers.device), op="max")
-        return {name for name, how in zip(self._initial_buffers, change_by_buffer.tolist(), strict=True) if how and how != _RESHAPED}
+        change_by_buffer = self._sites.peers.all_reduce(
+            torch.tensor(changes, dtype=torch.uint8, device=self.peers.device), op="max"
+        )
+        return {
+            name
+            for name, how in zip(self._initial_buffers, change_by_buffer.tolist(), strict=True)
+            if how and how != _RESHAPED
+        }
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         for name, entry in self._weights.mine.items():

@@ -22,7 +22,7 @@ from paceline.step.synchronous import SynchronousStep
 class LocalSgdRule(StepRule):
     """The rules of `--update local` and `--update diloco`."""
 
-    traits = RuleTraits(verified="freely")
+    traits = RuleTraits(verify_mode="freely")
 
     def refuse_job(self, job: Job, settings: Settings, plan: ExecutionPlan) -> Iterator[PacelineError]:
         """Yield an error for each feature of the job that the rule does not support."""
@@ -45,7 +45,12 @@ class LocalSgdRule(StepRule):
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return a site's step, with the outer optimizer that synchronises the sites."""
-        plan, replica, placed, replicas = request.plan, request.contexts[0], request.placed, request.replicas
+        plan, replica, placed, replicas = (
+            request.plan,
+            request.contexts[0],
+            request.parallelized_model,
+            request.replica_world,
+        )
         forward_backward = None if placed.piped is None else PipelineForwardBackward(replica, piped=placed.piped)
         fragment_schedule = FragmentSchedule(
             rule=plan.update_rule,
@@ -55,7 +60,12 @@ class LocalSgdRule(StepRule):
             spread=placed.spread,
             wrote=replica.buffers.begin,
         )
-        return LocalStep(replica, sites=fragment_schedule, first=replicas.rank * plan.mesh.dp_shard, passes=forward_backward)
+        return LocalStep(
+            replica,
+            sites=fragment_schedule,
+            first_microbatch=replicas.rank * plan.mesh.dp_shard,
+            forward_backward=forward_backward,
+        )
 
     def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
         """Return the rule and the number of sites."""

@@ -31,24 +31,29 @@ class LocalStep(SynchronousStep):
     lag = LAG
 
     def __init__(
-        self, replica: ReplicaContext, *, sites: FragmentSchedule, first: int, passes: ForwardBackward | None = None
+        self,
+        replica: ReplicaContext,
+        *,
+        sites: FragmentSchedule,
+        first_microbatch: int,
+        forward_backward: ForwardBackward | None = None,
     ) -> None:
-        super().__init__(replica, passes=passes)
+        super().__init__(replica, forward_backward=forward_backward)
         self.sites = sites
-        self._first_microbatch = first
+        self._first_microbatch = first_microbatch
         self._batcher = MessageBatcher(sites.peers, most=_STEPS_PER_MESSAGE)
         self._names: tuple[str, ...] | None = None
 
-    def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
+    def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Run this site's own update, then send and apply the fragments that are due."""
-        result = super().run(given, stop=stop) if given.num_micro > self._first_microbatch else None
+        result = super().run(step_batch, stop=stop) if step_batch.num_micro > self._first_microbatch else None
         if result is not None:
             result.reduced.check_counts()
         if self._names is None:
             names_by_rank = self.sites.peers.gather_json(None if result is None else result.totals.names)
             self._names = tuple(next(names for names in names_by_rank if names))
-        result = result or self._run_without_samples(given, stop=stop)
-        result = replace(result, totals=result.totals.across(self._batcher))
+        result = result or self._run_without_samples(step_batch, stop=stop)
+        result = replace(result, totals=result.totals.reduce_over_sites(self._batcher))
         start_time = time.perf_counter()
         self.sites.after(self.steps_done)
         result.communication_seconds += time.perf_counter() - start_time
@@ -61,11 +66,13 @@ class LocalStep(SynchronousStep):
         """
         site_totals = result.reduced
         if all(site_totals.counts.values()):
-            super()._finish(result, loss, counts)
+            super()._commit_update(result, loss, counts)
         elif any(site_totals.counts.values()):
-            super()._finish(result, math.fsum(site_totals.terms[name] for name, count in site_totals.counts.items() if count), None)
+            super()._commit_update(
+                result, math.fsum(site_totals.terms[name] for name, count in site_totals.counts.items() if count), None
+            )
         else:
-            self.replica.update.follow()
+            self.replica.update.step_schedules()
             self.steps_done += 1
 
     def flush_reports(self) -> None:
@@ -77,7 +84,7 @@ class LocalStep(SynchronousStep):
         """The bytes sent to other sites only."""
         return self.sites.told["sent_bytes"]
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Wait until no all-reduce between sites is in flight."""
         self.sites.arrive()
 
@@ -85,7 +92,7 @@ class LocalStep(SynchronousStep):
         """Return a context in which the model has the mean of the sites' weights; it yields the site's own weights."""
         return self.sites.together()
 
-    def lateness(self) -> Sequence[Mapping[str, Any]]:
+    def collect_staleness(self) -> Sequence[Mapping[str, Any]]:
         """Return the cost of synchronisation for this rank: bytes sent and seconds waited."""
         world = self.replica.world
         site_name = f"site {self.sites.number}" + (f", its rank {world.rank}" if world.world_size > 1 else "")
@@ -93,22 +100,22 @@ class LocalStep(SynchronousStep):
 
     def _run_without_samples(self, step_batch: StepBatch, *, stop: bool) -> StepResult:
         """Return the result of a short batch that has no samples for this site."""
-        self.replica.update.follow()
+        self.replica.update.step_schedules()
         totals = TotalsReduction(
             world=self.replica.world,
             names=self._names or (),
             num_micro=step_batch.num_micro,
             on_empty=self.replica.update.on_empty,
         )
-        totals.flag(STOP, float(stop))
-        totals.flag(FINGERPRINT, float(step_batch.fingerprint))
+        totals.set_flag(STOP, float(stop))
+        totals.set_flag(FINGERPRINT, float(step_batch.fingerprint))
         totals.start()
         self.steps_done += 1
         return StepResult(
             step=self.steps_done,
             samples=step_batch.num_samples,
             totals=totals,
-            norm=None,
+            async_grad_norm=None,
             compute_seconds=0.0,
             communication_seconds=0.0,
         )

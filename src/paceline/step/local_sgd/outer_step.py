@@ -96,7 +96,12 @@ class Fragment:
         local_fraction = self._rule.mix if self._rule.delay else 0.0
         with torch.no_grad():
             for live, agreed in zip(self.live, self.agreed, strict=True):
-                copy_into(live, (averaging_dtype_tensor(live) * local_fraction + agreed * (1.0 - local_fraction)) if local_fraction else agreed)
+                copy_into(
+                    live,
+                    (averaging_dtype_tensor(live) * local_fraction + agreed * (1.0 - local_fraction))
+                    if local_fraction
+                    else agreed,
+                )
 
     def saved(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the state that is equal on all sites, as (kind, FQN, this rank's part)."""

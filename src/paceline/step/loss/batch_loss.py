@@ -40,8 +40,14 @@ def gather_rows(
             every replica.
     """
     columns_by_path = {} if columns is None else columns
-    local_parts = None if batch is None else _BatchParts.of((output, batch), num_samples=num_samples, columns_by_path=columns_by_path)
-    parts_by_rank: list[dict[str, Any] | None] = world.gather_json(None if local_parts is None else local_parts.as_json())
+    local_parts = (
+        None
+        if batch is None
+        else _BatchParts.of((output, batch), num_samples=num_samples, columns_by_path=columns_by_path)
+    )
+    parts_by_rank: list[dict[str, Any] | None] = world.gather_json(
+        None if local_parts is None else local_parts.as_json()
+    )
     with_samples = [each for each in parts_by_rank if each is not None]
     _refuse_wrong_length(with_samples)
     _refuse_different_types(with_samples)
@@ -58,7 +64,9 @@ def gather_rows(
         joined.append(_join_rows(tensor, rows, shape[1:], getattr(torch, dtype_name.removeprefix("torch.")), world))
     if local_parts is None:
         return None
-    joined_lists = [joined_columns([from_json(each["columns"][place]) for each in with_samples]) for place in local_parts.places]
+    joined_lists = [
+        joined_columns([from_json(each["columns"][place]) for each in with_samples]) for place in local_parts.places
+    ]
     return local_parts.rebuilt(joined, joined_lists)
 
 
@@ -152,7 +160,9 @@ def mean_terms(terms: Terms) -> Tensor:
     return torch.stack([total / count for total, count in terms.values()]).sum()
 
 
-def _join_rows(local_rows: Tensor | None, rows: list[int], row_shape: list[int], dtype: torch.dtype, world: World) -> Tensor | None:
+def _join_rows(
+    local_rows: Tensor | None, rows: list[int], row_shape: list[int], dtype: torch.dtype, world: World
+) -> Tensor | None:
     """Join rows by an all-reduce of zero-padded tensors, which is exact and includes replicas without rows."""
     start = sum(rows[: world.rank])
     sent_dtype = torch.uint8 if dtype is torch.bool else dtype
@@ -194,7 +204,11 @@ def _decide_columns(with_samples: list[dict[str, Any]], columns_by_path: dict[st
     """
     first = with_samples[0]
     for path, column in first["columns"].items():
-        if path not in columns_by_path and len(with_samples) > 1 and all(told["columns"][path] == column for told in with_samples):
+        if (
+            path not in columns_by_path
+            and len(with_samples) > 1
+            and all(told["columns"][path] == column for told in with_samples)
+        ):
             raise JobError(
                 f'loss_over="batch" can\'t tell whether {path} is one value for the whole batch or has one entry per '
                 f"sample: it is as long as the samples, {first['samples']}, and the same on every replica.",

@@ -56,7 +56,9 @@ def _suggest_arguments(signature: inspect.Signature, batch: Any) -> list[str]:
         parts = sorted(batch, key=lambda key: (key in _TARGETS, not isinstance(batch[key], Tensor)))
         by_name = {p.name: p.name for p in required if p.name in batch}
         remaining = iter([key for key in parts if key not in by_name])
-        return [f'batch["{key}"]' for p in required if (key := by_name.get(p.name) or next(remaining, None)) is not None]
+        return [
+            f'batch["{key}"]' for p in required if (key := by_name.get(p.name) or next(remaining, None)) is not None
+        ]
     if isinstance(batch, tuple | list):
         positions = sorted(range(len(batch)), key=lambda at: not isinstance(batch[at], Tensor))
         return [f"batch[{position}]" for position in positions[: len(required)]]

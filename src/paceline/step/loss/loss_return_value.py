@@ -33,7 +33,9 @@ class LossContract:
 
     def __init__(self, *, job: Job, model: nn.Module, asks: bool = True) -> None:
         self._job = job
-        self._model_loss = OwnLoss(model, takes_divisor=asks and job.forward is None and _accepts_argument(model, DIVISOR))
+        self._model_loss = OwnLoss(
+            model, takes_divisor=asks and job.forward is None and _accepts_argument(model, DIVISOR)
+        )
         self._accepted_names = _accepted_names(model)
         self._forward = model.forward
         self._checks_after_forward = FrozenParameters(model).checks
@@ -164,9 +166,12 @@ def _fault_note(fault: LossFault) -> str:
         )
     first, second = fault.halves
     measured = f"{fault.whole:.4g} for a microbatch, {first:.4g} and {second:.4g} for its halves"
-    fault_text = "returns a scalar that is not the mean over samples" if fault.is_scalar else "is not a sum over samples"
+    fault_text = (
+        "returns a scalar that is not the mean over samples" if fault.is_scalar else "is not a sum over samples"
+    )
     return (
-        f"loss= {fault_text} ({measured}), so the training depends on train.micro_batch_size, even in one process. {COUNT_HINT}; "
+        f"loss= {fault_text} ({measured}), so the training depends on train.micro_batch_size, even in one "
+        f"process. {COUNT_HINT}; "
         'loss_over="batch" for a loss that compares samples with each other (docs/loss.md)'
     )
 

@@ -116,7 +116,9 @@ def _judge(numbers: Sequence[tuple[float, float]], *, is_scalar: bool, tolerance
     if not math.isfinite(total) or _is_close(first + second, total, tolerance * (abs(first) + abs(second))):
         return None
     if is_scalar:
-        return LossFault(kind=NOT_ADDITIVE, whole=total / count, halves=(first / first_count, second / second_count), is_scalar=True)
+        return LossFault(
+            kind=NOT_ADDITIVE, whole=total / count, halves=(first / first_count, second / second_count), is_scalar=True
+        )
     parts = first * first_count, second * second_count
     is_mean = _is_close(sum(parts), total * count, tolerance * sum(map(abs, parts)))
     return LossFault(kind=MEAN_WITH_COUNT if is_mean else NOT_ADDITIVE, whole=total, halves=(first, second))
@@ -182,7 +184,11 @@ def _is_of_torch(name: str) -> bool:
 def _is_unsafe(function: FunctionType, step: dis.Instruction) -> bool:
     """Return whether this instruction writes to shared state, or uses an attribute that is not in `_TORCH`."""
     writes_cell = step.opname == "STORE_DEREF" and step.argval in function.__code__.co_freevars
-    return step.opname in _WRITE_OPCODES or writes_cell or (step.opname in _NAME_OPCODES and step.argval not in _PURE_TORCH_NAMES)
+    return (
+        step.opname in _WRITE_OPCODES
+        or writes_cell
+        or (step.opname in _NAME_OPCODES and step.argval not in _PURE_TORCH_NAMES)
+    )
 
 
 def _is_empty(cell: Any) -> bool:

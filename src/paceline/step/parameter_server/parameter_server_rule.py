@@ -31,7 +31,11 @@ class ParameterServerRule(StepRule):
     """The rule of `--update ps`, for the servers; workers are processes of their own."""
 
     traits = RuleTraits(
-        reads_samples=False, takes_sparse=True, divides_parameters=False, spreads_updates=False, verified="replayed"
+        reads_samples=False,
+        accepts_sparse_gradients=True,
+        splits_parameters=False,
+        spreads_updates=False,
+        verify_mode="replayed",
     )
 
     def refuse_job(self, job: Job, settings: Settings, plan: ExecutionPlan) -> list[PacelineError]:
@@ -80,7 +84,7 @@ class ParameterServerRule(StepRule):
         world = World.join(place=launch_info, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
         return replace(world, entrance=WorkerEntrance(place=place))
 
-    def plan_of_group(self, plan: ExecutionPlan, *, world_size: int) -> ExecutionPlan:
+    def plan_for_group(self, plan: ExecutionPlan, *, world_size: int) -> ExecutionPlan:
         """Return the plan of the servers, each of which owns some of the parameters. A worker keeps its own plan."""
         return replace(plan, mesh=Mesh(dp_shard=world_size, zero=1) if world_size > 1 else Mesh())
 
@@ -93,7 +97,7 @@ class ParameterServerRule(StepRule):
             rule=plan.update_rule,
             shares=plan.replicas,
             micro_batch_size=plan.micro_batch_size,
-            spread=request.placed.spread,
+            spread=request.parallelized_model.spread,
         )
 
     def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
@@ -134,7 +138,7 @@ def _refuse_sparse_tables(replica: ReplicaContext) -> list[PacelineError]:
     """Return an error for each sparse table whose optimizer needs dense gradients: workers push only some rows."""
     errors: list[PacelineError] = []
     tables, groups = row_tables(replica.model), _optimizer_groups(replica)
-    for member in [member for member in replica.update.named if member.name in tables]:
+    for member in [member for member in replica.update.named_parameters if member.name in tables]:
         optimizer, group = groups.get(id(member.parameter), (None, {}))
         dense_option = next((f" with {option}" for option in _DENSE_OPTIONS if group.get(option)), "")
         if optimizer is not None and (type(optimizer).__name__ not in _SPARSE_OPTIMIZERS or dense_option):

@@ -71,12 +71,12 @@ class ServerStep(SynchronousStep):
         self._last_decision_time = time.monotonic()
         self.record: list[AppliedUpdate] | None = None  # set to a list to record updates for a replay
 
-    def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
+    def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Offer the batch's shares to the workers. The batch's result is known once all shares are pushed."""
         start_time, waited_before = time.perf_counter(), self._waited_seconds
         state = self._state or self._open_server()
-        pushed_batch = self._start_batch(given, stop=stop)
-        location = _location(given, micro_batch_size=self._micro_batch_size)
+        pushed_batch = self._start_batch(step_batch, stop=stop)
+        location = _location(step_batch, micro_batch_size=self._micro_batch_size)
         state.offer(self.steps_done, location, pushed_batch.shares if self.replica.world.is_main else ())
         self.steps_done += 1
         if self._leases.sums_shares:
@@ -85,10 +85,12 @@ class ServerStep(SynchronousStep):
             self._apply_until(state, until=lambda: self._leases.num_free <= self._shares)
         self.lag = len(self._open_batches)
         pushed_batch.result.communication_seconds = self._waited_seconds - waited_before
-        pushed_batch.result.compute_seconds = time.perf_counter() - start_time - pushed_batch.result.communication_seconds
+        pushed_batch.result.compute_seconds = (
+            time.perf_counter() - start_time - pushed_batch.result.communication_seconds
+        )
         return pushed_batch.result
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Wait until every leased share is applied.
 
         The caller may then run a long evaluation, even before the first batch, so the server is opened if necessary: it
@@ -99,18 +101,21 @@ class ServerStep(SynchronousStep):
             self._spread()
             self._is_synchronized = True
 
-    kept_batches = _KEPT_BATCHES
-    results_differ = True
+    num_retained_batches = _KEPT_BATCHES
+    has_delayed_results = True
 
-    def lateness(self) -> list[dict[str, Any]]:
+    def collect_staleness(self) -> list[dict[str, Any]]:
         """Return the gradient staleness of each worker."""
         counts_by_worker: dict[str, dict[int, int]] = {}
         for worker, counts in self._leases.late.items():
-            worker_counts = counts_by_worker.setdefault(self._state.names[worker] if self._state is not None else str(worker), {})
+            worker_counts = counts_by_worker.setdefault(
+                self._state.names[worker] if self._state is not None else str(worker), {}
+            )
             for staleness, count in counts.items():
                 worker_counts[staleness] = worker_counts.get(staleness, 0) + count
         return [
-            {"who": who, "late": [list(pair) for pair in sorted(mine.items())]} for who, mine in sorted(counts_by_worker.items())
+            {"who": who, "late": [list(pair) for pair in sorted(mine.items())]}
+            for who, mine in sorted(counts_by_worker.items())
         ]
 
     def new_notes(self) -> list[str]:
@@ -129,11 +134,11 @@ class ServerStep(SynchronousStep):
 
     def _open_server(self) -> ServerState:
         """Open the server, at the first batch or evaluation. Workers get weights only once a batch is offered."""
-        world, members = self.replica.world, [m for m in self.replica.update.named if m.parameter.numel()]
+        world, members = self.replica.world, [m for m in self.replica.update.named_parameters if m.parameter.numel()]
         assert world.entrance is not None
         self._local_parameters = [member.parameter for member in members]
         tables = row_tables(self.replica.model)
-        for member in self.replica.update.named:
+        for member in self.replica.update.named_parameters:
             if not member.parameter.numel():  # on another server: the optimizer gets a zero gradient
                 member.parameter.grad = _zero_gradient(member.parameter, as_rows=member.name in tables)
         served = held_by(self.replica.model, members)
@@ -150,7 +155,7 @@ class ServerStep(SynchronousStep):
             step=self.steps_done + 1,
             samples=step_batch.num_samples,
             totals=totals,
-            norm=None,
+            async_grad_norm=None,
             compute_seconds=0.0,
             communication_seconds=0.0,
         )
@@ -269,11 +274,15 @@ class ServerStep(SynchronousStep):
             batch.totals.store(pushes, stop=batch.stop, sums_shares=True)
         loss = batch.result.loss if sums_shares else pushes[0].loss
         counts = batch.result.reduced.counts if sums_shares else None  # a share may lack targets for a term
-        nonfinite_terms = batch.result.reduced.broken if sums_shares else ()
+        nonfinite_terms = batch.result.reduced.nonfinite_terms if sums_shares else ()
         grad_norm, is_applied = update.commit(
-            step=batch.number + 1, loss=loss, counts=counts, broken=nonfinite_terms, follow=sums_shares
+            step=batch.number + 1,
+            loss=loss,
+            counts=counts,
+            nonfinite_terms=nonfinite_terms,
+            steps_schedules=sums_shares,
         )
-        batch.result.norm = None if grad_norm is None else AsyncScalars(grad_norm)
+        batch.result.async_grad_norm = None if grad_norm is None else AsyncScalars(grad_norm)
         batch.result.lr = update.lr
         batch.result.skipped = not is_applied
         return is_applied
@@ -284,7 +293,7 @@ class ServerStep(SynchronousStep):
         del state.where[batch.number]
         if not self._leases.sums_shares:
             batch.totals.store(batch.in_order(), stop=batch.stop, sums_shares=False)
-            self.replica.update.follow()
+            self.replica.update.step_schedules()
         while self._open_batches and self._open_batches[0].is_whole:
             self._open_batches.popleft()
         self.lag = len(self._open_batches)

@@ -78,9 +78,9 @@ class PushedTotals(TotalsReduction):
         self.names = tuple(next(iter(pushes[0].terms.values())))
         for push in pushes:
             for index, terms in push.terms.items():
-                self.put(index, {n: (torch.tensor(t, dtype=torch.float64), c) for n, (t, c) in terms.items()})
-        self.expect(_sum_divisors(pushes[:1] if sums_shares else pushes))
-        self.flag(STOP, float(stop or any(push.stop for push in pushes)))
+                self.store_terms(index, {n: (torch.tensor(t, dtype=torch.float64), c) for n, (t, c) in terms.items()})
+        self.set_expected_counts(_sum_divisors(pushes[:1] if sums_shares else pushes))
+        self.set_flag(STOP, float(stop or any(push.stop for push in pushes)))
         self.start()
 
     def reduced(self) -> StepTotals:

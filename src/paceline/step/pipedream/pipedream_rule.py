@@ -17,17 +17,20 @@ from paceline.step.synchronous import SynchronousStep
 class WeightStashingRule(StepRule):
     """The rules of `--update pipedream` and `--update 2bw`."""
 
-    traits = RuleTraits(measures_joint_norm=False, verified="freely")
+    traits = RuleTraits(measures_joint_norm=False, verify_mode="freely")
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return the step of this rank's stage; without a pipeline, the synchronous step."""
-        plan, piped = request.plan, request.placed.piped
+        plan, piped = request.plan, request.parallelized_model.piped
         if piped is None:
             return SynchronousStep(request.contexts[0])
-        _refuse_unsupported_model(request.contexts[0], request.placed, piped, plan)
+        _refuse_unsupported_model(request.contexts[0], request.parallelized_model, piped, plan)
         num_microbatches = -(-plan.num_micro // plan.replicas)
         return PipeDreamStep(
-            request.contexts[0], piped=piped, stash=build_version_rule(plan.update_rule, plan.mesh), rounds=num_microbatches
+            request.contexts[0],
+            piped=piped,
+            stash=build_version_rule(plan.update_rule, plan.mesh),
+            rounds=num_microbatches,
         )
 
     def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:

@@ -19,15 +19,15 @@ from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.schedule.lowering import add_messages
 from paceline.schedule.program import Action, Op
 from paceline.schedule.weight_version_rules import StageVersions, Stream, VersionRule, build_continuous_program
-from paceline.step.forward_backward import IdleReplica, loss_for_backward, open_all
+from paceline.step.forward_backward import StandInMicrobatches, loss_for_backward, open_all
 from paceline.step.microbatches import StepBatch
 from paceline.step.pipedream.in_flight_batches import Batch, Counts, Micro, add_over_replicas
 from paceline.step.pipedream.weight_versions import Weights, WeightVersions
 from paceline.step.pipeline.pipeline_forward_backward import PipelineForwardBackward
 from paceline.step.pipeline.schedule_interpreter import Pipeline
 from paceline.step.replica_context import ReplicaContext
-from paceline.step.step_totals import StepResult, global_counts, own_counts
-from paceline.step.synchronous import SynchronousStep, writes_to
+from paceline.step.step_totals import StepResult, global_counts, local_counts
+from paceline.step.synchronous import SynchronousStep, parameter_write_error
 from paceline.torch_internals.private_api import divide_all
 
 
@@ -35,15 +35,15 @@ class PipeDreamStep(SynchronousStep):
     """A PipeDream step on one rank's stage. A batch has `num_microbatches` microbatches on each replica."""
 
     def __init__(self, replica: ReplicaContext, *, piped: PipelineModel, stash: VersionRule, rounds: int) -> None:
-        super().__init__(replica, passes=PipelineForwardBackward(replica, piped=piped))
+        super().__init__(replica, forward_backward=PipelineForwardBackward(replica, piped=piped))
         self.lag = -(-(stash.stages - 1) // rounds)
         self._stage = piped.world.rank
         self._stash = stash
         self._stream = Stream()
         self._stage_order = StageVersions(version_rule=stash, stage=self._stage, stream=self._stream)
         self._pipeline = Pipeline(build_continuous_program(stash, sizes=[1]), world=piped.world, is_continuous=True)
-        self._work = _StageStepWork(replica, piped=piped, tells=piped.has_loss)
-        self._stand_ins = IdleReplica(replica, always=True)
+        self._work = _StageStepWork(replica, piped=piped, reports_loss=piped.has_loss)
+        self._stand_ins = StandInMicrobatches(replica, is_always_needed=True)
         self._parameters = replica.update.parameters
         self._batches: dict[int, Batch] = {}
         self._versions_in_use: dict[int, tuple[int, Weights | None]] = {}
@@ -53,9 +53,9 @@ class PipeDreamStep(SynchronousStep):
         self._num_forwards = 0
         self._starts_batch = True
         direct = stash.needs_no_stash(self._stage)
-        self.versions = WeightVersions(replica.model, named=replica.update.named, direct=direct)
+        self.versions = WeightVersions(replica.model, named=replica.update.named_parameters, direct=direct)
 
-    def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
+    def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Start this batch: run the stage's next forwards and backwards, and the updates that become due."""
         start_time = time.perf_counter()
         if not self.replica.model.training:
@@ -66,18 +66,21 @@ class PipeDreamStep(SynchronousStep):
         elif self._num_checked_steps == 2:
             self.replica.buffers.trust()
         self._num_checked_steps += 1
-        batch = self._add_batch(given)
+        batch = self._add_batch(step_batch)
         actions = self._with_messages(self._stage_order.batch_actions())
         waited_seconds = 0.0
-        if not self._work.reporter.is_agreed:
+        if not self._work.reporter.has_names:
             num_first = 1 + next(n for n, action in enumerate(actions) if action.op in self._handover_ops)
             waited_seconds += self._run_actions(actions[:num_first])
-            self._work.reporter.agree(next(iter(batch.terms.values()), None))
+            self._work.reporter.agree_on_names(next(iter(batch.terms.values()), None))
             actions = actions[num_first:]
         result = self._work.open(batch, stop=stop)
         waited_seconds += self._run_actions(actions)
         self.steps_done += 1
-        result.compute_seconds, result.communication_seconds = time.perf_counter() - start_time - waited_seconds, waited_seconds
+        result.compute_seconds, result.communication_seconds = (
+            time.perf_counter() - start_time - waited_seconds,
+            waited_seconds,
+        )
         return result
 
     def place(self) -> dict[str, list[int]]:
@@ -92,13 +95,15 @@ class PipeDreamStep(SynchronousStep):
         self._num_forwards = 0
         self.versions.begin(newest=step, kept={step - ago: weights for ago, weights in kept.items()})
 
-    def lateness(self) -> list[dict[str, Any]]:
+    def collect_staleness(self) -> list[dict[str, Any]]:
         """Return the gradient staleness of this stage; each microbatch counts once."""
         place = f", replica {self.replica.worlds.data.rank}" if self.replica.worlds.data.world_size > 1 else ""
         late, sent = [list(pair) for pair in sorted(self._staleness_counts.items())], self._pipeline.sent_bytes
-        return [{"who": f"stage {self._stage}{place}", "late": late, "versions": self._max_versions, "sent_bytes": sent}]
+        return [
+            {"who": f"stage {self._stage}{place}", "late": late, "versions": self._max_versions, "sent_bytes": sent}
+        ]
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Finish all batches in flight."""
         self._run_actions(self._with_messages(self._stage_order.remaining_backwards()))
         self._pipeline.pause()
@@ -112,17 +117,21 @@ class PipeDreamStep(SynchronousStep):
     @property
     def _handover_ops(self) -> tuple[Op, ...]:
         """The last operations that a stage runs for a microbatch before later stages can process it."""
-        return (Op.FORWARD,) if self._work.tells else (Op.SEND_F,)
+        return (Op.FORWARD,) if self._work.reports_loss else (Op.SEND_F,)
 
     def _add_batch(self, step_batch: StepBatch) -> Batch:
-        microbatches = [self.replica.load(micro.data) for micro in step_batch.micro]
-        num_missing = self._stand_ins.missing(step_batch)
-        stand_ins = [self._stand_ins.spare(step_batch, microbatches)] * num_missing if num_missing else []
+        microbatches = [self.replica.load_microbatch(micro.data) for micro in step_batch.micro]
+        num_missing = self._stand_ins.count_missing(step_batch)
+        stand_ins = [self._stand_ins.load_stand_in(step_batch, microbatches)] * num_missing if num_missing else []
         counts = self._work.counts([portion.data for portion in microbatches])
         batch = Batch(number=self.steps_done, given=step_batch, counts=counts, left=len(microbatches) + num_missing)
         self._batches[self._stream.num_batches] = batch
-        indices_and_sizes = [(micro.index, micro.num_samples) for micro in step_batch.micro] + [(step_batch.num_micro, 0)] * num_missing
-        for offset, ((index, samples), local_microbatch) in enumerate(zip(indices_and_sizes, [*microbatches, *stand_ins], strict=True)):
+        indices_and_sizes = [(micro.index, micro.num_samples) for micro in step_batch.micro] + [
+            (step_batch.num_micro, 0)
+        ] * num_missing
+        for offset, ((index, samples), local_microbatch) in enumerate(
+            zip(indices_and_sizes, [*microbatches, *stand_ins], strict=True)
+        ):
             micro = Micro(batch=batch, index=index, num_samples=samples, portion=local_microbatch)
             self._work.micro[self._stream.num_microbatches + offset] = micro
         self._stream.add(batch.left)
@@ -134,7 +143,7 @@ class PipeDreamStep(SynchronousStep):
     def _run_actions(self, actions: Sequence[Action]) -> float:
         """Run the actions; return the seconds spent waiting for other ranks."""
         waited_seconds = 0.0
-        self._pipeline.expect(actions)
+        self._pipeline.expect_actions(actions)
         for action in actions:
             start_time = time.perf_counter()
             if action.op is Op.FORWARD:
@@ -144,7 +153,7 @@ class PipeDreamStep(SynchronousStep):
             elif action.op is Op.UPDATE:
                 self._update(action)
             else:
-                self._pipeline.one(action, self._work)
+                self._pipeline.run_action(action, self._work)
             if action.op.is_receive:
                 waited_seconds += time.perf_counter() - start_time
         return waited_seconds
@@ -155,10 +164,10 @@ class PipeDreamStep(SynchronousStep):
         weights = self.versions.of(version)
         self._versions_in_use[action.microbatch] = version, weights
         writes_before = self.versions.writes(weights) if self._checks_writes else []
-        self.versions.inside(weights, lambda: self._pipeline.one(action, self._work))
+        self.versions.inside(weights, lambda: self._pipeline.run_action(action, self._work))
         if self._checks_writes and writes_before != (writes_after := self.versions.writes(weights)):
             names = zip(self.versions.names, writes_before, writes_after, strict=True)
-            raise writes_to(next(name for name, old, new in names if old != new))
+            raise parameter_write_error(next(name for name, old, new in names if old != new))
         self._num_forwards += 1
 
     def _backward(self, action: Action) -> None:
@@ -171,7 +180,7 @@ class PipeDreamStep(SynchronousStep):
         staleness = self._stream.batch_of(action.microbatch) - version
         self._staleness_counts[staleness] = self._staleness_counts.get(staleness, 0) + 1
         self.versions.lend(weights)
-        self.versions.inside(weights, lambda: self._pipeline.one(action, self._work))
+        self.versions.inside(weights, lambda: self._pipeline.run_action(action, self._work))
         self.versions.collect(weights)
 
     def _update(self, action: Action) -> None:
@@ -187,11 +196,13 @@ class PipeDreamStep(SynchronousStep):
         needed = self._stash.version(stage=self._stage, microbatch=self._num_forwards, stream=self._stream)
         self.versions.before_update(needed=needed)
         self.replica.update.commit(
-            step=batch.number + 1, loss=reduced.loss, counts=reduced.counts, broken=reduced.broken
+            step=batch.number + 1, loss=reduced.loss, counts=reduced.counts, nonfinite_terms=reduced.nonfinite_terms
         )
         batch.result.lr = self.replica.update.lr
         self.versions.after_update(needed=needed)
-        self._max_versions = max(self._max_versions, len(self.versions.numbers | {number for number, _ in self._versions_in_use.values()}))
+        self._max_versions = max(
+            self._max_versions, len(self.versions.numbers | {number for number, _ in self._versions_in_use.values()})
+        )
         self._starts_batch = True
         self._stream.drop_old_batches(num_kept=2 * self._stash.stages + 2)
 
@@ -212,8 +223,8 @@ class _StageStepWork:
         self._replica = replica
         self._piped = piped
         self._names: list[str] | None = None
-        self.tells = reports_loss
-        self.reporter = replica.loss_reporter(tells=reports_loss)
+        self.reports_loss = reports_loss
+        self.reporter = replica.make_loss_reporter(reports_loss=reports_loss)
         self.micro: dict[int, Micro] = {}
 
     def counts(self, data: Sequence[object]) -> Counts:
@@ -221,7 +232,7 @@ class _StageStepWork:
         contract, world = self._replica.contract, self._replica.worlds.data
         if not contract.counts_first:
             return None
-        local = own_counts(contract, data)
+        local = local_counts(contract, data)
         if self._names is None:
             self._names = next(names for names in world.gather_json(list(local)) if names)
         return global_counts(local, world=world, names=self._names)
@@ -234,28 +245,28 @@ class _StageStepWork:
             step=batch.number + 1,
             samples=samples,
             totals=batch.totals,
-            norm=None,
+            async_grad_norm=None,
             compute_seconds=0.0,
             communication_seconds=0.0,
         )
-        batch.totals.expect(batch.counts or {})
-        if not self.tells or not batch.left:
+        batch.totals.set_expected_counts(batch.counts or {})
+        if not self.reports_loss or not batch.left:
             self._report(batch)
         return batch.result
 
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> StageOutput | Tensor | None:
         """Run the user's forward, and on the last stage the loss."""
         micro, replica = self.micro.pop(microbatch), self._replica
-        for tape in replica.tapes:
-            tape.at(micro.index, counts=micro.num_samples > 0)
-        replica.streams.enter(step=micro.batch.number, microbatch=micro.index)
-        with open_all(replica.around_forward):
+        for tape in replica.state_recorders:
+            tape.set_microbatch(micro.index, has_samples=micro.num_samples > 0)
+        replica.random_streams.enter(step=micro.batch.number, microbatch=micro.index)
+        with open_all(replica.forward_contexts):
             if micro.num_samples:
                 return self._piped.stages.run(stage, received, lambda: self._loss(micro))  # type: ignore[no-any-return]
-            with replica.weightless():
+            with replica.zero_weight_context():
                 return self._piped.stages.run(stage, received, lambda: self._loss(micro))  # type: ignore[no-any-return]
 
-    def again(self, *, microbatch: int) -> AbstractContextManager[None]:
+    def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
         """Return an empty context: without context parallelism, a rank's part is the whole microbatch."""
         return nullcontext()
 
@@ -267,7 +278,7 @@ class _StageStepWork:
 
     def _loss(self, micro: Micro) -> Tensor:
         replica, batch = self._replica, micro.batch
-        with micro.portion.inside():
+        with micro.portion.forward_context():
             output = replica.contract.forward(replica.model, micro.portion.data)
         terms = replica.contract.terms(output, micro.portion.data, num_samples=micro.num_samples)
         batch.left -= 1
@@ -282,5 +293,5 @@ class _StageStepWork:
     def _report(self, batch: Batch) -> None:
         assert batch.totals is not None
         for index, terms in batch.terms.items():
-            self.reporter.put(batch.totals, index, terms)
-        self.reporter.send(batch.totals)
+            self.reporter.store_terms(batch.totals, index, terms)
+        self.reporter.start_reduction(batch.totals)

@@ -61,7 +61,9 @@ class WeightVersions:
         """Return `call()`, which runs with these weights in place of the parameters."""
         if weights is None:
             return call()
-        return functional_call(self._call_wrapper, {f"model.{name}": tensor for name, tensor in weights.items()}, (call,))
+        return functional_call(
+            self._call_wrapper, {f"model.{name}": tensor for name, tensor in weights.items()}, (call,)
+        )
 
     def writes(self, weights: Weights | None) -> list[int]:
         """Return the autograd version counters of these weights, which change at each in-place write."""

@@ -33,7 +33,7 @@ class StageLink:
 class _LinkLayout:
     """The layout of the last message on a link, known to both sides."""
 
-    form: Any = None
+    tensor_forms: Any = None
     note: Any = None
     layout: list[Any] = field(default_factory=list)
     num_bytes: int = HEAD_BYTES
@@ -64,8 +64,8 @@ class StageChannel:
         """Start sending and return immediately. `note` is JSON that rarely changes, and is never modified in place."""
         layout_sent = self._sent.setdefault(edge, _LinkLayout())
         forms = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
-        if forms != layout_sent.form or note != layout_sent.note:
-            layout_sent.form, layout_sent.note = forms, note
+        if forms != layout_sent.tensor_forms or note != layout_sent.note:
+            layout_sent.tensor_forms, layout_sent.note = forms, note
             self._send_layout(edge, layout_sent, layout=[_tensor_form(tensor) for tensor in tensors])
         buffer = torch.empty(layout_sent.num_bytes, dtype=torch.uint8, device=self._device)
         buffer[:8].zero_()
@@ -83,7 +83,7 @@ class StageChannel:
         self._start(edge, body)
         layout_sent.layout, layout_sent.num_bytes = layout, _num_bytes(layout)
 
-    def expect(self, edge: StageLink) -> None:
+    def post_receive(self, edge: StageLink) -> None:
         """Post the next receive on a link, so that the transfer overlaps with compute."""
         layout_received = self._received.setdefault(edge, _LinkLayout())
         self._posted_receives[edge] = self._post(edge, layout_received.num_bytes)
@@ -91,7 +91,7 @@ class StageChannel:
     def receive(self, edge: StageLink) -> tuple[list[Tensor], Any]:
         """Wait for the next message on a link; return its tensors, which are views of one buffer, and its note."""
         if edge not in self._posted_receives:
-            self.expect(edge)
+            self.post_receive(edge)
         layout_received = self._received[edge]
         buffer, wait = self._posted_receives.pop(edge)
         wait()
@@ -107,16 +107,16 @@ class StageChannel:
             buffer = buffer.to(self._world.device)
         return list(_views(buffer, layout_received.layout)), layout_received.note
 
-    def is_expected(self, edge: StageLink) -> bool:
+    def has_posted_receive(self, edge: StageLink) -> bool:
         """Return whether a receive is posted on this link."""
         return edge in self._posted_receives
 
-    def pause(self, *, sent_on: Iterable[StageLink]) -> None:
+    def cancel_receives(self, *, used_links: Iterable[StageLink]) -> None:
         """Cancel the posted receives of both sides: each side sends an empty message on its outgoing links.
 
         Both sides call this at the same point in their programs.
         """
-        for edge in sent_on:
+        for edge in used_links:
             layout_sent = self._sent[edge]
             buffer = torch.zeros(layout_sent.num_bytes, dtype=torch.uint8, device=self._device)
             buffer[:8].view(torch.int64)[0] = _CANCELLED

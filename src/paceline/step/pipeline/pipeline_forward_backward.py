@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from paceline.parallel.pipeline.chain.stages import StageOutput
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.schedule.program import Action, Op, Program
-from paceline.step.forward_backward import IdleReplica, See, loss_for_backward, open_all
+from paceline.step.forward_backward import OutputObserver, StandInMicrobatches, loss_for_backward, open_all
 from paceline.step.generate import output_logits
 from paceline.step.loss.loss_return_value import Terms
 from paceline.step.microbatches import StepBatch
-from paceline.step.pipeline.schedule_interpreter import Pipeline, Watch
+from paceline.step.pipeline.schedule_interpreter import ActionObserver, Pipeline
 from paceline.step.replica_context import LocalMicrobatch, ReplicaContext
 from paceline.step.step_totals import TotalsReduction
 
@@ -28,14 +28,14 @@ class PipelineForwardBackward:
     def __init__(self, replica: ReplicaContext, *, piped: PipelineModel) -> None:
         self._replica = replica
         self._piped = piped
-        self.tells = piped.has_loss and replica.worlds.tp.rank == 0
-        self._reporter = replica.loss_reporter(tells=self.tells)
-        self._stand_ins = IdleReplica(replica)
+        self.reports_loss = piped.has_loss and replica.worlds.tp.rank == 0
+        self._reporter = replica.make_loss_reporter(reports_loss=self.reports_loss)
+        self._stand_ins = StandInMicrobatches(replica)
         self._pipelines: dict[Program, Pipeline] = {}
-        self._on_action: Watch | None = None
+        self._on_action: ActionObserver | None = None
 
     @contextmanager
-    def watched(self, watch: Watch) -> Iterator[None]:
+    def observe_actions(self, on_action: ActionObserver) -> Iterator[None]:
         """Report each action with its start and end time to `on_action`; on a GPU, wait for each action to finish."""
         device = self._replica.world.device
 
@@ -43,7 +43,7 @@ class PipelineForwardBackward:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
                 stop = time.perf_counter()
-            watch(action, start, stop)
+            on_action(action, start, stop)
 
         self._on_action, self._pipelines = report, {}
         try:
@@ -55,43 +55,45 @@ class PipelineForwardBackward:
         """Return the pipeline's program, of all ranks, for `num_micro` microbatches."""
         return self._piped.program(num_micro)
 
-    def run(self, given: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
+    def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
         """Run this replica's microbatches, and stand-ins of weight zero if all replicas must run equally many."""
-        microbatches = [self._replica.load(micro.data) for micro in given.micro]
-        counts = self._reporter.counts([portion.data for portion in microbatches])
-        num_missing = self._stand_ins.missing(given)
-        stand_ins = [self._stand_ins.spare(given, microbatches)] * num_missing if num_missing else []
+        microbatches = [self._replica.load_microbatch(micro.data) for micro in step_batch.micro]
+        counts = self._reporter.gather_counts([portion.data for portion in microbatches])
+        num_missing = self._stand_ins.count_missing(step_batch)
+        stand_ins = [self._stand_ins.load_stand_in(step_batch, microbatches)] * num_missing if num_missing else []
         work = _StepWork(self._replica, piped=self._piped, step=step, counts=counts)
-        work.micro = [(micro.index, micro.num_samples) for micro in given.micro]
-        work.micro += [(given.num_micro, 0)] * num_missing
-        work.data = [*microbatches, *stand_ins]
-        if work.data:
-            program = self._piped.program(len(work.data))
-            work.last = _num_backwards(program, rank=self._piped.world.rank)
+        work.indices_and_sizes = [(micro.index, micro.num_samples) for micro in step_batch.micro]
+        work.indices_and_sizes += [(step_batch.num_micro, 0)] * num_missing
+        work.microbatches = [*microbatches, *stand_ins]
+        if work.microbatches:
+            program = self._piped.program(len(work.microbatches))
+            work.num_backwards_left = _num_backwards(program, rank=self._piped.world.rank)
             self._pipeline(program).run(work)
-        totals = self._reporter.new_totals(given, next(iter(work.terms.values()), None), stop=stop)
+        totals = self._reporter.new_totals(step_batch, next(iter(work.terms.values()), None), stop=stop)
         for position, terms in work.terms.items():
-            if position < len(given.micro):
-                self._reporter.put(totals, given.micro[position].index, terms)
-        self._reporter.send(totals)
-        totals.expect(counts or {})
+            if position < len(step_batch.micro):
+                self._reporter.store_terms(totals, step_batch.micro[position].index, terms)
+        self._reporter.start_reduction(totals)
+        totals.set_expected_counts(counts or {})
         return totals, counts is None
 
-    def look(self, batch: Any, *, num_samples: int, see: See) -> None:
+    def evaluate_microbatch(self, batch: Any, *, num_samples: int, on_output: OutputObserver) -> None:
         """Run one microbatch forward; the rank of the last stage calls `on_output`."""
         replica = self._replica
 
-        microbatch = replica.portion(batch)
+        microbatch = replica.slice_microbatch(batch)
 
         def run_model() -> None:
-            with open_all(replica.around_forward):
-                with microbatch.inside():
+            with open_all(replica.forward_contexts):
+                with microbatch.forward_context():
                     output = replica.contract.forward(replica.model, microbatch.data)
-                see(output, replica.contract.terms(output, microbatch.data, num_samples=num_samples), microbatch.data)
+                on_output(
+                    output, replica.contract.terms(output, microbatch.data, num_samples=num_samples), microbatch.data
+                )
 
         self._pipeline(self._piped.forward(1)).run(_EvaluationWork(self._piped, run_model))
 
-    def call(self, model: nn.Module, tensor: Tensor) -> Tensor:
+    def compute_logits(self, model: nn.Module, tensor: Tensor) -> Tensor:
         """Run one forward through the stages and broadcast the last stage's output to all ranks."""
         found: list[Tensor] = []
         self._pipeline(self._piped.forward(1)).run(
@@ -107,7 +109,9 @@ class PipelineForwardBackward:
     def _pipeline(self, program: Program) -> Pipeline:
         if program not in self._pipelines:
             piped = self._piped
-            self._pipelines[program] = Pipeline(program, world=piped.world, splits=piped.splits, watch=self._on_action)
+            self._pipelines[program] = Pipeline(
+                program, world=piped.world, splits=piped.splits, on_action=self._on_action
+            )
         return self._pipelines[program]
 
 
@@ -122,48 +126,48 @@ class _StepWork:
         self._piped = piped
         self._step = step
         self._counts = counts
-        self.micro: list[tuple[int, int]] = []
-        self.data: list[LocalMicrobatch] = []
+        self.indices_and_sizes: list[tuple[int, int]] = []
+        self.microbatches: list[LocalMicrobatch] = []
         self.terms: dict[int, Terms] = {}
-        self.last = 0
+        self.num_backwards_left = 0
 
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> Any:
         """Run the user's forward, and on the last stage the loss."""
-        replica, (index, num_samples) = self._replica, self.micro[microbatch]
-        for tape in replica.tapes:
-            tape.at(index, counts=num_samples > 0)
-        replica.streams.enter(step=self._step, microbatch=index)
-        with open_all(replica.around_forward):
+        replica, (index, num_samples) = self._replica, self.indices_and_sizes[microbatch]
+        for tape in replica.state_recorders:
+            tape.set_microbatch(index, has_samples=num_samples > 0)
+        replica.random_streams.enter(step=self._step, microbatch=index)
+        with open_all(replica.forward_contexts):
             if num_samples:
                 return self._piped.stages.run(stage, received, lambda: self._loss(microbatch, num_samples))
-            with replica.weightless():
+            with replica.zero_weight_context():
                 return self._piped.stages.run(stage, received, lambda: self._loss(microbatch, num_samples))
 
-    def again(self, *, microbatch: int) -> AbstractContextManager[None]:
+    def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
         """Return the context that the microbatch's backward runs in."""
-        return self.data[microbatch].again()
+        return self.microbatches[microbatch].backward_context()
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
         """Prepare the reducer, which starts the final reduction at the step's last backward."""
-        index, num_samples = self.micro[microbatch]
-        for tape in self._replica.tapes:
-            tape.at(index, counts=num_samples > 0)
-        self.last -= 1
-        self._replica.reducer.before_backward(last=self.last == 0, counts=num_samples > 0)
+        index, num_samples = self.indices_and_sizes[microbatch]
+        for tape in self._replica.state_recorders:
+            tape.set_microbatch(index, has_samples=num_samples > 0)
+        self.num_backwards_left -= 1
+        self._replica.reducer.before_backward(last=self.num_backwards_left == 0, counts=num_samples > 0)
 
     def after_backward(self, *, stage: int, microbatch: int) -> None:
         """Pass the gradients to the reducer."""
         self._replica.reducer.after_backward()
 
     def _loss(self, microbatch: int, num_samples: int) -> Tensor:
-        replica, local_microbatch = self._replica, self.data[microbatch]
-        with local_microbatch.inside():
+        replica, local_microbatch = self._replica, self.microbatches[microbatch]
+        with local_microbatch.forward_context():
             output = replica.contract.forward(replica.model, local_microbatch.data)
         terms = replica.contract.terms(output, local_microbatch.data, num_samples=num_samples)
         self.terms[microbatch] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
         if not num_samples:
             return torch.stack([total for total, _ in terms.values()]).sum() * 0.0
-        return replica.update.scaled(loss_for_backward(terms, self._counts))
+        return replica.update.scale_loss(loss_for_backward(terms, self._counts))
 
 
 class _EvaluationWork:
@@ -176,7 +180,7 @@ class _EvaluationWork:
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> Any:
         return self._piped.stages.run(stage, received, self._run_model)
 
-    def again(self, *, microbatch: int) -> AbstractContextManager[None]:
+    def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
         """Return an empty context; there is no backward."""
         return nullcontext()
 

@@ -17,8 +17,8 @@ from paceline.step.pipeline.p2p import StageChannel, StageLink
 from paceline.step.pipeline.split_backward import DeferredWeightGrad, backward_input, backward_weight
 from paceline.torch_internals.private_api import add_gradients
 
-At = tuple[int, int]
-Watch = Callable[[Action, float, float], None]
+StageMicrobatch = tuple[int, int]
+ActionObserver = Callable[[Action, float, float], None]
 
 
 class StageWork(Protocol):
@@ -30,7 +30,7 @@ class StageWork(Protocol):
         A forward-only program ignores what the last stage returns.
         """
 
-    def again(self, *, microbatch: int) -> AbstractContextManager[None]:
+    def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
         """Return the context for a backward, or half of one, in which recomputation sees the state of the forward."""
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
@@ -47,7 +47,7 @@ class _PendingBackward:
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
-    rest: DeferredWeightGrad | None = None
+    deferred: DeferredWeightGrad | None = None
 
 
 class Pipeline:
@@ -65,7 +65,7 @@ class Pipeline:
         world: World,
         splits: bool = True,
         is_continuous: bool = False,
-        watch: Watch | None = None,
+        on_action: ActionObserver | None = None,
     ) -> None:
         if program.num_ranks != world.world_size:
             raise LayoutError(
@@ -75,16 +75,16 @@ class Pipeline:
         self.program = program
         self._rank = world.rank
         self._splits_backward = splits
-        self._on_action = watch
+        self._on_action = on_action
         self._is_continuous = is_continuous
         self._channel = StageChannel(world, channel=int(is_continuous))
         self._used_links: set[StageLink] = set()
         self._local_stages = set(program.stages_of(world.rank))
-        self._pending: dict[At, _PendingBackward] = {}
-        self._inputs: dict[At, StageOutput] = {}
-        self._outputs: dict[At, StageOutput] = {}
-        self._output_gradients: dict[At, list[Tensor | None]] = {}
-        self._input_gradients: dict[At, list[Tensor | None]] = {}
+        self._pending: dict[StageMicrobatch, _PendingBackward] = {}
+        self._inputs: dict[StageMicrobatch, StageOutput] = {}
+        self._outputs: dict[StageMicrobatch, StageOutput] = {}
+        self._output_gradients: dict[StageMicrobatch, list[Tensor | None]] = {}
+        self._input_gradients: dict[StageMicrobatch, list[Tensor | None]] = {}
         self._num_expected: dict[StageLink, int] = {}
         self._handlers: dict[Op, Callable[[Action, StageWork], None]] = {
             Op.FORWARD: self._forward,
@@ -109,11 +109,11 @@ class Pipeline:
             JobError: the last stage's loss does not depend on the weights.
         """
         actions = self.program.actions[self._rank]
-        self.expect(actions)
+        self.expect_actions(actions)
         try:
             with nullcontext() if self.program.has_backward else torch.no_grad():
                 for action in actions:
-                    self.one(action, work)
+                    self.run_action(action, work)
             self.finish()
         finally:
             for store in (self._pending, self._inputs, self._outputs, self._output_gradients, self._input_gradients):
@@ -125,10 +125,12 @@ class Pipeline:
 
     def pause(self) -> None:
         """Cancel the posted receives. All ranks call this after the same part of the program."""
-        self._channel.pause(sent_on=sorted(self._used_links, key=lambda edge: edge.tag) if self._channel.matches_tags else ())
+        self._channel.cancel_receives(
+            used_links=sorted(self._used_links, key=lambda edge: edge.tag) if self._channel.matches_tags else ()
+        )
         self._used_links.clear()
 
-    def one(self, action: Action, work: StageWork) -> None:
+    def run_action(self, action: Action, work: StageWork) -> None:
         """Run one of the actions given to `expect_actions`."""
         if self._on_action is None:
             self._handlers[action.op](action, work)
@@ -157,7 +159,7 @@ class Pipeline:
         if self.program.has_backward:
             self._pending[key] = _PendingBackward(inputs=inputs, outputs=outputs)
 
-    def _store_output(self, key: At, output: StageOutput) -> None:
+    def _store_output(self, key: StageMicrobatch, output: StageOutput) -> None:
         next_key = (key[0] + 1, key[1])
         if next_key[0] in self._local_stages:
             self._inputs[next_key] = output.received()
@@ -169,7 +171,7 @@ class Pipeline:
         pending = self._take_pending(key)
         work.before_backward(stage=action.stage, microbatch=action.microbatch)
         if pending.outputs:
-            with work.again(microbatch=action.microbatch):
+            with work.backward_context(microbatch=action.microbatch):
                 add_gradients(pending.outputs, pending.gradients)
         self._store_input_gradients(key, [tensor.grad for tensor in pending.inputs])
         work.after_backward(stage=action.stage, microbatch=action.microbatch)
@@ -177,7 +179,7 @@ class Pipeline:
     def _backward_input(self, action: Action, work: StageWork) -> None:
         key = (action.stage, action.microbatch)
         pending = self._take_pending(key)
-        with work.again(microbatch=action.microbatch):
+        with work.backward_context(microbatch=action.microbatch):
             result = (
                 backward_input(pending.outputs, pending.gradients, pending.inputs)
                 if pending.outputs
@@ -185,17 +187,17 @@ class Pipeline:
             )
         gradients, deferred = result
         self._store_input_gradients(key, gradients)
-        self._pending[key] = _PendingBackward(rest=deferred)
+        self._pending[key] = _PendingBackward(deferred=deferred)
 
     def _backward_weight(self, action: Action, work: StageWork) -> None:
         pending = self._pending.pop((action.stage, action.microbatch))
-        assert pending.rest is not None, "WEIGHT comes after INPUT"
+        assert pending.deferred is not None, "WEIGHT comes after INPUT"
         work.before_backward(stage=action.stage, microbatch=action.microbatch)
-        with work.again(microbatch=action.microbatch):
-            backward_weight(pending.rest)
+        with work.backward_context(microbatch=action.microbatch):
+            backward_weight(pending.deferred)
         work.after_backward(stage=action.stage, microbatch=action.microbatch)
 
-    def _take_pending(self, key: At) -> _PendingBackward:
+    def _take_pending(self, key: StageMicrobatch) -> _PendingBackward:
         """Return the pending backward with only the outputs that have a gradient; the gradient of a loss is None."""
         pending = self._pending.pop(key)
         gradients = self._output_gradients.pop(key, None)
@@ -206,7 +208,7 @@ class Pipeline:
         pending.outputs, pending.gradients = [out for out, _ in pairs], [g for _, g in pairs]
         return pending
 
-    def _store_input_gradients(self, key: At, gradients: list[Tensor | None]) -> None:
+    def _store_input_gradients(self, key: StageMicrobatch, gradients: list[Tensor | None]) -> None:
         previous_key = (key[0] - 1, key[1])
         if previous_key[0] in self._local_stages:
             self._output_gradients[previous_key] = gradients
@@ -240,17 +242,19 @@ class Pipeline:
     def _receive_backward(self, action: Action, work: StageWork) -> None:
         tensors, is_present = self._receive(action)
         remaining = iter(tensors)
-        self._output_gradients[action.stage, action.microbatch] = [next(remaining) if there else None for there in is_present]
+        self._output_gradients[action.stage, action.microbatch] = [
+            next(remaining) if there else None for there in is_present
+        ]
 
     def _receive(self, action: Action) -> tuple[list[Tensor], Any]:
         edge = _link_of(action)
         message = self._channel.receive(edge)
         self._num_expected[edge] -= 1
         if (self._num_expected[edge] or self._is_continuous) and self._channel.matches_tags:
-            self._channel.expect(edge)
+            self._channel.post_receive(edge)
         return message
 
-    def expect(self, actions: Iterable[Action]) -> None:
+    def expect_actions(self, actions: Iterable[Action]) -> None:
         """Announce all of the next actions.
 
         The first receive on each link is posted now; each later one is posted when the previous message has arrived.
@@ -262,8 +266,8 @@ class Pipeline:
                 self._num_expected[edge] = self._num_expected.get(edge, 0) + 1
         if self._channel.matches_tags:
             for edge in self._num_expected:
-                if not self._channel.is_expected(edge):
-                    self._channel.expect(edge)
+                if not self._channel.has_posted_receive(edge):
+                    self._channel.post_receive(edge)
 
 
 def _link_of(action: Action) -> StageLink:

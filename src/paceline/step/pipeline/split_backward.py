@@ -25,9 +25,9 @@ class DeferredWeightGrad:
     weights, from the first half. `full_backward` has the outputs and their gradients, if the stage has no inputs.
     """
 
-    borders: list[tuple[Node, list[Tensor], list[Tensor | None]]] = field(default_factory=list)
-    early: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    whole: tuple[list[Tensor], list[Tensor | None]] | None = None
+    boundaries: list[tuple[Node, list[Tensor], list[Tensor | None]]] = field(default_factory=list)
+    shared_gradients: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    full_backward: tuple[list[Tensor], list[Tensor | None]] | None = None
 
 
 def backward_input(
@@ -35,7 +35,7 @@ def backward_input(
 ) -> tuple[list[Tensor | None], DeferredWeightGrad]:
     """Return the gradients of `inputs`, and what `backward_weight` needs to compute the weight gradients."""
     if not inputs:
-        return [], DeferredWeightGrad(whole=(list(outputs), list(gradients)))
+        return [], DeferredWeightGrad(full_backward=(list(outputs), list(gradients)))
     boundaries, shared = _find_boundaries([get_gradient_edge(output).node for output in outputs], inputs)
     deferred = DeferredWeightGrad()
     saved_gradients: dict[Node, tuple[Tensor | None, ...]] = {}
@@ -53,26 +53,28 @@ def backward_input(
     finally:
         for handle in handles:
             handle.remove()
-    deferred.early = [
+    deferred.shared_gradients = [
         (weight, gradient)
         for weight, gradient in zip(shared, gradients_found[len(inputs) :], strict=True)
         if gradient is not None
     ]
-    deferred.borders = [(node, weights, list(saved_gradients[node])) for node, weights in boundaries if node in saved_gradients]
+    deferred.boundaries = [
+        (node, weights, list(saved_gradients[node])) for node, weights in boundaries if node in saved_gradients
+    ]
     return list(gradients_found[: len(inputs)]), deferred
 
 
-def backward_weight(rest: DeferredWeightGrad) -> None:
+def backward_weight(deferred: DeferredWeightGrad) -> None:
     """Add the weight gradients to `.grad`; parameter hooks run as in any backward."""
-    if rest.whole is not None:
-        add_gradients(*rest.whole)
+    if deferred.full_backward is not None:
+        add_gradients(*deferred.full_backward)
         return
-    weight_gradients = list(rest.early)
-    for node, weights, output_gradients in rest.borders:
+    weight_gradients = list(deferred.shared_gradients)
+    for node, weights, output_gradients in deferred.boundaries:
         edges = [GradientEdge(node, place) for place, gradient in enumerate(output_gradients) if gradient is not None]
         gradients = gradients_of(edges, weights, [gradient for gradient in output_gradients if gradient is not None])
         weight_gradients += [(w, g) for w, g in zip(weights, gradients, strict=True) if g is not None]
-    rest.borders.clear()
+    deferred.boundaries.clear()
     if weight_gradients:
         add_gradients([weight for weight, _ in weight_gradients], [gradient for _, gradient in weight_gradients])
 
@@ -84,7 +86,9 @@ def _gradient_saver(node: Node, saved_gradients: dict[Node, tuple[Tensor | None,
     return save
 
 
-def _find_boundaries(roots: Sequence[Node], inputs: Sequence[Tensor]) -> tuple[list[tuple[Node, list[Tensor]]], list[Tensor]]:
+def _find_boundaries(
+    roots: Sequence[Node], inputs: Sequence[Tensor]
+) -> tuple[list[tuple[Node, list[Tensor]]], list[Tensor]]:
     """Return the boundaries, each with the weights that only it leads to, and the weights that several lead to."""
     order = _reverse_topological_order(roots)
     on_path = {get_gradient_edge(tensor).node for tensor in inputs}
@@ -101,7 +105,9 @@ def _find_boundaries(roots: Sequence[Node], inputs: Sequence[Tensor]) -> tuple[l
                 node_weights |= weights[after]
             weights[node] = node_weights
     weights_off_path = {
-        node: _merged([weights[after] for after, _ in node.next_functions if after is not None and after not in on_path])
+        node: _merged(
+            [weights[after] for after, _ in node.next_functions if after is not None and after not in on_path]
+        )
         for node in order
         if node in on_path and node not in input_nodes
     }
@@ -112,8 +118,12 @@ def _find_boundaries(roots: Sequence[Node], inputs: Sequence[Tensor]) -> tuple[l
         for key, tensor in each.items():
             num_uses[key] = num_uses.get(key, 0) + 1
             tensors[key] = tensor
-    exclusive = [(node, [t for key, t in mine.items() if num_uses[key] == 1]) for node, mine in weights_off_path.items()]
-    return [(node, mine) for node, mine in exclusive if mine], [tensors[key] for key, used in num_uses.items() if used > 1]
+    exclusive = [
+        (node, [t for key, t in mine.items() if num_uses[key] == 1]) for node, mine in weights_off_path.items()
+    ]
+    return [(node, mine) for node, mine in exclusive if mine], [
+        tensors[key] for key, used in num_uses.items() if used > 1
+    ]
 
 
 def _merged(parts: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:

@@ -12,7 +12,7 @@ from paceline.parallel.pipeline.chain.split import StageSplit
 from paceline.parallel.pipeline.chain.stages import StageOutput, Stages
 
 
-class Staged:
+class StageRunner:
     """A `StageWork` over `Stages`: `run_model(microbatch)` runs the forward and, on the last stage, the loss.
 
     `before_forward(microbatch)` runs before each forward on every stage, for example `RandomStreams.enter`. `results`
@@ -20,22 +20,26 @@ class Staged:
     """
 
     def __init__(
-        self, stages: Stages, *, call: Callable[[int], Any], enter: Callable[[int], None] = lambda microbatch: None
+        self,
+        stages: Stages,
+        *,
+        run_model: Callable[[int], Any],
+        before_forward: Callable[[int], None] = lambda microbatch: None,
     ) -> None:
         self.stages = stages
         self.results: dict[int, Any] = {}
-        self._call = call
-        self._before_forward = enter
+        self._run_model = run_model
+        self._before_forward = before_forward
 
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> Any:
         """Run one microbatch through one stage."""
         self._before_forward(microbatch)
-        output = self.stages.run(stage, received, lambda: self._call(microbatch))
+        output = self.stages.run(stage, received, lambda: self._run_model(microbatch))
         if not isinstance(output, StageOutput):
             self.results[microbatch] = output.detach() if isinstance(output, Tensor) else output
         return output
 
-    def again(self, *, microbatch: int) -> AbstractContextManager[None]:
+    def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
         """Return the context that the microbatch's backward runs in."""
         return nullcontext()
 
@@ -46,7 +50,9 @@ class Staged:
         """Do nothing: there is nothing to collect."""
 
 
-def add_ties(model: nn.Module, *, cut: StageSplit, rank_of_stage: Sequence[int], world: World) -> None:
+def sum_tied_gradients_over_stages(
+    model: nn.Module, *, cut: StageSplit, rank_of_stage: Sequence[int], world: World
+) -> None:
     """Sum the `.grad` of each parameter that stages of several ranks share. All ranks call this.
 
     The sum is in rank order and the same on all ranks. Stages of one rank share the parameter itself, so autograd has

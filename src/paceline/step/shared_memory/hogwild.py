@@ -26,15 +26,15 @@ class HogwildStep(SynchronousStep):
 
     def __init__(self, replica: ReplicaContext, *, shared: SharedModel) -> None:
         replica.reducer.close()
-        for tape in replica.tapes:
+        for tape in replica.state_recorders:
             tape.close()
-        replica = replace(replica, reducer=LocalReducer(named=replica.update.named), tapes=())
-        super().__init__(replica, passes=MicrobatchForwardBackward(replica, alone=True))
+        replica = replace(replica, reducer=LocalReducer(named=replica.update.named_parameters), state_recorders=())
+        super().__init__(replica, forward_backward=MicrobatchForwardBackward(replica, divides_locally=True))
         self._shared = shared
         self._staleness_counts: dict[int, int] = {}
         self._has_started = False
 
-    def run(self, given: StepBatch, *, stop: bool = False) -> StepResult:
+    def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Run forward and backward of this worker's microbatches, and its own update."""
         if not self._has_started:
             self._has_started = True
@@ -44,33 +44,33 @@ class HogwildStep(SynchronousStep):
         start_time = time.perf_counter()
         updates_before = self._shared.others()
         self.replica.reducer.begin()
-        totals, needs_division = self.passes.run(given, step=self.steps_done, stop=stop)
-        count = totals.own_count()
+        totals, needs_division = self.forward_backward.run(step_batch, step=self.steps_done, stop=stop)
+        count = totals.local_count()
         if count:  # a share without a target makes no update
             self.replica.reducer.finish(divisor=count if needs_division else None)
-            _, is_applied = self.replica.update.commit(step=self.steps_done + 1, loss=totals.own_loss(), counts=None)
+            _, is_applied = self.replica.update.commit(step=self.steps_done + 1, loss=totals.local_loss(), counts=None)
             if is_applied:
                 self._shared.count()
                 staleness = self._shared.others() - updates_before
                 self._staleness_counts[staleness] = self._staleness_counts.get(staleness, 0) + 1
         else:
-            self.replica.update.follow()
+            self.replica.update.step_schedules()
         self.steps_done += 1
         return StepResult(
             step=self.steps_done,
-            samples=given.num_samples,
+            samples=step_batch.num_samples,
             totals=totals,
-            norm=None,
+            async_grad_norm=None,
             compute_seconds=time.perf_counter() - start_time,
             communication_seconds=0.0,
             lr=self.replica.update.lr,
         )
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Wait until all workers have reached this step."""
         self.replica.world.barrier()
 
-    def lateness(self) -> list[dict[str, Any]]:
+    def collect_staleness(self) -> list[dict[str, Any]]:
         """Return how many updates other workers made between this worker's read and its write."""
         lost, made = self._shared.lost
         late = [list(pair) for pair in sorted(self._staleness_counts.items())]

@@ -32,7 +32,7 @@ class HostRngTurns:
     """The turns of the replicas of one process. `gpu`: the device, if several replicas share one."""
 
     def __init__(self, *, timeout_seconds: float, gpu: torch.device | None = None) -> None:
-        self.draws = HostRandomness.UNKNOWN
+        self.host_randomness = HostRandomness.UNKNOWN
         self._timeout = timeout_seconds
         self._gpu = gpu
         self._lock = threading.Lock()
@@ -44,34 +44,36 @@ class HostRngTurns:
         return (*host_states(), None if self._gpu is None else torch.cuda.get_rng_state(self._gpu).numpy().tobytes())
 
     @contextmanager
-    def forward(self, seed: Callable[[], None]) -> Iterator[None]:
+    def forward_context(self, seed: Callable[[], None]) -> Iterator[None]:
         """Return the context for a forward and its loss; it calls `seed()` first."""
-        if self.draws is HostRandomness.NONE:
+        if self.host_randomness is HostRandomness.NONE:
             seed()
             yield
             return
         with self._take_turn():
             seed()
-            states_before = self.states() if self.draws is HostRandomness.UNKNOWN else None
+            states_before = self.states() if self.host_randomness is HostRandomness.UNKNOWN else None
             yield
             if states_before is not None and self.states() != states_before:
                 self._has_drawn["forward"] = True
-            self._thread_local.ended = get_states(self._gpu) if self.draws is not HostRandomness.FORWARD else None
+            self._thread_local.ended = (
+                get_states(self._gpu) if self.host_randomness is not HostRandomness.FORWARD else None
+            )
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward_context(self) -> Iterator[None]:
         """Return the context for a backward.
 
         Activation checkpointing restores the generators after it draws, so a detector finds draws, not their states.
         """
-        if self.draws in (HostRandomness.NONE, HostRandomness.FORWARD):
+        if self.host_randomness in (HostRandomness.NONE, HostRandomness.FORWARD):
             yield
             return
         with self._take_turn():
             end_states = getattr(self._thread_local, "ended", None)
             if end_states is not None:
                 set_states(end_states, self._gpu)
-            if self.draws is HostRandomness.BACKWARD or not self._has_drawn["forward"]:
+            if self.host_randomness is HostRandomness.BACKWARD or not self._has_drawn["forward"]:
                 yield
                 return
             with RandomOpDetector() as detector:
@@ -91,11 +93,11 @@ class HostRngTurns:
         finally:
             self._lock.release()
 
-    def settle(self) -> None:
+    def record_draws(self) -> None:
         """Set `host_randomness` after a step in which draws were detected."""
-        if self.draws is HostRandomness.UNKNOWN:
+        if self.host_randomness is HostRandomness.UNKNOWN:
             has_drawn = self._has_drawn
-            self.draws = (
+            self.host_randomness = (
                 HostRandomness.BACKWARD
                 if has_drawn["backward"]
                 else HostRandomness.FORWARD
@@ -103,6 +105,6 @@ class HostRngTurns:
                 else HostRandomness.NONE
             )
 
-    def watch_again(self) -> None:
+    def reset_draws(self) -> None:
         """Detect draws in the next step again, because a pass drew unexpectedly."""
-        self.draws = HostRandomness.UNKNOWN
+        self.host_randomness = HostRandomness.UNKNOWN

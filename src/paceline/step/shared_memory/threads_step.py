@@ -22,35 +22,40 @@ class ThreadsStep(SynchronousStep):
     """The first replica's step; the other replicas run in threads while gradients are computed."""
 
     def __init__(
-        self, replica: ReplicaContext, *, others: Sequence[ReplicaContext], mirror: ThreadReplicas, turns: HostRngTurns
+        self,
+        replica: ReplicaContext,
+        *,
+        other_replicas: Sequence[ReplicaContext],
+        thread_replicas: ThreadReplicas,
+        rng_turns: HostRngTurns,
     ) -> None:
         assert isinstance(replica.world, ThreadWorld)
         super().__init__(replica)
         rendezvous = replica.world.meeting
-        self._other_steps = [SynchronousStep(other) for other in others]
-        self._thread_replicas = mirror
+        self._other_steps = [SynchronousStep(other) for other in other_replicas]
+        self._thread_replicas = thread_replicas
         self._rendezvous = rendezvous
-        self._turns = turns
+        self._rng_turns = rng_turns
         self._threads = ReplicaThreads(on_error=rendezvous.leave)
 
-    def gradients(self, given: StepBatch, *, stop: bool = False) -> StepResult:
+    def compute_gradients(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Compute the global gradient in the first replica.
 
         If a model that did not draw random numbers so far draws in this step, run the step again, in turns.
         """
         while True:
             self._thread_replicas.refresh()
-            draws_nothing = self._turns.draws is HostRandomness.NONE
+            draws_nothing = self._rng_turns.host_randomness is HostRandomness.NONE
             undo = self._thread_replicas.keep() if draws_nothing else _nothing
-            states_before = self._turns.states() if draws_nothing else ()
-            result = self._run_replicas(given, stop)
+            states_before = self._rng_turns.states() if draws_nothing else ()
+            result = self._run_replicas(step_batch, stop)
             if not draws_nothing:
-                self._turns.settle()
+                self._rng_turns.record_draws()
                 return result
-            if self._turns.states() == states_before:
+            if self._rng_turns.states() == states_before:
                 return result
             undo()
-            self._turns.watch_again()
+            self._rng_turns.reset_draws()
 
     def close(self) -> None:
         """Stop the threads and remove the hooks from the models."""
@@ -62,12 +67,14 @@ class ThreadsStep(SynchronousStep):
     def _run_replicas(self, step_batch: StepBatch, stop: bool) -> StepResult:
         self._rendezvous.begin()
         num_replicas = 1 + len(self._other_steps)
-        shares = [split_over_replicas(step_batch, replica=index, replicas=num_replicas) for index in range(num_replicas)]
+        shares = [
+            split_over_replicas(step_batch, replica=index, replicas=num_replicas) for index in range(num_replicas)
+        ]
         for step in (self, *self._other_steps):
-            step.replica.streams.asleep = self._turns.draws is HostRandomness.NONE
+            step.replica.random_streams.asleep = self._rng_turns.host_randomness is HostRandomness.NONE
         for other in self._other_steps:
             other.steps_done = self.steps_done
-        compute_first = super().gradients
+        compute_first = super().compute_gradients
         bodies: list[Callable[[], StepResult]] = [lambda: compute_first(shares[0], stop=stop)]
         bodies += [_replica_body(other, mine) for other, mine in zip(self._other_steps, shares[1:], strict=True)]
         result, *_ = self._threads.run(bodies)
@@ -80,7 +87,7 @@ def _replica_body(step: SynchronousStep, step_batch: StepBatch) -> Callable[[], 
     def run_replica() -> StepResult:
         if step.replica.world.device.type == "cuda":
             torch.cuda.set_device(step.replica.world.device)
-        return step.gradients(step_batch)
+        return step.compute_gradients(step_batch)
 
     return run_replica
 

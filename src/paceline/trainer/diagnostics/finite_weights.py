@@ -19,7 +19,7 @@ def refuse_nonfinite_weights(setup: TrainingSetup, *, step: int) -> None:
     with torch.no_grad():
         checks = [
             (m.name, torch.isfinite(gradient_values(m.parameter)).all())
-            for m in setup.update.named
+            for m in setup.update.named_parameters
             if m.parameter.numel()
         ]
     local_names = [name for name, is_finite in checks if not bool(is_finite)]

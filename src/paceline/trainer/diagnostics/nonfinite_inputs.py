@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.process_group import World
-from paceline.data.types import LocalMicro, StepInput
+from paceline.data.types import ReplicaMicrobatch, StepInput
 from paceline.errors import NonFiniteError
 from paceline.torch_internals.pytree import tensor_leaves
 
@@ -69,14 +69,14 @@ def describe_microbatches(
     return f"{term}{noun} {', '.join(microbatches[:_MAX_SHOWN])}{more_text}, of {num_micro} in this step"
 
 
-def _bad_samples(micro: LocalMicro) -> Iterator[int]:
+def _bad_samples(micro: ReplicaMicrobatch) -> Iterator[int]:
     """Yield the samples with non-finite inputs; all of the microbatch if a tensor does not have one row per sample."""
     for tensor in tensor_leaves(micro.data):
         if tensor.is_floating_point() or tensor.is_complex():
             yield from _bad_rows(tensor, micro)
 
 
-def _bad_rows(tensor: Tensor, micro: LocalMicro) -> Iterator[int]:
+def _bad_rows(tensor: Tensor, micro: ReplicaMicrobatch) -> Iterator[int]:
     finite: Any = torch.isfinite(tensor)
     if bool(finite.all()):
         return

@@ -16,7 +16,7 @@ from paceline.data.loader import eval_feed
 from paceline.data.reader_process import read_apart
 from paceline.data.source import Source
 from paceline.data.stream.rank_mismatch import DIVIDED, EVERY_RANK, NOT_SEEDED, SEED_IT
-from paceline.data.types import LocalMicro
+from paceline.data.types import ReplicaMicrobatch
 from paceline.errors import DataError, JobError
 from paceline.step.loss.loss_return_value import Terms
 from paceline.step.loss.mean_or_sum_probe import MEAN_WITH_COUNT, LossFault, loss_fault
@@ -94,8 +94,8 @@ class Evaluator:
         self._on_empty = setup.settings.train.on_empty
         self._needs_equal_microbatches = replica.needs_equal_microbatches
         self._in_time = replica.needs_equal_microbatches or self._worlds.data.world_size < self._world.world_size
-        self._tells = setup.step.passes.tells
-        self._passes = setup.step.passes
+        self._tells = setup.step.forward_backward.reports_loss
+        self._passes = setup.step.forward_backward
         self._asked: set[str] = set()  # metrics that were checked once to be sums over samples
         self.note = ""
         """A warning about a metric of the last split that is not a sum over samples; equal on every rank."""
@@ -143,7 +143,7 @@ class Evaluator:
 
     def _feed_of(
         self, source: Source, batch_size: int, name: str, totals: dict[str, list[int]], **whose: Any
-    ) -> Iterator[LocalMicro]:
+    ) -> Iterator[ReplicaMicrobatch]:
         return eval_feed(
             data=source,
             collate=None,
@@ -155,14 +155,14 @@ class Evaluator:
         )
 
     def _in_step(
-        self, feed: Iterator[LocalMicro], source: Source, batch_size: int, name: str, stop: Callable[[], bool]
-    ) -> Iterator[LocalMicro]:
+        self, feed: Iterator[ReplicaMicrobatch], source: Source, batch_size: int, name: str, stop: Callable[[], bool]
+    ) -> Iterator[ReplicaMicrobatch]:
         """Yield microbatches in lockstep: ranks whose forwards wait for each other stop after the same microbatch.
 
         If a forward waits for other replicas, a replica without a batch repeats an old one with zero samples.
         Otherwise pipeline stages do not wait for each other: they read the decision to stop a few batches later.
         """
-        spare: LocalMicro | None = None
+        spare: ReplicaMicrobatch | None = None
         votes: deque[tuple[Tensor, Callable[[], object]]] = deque()
         while True:
             micro = next(feed, None)
@@ -184,11 +184,11 @@ class Evaluator:
             assert spare is not None
             yield micro or replace(spare, num_samples=0)
 
-    def _first(self, source: Source, batch_size: int, name: str) -> LocalMicro:
+    def _first(self, source: Source, batch_size: int, name: str) -> ReplicaMicrobatch:
         """Return the first batch, regardless of which rank evaluates it."""
         here = replace(source, workers=0)
 
-        def read() -> LocalMicro:
+        def read() -> ReplicaMicrobatch:
             return next(self._feed_of(here, batch_size, name, {}, replica=0, replicas=1))
 
         return read_apart(source, read, seed=self._seed)
@@ -202,7 +202,7 @@ class Evaluator:
             if num_samples:
                 self._see(output, terms, part, sums, foreign)
 
-        self._passes.look(batch, num_samples=num_samples, see=see)
+        self._passes.evaluate_microbatch(batch, num_samples=num_samples, on_output=see)
 
     def _see(
         self,

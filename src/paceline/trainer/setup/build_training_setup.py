@@ -96,7 +96,7 @@ class TrainingSetup:
 
     def as_evaluated(self) -> AbstractContextManager[None]:
         """Return a context with the weights that metrics use: the average, if the job has one."""
-        return nullcontext() if self.update.ema is None else self.update.ema.in_place()
+        return nullcontext() if self.update.ema is None else self.update.ema.use_averages()
 
     def refuse_training(self) -> None:
         """Raise before the first step if the model can only be evaluated in this layout.
@@ -170,13 +170,13 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
     """
     check_compatibility(job, settings, plan)
     rule = step_rule(plan.update_rule)
-    plan = rule.plan_of_group(plan, world_size=world.world_size)
+    plan = rule.plan_for_group(plan, world_size=world.world_size)
     worlds = MeshGroups.of(world, mesh=plan.mesh) if plan.processes > 1 else MeshGroups.of_replicas(world)
     own = _own(plan, settings, rule.groups(worlds, plan=plan))
     site = own[0].all_ranks if len(own) == 1 else world
     begun = [_begun(job, settings, each) for each in own]
     models = [one.on(each.all_ranks.device) for one, each in zip(begun, own, strict=True)]
-    check_job(job, models[0], takes_sparse=rule.traits.takes_sparse)
+    check_job(job, models[0], takes_sparse=rule.traits.accepts_sparse_gradients)
     refuse_foreign(models[0], plan)
     named = [trainable_parameters(model) for model in models]
     notes = [*unheard_placing(settings.place, plan), *begun[0].notes, *set_train_mode(models)]
@@ -200,8 +200,8 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
         for model, each, one, contract in zip(models, own, placed, contracts, strict=True)
     ]
     request = StepRequest(
-        plan=plan, contexts=contexts, placed=placed[0], mirror=mirror, turns=turns, shared=shared,
-        replicas=worlds.replicate,
+        plan=plan, contexts=contexts, parallelized_model=placed[0], thread_replicas=mirror, rng_turns=turns,
+        shared_model=shared, replica_world=worlds.replicate,
     )  # fmt: skip
     return TrainingSetup(
         job=job,
@@ -268,7 +268,7 @@ def _placed(
 ) -> ParallelizedModel:
     exact = settings.train.exact
     whole = list(rules.whole(exact=exact)) if rules is not None and plan.mesh.zero in (1, 2) else []
-    if not step_rule(plan.update_rule).traits.divides_parameters:
+    if not step_rule(plan.update_rule).traits.splits_parameters:
         whole = [member.name for member in trainable_parameters(model)]
     device = worlds.all_ranks.device
     example = ExampleBatch(
@@ -318,8 +318,8 @@ def _context(
         worlds=worlds,
         contract=contract,
         reducer=placed.reducer,
-        context=placed.context,
-        tapes=build_tapes(
+        context_parallel=placed.context,
+        state_recorders=build_tapes(
             model,
             world=worlds.data,
             enabled=train.buffers == "fold",
@@ -331,12 +331,12 @@ def _context(
         ),
         buffers=BufferPolicy(model=model, world=worlds.data, policy=train.buffers, exact=train.exact),
         update=update,
-        streams=streams,
+        random_streams=streams,
         precision=train.precision,
         exact=train.exact,
-        rounds=rounds,
-        turns=turns,
-        take_back=placed.reducer.undo if isinstance(placed.reducer, ErrorFeedbackReducer) else do_nothing,
+        sync_bn_weights=rounds,
+        rng_turns=turns,
+        undo_reduction=placed.reducer.undo if isinstance(placed.reducer, ErrorFeedbackReducer) else do_nothing,
     )
 
 

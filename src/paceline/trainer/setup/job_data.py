@@ -93,7 +93,9 @@ def read_first(
     if not source.workers:
         return found
     whole = replace(cut, replica=0, replicas=1)
-    return [replace(given, read_stand_in=lambda: read_first(data, settings, cut=whole)[0].micro[0].data) for given in found]
+    return [
+        replace(given, read_stand_in=lambda: read_first(data, settings, cut=whole)[0].micro[0].data) for given in found
+    ]
 
 
 def cut_for(plan: ExecutionPlan, settings: Settings, data: World, *, reads: bool = True) -> BatchPartition:

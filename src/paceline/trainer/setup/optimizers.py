@@ -22,7 +22,7 @@ from paceline.parallel.placement import ParallelizedModel
 from paceline.parallel.sharding.optimizer_offload import offload_state
 from paceline.parallel.sharding.zero_sharded_optimizer import ShardedOptimizerFactory, try_optimizer_factory
 from paceline.planner.layout.execution_plan import ExecutionPlan
-from paceline.step.optimizer_update import Ema, Norm, OptimizerUpdate, gradient_values
+from paceline.step.optimizer_update import Ema, GradNormFunction, OptimizerUpdate, gradient_values
 from paceline.step.update_rules import step_rule
 from paceline.torch_internals.private_api import JointScaler
 from paceline.trainer.checks.check_job import unfit_optimizers, unfit_schedules
@@ -73,7 +73,7 @@ def make_update(
     raise_all([*unfit_optimizers(optimizers), *unfit_schedules(schedules, optimizers)])
     fp16, traits = settings.train.precision == "fp16", step_rule(plan.update_rule).traits
     update = OptimizerUpdate(
-        named=placed.named,
+        named_parameters=placed.named,
         optimizers=optimizers,
         schedules=schedules,
         scaler=make_scaler(placed.kept, world) if fp16 else None,
@@ -81,8 +81,8 @@ def make_update(
         check_finite=not fp16,
         skip_nonfinite=settings.train.on_nonfinite == "skip",
         on_empty=settings.train.on_empty,
-        ema=Ema(live=_averaged(placed), decay=job.ema, settle=placed.settle) if job.ema is not None else None,
-        norm=_norm(placed, settings, world=world) if traits.measures_joint_norm else None,
+        ema=Ema(weights=_averaged(placed), decay=job.ema, after_swap=placed.settle) if job.ema is not None else None,
+        joint_grad_norm=_norm(placed, settings, world=world) if traits.measures_joint_norm else None,
         spread=placed.spread if traits.spreads_updates else do_nothing,
         on_update=None if job.on_update is None else partial(job.on_update, model),
     )
@@ -119,7 +119,7 @@ def _averaged(placed: ParallelizedModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in held.items() if tensor is not None and tensor.is_floating_point()}
 
 
-def _norm(placed: ParallelizedModel, settings: Settings, *, world: World) -> Norm | None:
+def _norm(placed: ParallelizedModel, settings: Settings, *, world: World) -> GradNormFunction | None:
     """Return the norm over all ranks if they hold shards or the norm must be exact; None if each rank uses its own."""
     exact = settings.train.exact and settings.train.max_grad_norm is not None
     if placed.kept.is_whole and not exact:

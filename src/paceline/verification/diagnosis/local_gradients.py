@@ -31,7 +31,9 @@ def can_run_locally(setup: TrainingSetup) -> bool:
     the loss is scaled (fp16).
     """
     replica, all_ranks_are_replicas = setup.step.replica, setup.worlds.data.world_size == setup.world.world_size
-    is_independent = not (replica.needs_equal_microbatches or any(tape.waits for tape in replica.tapes))
+    is_independent = not (
+        replica.needs_equal_microbatches or any(tape.is_sequential for tape in replica.state_recorders)
+    )
     return is_independent and setup.update.scaler is None and setup.kept.is_whole and all_ranks_are_replicas
 
 
@@ -44,12 +46,12 @@ def compute_local_gradients(
     """
     replica, gradients_by_microbatch = setup.step.replica, {}
     targets = {member.name: member.parameter for member in setup.named if member.name in names}
-    for tape in replica.tapes:
-        tape.begin()
+    for tape in replica.state_recorders:
+        tape.begin_step()
     for micro in step_input.micro:
-        replica.streams.enter(step=setup.step.steps_done, microbatch=micro.index)
-        for tape in replica.tapes:
-            tape.at(micro.index)
+        replica.random_streams.enter(step=setup.step.steps_done, microbatch=micro.index)
+        for tape in replica.state_recorders:
+            tape.set_microbatch(micro.index)
         batch = to_device(micro.data, replica.world.device)
         with setup.step.autocast():
             output = replica.contract.forward(replica.model, batch)
@@ -62,8 +64,8 @@ def compute_local_gradients(
                 raise
             return None
         gradients_by_microbatch[micro.index] = flatten_gradients(dict(zip(names, gradients, strict=True)), targets)
-    for tape in replica.tapes:
-        tape.begin()
+    for tape in replica.state_recorders:
+        tape.begin_step()
     return gradients_by_microbatch
 
 

@@ -78,7 +78,7 @@ def record_reference_outputs(rerun: ReferenceRerun, *, model: nn.Module, microba
 
 def record_layout_outputs(setup: TrainingSetup, step_input: StepInput, *, microbatches: int) -> ModuleOutputs:
     """Run the step, and return this rank's module outputs. Every rank must call this."""
-    outputs, streams = ModuleOutputs(microbatches=microbatches), setup.step.replica.streams
+    outputs, streams = ModuleOutputs(microbatches=microbatches), setup.step.replica.random_streams
     enter = streams.enter
 
     def enter_and_record(*, step: int, microbatch: int) -> None:
@@ -88,7 +88,7 @@ def record_layout_outputs(setup: TrainingSetup, step_input: StepInput, *, microb
     streams.enter = enter_and_record  # type: ignore[method-assign]
     try:
         with outputs.record(setup.model):
-            setup.step.gradients(step_input)
+            setup.step.compute_gradients(step_input)
     finally:
         del streams.enter
     return outputs

@@ -195,7 +195,7 @@ def compare_parameter_server_run(
     step.record = []
     report_progress(plural(steps, "step"))
     results = [step.run(given) for given in read_first_batches(setup, steps, {})]
-    step.settle()
+    step.finish_pending()
     layout_evaluation, weights, layout_tensors = (
         evaluate_layout(setup),
         gather_layout_weights(setup),
@@ -207,7 +207,7 @@ def compare_parameter_server_run(
         loss = reference.replay(step.record, reverse_order=False)
         replay_perturbed = partial(_replay_perturbed, reference, step.record)
         judge_drift(rung_result, weights, reference, replay_perturbed, initial_tensors, steps, WeightDrift())
-        max_staleness = max((number for counts in step.lateness() for number, _ in counts["late"]), default=0)
+        max_staleness = max((number for counts in step.collect_staleness() for number, _ in counts["late"]), default=0)
         rung_result.detail = (
             f"{plural(len(step.record), 'update')}, with a staleness of at most {max_staleness}, replayed in order; "
             f"loss of the last batch {results[-1].loss:.6g}, of the last share {loss:.6g}."
