@@ -1,4 +1,4 @@
-"""`torch.compile`, block by block: one compilation serves all blocks of a class; a block that fails runs uncompiled.
+"""`torch.compile`, block by block: all blocks of a class share one compilation; a block that fails runs uncompiled.
 
 Only a block's forward is compiled. Hooks on the block, such as those that start its random stream or gather its
 weights, run around it unchanged; activation checkpointing recomputes the compiled forward.
@@ -22,10 +22,11 @@ _TRIALS = 2
 
 
 def compile_blocks(model: nn.Module, *, say: Say, blocks: Sequence[Block] | None = None) -> Undo:
-    """Compile each block's forward after remat and before sharding; without blocks, the model's. Returns the undo.
+    """Compile each block's forward, or the model's if it has no blocks; return a function that undoes it.
 
-    A block that can't be compiled runs as it is; `say` hears its name and the reason once. Random numbers are those
-    of the plain model, so that results differ by rounding only.
+    Call this after remat and before sharding. A block that can't be compiled runs uncompiled, and `report` is called
+    once with its name and the reason. Random numbers are those of the uncompiled model, so results differ by rounding
+    only.
     """
     found = list(blocks) if blocks is not None else repeated_blocks(model)
     whole = Block(index=0, name="", module=model)
@@ -39,7 +40,7 @@ def compile_blocks(model: nn.Module, *, say: Say, blocks: Sequence[Block] | None
 
 
 class CompiledForward:
-    """A forward that is compiled at its first call, or plain once compiling has failed."""
+    """A forward that is compiled at its first call, and uncompiled from the first failure on."""
 
     def __init__(self, *, name: str, block: nn.Module, inner: Callable[..., Any], say: Say) -> None:
         self.__wrapped__ = self._plain = inner
@@ -54,7 +55,7 @@ class CompiledForward:
         self._looked: set[bool] = set()
 
     def pinned(self) -> Callable[..., Any]:
-        """Return the function that the next call runs, compiled or plain, so that recomputation can use it too."""
+        """Return the function that the next call runs, compiled or not, so that the recomputation runs the same one."""
         if self._fast is None:
             return self._plain
         if self._block.training in self._looked:
@@ -92,10 +93,10 @@ class CompiledForward:
         return output
 
     def _look(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward uncompiled once, and stay uncompiled if it writes to a buffer.
+        """Run the forward uncompiled once, and disable compilation if it writes to a buffer.
 
         If a forward reads and writes a buffer, a compiled backward reads the new value: gradients are silently wrong
-        (pytorch#197039). Normalisation statistics are only written.
+        (pytorch#197039). Statistics of normalization layers are only written, so they are allowed.
         """
         self._looked.add(self._block.training)
         entry = BufferSnapshot(BlockBuffers(name=self._name, block=self._block))

@@ -1,4 +1,4 @@
-"""Turn a whole model into this rank's part of it. `PARALLELISMS` is the only order in which the parts compose."""
+"""Transform a full model into this rank's part of it: apply the entries of `PARALLELISMS`, in that order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -42,10 +42,10 @@ from paceline.planner.layout.mesh import layout_label
 
 @dataclass(frozen=True)
 class ParallelismEntry:
-    """One row of `PARALLELISMS`: what is applied, and why it stands where it does.
+    """One row of `PARALLELISMS`: a transformation of the model, and the reason for its position in the order.
 
-    `layouts` are the layouts that consist of this parallelism alone; `cost` is the field of the planner's `StepTime`
-    that grows with it. Both are empty for what only comes along with other entries.
+    `layouts` are the layouts that use only this parallelism; `cost` is the field of the planner's `StepTime` that
+    counts its time. Both are empty for an entry that only supports other entries.
     """
 
     parallelism: Parallelism
@@ -55,21 +55,21 @@ class ParallelismEntry:
 
 
 class TiedUseRecords:
-    """The uses of each tied weight, which exact mode adds one by one."""
+    """A separate gradient for each use of a tied weight, as exact mode requires."""
 
     name = "tied uses"
 
     def is_on(self, request: PlacementRequest) -> bool:
-        """Return whether gradients are added exactly."""
+        """Return whether exact mode is on."""
         return request.exact
 
     def apply(self, placement: Placement) -> None:
-        """Find the uses."""
+        """Find all uses of each tied weight."""
         placement.uses = TiedUses(placement.model)
 
 
 class TensorPlanning:
-    """The plan by which weights are split over the `tp` ranks."""
+    """The tensor-parallel plan, which says how each weight is split over the `tp` ranks."""
 
     name = "tensor plan"
 
@@ -78,7 +78,7 @@ class TensorPlanning:
         return request.worlds.mesh.tp > 1
 
     def apply(self, placement: Placement) -> None:
-        """Choose the plan. With experts, each expert stays whole on the ranks that split the rest."""
+        """Choose the plan. Expert weights are replicated over the `tp` ranks."""
         request, mesh, how = placement.request, placement.request.worlds.mesh, placement.request.how
         if mesh.ep > 1:
             experts = (name_pattern(one.name) for one in find_experts(placement.model))
@@ -96,7 +96,7 @@ class PipelineStages:
         return request.worlds.mesh.pp > 1
 
     def apply(self, placement: Placement) -> None:
-        """Cut the model, and free the memory of the other stages."""
+        """Cut the model into stages, and free the memory of the other ranks' stages."""
         request, worlds = placement.request, placement.request.worlds
         assert request.example is not None
         placement.piped = cut_model(
@@ -114,7 +114,7 @@ class PipelineStages:
 
 
 class ExpertParallel:
-    """Expert parallelism: this rank keeps its experts, and tokens travel to theirs."""
+    """Expert parallelism: each rank keeps some of the experts, and tokens are sent to the rank of their expert."""
 
     name = "experts"
 
@@ -123,12 +123,12 @@ class ExpertParallel:
         return request.worlds.mesh.ep > 1
 
     def apply(self, placement: Placement) -> None:
-        """Keep this rank's experts, and route tokens."""
+        """Keep this rank's experts, and route tokens to the other ranks' experts."""
         placement.experts = split_experts(model=placement.model, world=placement.request.worlds.ep)
 
 
 class TensorParallel:
-    """Tensor parallelism: this rank keeps its slices of the large weights."""
+    """Tensor parallelism: each rank keeps a slice of each large weight."""
 
     name = "tensors"
 
@@ -137,7 +137,7 @@ class TensorParallel:
         return request.worlds.mesh.tp > 1
 
     def apply(self, placement: Placement) -> None:
-        """Split the weights by the plan."""
+        """Split the weights as the plan says."""
         request, plan = placement.request, placement.tensor_plan
         assert plan is not None
         split = split_model(placement.model, plan=plan, world=request.worlds.tp, sequence=request.asked.sequence)
@@ -156,21 +156,21 @@ class ContextParallelism:
         return request.context is not None
 
     def apply(self, placement: Placement) -> None:
-        """Hand the context to the step, which enters it around each forward."""
+        """Pass the context to the step, which enters it around each forward."""
         placement.context = placement.request.context
 
 
 class DeferredValues:
-    """The values of a model that was built without memory."""
+    """The parameter values of a model that was built on the meta device."""
 
     name = "values"
 
     def is_on(self, request: PlacementRequest) -> bool:
-        """Return whether the model has no memory yet."""
+        """Return whether the model's parameters are still on the meta device."""
         return request.late is not None
 
     def apply(self, placement: Placement) -> None:
-        """Fill what this rank keeps; rows that fully sharded units need are made when they are taken."""
+        """Fill the parameters that this rank keeps; with full sharding, rows are created when a unit takes them."""
         late, worlds = placement.request.late, placement.request.worlds
         assert late is not None
         shard = worlds.shard if worlds.mesh.zero == 3 and worlds.shard.world_size > 1 else None
@@ -194,12 +194,12 @@ class ListedBlocks:
 
 
 class ActivationCheckpointing:
-    """Blocks that recompute their activations in backward."""
+    """Activation checkpointing: blocks recompute their activations in backward."""
 
     name = "remat"
 
     def is_on(self, request: PlacementRequest) -> bool:
-        """Return whether blocks recompute."""
+        """Return whether activation checkpointing is on."""
         return parse_remat(request.asked.remat).is_on
 
     def apply(self, placement: Placement) -> None:
@@ -218,10 +218,10 @@ class Compilation:
         return request.compiles
 
     def apply(self, placement: Placement) -> None:
-        """Compile the blocks, if there is one that a stage calls."""
+        """Compile the blocks; report it if the pipeline stages call no block."""
         model, piped, say = placement.model, placement.piped, placement.request.say
         if not placement.blocks and piped is not None and piped.along_graph and not repeated_blocks(model):
-            say("note: no block is compiled: stages along a graph call the model's own modules, none of which repeats")
+            say("note: no block is compiled: stages along a graph call the model's modules, and none of them repeats")
         else:
             placement.undos.append(compile_blocks(model, say=say, blocks=placement.blocks))
 
@@ -232,60 +232,60 @@ class FixedPoint:
     name = "exact"
 
     def is_on(self, request: PlacementRequest) -> bool:
-        """Return whether gradients are added exactly."""
+        """Return whether exact mode is on."""
         return request.exact
 
     def apply(self, placement: Placement) -> None:
-        """Make the grid."""
+        """Create the grid."""
         assert placement.uses is not None
         placement.grid = _grid(placement.named, placement.uses, placement.piped, placement.request.worlds.pp)
 
 
 class FullSharding:
-    """ZeRO stage 3: parameters, gradients and optimizer state are divided, and units are gathered when they run."""
+    """ZeRO stage 3: parameters, gradients and optimizer state are sharded; units are gathered when they run."""
 
     name = "shard"
 
     def is_on(self, request: PlacementRequest) -> bool:
-        """Return whether parameters are divided."""
+        """Return whether parameters are sharded."""
         return request.worlds.mesh.zero == 3
 
     def apply(self, placement: Placement) -> None:
-        """Divide each parameter into rows."""
+        """Shard each parameter by rows."""
         placement.apply_data_parallel(partial(divide_fully, placement.model))
 
 
 class ShardedOptimizer:
-    """ZeRO stages 1 and 2: the optimizer state, and at stage 2 the gradients, are divided."""
+    """ZeRO stages 1 and 2: the optimizer state, and at stage 2 the gradients, are sharded."""
 
     name = "shard optimizer"
 
     def is_on(self, request: PlacementRequest) -> bool:
-        """Return whether the optimizer state is divided, and parameters are not."""
+        """Return whether the optimizer state is sharded, but parameters are not."""
         return request.worlds.mesh.zero in (1, 2)
 
     def apply(self, placement: Placement) -> None:
-        """Divide the rows that the optimizer updates."""
+        """Assign to each rank the rows that its optimizer updates."""
         stage = placement.request.worlds.mesh.zero
         placement.apply_data_parallel(partial(divide_rows, placement.model, stage=stage))
 
 
 class Replication:
-    """Data parallelism: every replica has all parameters, and gradients are added over the replicas."""
+    """Data parallelism: every replica has all parameters, and gradients are all-reduced over the replicas."""
 
     name = "replicate"
 
     def is_on(self, request: PlacementRequest) -> bool:
-        """Return whether nothing is divided over the data-parallel ranks."""
+        """Return whether nothing is sharded over the data-parallel ranks."""
         return not request.worlds.mesh.zero
 
     def apply(self, placement: Placement) -> None:
-        """Put the reducer's hooks on the parameters."""
+        """Register the gradient reducer's hooks on the parameters."""
         placement.apply_data_parallel(replicate)
 
 
 class ExpertGradients:
-    """The reduction of the experts' gradients over the ranks with the same experts."""
+    """The reduction of the experts' gradients over the ranks that hold the same experts."""
 
     name = "expert gradients"
 
@@ -294,7 +294,7 @@ class ExpertGradients:
         return request.worlds.mesh.ep > 1
 
     def apply(self, placement: Placement) -> None:
-        """Add the experts to what the optimizer updates, and reduce their gradients."""
+        """Add the experts to the optimizer's parameters, and reduce their gradients."""
         split, routed, peers = placement.partition, placement.routed, placement.request.worlds.expert_replicas
         assert split is not None
         if routed:
@@ -307,11 +307,11 @@ class TiedGradients:
     name = "tied gradients"
 
     def is_on(self, request: PlacementRequest) -> bool:
-        """Return whether stages add gradients among themselves; exact mode adds them on its grid."""
+        """Return whether the stages sum gradients in floating point; exact mode sums them on its grid."""
         return request.worlds.mesh.pp > 1 and not request.exact
 
     def apply(self, placement: Placement) -> None:
-        """Add the gradients of tied weights over the stages."""
+        """Sum the gradients of tied weights over the stages."""
         split, piped = placement.partition, placement.piped
         assert split is not None and piped is not None
         if piped.ties:
@@ -321,51 +321,61 @@ class TiedGradients:
 
 
 PARALLELISMS = (
-    ParallelismEntry(TiedUseRecords(), "on the whole model: a stage sees only its own uses"),
-    ParallelismEntry(TensorPlanning(), "on the whole model: the plan follows its whole forward"),
+    ParallelismEntry(TiedUseRecords(), "on the full model: a stage sees only its own uses"),
+    ParallelismEntry(TensorPlanning(), "on the full model: the plan is derived from its full forward"),
     ParallelismEntry(
         PipelineStages(),
-        "before anything is split, wrapped or moved: this rank touches only what it keeps",
+        "before anything is split, wrapped or moved: the later entries process only this rank's stages",
         layouts=("pp",),
         cost="bubble",
     ),
     ParallelismEntry(
         ExpertParallel(),
-        "before tensors: an expert that went elsewhere is not cut here",
+        "before tensors: only the experts of this rank are split",
         layouts=("ep",),
         cost="experts",
     ),
     ParallelismEntry(
         TensorParallel(),
-        "before remat: what is recomputed is the split layer, with its messages",
+        "before remat: backward recomputes the split layer, with its collectives",
         layouts=("tp",),
         cost="tensor",
     ),
-    ParallelismEntry(ContextParallelism(), "inside the layers as they are split", layouts=("cp",), cost="context"),
-    ParallelismEntry(DeferredValues(), "once it is known what this rank keeps: nothing else gets memory"),
+    ParallelismEntry(
+        ContextParallelism(), "after tensors: it runs inside the split layers", layouts=("cp",), cost="context"
+    ),
+    ParallelismEntry(DeferredValues(), "after all splits: only the tensors that this rank keeps get memory"),
     ParallelismEntry(ListedBlocks(), "before remat and compile, which wrap them"),
     ParallelismEntry(
-        ActivationCheckpointing(), "before compile: a compiled block knows what it recomputes", cost="again"
+        ActivationCheckpointing(), "before compile: the checkpointed forward is the one to compile", cost="again"
     ),
-    ParallelismEntry(Compilation(), "before shard: gathering happens around a compiled block, not inside it"),
+    ParallelismEntry(Compilation(), "before shard: parameters are gathered around a compiled block, not inside it"),
     ParallelismEntry(FixedPoint(), "before the reducers, which add on the grid"),
     ParallelismEntry(
         FullSharding(),
-        "last of what changes parameters: it cuts what is left of each into rows",
+        "after all other changes of parameters: it shards this rank's part of each parameter by rows",
         layouts=("fsdp", "hsdp"),
         cost="gather",
     ),
     ParallelismEntry(
-        ShardedOptimizer(), "as shard: on what is left of each parameter", layouts=("zero1", "zero2"), cost="gradients"
+        ShardedOptimizer(),
+        "like shard, after all other changes of parameters",
+        layouts=("zero1", "zero2"),
+        cost="gradients",
     ),
-    ParallelismEntry(Replication(), "hooks on the parameters as they are by now", layouts=("ddp",), cost="gradients"),
-    ParallelismEntry(ExpertGradients(), "joins the reducer of the other parameters"),
-    ParallelismEntry(TiedGradients(), "around all other reducers: it adds what they have reduced"),
+    ParallelismEntry(
+        Replication(),
+        "after all changes of parameters, on which it registers hooks",
+        layouts=("ddp",),
+        cost="gradients",
+    ),
+    ParallelismEntry(ExpertGradients(), "after the reducer of the other parameters, which it extends"),
+    ParallelismEntry(TiedGradients(), "around all other reducers: it sums the gradients that they have reduced"),
 )
 
 
 def parallelize(model: nn.Module, request: PlacementRequest) -> ParallelizedModel:
-    """Place a model that is whole on every rank.
+    """Apply the requested parallelisms to a full model, which every rank holds.
 
     Raises:
         LayoutError: a part of the model does not support the requested layout.
@@ -399,9 +409,9 @@ def parallelize(model: nn.Module, request: PlacementRequest) -> ParallelizedMode
 def _grid(
     every: Sequence[NamedParameter], uses: TiedUses, piped: PipelineModel | None, stages: World
 ) -> FixedPointGrid:
-    """Return the fixed-point grid of exact mode. From now on each use of a tied weight is a summand of its own.
+    """Return the fixed-point grid of exact mode, and separate the gradients of each tied weight by use.
 
-    This holds in one process and across pipeline stages.
+    The gradients are separated in one process too, so that it adds the same terms as pipeline stages.
 
     Raises:
         LayoutError: several stages use a weight under one module name, so its uses can't be told apart.
@@ -430,7 +440,7 @@ def parallelize_thread_replica(
     world: ThreadWorld,
     exact: bool,
 ) -> ParallelizedModel:
-    """Return the placement of a replica that runs in a thread; its gradients go to the first replica's, `home`."""
+    """Return the model of a replica that runs in a thread; its gradients are added to those of the first replica."""
     reducer: Reducer = ThreadReducer(named=named, home=home, world=world)
     grid = None
     if exact:

@@ -1,4 +1,4 @@
-"""A model on its way from whole to one rank's part, and the interface of what changes it on the way."""
+"""The state of a model while parallelisms are applied to it, and the interface of a parallelism."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,10 +31,11 @@ from paceline.parallel.trace_example_forward import ExampleRun
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementRequest:
-    """What a model is placed for. `example` runs forward and loss on one microbatch; pp needs it.
+    """The layout and the options for `parallelize`. `example_run` runs forward and loss on one microbatch; pp needs it.
 
-    `whole` names the parameters whose update rule needs the whole tensor; `say` receives messages for the user.
-    `rows` are this rank's rows of parameters without memory; `late` fills them once the parts are known.
+    `full_tensor_names` are the parameters whose update rule needs the full tensor; `report` prints a message for the
+    user. If the model is on the meta device, `deferred_model` creates the values, and `deferred_rows` are this rank's
+    rows of its parameters.
     """
 
     asked: Layout
@@ -53,10 +54,10 @@ class PlacementRequest:
 
 @dataclass(kw_only=True)
 class Placement:
-    """The model as far as it is placed. Each parallelism changes the model in place and adds what others need of it.
+    """The state of placement. Each parallelism changes the model in place and stores here what later ones need.
 
-    `tensors` and `named` are the parameters and buffers of the whole model. `current` are this rank's trainable
-    parameters as they were just before they were divided over the data-parallel ranks.
+    `tensors` are the parameters and buffers of the full model, `named_parameters` its trainable parameters.
+    `current_parameters` are this rank's trainable parameters before they are sharded over the data-parallel ranks.
     """
 
     model: nn.Module
@@ -78,18 +79,18 @@ class Placement:
 
     @staticmethod
     def of_whole(model: nn.Module, request: PlacementRequest) -> "Placement":
-        """Return the placement of a model of which every rank still holds all."""
+        """Return the initial state, in which every rank holds the full model."""
         tensors, named = all_of(model), trainable_parameters(model)
         return Placement(model=model, request=request, tensors=tensors, named=named, rows=request.rows)
 
     @property
     def routed(self) -> Parts:
-        """The parts of the experts that this rank holds."""
+        """The shard specs of the experts' parameters on this rank."""
         return {} if self.experts is None else self.experts.parts
 
     @property
     def base(self) -> Parts:
-        """The part of the whole that each parameter is after expert and tensor parallelism; empty if each is whole."""
+        """The shard spec of each parameter after expert and tensor parallelism; empty if all are full tensors."""
         if self.experts is None and self.split is None:
             return {}
         whole = {one.name: one.part for one in self.tensors if not one.is_buffer}
@@ -97,12 +98,12 @@ class Placement:
 
     @property
     def hollow(self) -> frozenset[str]:
-        """The names of the parameters of which this rank holds nothing."""
+        """The names of the parameters that only other ranks hold."""
         absent = frozenset[str]() if self.piped is None else self.piped.hollow
         return absent | {name for name, part in self.routed.items() if part.local is None}
 
     def sharding(self) -> Sharding:
-        """Return what the division over the data-parallel ranks has to know."""
+        """Return the input of the partition over the data-parallel ranks."""
         request, worlds = self.request, self.request.worlds
         return Sharding(
             asked=request.asked,
@@ -119,7 +120,7 @@ class Placement:
         )
 
     def apply_data_parallel(self, over_ranks: Callable[[Sequence[NamedParameter], Sharding], Partition]) -> None:
-        """Divide this rank's parameters over the data-parallel ranks; expert parameters stay whole."""
+        """Partition this rank's parameters over the data-parallel ranks; expert parameters are not sharded."""
         now, hollow = dict(self.model.named_parameters()), self.hollow
         self.current = [replace(one, parameter=now[one.name]) for one in self.named if one.name not in hollow]
         routed = self.routed
@@ -128,12 +129,12 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelizedModel:
-    """A model after placement, as this rank holds it.
+    """This rank's part of a model after all parallelisms are applied.
 
-    The optimizer updates the parameters in `named`. Call `spread` after each optimizer update, and `settle` after
-    the model's own tensors were given other values. `weights` are the parameters and buffers as the ranks' models
-    hold them, `kept` the parts of them that the optimizers hold. Autograd writes gradients to `leaves`; `hooked`
-    names the parameters with user-registered hooks.
+    The optimizer updates `named_parameters`. Call `sync_after_update` after each optimizer update, and
+    `sync_after_load` after new values were copied into the model's tensors. `weights` are the parameters and buffers
+    of the ranks' models; `optimizer_tensors` are the shards of them that the ranks' optimizers update. Autograd writes
+    gradients to `leaf_parameters`. `hooked_names` are the parameters on which the user registered hooks.
     """
 
     named: Sequence[NamedParameter]
@@ -150,7 +151,7 @@ class ParallelizedModel:
     hooked: tuple[str, ...] = ()
 
     def owned(self) -> list[nn.Parameter]:
-        """Return the parameters of `named` that this rank owns; a parameter held by several ranks has one owner."""
+        """Return the parameters that this rank owns; if several ranks hold a parameter, one of them owns it."""
         whole = self.kept.is_whole
         return [m.parameter for m in self.named if whole or self.kept.owns(m.name)]
 
@@ -161,18 +162,18 @@ class ParallelizedModel:
 
 
 class Parallelism(Protocol):
-    """One change to a model on the way to this rank's part of it."""
+    """One transformation of a model, such as tensor parallelism or activation checkpointing."""
 
     @property
     def name(self) -> str:
-        """What changes, in one or two words."""
+        """Return a short name of the transformation."""
 
     def is_on(self, request: PlacementRequest) -> bool:
-        """Return whether this request asks for it."""
+        """Return whether the request needs this transformation."""
 
     def apply(self, placement: Placement) -> None:
-        """Change the model, and add to `placement` what others need.
+        """Transform the model in place, and store in `placement` what later transformations need.
 
         Raises:
-            LayoutError: a part of the model does not support it.
+            LayoutError: a part of the model does not support the transformation.
         """

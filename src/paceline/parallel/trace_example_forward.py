@@ -1,4 +1,4 @@
-"""Example runs on one microbatch before placement, for block times and tensor plans."""
+"""Example runs of one microbatch before placement, to measure block times and to choose a tensor plan."""
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
@@ -28,15 +28,15 @@ class ExampleRun(Protocol):
         """Run `model` in its current mode; return its loss sums."""
 
     def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
-        """Return the result of `find`; copies of one model share the result of the first."""
+        """Return the result of `compute`, which is cached by `key` and shared by all copies of a model."""
 
 
 def seconds_of(
     model: nn.Module, how: PlacementSettings, world: World, example: ExampleRun, late: DeferredModel | None = None
 ) -> Callable[[Mapping[str, nn.Module]], list[float]] | None:
-    """Return a function that times each block, forward plus backward, on rank 0; None unless stages need times.
+    """Return a function that measures each block's forward and backward on rank 0; None if stages need no times.
 
-    A model without memory is filled one block at a time; the modules outside the blocks are filled throughout.
+    A model on the meta device gets values for one block at a time, and for the modules outside the blocks throughout.
     """
     if how.balance != "measured" or how.stages:
         return None
@@ -57,7 +57,7 @@ def _timed(
     if late is None:
         with side_effect_free(model) as written:
             example()
-        with side_effect_free(model, parameters=bool(written)):  # detecting writes costs time in each operation
+        with side_effect_free(model, parameters=bool(written)):  # detection of writes slows down each operation
             return timed()
     inside = {id(parameter) for block in blocks.values() for parameter in block.parameters()}
     with (
@@ -75,7 +75,7 @@ def _scalar(terms: Any) -> Tensor:
 def tensor_plan(
     model: nn.Module, how: PlacementSettings, ranks: int, example: ExampleRun | None, late: DeferredModel | None = None
 ) -> TensorPlan:
-    """Return the tensor plan: the user's file, else derived from the example, else the model's own."""
+    """Return the tensor plan: the user's file, else a plan derived from the example run, else the model's own plan."""
     file = None if how.tensor_plan is None else Path(how.tensor_plan)
     run = None if example is None else example.run
     choose = partial(choose_plan, model, ranks=ranks, run=run, file=file, replicate=how.replicate)

@@ -1,1 +1,1 @@
-"""Activation checkpointing: which operations are recomputed in backward."""
+"""Activation checkpointing: blocks whose activations are recomputed in backward."""

@@ -1,8 +1,8 @@
 """Protection of a block's buffers while its forward is recomputed.
 
-A recomputed forward must neither read nor change what the first run left in its buffers. BatchNorm would count its
-batch twice; a spectral norm would start from other vectors. So while a block is recomputed, each buffer that its
-forward writes is replaced by a copy from the start of the first run.
+A recomputed forward must not read or change the buffers that the first run has written: BatchNorm would count its batch
+twice, and a spectral norm would start from other vectors. So while a block is recomputed, each buffer that its forward
+writes is replaced by a copy from the start of the first run.
 """
 
 from collections.abc import Iterator
@@ -35,12 +35,12 @@ class BufferSnapshot:
         self._copies = {key: self._found[key][0].detach().clone() for key in copied}
 
     def leave(self) -> list[str]:
-        """Record which buffers the first run has written, and free the other copies.
+        """Record which buffers the first run has written, and free the copies of the others.
 
-        Returns the names of written buffers that are no statistics of a normalisation.
+        Return the names of written buffers that are not norm statistics.
 
         Raises:
-            JobError: it has written a buffer that no call before it wrote, so the old value is lost.
+            JobError: the run has written a buffer that no earlier call wrote, so its old value was not saved.
         """
         now = dict(self._block.present())
         replaced = {key for key, (old, _) in self._found.items() if now.get(key) is not old}
@@ -65,9 +65,9 @@ class BufferSnapshot:
                 self._found[key][0].copy_(copy)
 
     def _moved(self, key: _Key, now: Tensor) -> bool:
-        """Return True if a buffer has changed without a new version, as BatchNorm does.
+        """Return True if a buffer has changed without a version change, as BatchNorm's buffers do.
 
-        Other buffers are compared on the first call only, because the comparison synchronises a GPU.
+        Other buffers are compared only in the first call, because the comparison synchronizes a GPU.
         """
         first = self._block.written is None
         return key in self._copies and (
@@ -76,7 +76,7 @@ class BufferSnapshot:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Give the block copies of its old buffers inside this context; after it the current ones return."""
+        """Replace the block's buffers by copies of their old values inside this context."""
         now = {key: key[0]._buffers[key[1]] for key in self._copies}
         try:
             for (module, name), copy in self._copies.items():

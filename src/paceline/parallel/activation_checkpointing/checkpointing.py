@@ -1,8 +1,8 @@
-"""Activation checkpointing of any model's blocks: keep less in forward, recompute it in backward.
+"""Activation checkpointing of a model's blocks: activations are freed in forward and recomputed in backward.
 
-The model keeps its modules and names: no wrapper module. An *instance's* forward is replaced, and the second run gives
-the bits of the first: torch restores the random generators and autocast, this library the buffers.
-Chen et al., "Training deep nets with sublinear memory cost", arXiv 1604.06174.
+Blocks are not wrapped in another module, so names stay unchanged: only the `forward` of the block's *instance* is
+replaced. The second run is bitwise equal to the first: torch restores the random generators and autocast, this package
+restores the buffers. Chen et al., "Training deep nets with sublinear memory cost", arXiv 1604.06174.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,13 +25,13 @@ _MUTATED = "selective activation checkpoint has been mutated"
 
 
 def remat(model: nn.Module, *, policy: Remat, blocks: Sequence[Block] | None = None) -> Undo:
-    """Make the blocks recompute their activations as `policy` says, and return a function that undoes it.
+    """Apply activation checkpointing to the blocks that `policy` selects, and return a function that undoes it.
 
-    `blocks` are in the order in which they run; the default is the model's repeated blocks. Apply it before the blocks
-    are compiled or sharded.
+    `blocks` are in execution order; the default is the model's repeated blocks. Call this before the blocks are
+    compiled or sharded.
 
     Raises:
-        LayoutError: the model checkpoints by itself, has no repeated block, or a block cannot be recomputed.
+        LayoutError: the model already checkpoints, has no repeated block, or a block cannot be recomputed.
     """
     if not policy.is_on:
         return lambda: None
@@ -49,19 +49,19 @@ def remat(model: nn.Module, *, policy: Remat, blocks: Sequence[Block] | None = N
 
 
 def repeated_blocks(model: nn.Module) -> list[Block]:
-    """Return the blocks of the model's chain that have submodules, each once; empty if it has no chain."""
+    """Return the blocks of the model's chain that have submodules, each once; an empty list if it has no chain."""
     found = find_blocks(model) if has_blocks(model) else ()
     once = {id(block.module): block for block in found if next(block.module.children(), None) is not None}
     return list(once.values())
 
 
 def _chosen(blocks: Sequence[Block], policy: Remat) -> list[Block]:
-    """Return the first block of each group: the last block's activations are freed first, so it saves least."""
+    """Return the first of each `policy.every` blocks: checkpointing the last block saves the least memory."""
     return list(blocks)[:: policy.every]
 
 
 class RecomputedForward:
-    """The forward of one block, recomputed in backward. `inner` is the real forward; compiling replaces it."""
+    """A block's forward that is recomputed in backward. `inner` is the original forward, or the compiled one."""
 
     def __init__(self, *, name: str, block: nn.Module, inner: Callable[..., Any], how: Contexts) -> None:
         self.inner = self.__wrapped__ = inner
@@ -71,7 +71,7 @@ class RecomputedForward:
         self._caches = Caches(block=block, forward=inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block's own forward, checkpointed if gradients are enabled."""
+        """Run the original forward, checkpointed if gradients are enabled."""
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         self._refuse_filled(self._caches.filled(args, kwargs))
@@ -81,7 +81,7 @@ class RecomputedForward:
         return output
 
     def keep_nothing(self) -> None:
-        """Recompute the whole block, ignoring any selective policy."""
+        """Recompute the full block, without a selective policy."""
         self._how, self.is_selective = noop_context_fn, False
 
     def again(self, once: "_Once", args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -108,7 +108,7 @@ class RecomputedForward:
 
 
 class _Once:
-    """The state of one call: its first run, and its recomputations in backward."""
+    """One call of a block, which torch's checkpoint runs once in forward and again in backward."""
 
     def __init__(self, rerun: RecomputedForward, entry: BufferSnapshot) -> None:
         self._rerun, self.entry = rerun, entry

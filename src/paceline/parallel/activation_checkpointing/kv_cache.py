@@ -1,4 +1,4 @@
-"""Key-value caches that a model passes from block to block and that training does not read."""
+"""Key-value caches that a model passes to its blocks, and that training does not need."""
 
 import copy
 import inspect
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Caches:
-    """A finder of caches among the arguments of one block's forward, recognised by their methods."""
+    """The caches among the arguments of one block's forward, recognized by their methods."""
 
     def __init__(self, *, block: nn.Module, forward: Callable[..., Any]) -> None:
         layers = (getattr(module, "layer_idx", None) for module in block.modules())
@@ -23,15 +23,14 @@ class Caches:
 
     @staticmethod
     def apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments with a copy of each cache for one run only; its tensors are shared.
+        """Return the arguments with a shallow copy of each cache, for one run.
 
-        None in its place would work too, but a cache returns tensors in another memory layout than a run without one,
-        and kernels may then add in another order.
+        Without a cache, tensors have a different memory layout, and kernels may sum in a different order.
         """
         return [_apart(value) for value in args], {name: _apart(value) for name, value in kwargs.items()}
 
     def filled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Return the name of a cache that holds something for this block, or None."""
+        """Return the name of a cache that is not empty for this block, or None."""
         named = [*((self._name(place), value) for place, value in enumerate(args)), *kwargs.items()]
         return next((name for name, value in named if _is_cache(value) and value.get_seq_length(self._layer)), None)
 

@@ -1,4 +1,4 @@
-"""Selective checkpointing (`remat=selective`), which keeps results of operations that are expensive to recompute."""
+"""Selective checkpointing (`remat=selective`): the results of expensive operations are saved, not recomputed."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +24,9 @@ Contexts = Callable[[], tuple[Any, Any]]
 
 @contextmanager
 def run_again_together() -> Iterator[None]:
-    """Keep no result of the operations inside: `remat=selective` recomputes all of them, or none.
+    """Save no result of the operations inside this context, so that `remat=selective` recomputes all of them.
 
-    In a ring the results are blocks of attention scores, which must never exist all at once.
+    In ring attention these results are blocks of attention scores, which must never be in memory all at once.
     """
     _together.depth = getattr(_together, "depth", 0) + 1
     try:
@@ -36,10 +36,10 @@ def run_again_together() -> Iterator[None]:
 
 
 def checkpoint_contexts(names: Sequence[str]) -> Contexts:
-    """Return a `context_fn` for `torch.utils.checkpoint` that keeps the results of these operations.
+    """Return a `context_fn` for `torch.utils.checkpoint` that saves the results of these operations.
 
-    `names` are `mm`, `aten.mm` or `mylib.attention`; an empty list selects `KEPT` and collectives. Korthikanti et al.,
-    "Reducing activation recomputation in large transformer models", MLSys 2023.
+    `names` are such as `mm`, `aten.mm` or `mylib.attention`; an empty list selects `SAVED_OPERATIONS` and collectives.
+    Korthikanti et al., "Reducing activation recomputation in large transformer models", MLSys 2023.
 
     Raises:
         LayoutError: there is no such operation.
@@ -56,7 +56,7 @@ def checkpoint_contexts(names: Sequence[str]) -> Contexts:
 
 
 def is_random_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return True if this call draws random numbers: skipping it in the second run would shift later draws."""
+    """Return True if this call draws random numbers; if the second run skipped it, later draws would differ."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     arguments = func._schema.arguments

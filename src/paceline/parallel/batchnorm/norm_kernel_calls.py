@@ -1,4 +1,4 @@
-"""Tracking of the kernel calls with which a norm, also one with a custom forward, updates its running statistics."""
+"""Recording of the kernel calls that update a norm's running statistics, also for norms with a custom forward."""
 
 from typing import Any
 
@@ -18,17 +18,17 @@ _BY_NAME = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
 
 
 def is_norm_kernel(func: Any) -> bool:
-    """Return whether a torch function is a normalisation that is given running statistics."""
+    """Return whether a torch function is a normalization that takes running statistics."""
     return func in _BY_NAME or func in _BY_TORCH
 
 
 def is_standard(module: NormBase) -> bool:
-    """Return whether the norm's forward is torch's own."""
+    """Return whether the norm has torch's forward."""
     return type(module).forward.__module__.startswith("torch.nn.") and "forward" not in vars(module)
 
 
 def statistics_of(module: NormBase) -> Tensor:
-    """Return a flat copy of running mean and variance, concatenated."""
+    """Return a copy of running mean and variance, flattened and concatenated."""
     assert module.running_mean is not None and module.running_var is not None
     return torch.cat([module.running_mean.detach().reshape(-1), module.running_var.detach().reshape(-1)])
 
@@ -36,7 +36,7 @@ def statistics_of(module: NormBase) -> Tensor:
 def standard_calls(module: NormBase) -> tuple[list[Call], int, bool]:
     """Return what the last call of a torch norm wrote, its count increment, and whether it used running statistics.
 
-    A negative weight marks a cumulative average: its magnitude is the share of this call among all so far.
+    A negative weight marks a cumulative average: -1/n for the n-th call.
     """
     counts, tracks = isinstance(module, BatchNormBase), module.track_running_stats
     takes_batch = module.training or not (counts or tracks)
@@ -51,10 +51,10 @@ def standard_calls(module: NormBase) -> tuple[list[Call], int, bool]:
 
 
 class KernelWatch(TorchFunctionMode):
-    """A function mode that records the batch norm kernels in one norm call that are given the norm's statistics.
+    """A function mode that records the kernel calls of one norm call that use the norm's running statistics.
 
-    A write without such a kernel, by the norm's own formula, counts as one call with the norm's momentum. `is_unknown`
-    is set if that is not the formula, judged from the norm's `inputs` if they are given.
+    A write without such a kernel, by a formula in Python, counts as one call with the norm's momentum. With `inputs`,
+    the formula is checked, and `is_unknown` is set if it is not a running average.
     """
 
     def __init__(self, module: NormBase, inputs: tuple[object, ...] = ()) -> None:
@@ -84,7 +84,7 @@ class KernelWatch(TorchFunctionMode):
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`; record it if it is a normalisation with the norm's running statistics."""
+        """Run `func`; record it if it is a normalization with the norm's running statistics."""
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
         mean, trains, weight = _given(func, args, kwargs)
@@ -117,7 +117,7 @@ def _is_average(before: Tensor, after: Tensor, weight: float, x: object) -> bool
 
 
 def _given(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, bool, float]:
-    """Return the running mean given to a normalisation `func`, whether it is written, and the weight; else None."""
+    """Return the running mean that `func` uses (None if it uses none), whether `func` writes it, and the weight."""
     if func in _BY_NAME:
         flag = _BY_NAME[func]
         names = ("input", "running_mean", "running_var", "weight", "bias", flag, "momentum", "eps")

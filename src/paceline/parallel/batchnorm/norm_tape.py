@@ -13,11 +13,12 @@ from paceline.torch_internals.private_api import NormBase, tensor_version
 
 @dataclass
 class NormTape:
-    """What one norm called `name` wrote and showed in a step, by microbatch.
+    """The record of one norm's statistics in a step, by microbatch.
 
-    `before` and `count`: its statistics and its count at the start of the step. `rows`: the calls of each microbatch.
-    `bumps`: the count's increments. `begins_training`: the norm's mode at the start of the step. The flags are those of
-    `OrderNeed`; `is_inside`: a call of the norm runs.
+    `initial_statistics` and `initial_count`: the statistics and the batch count at the start of the step. `calls`: the
+    calls of each microbatch. `count_increments`: the increments of the batch count. `begins_training`: the norm's mode
+    at the start of the step. `is_inside`: a call of the norm is running. The other flags are those of
+    `OrderDependence`.
     """
 
     name: str
@@ -40,12 +41,12 @@ class NormTape:
 
     @property
     def width(self) -> int:
-        """Return the width of a tape row: mean and variance, and the weight of a call."""
+        """Return the width of a tape row: mean, variance and the weight of one call."""
         return self.before.numel() + 1
 
     @property
     def is_there(self) -> bool:
-        """Return whether the norm has statistics now; code may remove them for a while."""
+        """Return whether the norm has statistics now; user code may remove them temporarily."""
         return self.module.running_mean is not None and not is_stand_in(self.module.running_mean)
 
     def states(self, microbatch: int) -> list[Tensor]:
@@ -53,7 +54,7 @@ class NormTape:
         return [self.before, *(after for after, _ in self.rows.get(microbatch, []))]
 
     def start_momentum(self) -> None:
-        """Note the momentum before a microbatch."""
+        """Record the momentum before a microbatch."""
         self.started = [self._momentum()]
 
     def end_momentum(self) -> None:
@@ -64,19 +65,19 @@ class NormTape:
             self.started = []
 
     def look(self) -> None:
-        """Note the statistics' identity and version, to detect later writes."""
+        """Record the identity and version of the statistics, to detect later writes."""
         self.looked = self._look()
 
     def was_touched(self) -> bool:
-        """Return whether the statistics were replaced or written to since `look`."""
+        """Return whether the statistics were replaced or written to since `record_version`."""
         return self._look() != self.looked
 
     def write(self, statistics: Tensor, calls: int) -> None:
-        """Set mean and variance, and set the count to that of the step's start plus `calls`."""
+        """Set mean and variance, and set the batch count to `initial_count` plus `calls`."""
         module, half = self.module, statistics.numel() // 2
         if module.running_mean is None or module.running_var is None:
             return
-        # `.data` bypasses autograd: the backward of another microbatch may still follow, and must not use these values
+        # `.data` bypasses autograd's version check: later backwards of other microbatches don't use these values
         module.running_mean.data.copy_(statistics[:half].view_as(module.running_mean))
         module.running_var.data.copy_(statistics[half:].view_as(module.running_var))
         if module.num_batches_tracked is not None and self.count is not None:
@@ -93,9 +94,9 @@ class NormTape:
 
 @dataclass(frozen=True)
 class TapedCalls:
-    """The calls of one layer on all ranks, by microbatch: its number of writes, and its count increments.
+    """The calls of one norm on all ranks: the number of calls and the count increments of each microbatch.
 
-    `is_split`: the layer began the step in eval mode on some ranks and in training mode on others.
+    `is_split`: the norm began the step in eval mode on some ranks and in training mode on others.
     """
 
     layer: NormTape
@@ -115,7 +116,10 @@ def norms_with_statistics(model: nn.Module) -> list[tuple[str, NormBase]]:
 
 
 def folded_statistics(calls: TapedCalls, tape: Tensor) -> Tensor:
-    """Return one process's statistics after all calls; after the first microbatch they equal its rank's bit for bit."""
+    """Return the statistics of one process after all calls.
+
+    After the first microbatch they are bitwise equal to those of the rank that ran it.
+    """
     layer, rows = calls.layer, iter(tape.view(-1, calls.layer.width))
     start = layer.before.to(tape.dtype)
     now, earlier = start, 0

@@ -1,21 +1,21 @@
-"""Norms whose result depends on the order of microbatches, and the errors for ranks that can't keep that order."""
+"""Norms whose result depends on the order of microbatches, and the errors if ranks can't run them in that order."""
 
 from dataclasses import dataclass
 
 from paceline.errors import JobError
 
 _WAIT = "--layout ddp, zero1 or zero2, whose ranks then run their forwards one after another"
-_ALONE = "--ranks 1, or a loss over the samples of a microbatch, whose forwards can wait for others"
-_SYNC = "; or --train.buffers sync_bn, which has the same statistics on every rank at every moment"
+_ALONE = "--ranks 1, or a loss over the samples of a microbatch, so that forwards can run one after another"
+_SYNC = "; or --train.buffers sync_bn, with which all ranks always have the same statistics"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderNeed:
-    """The order dependence of the norm called `name` in a step, as seen by any rank.
+    """The reasons why the norm `name` depends on the order of microbatches; a flag is set if any rank has set it.
 
-    `reads`: it ran in eval mode as well as in training mode. `moves`: a forward changed its momentum, and `moves_on`:
-    the next forward did too. `is_shown`: other code read its statistics, and `is_bypassed`: other code wrote to them.
-    `is_repeated`: a backward ran it again.
+    `uses_eval_mode`: the norm ran in eval mode as well as in training mode. `momentum_changes`: a forward changed its
+    momentum; `momentum_keeps_changing`: the next forward changed it too. `is_read`: other code read its statistics.
+    `is_bypassed`: other code wrote to them. `is_recomputed`: a backward ran the norm a second time.
     """
 
     name: str
@@ -28,41 +28,41 @@ class OrderNeed:
 
     @property
     def is_any(self) -> bool:
-        """Return whether the order of microbatches matters."""
+        """Return whether the result depends on the order of microbatches."""
         return self.reads or self.moves or self.is_shown or self.is_bypassed
 
     @property
     def why(self) -> str:
-        """Return the reason in a sentence."""
+        """Return the reason as a sentence."""
         if self.reads:
             return f"{self.name} runs in eval mode and in training mode in one step"
         if self.moves:
-            return f"the forward moves the momentum of {self.name}"
+            return f"the forward changes the momentum of {self.name}"
         if not self.is_bypassed:
-            return f"the forward or the loss looks at the running statistics of {self.name}"
-        return f"the running statistics of {self.name} were written by something else than their running average"
+            return f"the forward or the loss reads the running statistics of {self.name}"
+        return f"the running statistics of {self.name} were written by other code than the running average"
 
     def refuse(self, *, over_batch: bool = False) -> None:
-        """Refuse an order-dependent norm if microbatches run concurrently; a momentum changed only once is accepted.
+        """Refuse an order-dependent norm if microbatches run concurrently, except for a single change of momentum.
 
-        `over_batch`: the loss is over the whole batch, so no other layout and no sync_bn is offered as a way out.
+        `over_batch`: the loss is over the full batch, so the hint names no other layout and no sync_bn.
 
         Raises:
-            JobError: each rank would have other statistics than one process.
+            JobError: each rank would have different statistics from one process.
         """
         way = "no checkpointing around it" if self.is_repeated else _ALONE if over_batch else _WAIT
         meet = "" if over_batch else _SYNC
         if self.reads:
             raise JobError(
-                f"{self.why}: what it shows in eval mode depends on the microbatches before it, which other ranks run "
-                "at the same time.",
+                f"{self.why}: its output in eval mode depends on earlier microbatches, which other ranks run at the "
+                "same time.",
                 cause="a pass in eval mode within a training forward (pseudo-labels, an adversarial step)",
                 hint=f"{way}{meet}",
             )
         if self.moves_on:
             raise JobError(
-                f"{self.why} from call to call: on several ranks it would have moved another number of times than in "
-                "one process.",
+                f"{self.why} from call to call: on several ranks the number of changes would differ from that in one "
+                "process.",
                 cause="a momentum that decays in the forward",
                 hint=f"{way}; or set it by step or epoch (Job(on_eval=...)){meet}",
             )
@@ -75,7 +75,7 @@ class OrderNeed:
 
     @property
     def stale(self) -> str:
-        """Return a note if other code reads statistics that differ from those of one process; empty if none does."""
+        """Return a note if other code reads the statistics, which differ from those of one process; else ""."""
         if not self.is_shown:
             return ""
-        return f"{self.why}: each rank has those from before the step, and of its own microbatches in it"
+        return f"{self.why}: in a step, each rank's statistics contain only its own microbatches"

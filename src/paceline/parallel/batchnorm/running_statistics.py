@@ -1,14 +1,14 @@
-"""BatchNorm running statistics as one process would have them, updated microbatch by microbatch.
+"""BatchNorm running statistics that equal those of one process, updated microbatch by microbatch.
 
-No norm is changed: each writes its own statistics, with its own momentum, whenever it is called. A process that runs
-all microbatches in order therefore needs nothing. If several ranks share them, each microbatch starts from the values
-before the step, and the values after each call are recorded on a tape. Such a write is linear, new = (1 - w) * old +
-w * batch, so the result from one process's old values follows from the result from others. At the end all rows are
-gathered on every rank and folded in index order: neither the number of ranks nor the assignment of microbatches
-changes a bit.
+Norm layers are not replaced: each updates its statistics with its momentum whenever it is called. So a process that
+runs all microbatches in order needs no correction. If several ranks run them, each microbatch starts from the values
+before the step, and the values after each call are recorded on a tape. An update is linear, new = (1 - w) * old +
+w * batch, so the result for one old value follows from the result for another. At the end of the step all tape rows
+are gathered on every rank and applied in microbatch order. The result is bitwise equal for any number of ranks and any
+assignment of microbatches.
 
-A forward that reads or changes state of earlier microbatches is not linear. Its step is repeated, and ranks run their
-forwards one after another (`sequential_forwards`).
+A forward that reads or changes state of earlier microbatches is not linear. Then the step is rerun, and the ranks run
+their forwards sequentially (`sequential_forwards`).
 """
 
 from collections.abc import Callable, Sequence
@@ -44,11 +44,11 @@ class MicrobatchStatistics:
 
     Call `begin_step`, then `set_microbatch(j)` before and `end_forward(j)` after each forward, then `fold`.
 
-    `in_order`: this process runs its microbatches one after another, each forward and backward. `can_wait`: a forward
-    may wait for another rank's, since forwards don't communicate. `over_batch`: it may not, since the loss is over the
-    whole batch. `compiles`: reads in a forward can't be watched. `exact`: one rank folds as several do, for the same
-    bits. Outside a step (an evaluation, a loaded checkpoint, user code that sets statistics) nothing is recorded or
-    refused.
+    `in_order`: this process runs its microbatches sequentially, each forward and backward. `can_wait`: a forward may
+    wait for another rank's forward, since forwards don't communicate. `over_batch`: a forward can't wait, since the
+    loss is over the full batch. `is_compiled`: reads in a forward can't be watched. `exact`: one rank folds the tape as
+    several ranks do, for the same bits. Outside a step (an evaluation, a loaded checkpoint, user code that sets
+    statistics) nothing is recorded or refused.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class MicrobatchStatistics:
         watched = {layer.module: layer for layer in self._layers if self._is_watched}
 
         def seen(norm: NormBase) -> None:
-            watched[norm].is_shown = True  # stays set: later steps may not be watched
+            watched[norm].is_shown = True  # stays set, because later steps may not be watched
 
         self._seen = seen
         self._accesses, self._is_used = AccessPlaces(watched, seen=seen), False
@@ -100,7 +100,7 @@ class MicrobatchStatistics:
     def begin_step(self, *, num_micro: int = 0) -> None:
         """Start a step; when repeating one, restore statistics and numbers in module attributes first.
 
-        `num_micro` counts the microbatches on all ranks; if it is 0, no forward waits for another.
+        `num_micro` is the number of microbatches on all ranks; if it is 0, no forward waits for another.
         """
         if self._numbers is not None:
             self._numbers.begin(num_micro=0 if self._over_batch else num_micro, again=self._has_run)
@@ -140,8 +140,8 @@ class MicrobatchStatistics:
     def recording_context(self) -> AbstractContextManager[object]:
         """Return a context for a forward and its loss, or a backward, that detects reads of norm statistics.
 
-        It does so in the first step, in each step after one in which user code got them, and when a step is repeated
-        because code got them that was not seen before.
+        It is active in the first step, in each step after one in which user code accessed the statistics, and in a
+        rerun because of an access from a new place in the code.
         """
         self._reads = None
         if not self._is_watched or self._is_relayed or (self._is_checked and not self._is_used):
@@ -199,7 +199,7 @@ class MicrobatchStatistics:
         self._accesses.close()
 
     def _is_settled(self, calls: Sequence[TapedCalls], *, num_micro: int) -> bool:
-        """Settle all statistics; return False if the step must be repeated with forwards in order."""
+        """Set all statistics to those after the step; return False if it must be rerun with sequential forwards."""
         assert self._numbers is not None
         for one in calls:
             if one.is_split:
@@ -226,11 +226,11 @@ class MicrobatchStatistics:
             layer.start_momentum()
 
     def _leave(self, layer: NormTape, *, by_value: bool = False) -> None:
-        """Detect writes by code around the norm; it may restore the statistics from before a call.
+        """Detect writes by code around the norm.
 
-        Any other write can only be reproduced in the order of one process.
-
-        `by_value`: compare values, since `F.batch_norm` does not change versions; costly, so only in the first step.
+        If the code restored the statistics from before a call, drop that call. Any other write can be reproduced only
+        with sequential forwards. `by_value`: compare values, since `F.batch_norm` does not change versions; this is
+        slow, so it is done only in the first step.
         """
         if self._is_relayed or not layer.is_there or not (by_value or layer.was_touched()):
             return
@@ -245,13 +245,13 @@ class MicrobatchStatistics:
         layer.look()
 
     def _bypass(self, layer: NormTape) -> None:
-        """Note that the statistics were written by another rule than their running average."""
+        """Record that the statistics were written by another rule than the running average."""
         if not self._can_wait:
             OrderNeed(name=layer.name, is_bypassed=True).refuse(over_batch=self._over_batch)
-        layer.is_bypassed = True  # stays set: it leaves no trace, and is checked for once
+        layer.is_bypassed = True  # stays set, because only the first step compares values
 
     def _calls(self, num_micro: int) -> tuple[list[TapedCalls], bool]:
-        """Return each layer's calls in each microbatch, of all ranks, and whether all numbers changed as expected."""
+        """Return each norm's calls in each microbatch on all ranks, and whether all numbers changed as expected."""
         assert self._numbers is not None
         told = torch.zeros(len(self._layers) + 1, 2 * num_micro + _FLAGS, dtype=torch.int64)
         told[-1, 0] = int(not self._numbers.is_settled(relayed=self._is_relayed))
@@ -288,7 +288,7 @@ class MicrobatchStatistics:
         return found, not is_unsettled
 
     def _must_look_again(self) -> bool:
-        """Watch the next forwards if new code got statistics; return True if they are this step's, repeated."""
+        """Watch the next forwards if new code accessed statistics; return True if this step must be rerun for it."""
         self._is_used = self._is_used or self._has_new_place
         return self._has_new_place and self._can_wait
 
@@ -316,7 +316,7 @@ class MicrobatchStatistics:
         )
 
     def _gathered(self, uses: Sequence[TapedCalls]) -> list[Tensor]:
-        """Return the tapes with every row, on every rank. Each row is one rank's alone, so the sum adds only zeros."""
+        """Return the tapes with all ranks' rows. A row is zero on all ranks but one, so the sum is exact."""
         if not uses:
             return []
         first = uses[0].layer.before
@@ -359,7 +359,7 @@ class MicrobatchStatistics:
 
     def _take_down(self, layer: NormTape, *, has_output: bool) -> None:
         watch = layer.watches.pop().ended() if layer.watches else None
-        has_run = has_output or in_backward()  # checkpointing ends a recomputed forward once it has written
+        has_run = has_output or in_backward()  # checkpointing may stop a recomputed forward before its end
         if not (self._has_run and has_run and self._counts and layer.is_there):
             return
         calls, bumps, reads = standard_calls(layer.module) if watch is None else (watch.calls, watch.bumps, watch.reads)
@@ -385,7 +385,7 @@ def build_tapes(
     over_batch: bool,
     compiles: bool,
 ) -> list[MicrobatchStatistics | NumberTape]:
-    """Return the tapes that this model's steps need: none if it has no norm and nothing can differ from one process."""
+    """Return the tapes for this model's steps; an empty list if nothing can differ from one process."""
     if enabled and any(norms_with_statistics(model)):
         tape = MicrobatchStatistics(
             model=model,

@@ -1,9 +1,9 @@
-"""Sequential forwards: norm statistics pass from the rank of each microbatch to the rank of the next.
+"""Sequential forwards: each rank sends the norm statistics after its microbatch to the rank of the next one.
 
-This is needed if a forward reads or changes state left by earlier microbatches: a pass in eval mode inside a training
-step, a momentum that decays from call to call. A rank waits for the forward of the previous microbatch and for no
-backward, so backwards still run concurrently. Numbers in module attributes are sent too, because a forward may
-compute a momentum from them.
+This is needed if a forward reads or changes the state of earlier microbatches: a pass in eval mode inside a training
+step, a momentum that decays from call to call. A rank waits only for the forward of the previous microbatch, so
+backwards still run concurrently. Numbers in module attributes are sent too, because a forward may compute a momentum
+from them.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from paceline.torch_internals.private_api import NormBase
 
 
 class StatisticsRelay:
-    """A relay of running mean, variance and count of `modules`, and of `numbers`, from microbatch to microbatch.
+    """A relay of the running statistics of `modules`, and of `numbers`, from microbatch to microbatch.
 
     Rank j % world_size of `world` runs microbatch j. Call `begin`, then on each rank `receive(j)` before and `send(j)`
-    after each of its forwards, in order, and at the end `spread` on every rank.
+    after each of its forwards, in order, and at the end `broadcast_last` on every rank.
     """
 
     def __init__(self, modules: Sequence[NormBase], *, numbers: ForwardNumbers, world: World) -> None:
@@ -68,7 +68,7 @@ class StatisticsRelay:
         self._sent, self._sending = None, None
 
     def _packed(self) -> Tensor:
-        """Return statistics and numbers as one float64 tensor, which holds each of them exactly."""
+        """Return statistics and numbers as one float64 tensor, which represents all of them exactly."""
         parts = [part.detach().reshape(-1).double() for part in self._parts()]
         numbers = self._numbers.numbers.encode(self._numbers.carried)
         return torch.cat([*parts, torch.tensor(numbers, dtype=torch.float64, device=self._world.device)])

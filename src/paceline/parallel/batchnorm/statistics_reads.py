@@ -1,9 +1,9 @@
 """Detection of user code that reads a norm's statistics during a step, such as `h + self.norm.running_mean`.
 
-Each microbatch of a rank starts from the statistics before the step, so such a read finds other values than in one
-process. The norm's own use of its statistics is harmless: the kernels are followed by `KernelWatch`, and a formula
-such as `self.running_mean += w * (mean - self.running_mean)` only moves them. A formula whose result goes anywhere
-else is a read.
+Each microbatch of a rank starts from the statistics before the step, so such a read gets different values from those of
+one process. The norm's own use of its statistics is allowed: `KernelWatch` records its kernels, and a formula such as
+`self.running_mean += w * (mean - self.running_mean)` only updates them. A formula whose result is used elsewhere is a
+read.
 """
 
 import sys
@@ -27,15 +27,15 @@ _ABOUT = frozenset(
 ) | frozenset(
     ("is_cuda", "is_meta", "is_floating_point", "is_complex", "is_contiguous", "is_sparse", "data_ptr", "get_device")
 )
-"""Names of tensor attributes and methods that don't read its values."""
+"""Names of tensor attributes and methods that don't read the tensor's values."""
 _OF_TORCH = frozenset(module.__file__ for module in (batchnorm, instancenorm))
 
 
 class StatisticsReads(TorchFunctionMode):
-    """A function mode for one forward and its loss that calls `seen(norm)` if user code reads the norm's statistics.
+    """A function mode for one forward and its loss that calls `on_read(norm)` if user code reads the norm's statistics.
 
-    `is_inside(norm)` returns whether a call of the norm runs, with its hooks. Call `leave(norm)` when such a call ends:
-    whatever was computed from the statistics in it, and is still in use, counts as a read.
+    `is_inside(norm)` returns whether a call of the norm, or one of its hooks, is running. Call `finish_call(norm)` when
+    the call ends: a value that was computed from the statistics and is still alive then counts as a read.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class StatisticsReads(TorchFunctionMode):
         self._learn()
 
     def leave(self, norm: NormBase) -> None:
-        """Report the norm, whose call ends, if a value computed from its statistics outlives the call."""
-        self._learn()  # a norm may have assigned new tensors
+        """End a call of the norm; report a read if a value computed from its statistics outlives the call."""
+        self._learn()  # the norm may have assigned new tensors
         for key, (reference, source) in list(self._derived.items()):
             if source is norm:
                 tensor = reference()
@@ -63,7 +63,7 @@ class StatisticsReads(TorchFunctionMode):
                 del self._derived[key]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Report the norms whose statistics `func` reads, then run it."""
+        """Report the norms whose statistics `func` reads, then run `func`."""
         kwargs = kwargs or {}
         caller = sys._getframe(1)
         if torch.compiler.is_compiling() or _name(func) in _ABOUT or _is_ours(caller) or _is_passed_on(caller):
@@ -79,7 +79,7 @@ class StatisticsReads(TorchFunctionMode):
         return result
 
     def _follow(self, result: Any, norm: NormBase) -> None:
-        """Note what a function inside the norm's call computed from its statistics; a Python number is a read."""
+        """Record a result that the norm's call computed from its statistics; a Python number counts as a read."""
         found = list(_tensors((result,)))
         if not found and result is not None and _caller() not in _OF_TORCH:
             self._seen(norm)
@@ -102,11 +102,12 @@ class StatisticsReads(TorchFunctionMode):
 
 
 class AccessPlaces:
-    """The places in user code that get the statistics of norms from their modules, while `is_armed`.
+    """The places in user code that access the statistics of norms while `is_armed`.
 
-    This costs a fraction of a microsecond, so it stays on, unlike `StatisticsReads`. `is_used`: there was one since the
-    flag was cleared; `is_new`: one that was not seen before, so the step must be watched. In a backward, which is not
-    watched on every device, a new place counts as a read: `seen(norm)` is called.
+    An access costs a fraction of a microsecond, so this is always on, unlike `StatisticsReads`. `is_used`: an access
+    was recorded since the flag was cleared; `is_new`: it was at a new place, so the step must be watched. In a
+    backward, which is not watched on every device, an access at a new place counts as a read: `on_read(norm)` is
+    called.
     """
 
     def __init__(self, norms: Iterable[NormBase], *, seen: Callable[[NormBase], None]) -> None:
@@ -132,7 +133,7 @@ class AccessPlaces:
 
 
 def _caller() -> str:
-    """Return the file of the code that called the function under watch; our own modes may be in between."""
+    """Return the file of the code that called the watched function, skipping this package's modes."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OUR_FOLDER):
         frame = frame.f_back
@@ -140,15 +141,15 @@ def _caller() -> str:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Return whether code of this package calls the function, other than a mode that passes a user's call on."""
+    """Return whether code of this package calls the function, except for the mode that forwards a user's call."""
     code = frame.f_code
     return code.co_filename.startswith(_OUR_FOLDER) and code is not KernelWatch.__torch_function__.__code__
 
 
 def _is_passed_on(frame: FrameType | None) -> bool:
-    """Return whether a dispatch mode runs an operation on its way to the kernel.
+    """Return whether a dispatch mode forwards an operation to its kernel.
 
-    Whoever called the operation came here before. Only a norm's own backward did not, and it reads the statistics.
+    The call of this operation has already been checked, except in a norm's own backward, which may read statistics.
     """
     caller = frame
     while caller is not None and caller.f_code.co_filename == _OPERATIONS:
@@ -161,7 +162,7 @@ _OUR_FOLDER = __file__.rpartition("parallel")[0]
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return a key that views of one tensor share."""
+    """Return a key that is equal for all views of a tensor."""
     return storage_key(tensor) if type(tensor) is Tensor and tensor.layout is torch.strided else id(tensor)
 
 

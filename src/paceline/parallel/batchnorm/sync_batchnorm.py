@@ -1,8 +1,8 @@
-"""Synchronised BatchNorm over one microbatch of every replica, on any device.
+"""Synchronized BatchNorm over one microbatch of every replica, on any device.
 
-torch's `SyncBatchNorm` refuses CPU tensors. This one sums (count, sum), then the squared distances from the joint
-mean, over the ranks, forward and backward: a mean of squares minus a squared mean would cancel. Every rank takes part
-in every call, also a rank without a sample.
+torch's `SyncBatchNorm` refuses CPU tensors. This one sums counts and values over the ranks, then the squared deviations
+from the joint mean: the mean of squares minus the squared mean would cancel. Every rank takes part in every call, also
+a rank without samples.
 """
 
 import copy
@@ -34,7 +34,7 @@ class _JointMoments(torch.autograd.Function):
 
 @dataclass
 class SyncBatchNormWeights:
-    """The weight of this rank's samples, shared by all synchronised layers; zero for a stand-in microbatch."""
+    """The weight of this rank's samples in all synchronized layers; zero for a stand-in microbatch."""
 
     weight: float = 1.0
 
@@ -52,7 +52,7 @@ class _Synchronised:
         module = self._module
         if not module.training or self._world.world_size == 1:
             return self._alone(x)
-        kind, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))  # half precision can't hold large counts
+        kind, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))  # half precision is too coarse for counts
         dims = [d for d in range(x.dim()) if d != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
         local = x.new_full((1,), x.numel() / x.shape[1])
@@ -69,7 +69,7 @@ class _Synchronised:
         return y.to(kind)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Synchronised":
-        """Copy the layer but share the process group, so that a copied model's norms synchronise too."""
+        """Copy the layer but share the process group, so that the norms of a copied model are synchronized too."""
         module = copy.copy(self)
         module._module = copy.deepcopy(self._module, memo)
         module._alone = partial(type(module._module).forward, module._module)
@@ -90,7 +90,7 @@ class _Synchronised:
 
 
 def synchronise(model: nn.Module, *, world: World) -> SyncBatchNormWeights:
-    """Synchronise every BatchNorm of the model over all replicas; names and parameters don't change.
+    """Synchronize every BatchNorm of the model over all replicas; names and parameters don't change.
 
     Raises:
         LayoutError: the model has no BatchNorm.

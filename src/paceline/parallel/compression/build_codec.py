@@ -1,4 +1,4 @@
-"""Construction of the gradient reducer for replicas that compress their gradients."""
+"""Construction of the reducer for replicas that compress their gradients, and of its codec."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -26,9 +26,9 @@ _HELD: Mapping[Method, Callable[..., HeldBackBucket]] = {Method.TOPK: TopKBucket
 def compressed_reducer(
     how: Compression, *, named: Sequence[NamedParameter], world: World
 ) -> BucketReducer | ErrorFeedbackReducer:
-    """Return the reducer of whole parameters that compresses gradients as `how` says.
+    """Return the reducer of unsharded parameters that compresses gradients.
 
-    `how` must be on, and there must be several ranks.
+    `compression` must be on, and there must be several ranks.
 
     Raises:
         JobError: a parameter is not floating point, so its numbers cannot be rounded or ordered.
@@ -37,7 +37,7 @@ def compressed_reducer(
         if not member.parameter.is_floating_point():
             raise JobError(
                 f"--compress {how.method}: {member.name} is {str(member.parameter.dtype).removeprefix('torch.')}.",
-                cause="compression rounds and sorts real numbers, and these are not real",
+                cause="compression rounds and sorts real numbers, but this dtype is not real",
                 hint="leave --compress out, or store real and imaginary parts in an extra dimension",
             )
     if how.has_memory:
@@ -57,7 +57,7 @@ def grain_of(how: Compression) -> Codec:
 def compression_notes(
     how: Compression, reducer: object, *, named: Sequence[NamedParameter], world: World
 ) -> Iterator[str]:
-    """Yield a note on the bytes sent, with and without compression."""
+    """Yield a note on the number of bytes that a rank sends, with and without compression."""
     if not (how.is_on and isinstance(reducer, BucketReducer | ErrorFeedbackReducer)):
         return
     ranks = world.world_size

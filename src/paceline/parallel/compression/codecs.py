@@ -1,4 +1,4 @@
-"""Codecs that pack numbers into bytes, in rows that each go to one rank."""
+"""Codecs that pack numbers into bytes. Each row of the packed tensor is sent to one rank."""
 
 from typing import Protocol
 
@@ -12,7 +12,7 @@ _LEAST, _MOST = -126, 127  # range of exponents with full precision in float32
 
 
 class Codec(Protocol):
-    """A conversion of numbers to bytes and back. `block` numbers share a scale; a row holds whole blocks."""
+    """A conversion of numbers to bytes and back. `block` numbers share a scale; a row consists of complete blocks."""
 
     block: int
 
@@ -23,7 +23,7 @@ class Codec(Protocol):
         """Return the rounded numbers."""
 
     def num_bytes(self, numbers: int) -> int:
-        """Return the bytes of a row of this many numbers."""
+        """Return the number of bytes of a row of this many numbers."""
 
 
 class Bf16:
@@ -81,13 +81,13 @@ class BlockScaledCodec:
 
 
 def _power_of_two(largest: Tensor) -> Tensor:
-    """Return a power of two that scales the largest of a block just below the float16 maximum, without rounding."""
+    """Return the power of two by which a block is divided exactly, so that its largest number fits in float16."""
     exponent = torch.where(torch.isfinite(largest), torch.frexp(largest).exponent, _HALF_TOP)
     exponent = (exponent - _HALF_TOP).clamp_(_LEAST, _MOST)
     return torch.ldexp(torch.ones_like(largest, dtype=torch.float32), exponent)
 
 
 def _step(largest: Tensor) -> Tensor:
-    """Return a scale that makes the largest of a block 127 steps."""
+    """Return the scale by which a block is divided, so that its largest number becomes 127."""
     found = torch.empty_like(largest, dtype=torch.float32)
-    return found.copy_(largest / _INT8_TOP)  # copy_ works also while `verify` forbids casts of float64 to float32
+    return found.copy_(largest / _INT8_TOP)  # copy_ also works while `verify` forbids casts of float64 to float32

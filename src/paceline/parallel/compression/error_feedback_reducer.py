@@ -1,8 +1,8 @@
-"""Gradient reduction with error feedback: a part is sent, the rest is held back until the next step.
+"""Gradient reduction with error feedback: a part is sent, and the residual is added to the next step's gradient.
 
-The residual is in units of the mean gradient, so that it has the same weight next to a batch of another count (Stich
-et al., "Sparsified SGD with memory", 2018; Karimireddy et al., "Error feedback fixes SignSGD", 2019). The count is
-known only after backward, so nothing is sent before.
+The residual is in units of the mean gradient, so that its weight does not depend on the sample count of the next batch
+(Stich et al., "Sparsified SGD with memory", 2018; Karimireddy et al., "Error feedback fixes SignSGD", 2019). The count
+is known only after backward, so nothing is sent before.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,13 +18,13 @@ from paceline.torch_internals.private_api import divide_all
 
 
 class HeldBackBucket(Protocol):
-    """A group of parameters sent together, in one message or two; `errors` are their residuals."""
+    """A bucket of gradients that are sent together, in one or two messages; `residuals` are the unsent parts."""
 
     errors: ResidualBuffers
 
     @property
     def memories(self) -> tuple[ResidualBuffers, ...]:
-        """Return all buffers that the bucket keeps from step to step."""
+        """Return all buffers that persist from step to step."""
 
     def sent_bytes(self, ranks: int) -> float:
         """Return the bytes that a rank sends for this bucket."""
@@ -36,14 +36,14 @@ class HeldBackBucket(Protocol):
         """Wait for the first message, and start the second if there is one."""
 
     def land(self) -> Tensor:
-        """Write the sum to every `.grad`, and return a float64 that is finite if all sums are.
+        """Write the sums to each `.grad`, and return a float64 that is finite if all sums are.
 
-        It stays finite even beyond the range of float32.
+        The float64 does not overflow where a float32 sum would.
         """
 
 
 class ErrorFeedbackReducer:
-    """The reducer that adds the compressed gradients of all ranks; each rank keeps its own residual."""
+    """A reducer that sums the compressed gradients of all ranks; each rank stores its own residuals."""
 
     needs_equal_microbatches = False
 
@@ -77,7 +77,7 @@ class ErrorFeedbackReducer:
         """Do nothing, since autograd has already added to `.grad`."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Divide, send and add the gradients; if a gradient is not finite, the residuals stay unchanged."""
+        """Divide, send and sum the gradients; if a gradient is not finite, the residuals stay unchanged."""
         grads = [member.parameter.grad for member in self._named]
         flags = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8, device=self._world.device)
         flagged = self._world.start_all_reduce(flags, op="max")
@@ -112,7 +112,7 @@ class ErrorFeedbackReducer:
 
     @property
     def shared(self) -> Mapping[str, Tensor]:
-        """Return the other buffers that are kept from step to step, equal on every replica."""
+        """Return the other persistent buffers, which are equal on every replica."""
         others = [memory for bucket in self._buckets for memory in bucket.memories if memory is not bucket.errors]
         return {name: tensor for memory in others for name, tensor in memory.now.items()}
 

@@ -11,11 +11,11 @@ from paceline.parallel.compression.residual_memory import ResidualBuffers, accum
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.torch_internals.rng import stream_key
 
-_MOST = 126  # an exponent that float32 represents with either sign
+_MOST = 126  # float32 represents 2^126 and 2^-126
 
 
 class LowRankBucket:
-    """Parameters whose factors are sent together. One-dimensional or incompressible parameters are sent unchanged."""
+    """A bucket of low-rank gradients. Gradients of vectors, and those too small to compress, are sent unchanged."""
 
     def __init__(self, members: Sequence[NamedParameter], *, how: Compression) -> None:
         first = members[0].parameter
@@ -37,7 +37,7 @@ class LowRankBucket:
 
     @property
     def memories(self) -> tuple[ResidualBuffers, ...]:
-        """Return the buffers that it keeps from step to step: residuals and bases."""
+        """Return the buffers that persist from step to step: residuals and bases."""
         return self.errors, self.basis
 
     def sent_bytes(self, ranks: int) -> float:
@@ -47,7 +47,7 @@ class LowRankBucket:
         return 2 * (ranks - 1) / ranks * numbers * self._dtype.itemsize
 
     def launch(self, world: World) -> None:
-        """Send each matrix times its basis, and the uncompressed parameters."""
+        """Send each matrix times its basis, and the uncompressed gradients."""
         self._world = world
         self.errors.corrected([_gradient(m).reshape(_sides(m.parameter)) for m in self._thin])
         parts = [_gradient(m).reshape(-1).to(self._dtype) for m in self._rest]
@@ -57,7 +57,7 @@ class LowRankBucket:
         self._wait = world.start_all_reduce(self._first)
 
     def pass_on(self) -> None:
-        """Orthonormalise the summed columns, send the matrix's projection on them, and hold back the remainder."""
+        """Orthonormalize the summed columns, send each matrix's projection onto them, and store the residual."""
         assert self._wait is not None and self._world is not None
         self._wait()
         self._wait = None
@@ -96,7 +96,7 @@ def first_basis(name: str, shape: Sequence[int]) -> Tensor:
 def near_one(basis: Tensor) -> Tensor:
     """Scale a basis by a power of two so that its largest element is near 1.
 
-    A basis is as large as gradients, whose squares may overflow or underflow.
+    A basis has the magnitude of gradients, whose squares may overflow or underflow.
     """
     exponent = torch.frexp(basis.abs().amax()).exponent
     return torch.ldexp(basis, -exponent.clamp(-_MOST, _MOST))

@@ -1,7 +1,7 @@
-"""Quantized all-reduce of a bucket: all-to-all to the rank that adds each part, all-gather of the sums.
+"""Quantized all-reduce of a bucket: an all-to-all of the chunks, then an all-gather of their sums.
 
-Every rank adds one part of the numbers, in rank order and in full precision, so all replicas end with the same bits
-whatever their number. Each rank sends as much as in a reduce-scatter and an all-gather.
+Each rank sums one chunk, in rank order and in full precision, so that all replicas get the same bits. Each rank sends
+as many numbers as in a reduce-scatter and an all-gather.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ from paceline.torch_internals.private_api import copy_all
 
 
 class QuantizedBucket:
-    """Gradients that are sent together. Each parameter starts a new block and is padded with zeros to whole blocks.
+    """A bucket of quantized gradients. Each parameter starts a new block and is padded with zeros to complete blocks.
 
-    With `num_flags` it also reduces this many flags: which parameters got a gradient on any rank.
+    The bucket also reduces `num_flags` flags, which mark the parameters that got a gradient on any rank.
     """
 
     def __init__(self, members: Sequence[NamedParameter], *, grain: Codec, ranks: int, num_flags: int = 0) -> None:
@@ -59,7 +59,7 @@ class QuantizedBucket:
         self.ready, self.wait, self._second, self._flagged, self._landed = 0, None, None, None, False
 
     def launch(self, world: World) -> None:
-        """Send each rank its part."""
+        """Pack the gradients and send each rank its chunk."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         self._flat.zero_()
         copy_all(self._views, grads)
@@ -73,7 +73,7 @@ class QuantizedBucket:
         self.wait = world.start_all_to_all(self._came, self._packed)
 
     def pass_on(self) -> None:
-        """Add up this rank's part once it has arrived, and send the sums to all."""
+        """Wait for this rank's chunk from all ranks, sum it, and send the sums to all ranks."""
         if self._second is not None:
             return
         assert self.wait is not None and self._world is not None

@@ -1,4 +1,4 @@
-"""Double-buffered tensors that change only when a step is taken."""
+"""Double-buffered tensors that change only when a step succeeds."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +12,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients of this type are summed and held back."""
+    """Return the dtype in which gradients of this dtype are summed and residuals are stored."""
     return torch.float32 if dtype in _NARROW else dtype
 
 

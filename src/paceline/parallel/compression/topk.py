@@ -1,4 +1,4 @@
-"""Top-k compression: send the largest elements of each parameter, hold back the rest (Stich et al. 2018)."""
+"""Top-k compression: send the largest elements of each gradient, keep the rest as residual (Stich et al. 2018)."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from paceline.parallel.sharding.flat_buffer import start_all_gather
 
 
 class TopKBucket:
-    """Parameters whose elements are sent together. Among equal elements the first are sent."""
+    """A bucket of gradients of which only the largest elements are sent. Of equal elements, the first are sent."""
 
     def __init__(self, members: Sequence[NamedParameter], *, how: Compression) -> None:
         self._parameters = [member.parameter for member in members]
@@ -31,7 +31,7 @@ class TopKBucket:
 
     @property
     def memories(self) -> tuple[ResidualBuffers, ...]:
-        """Return the buffers that it keeps from step to step."""
+        """Return the buffers that persist from step to step."""
         return (self.errors,)
 
     def sent_bytes(self, ranks: int) -> float:
@@ -50,10 +50,10 @@ class TopKBucket:
         self._wait = start_all_gather(self._mine, out=self._came, world=world)
 
     def pass_on(self) -> None:
-        """Do nothing, since there is one message only."""
+        """Do nothing: there is only one message."""
 
     def land(self) -> Tensor:
-        """Add up all ranks' elements in rank order, and return a number that is finite if every gradient is."""
+        """Sum all ranks' elements in rank order, and return a number that is finite if every gradient is."""
         assert self._wait is not None
         self._wait()
         self._sum.zero_()

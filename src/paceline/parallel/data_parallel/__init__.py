@@ -1,1 +1,1 @@
-"""Data-parallel replicas: bucketed gradient all-reduce, exact sums, module buffers, replicas as threads."""
+"""Data parallelism: bucketed gradient all-reduce, exact gradient sums, module buffers, and replicas in threads."""

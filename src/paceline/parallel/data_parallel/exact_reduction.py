@@ -1,9 +1,9 @@
-"""Exact gradient sums: gradients are added as integers, so that no grouping over ranks or steps changes a bit.
+"""Exact gradient sums: gradients are added as integers, so the sum is bitwise equal for any order of addition.
 
-Each microbatch's gradient is rounded to a grid 2^k, one k per parameter, and added as int64. Adding
-1.5 * 2^(52+k) to a float64 leaves the rounded value in its low bits, so plain torch operations suffice; the
-constant's own bits are subtracted again. The grid follows the previous step's largest gradient over *all*
-microbatches, which does not depend on the rank that computed them.
+Each microbatch's gradient is rounded to a multiple of 2^k, with one k per parameter, and added as int64. Adding
+1.5 * 2^(52+k) to a float64 leaves the rounded value in its low bits, so plain torch operations suffice; then the
+bits of the constant are subtracted. The exponent k is chosen from the previous step's largest gradient magnitude over
+*all* microbatches, so it does not depend on which rank computed which microbatch.
 """
 
 import math
@@ -23,16 +23,17 @@ from paceline.parallel.module_access.parameters import NamedParameter, make_buck
 VALUE_BITS = 51
 HEADROOM_BITS = 8
 LEAST_BITS = 24
-LOWEST, HIGHEST = -1074, 971  # a float64 has no bit below the one; adding 1.5 * 2^(52+k) overflows above the other
+# a float64 has no bit below 2^MIN_EXPONENT, and 1.5 * 2^(52+k) overflows for k above MAX_EXPONENT
+LOWEST, HIGHEST = -1074, 971
 MOST_MICROBATCHES = 1 << 12
 
 
 class FixedPointGrid:
-    """The exponent k of every parameter's grid, None before its first gradient; saved with the run.
+    """The fixed-point exponent k of each parameter, None before its first gradient; checkpoints contain it.
 
-    `names` are the whole model's trainable parameters; `others` are the worlds whose ranks hold other parameters: all
-    ranks follow all gradients, since they repeat a step together. `uses` separates the gradients of a tied weight's
-    uses; the ties set by `tie` add them over pipeline stages.
+    `names` are the full model's trainable parameters. Ranks of `extra_worlds` hold other parameters; magnitudes are
+    exchanged with them too, because all ranks rerun a step together. `tied_uses` separates a tied weight's gradients
+    by use; the ties set by `set_ties` are summed over pipeline stages.
     """
 
     def __init__(self, *, names: Sequence[str], others: Sequence[World] = (), uses: TiedUses | None = None) -> None:
@@ -43,11 +44,11 @@ class FixedPointGrid:
         self._ties: ExactTies | None = None
 
     def tie(self, ties: ExactTies) -> None:
-        """Set the ties: the parameters that several pipeline stages hold."""
+        """Set the tied parameters, which several pipeline stages hold."""
         self._ties = ties
 
     def begin(self) -> None:
-        """Start a step: drop the tied weights' gradients of an unfinished one."""
+        """Start a step: drop the tied weights' gradients of an unfinished step."""
         if self._uses is not None:
             self._uses.forget()
 
@@ -57,33 +58,33 @@ class FixedPointGrid:
             self._uses.close()
 
     def summands(self, name: str, gradient: Tensor) -> list[Tensor]:
-        """Return the summands of one microbatch's gradient of a parameter: one per use of a tied weight, else one."""
+        """Return the terms of a parameter's gradient in one microbatch: one per use of a tied weight, else only one."""
         return [gradient] if self._uses is None else self._uses.summands(name, gradient)
 
     def over_stages(self, name: str, sums: Tensor) -> Tensor:
-        """Return the integer sums over all stages that hold a parameter; each of them calls this, in the same order."""
+        """Return the integer sums over all stages that hold the parameter; each stage calls this, in the same order."""
         return sums if self._ties is None else self._ties.added(name, sums)
 
     def joint(self, sizes: "GradientMagnitudes", worlds: Sequence[World]) -> list[list[float]]:
-        """Return `GradientMagnitudes.joint` over `worlds` and over the worlds that hold other parameters."""
+        """Return `GradientMagnitudes.max_over_ranks` over `worlds` and `extra_worlds`."""
         return sizes.joint([*worlds, *self._others])
 
     def holds(self, largest: Sequence[Sequence[float]]) -> bool:
-        """Return whether all gradients of these magnitudes fit the grid; equal on every rank."""
+        """Return whether gradients of these magnitudes all fit the grid; every rank gets the same result."""
         return all(self.fits(index, size) for index, (size, _) in enumerate(largest))
 
     def move(self, largest: Sequence[Sequence[float]]) -> None:
-        """Set the grid for gradients of these magnitudes.
+        """Choose all exponents for gradients of these magnitudes.
 
         Raises:
-            RunError: no grid holds them; raised on every rank, since `largest` is joint.
+            RunError: a gradient is too large for any exponent; raised on every rank.
         """
         for index, (name, (size, _)) in enumerate(zip(self.names, largest, strict=True)):
             check_size(name, size)
             self.follow(index, size)
 
     def fits(self, index: int, largest: float) -> bool:
-        """Return whether the grid holds a gradient of this magnitude without overflow and with enough bits."""
+        """Return whether the grid represents a gradient of this magnitude without overflow and with enough bits."""
         exponent = self.exponents[index]
         if largest == 0.0 or not math.isfinite(largest):
             return True
@@ -93,7 +94,7 @@ class FixedPointGrid:
         return top - exponent <= VALUE_BITS and (top - exponent >= LEAST_BITS or exponent == LOWEST)
 
     def follow(self, index: int, largest: float) -> None:
-        """Set one parameter's grid for gradients of this magnitude, with headroom."""
+        """Choose one parameter's exponent for gradients of this magnitude, with headroom."""
         if largest > 0.0 and math.isfinite(largest):
             top = math.frexp(largest)[1]
             self.exponents[index] = min(max(top + HEADROOM_BITS - VALUE_BITS, LOWEST), HIGHEST)
@@ -112,14 +113,14 @@ class _Bucket:
 
     @property
     def is_full(self) -> bool:
-        """Return whether all gradients of the bucket are there."""
+        """Return whether all gradients of the bucket are ready."""
         return self.ready == len(self.parts)
 
 
 class ExactReducer:
-    """A reducer that adds integers over microbatches and ranks, overlapped with the last backward.
+    """A reducer that sums integers over microbatches and ranks, overlapped with the last backward.
 
-    `finish` returns whether the grid held the gradients; if not, the sums are useless and the step runs again.
+    `finish` returns False if a gradient did not fit the grid: then the sums are invalid and the step is rerun.
     """
 
     needs_equal_microbatches = False
@@ -153,17 +154,17 @@ class ExactReducer:
             member.parameter.grad = None
 
     def before_backward(self, *, last: bool, counts: bool = True) -> None:
-        """Arm the hooks for the last microbatch, whose gradients complete this rank's sums."""
+        """Enable communication for the last microbatch, whose gradients complete this rank's sums."""
         self._armed = last
 
     def after_backward(self) -> None:
         """Do nothing: the hooks have already added the gradients."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Add over ranks and store gradients in `.grad`; if the grid does not fit, set a better one and return False.
+        """Sum over ranks and set each `.grad`; if a gradient did not fit, choose new exponents and return False.
 
         Raises:
-            RunError: no grid holds gradients of this size; raised on every rank.
+            RunError: a gradient is too large for any exponent; raised on every rank.
         """
         while self._next < len(self._buckets):
             self._launch_next()
@@ -229,14 +230,14 @@ class ExactReducer:
 
 
 class GradientMagnitudes:
-    """The magnitudes of a step's gradients, of all microbatches."""
+    """The largest gradient magnitudes of a step, over all microbatches."""
 
     def __init__(self, *, num_parameters: int) -> None:
         self._num = num_parameters
         self._seen: list[tuple[int, Tensor, Tensor]] = []
 
     def see(self, index: int, gradient: Tensor) -> None:
-        """Record the extremes of one parameter's gradient of one microbatch."""
+        """Record the minimum and maximum of one parameter's gradient in one microbatch."""
         if gradient.numel():
             self._seen.append((index, *torch.aminmax(gradient)))
 
@@ -260,10 +261,10 @@ class GradientMagnitudes:
 
 
 def check_size(name: str, largest: float) -> None:
-    """Refuse a gradient magnitude that no grid holds.
+    """Refuse a gradient that is too large for any exponent.
 
     Raises:
-        RunError: the magnitude is too large; raised on every rank, since `largest` is joint.
+        RunError: the magnitude is too large; raised on every rank, because all ranks have the same magnitudes.
     """
     if math.isfinite(largest) and math.frexp(largest)[1] > HIGHEST + VALUE_BITS:
         raise RunError(
@@ -274,9 +275,9 @@ def check_size(name: str, largest: float) -> None:
 
 
 def no_grid(*, step: int, attempts: int) -> RunError:
-    """Return the error for a step whose gradients had another magnitude in each attempt."""
+    """Return the error for a step whose gradient magnitudes differed in each attempt."""
     return RunError(
-        f"step {step}: exact mode found no grid: gradients had a different size in each of {attempts} runs.",
+        f"step {step}: exact mode found no grid: gradients had a different magnitude in each of {attempts} runs.",
         cause="a forward or a loss that gives different values for the same batch: a counter, a clock",
         hint="return the same values for the same weights and batch, or leave --train.exact out",
     )

@@ -10,9 +10,9 @@ _CHUNK = 1 << 16
 
 
 def add_rounded(gradient: Tensor, *, to: Tensor, exponent: int, first: bool, scratch: Tensor) -> None:
-    """Round to multiples of 2^exponent and add to the int64 sums, in pieces that fit in the cache.
+    """Round to multiples of 2^exponent and add to the int64 sums, in chunks that fit in the cache.
 
-    With `first`, the step's first gradient, overwrite the sums.
+    With `is_first`, for the step's first gradient, overwrite the sums.
     """
     constant = rounding_constant(exponent)
     offset = float_bits(constant)
@@ -28,7 +28,7 @@ def add_rounded(gradient: Tensor, *, to: Tensor, exponent: int, first: bool, scr
 
 
 def from_sums(sums: Tensor, *, to: Tensor, exponent: int, divisor: float | Tensor | None, scratch: Tensor) -> None:
-    """Write the sums of multiples of 2^exponent, divided, in the dtype of `to`; in pieces that fit in the cache."""
+    """Write `sums` times 2^exponent, divided by `divisor`, to `out` in its dtype, in chunks that fit in the cache."""
     flat, unit = to.view(-1), 2.0**exponent
     for start in range(0, flat.numel(), _CHUNK):
         value = scratch[: flat[start : start + _CHUNK].numel()]
@@ -39,7 +39,7 @@ def from_sums(sums: Tensor, *, to: Tensor, exponent: int, divisor: float | Tenso
 
 
 def scratch_on(device: torch.device) -> Tensor:
-    """Return a scratch buffer for one piece."""
+    """Return a scratch buffer for one chunk."""
     return torch.empty(_CHUNK, dtype=torch.float64, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Policies for buffers that a forward changes, to make them equal when every replica has its own copy."""
+"""Policies that keep the module buffers of all replicas equal if a forward changes them."""
 
 from typing import Literal
 
@@ -21,9 +21,10 @@ POLICIES = {
 
 
 class BufferPolicy:
-    """The policy that makes changed buffers equal on all ranks.
+    """The policy that synchronizes changed buffers over the ranks.
 
-    `fold` leaves running statistics to `MicrobatchStatistics`; other changed buffers get rank 0's value, with a note.
+    With `fold`, `MicrobatchStatistics` handles running statistics; other changed buffers get rank 0's value, and the
+    user gets a note.
     """
 
     def __init__(self, *, model: nn.Module, world: World, policy: Policy, exact: bool) -> None:
@@ -48,11 +49,11 @@ class BufferPolicy:
 
     @property
     def watches(self) -> bool:
-        """True if there is a buffer to watch; the set is fixed when the run is built."""
+        """Return whether the model has buffers to watch."""
         return bool(self._watched)
 
     def begin(self) -> None:
-        """Take the buffers' current values as the start of a step: earlier writes don't count as a forward's."""
+        """Save the buffers' values at the start of a step, so that earlier writes are not attributed to a forward."""
         self._versions = self._now()
         self._first = [tensor.detach().clone() for _, tensor in self._watched]
 
@@ -61,9 +62,9 @@ class BufferPolicy:
         return bool(self.written())
 
     def undo(self) -> None:
-        """Restore the buffers that the step's forwards have changed, before the step is repeated.
+        """Restore the buffers that the step's forwards have changed, before the step is rerun.
 
-        A buffer that changes for the first time in a step after the first is not restored: its value was not kept.
+        After the first step, a buffer that changes for the first time is not restored, because it has no saved value.
         """
         pairs = zip(self._watched, self._first or (), strict=False)
         before = {name: old for (name, _), old in pairs} or self._before
@@ -73,14 +74,14 @@ class BufferPolicy:
                     copy_into(tensor, before[name])
 
     def trust(self) -> None:
-        """Stop comparing values: a buffer written without a version change would have been found by now."""
+        """Stop comparing values: by now all buffers that are written without a version change are known."""
         self._first = None
 
     def settle(self, *, changed: bool) -> None:
-        """Make the buffers equal on all ranks if any rank's have changed.
+        """Synchronize the buffers if a forward has changed them on any rank.
 
         Raises:
-            UsageError: exact mode, in which no rule gives the values of one process.
+            UsageError: a buffer changed in exact mode, where its value would differ from that of one process.
         """
         if changed:
             written = self.written()
@@ -120,7 +121,8 @@ class BufferPolicy:
     def written(self) -> list[str]:
         """Return the names of changed buffers.
 
-        `F.batch_norm` writes without a version change: a buffer so changed in the first step counts in every step.
+        `F.batch_norm` writes without a version change. A buffer that changes this way in the first step is assumed to
+        change in every step.
         """
         now = self._now()
         if self._first is not None:

@@ -1,8 +1,8 @@
 """Bucketed gradient all-reduce for data parallelism, overlapped with backward.
 
-The model stays the user's own module: no wrapper, no new names. A hook on each parameter reports when its gradient
-is ready; a bucket whose gradients are all ready is reduced at once (Li et al., "PyTorch Distributed", VLDB 2020).
-Gradients are *added*, never averaged: the step divides by the global counts.
+The model is not wrapped, so parameter names stay unchanged. A hook on each parameter reports when its gradient is
+ready; as soon as all gradients of a bucket are ready, its all-reduce starts (Li et al., "PyTorch Distributed", VLDB
+2020). Gradients are *summed*, not averaged: the step divides by the global sample count.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,23 +18,23 @@ from paceline.torch_internals.private_api import copy_all, divide_all
 
 
 class Reducer(Protocol):
-    """A reducer turns the gradients of this process's microbatches into those of the global batch."""
+    """A reducer of the gradients of this rank's microbatches to the gradient of the global batch."""
 
     @property
     def needs_equal_microbatches(self) -> bool:
-        """Return whether forward or backward waits for other replicas; then all must run equally many microbatches."""
+        """Return whether all replicas must run equally many microbatches, because each backward communicates."""
 
     def begin(self) -> None:
         """Clear the gradients of the previous step."""
 
     def before_backward(self, *, last: bool, counts: bool = True) -> None:
-        """Prepare for a microbatch's backward, the step's `last` or not; without `counts` it contributes nothing."""
+        """Prepare for a microbatch's backward. `last`: it is the step's last; without `counts` it contributes zeros."""
 
     def after_backward(self) -> None:
         """Collect gradients after a microbatch's backward."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Store the global gradient, divided, in every `.grad`; return False if the step must be run again."""
+        """Store the global gradient, divided by `divisor`, in each `.grad`; return False if the step must be rerun."""
 
     def close(self) -> None:
         """Remove the gradient hooks."""
@@ -70,7 +70,10 @@ class LocalReducer:
 
 
 class Bucket(Protocol):
-    """A bucket of gradients that are reduced together, in one or two messages; a model's last bucket has `flags`."""
+    """A bucket of gradients that are reduced together, in one or two messages.
+
+    `flags`, which only the model's last bucket has, marks the parameters that got a gradient.
+    """
 
     members: list[NamedParameter]
     ready: int
@@ -84,19 +87,19 @@ class Bucket(Protocol):
         """Reset the bucket for a new step, after waiting for messages still in flight from a dropped step."""
 
     def launch(self, world: World) -> None:
-        """Copy the gradients and start the first message."""
+        """Copy the gradients to the buffer and start the first message."""
 
     def pass_on(self) -> None:
-        """Wait for the first message and start the second, if there is one that is not sent yet."""
+        """Wait for the first message and start the second, if the bucket has a second one and has not started it."""
 
     def land(self, divisor: float | Tensor | None) -> None:
-        """Wait for the sums, divide them and store them in every `.grad`."""
+        """Wait for the sums, divide them and store them in each `.grad`."""
 
 
 class _Bucket:
     """A bucket of gradients reduced by one all-reduce. A single large gradient is reduced in place, without a copy.
 
-    The last bucket carries `num_flags` extra numbers, which tell which parameters got a gradient on this rank.
+    The last bucket has `num_flags` extra elements, one for each parameter of the model: 1 if it got a gradient.
     """
 
     def __init__(self, members: Sequence[NamedParameter], *, num_flags: int = 0) -> None:
@@ -121,6 +124,7 @@ class _Bucket:
         return 2 * (ranks - 1) / ranks * (sum(p.nbytes for p in self.parameters) + flags)
 
     def launch(self, world: World) -> None:
+        """Copy the gradients to the flat buffer and start its all-reduce."""
         self.wait = world.start_all_reduce(self._payload())
 
     def pass_on(self) -> None:
@@ -144,6 +148,7 @@ class _Bucket:
         self.ready, self.wait, self.landed = 0, None, False
 
     def land(self, divisor: float | Tensor | None) -> None:
+        """Wait for the all-reduce, divide the sums and set each `.grad` to its view of the flat buffer."""
         assert self.wait is not None
         self.wait()
         self.landed = True
@@ -165,7 +170,7 @@ class BucketReducer:
     ) -> None:
         self._world = world
         self._named = named = renumber_parameters(named)
-        buckets = make_buckets(named)  # empty on a stage where every parameter is frozen
+        buckets = make_buckets(named)  # an empty list on a stage where all parameters are frozen
         self._buckets = [make_bucket(members) for members in buckets[:-1]]
         self._buckets += [make_bucket(last, num_flags=len(named)) for last in buckets[-1:]]
         self._touched = [False] * len(named)
@@ -192,14 +197,14 @@ class BucketReducer:
         self._next = 0
 
     def before_backward(self, *, last: bool, counts: bool = True) -> None:
-        """Arm the hooks for the last microbatch; before it, gradients only accumulate locally."""
+        """Enable communication for the last microbatch; before it, gradients only accumulate locally."""
         self._armed = last
 
     def after_backward(self) -> None:
-        """Do nothing: the hooks have already launched the buckets."""
+        """Do nothing: the hooks have already launched the full buckets."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Launch the remaining buckets, wait for all of them and divide."""
+        """Launch the remaining buckets, wait for all buckets and divide the sums."""
         while self._next < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:
@@ -242,14 +247,14 @@ class BucketReducer:
             absent = [member.index for member in self._named if not self._touched[member.index]]
             if absent:
                 bucket.flags[absent] = 0.0
-        if self._next > 1:  # while backward runs, and in the same order on every rank
+        if self._next > 1:  # second messages overlap with backward too, in the same order on every rank
             self._buckets[self._next - 2].pass_on()
         bucket.launch(self._world)
         self._next += 1
 
 
 def second_gradient(name: str) -> RunError:
-    """Return the error for a parameter that gets a gradient after its sum was already sent."""
+    """Return the error for a parameter that gets a gradient after its all-reduce has started."""
     return RunError(
         f"{name} received a second gradient after its all-reduce had started.",
         cause="backward ran twice through the same graph, or reentrant activation checkpointing did so",

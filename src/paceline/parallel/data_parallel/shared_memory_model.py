@@ -1,4 +1,4 @@
-"""A model in shared memory of one machine, to which several processes write without locks (Hogwild)."""
+"""A model in the shared memory of one machine, which several processes update without locks (Hogwild)."""
 
 import os
 import socket
@@ -17,12 +17,12 @@ _ALIGNED = 64
 
 
 class SharedModel:
-    """The trainable parameters and buffers of all ranks, in one shared memory file, unlinked once all have opened it.
+    """The trainable parameters and buffers that all ranks share, in one shared memory file.
 
-    The file also holds two rows of counts. `taken` has one count per worker, which only that worker writes. `shadow`
-    has one count per parameter: every update adds 1 to it without a lock, as it adds to the parameter, so the counts
-    that are missing at the end show how often two writers collided. It is a proxy: lost updates of the weights
-    themselves are not counted.
+    The file also contains two arrays of counters. `worker_counts` has one per worker, which only that worker writes.
+    `parameter_counts` has one per parameter: each update adds 1 without a lock, as it adds to the parameter. Missing
+    counts at the end show how often two writers collided. This estimates lost updates of the weights, which are not
+    counted directly. The file is unlinked as soon as all ranks have opened it.
     """
 
     def __init__(self, model: nn.Module, *, world: World) -> None:
@@ -39,7 +39,7 @@ class SharedModel:
         world.barrier()
 
     def others(self) -> int:
-        """Return the number of updates that the other workers have made so far."""
+        """Return the number of updates by the other workers so far."""
         return int(self.taken.sum() - self.taken[self._world.rank])
 
     def count(self) -> None:
@@ -49,7 +49,7 @@ class SharedModel:
 
     @property
     def lost(self) -> tuple[int, int]:
-        """Return how many additions to `shadow` were lost, and how many were made; valid while no worker adds."""
+        """Return the number of lost and of all additions to `parameter_counts`; valid while no worker updates."""
         made = int(self.taken.sum()) * len(self.shadow)
         return made - int(self.shadow.sum()), made
 
@@ -79,7 +79,10 @@ def _open(size: int, *, world: World) -> Tensor:
 
 
 def _shared_file(size: int, *, world: World, has_name: bool) -> tuple[int, str]:
-    """Return rank 0's handle of new memory, and its path on all ranks; unnamed memory is freed if a rank is killed."""
+    """Create memory on rank 0; return its file descriptor there, and its path on all ranks.
+
+    Without `has_name`, the memory has no file name and is freed even if a rank is killed.
+    """
     handle, path, problem = -1, "", ""
     if world.is_main:
         try:

@@ -1,8 +1,8 @@
-"""Thread replicas: several models in one process that share the first one's weights.
+"""Thread replicas: several models in one process that share the weights of the first one.
 
-Each replica is built as a process would build it, then its parameters are pointed at the first one's memory: the
-optimizer steps once, and every replica has the new weights. Each replica has its own gradients, buffers and
-activations. On another device the weights are copied before every step, as `nn.DataParallel` does.
+Each replica is built like a separate process's model. Then its parameters are set to the memory of the first replica's,
+so that after one optimizer step every replica has the new weights. Each replica has its own gradients, buffers and
+activations. Replicas on another device get a copy of the weights before each step, as in `nn.DataParallel`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from paceline.torch_internals.private_api import add_all, divide_all
 
 
 class ThreadReplicas:
-    """The replicas of one process, kept equal to the first: weights, buffers, modes, and exact mode's grid.
+    """The replicas of one process, whose weights, buffers, modes and exact-mode grid are synchronized with the first.
 
     Raises:
         JobError: `model=` did not build a new model each time.
@@ -37,7 +37,7 @@ class ThreadReplicas:
         self.refresh()
 
     def refresh(self) -> None:
-        """Update all replicas from the first before a step; it may have been loaded, averaged or frozen meanwhile."""
+        """Update all replicas from the first before a step: its weights may have been loaded, averaged or frozen."""
         for source, target in self._weights:
             if source.device != target.device:
                 target.data.copy_(source.data, non_blocking=target.is_cuda)
@@ -54,7 +54,7 @@ class ThreadReplicas:
                 grid.exponents = list(first_grid.exponents)
 
     def keep(self) -> Callable[[], None]:
-        """Remember the first replica's buffers and grid, which a step changes; return a function that restores them."""
+        """Save the first replica's buffers and grid, which a step changes; return a function that restores them."""
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._first.buffers()]
         grid = self._grids[0]
         exponents = None if grid is None else list(grid.exponents)
@@ -69,7 +69,10 @@ class ThreadReplicas:
 
 
 class ThreadReducer:
-    """A reducer that adds the replicas' gradients into the first one's, one thread per parameter, in replica order."""
+    """A reducer that sums the replicas' gradients into the first replica, in replica order.
+
+    Each thread sums the gradients of some of the parameters.
+    """
 
     needs_equal_microbatches = False
 
@@ -87,10 +90,10 @@ class ThreadReducer:
         """Do nothing: there is nothing to prepare."""
 
     def after_backward(self) -> None:
-        """Do nothing: autograd has already added to this replica's own `.grad`."""
+        """Do nothing: autograd has already added to this replica's `.grad`."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Wait until all replicas have run backward, then add and divide this thread's part of the parameters."""
+        """Wait until all replicas have run backward, then sum and divide the gradients assigned to this thread."""
         everybody: list[list[Tensor | None]] = self._world.exchange([p.grad for p in self._parameters])
         mine = range(self._world.rank, len(self._home), self._world.world_size)
         totals: dict[int, Tensor] = {}

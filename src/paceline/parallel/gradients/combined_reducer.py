@@ -1,4 +1,4 @@
-"""A reducer composed of several, for parameters whose gradients are added over different groups of ranks."""
+"""A reducer composed of several, for parameters whose gradients are summed over different groups of ranks."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from paceline.parallel.data_parallel.reducer import Reducer
 
 
 class ComposedReducer:
-    """A reducer that forwards every call to several.
+    """A reducer that forwards each call to several reducers.
 
-    `needs_equal_microbatches`: whether the forward itself waits for other ranks.
+    `needs_equal_microbatches`: the forward communicates too, so all ranks must run equally many microbatches.
     """
 
     def __init__(self, reducers: Sequence[Reducer], *, needs_equal_microbatches: bool) -> None:
@@ -38,7 +38,7 @@ class ComposedReducer:
             reducer.after_backward()
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Store the global gradients; return False if any reducer needs the step again."""
+        """Store the global gradients; return False if any reducer needs the step to be rerun."""
         told = [reducer.finish(divisor=divisor) for reducer in self._reducers]
         return all(told)
 

@@ -1,8 +1,8 @@
-"""The norm of a gradient whose pieces lie on several ranks.
+"""The norm of a gradient that is sharded over several ranks.
 
-Each element of the whole is counted by one rank. The default adds the float64 squares of the norms of short rows: as
-accurate as float64 throughout and many times faster, while one float32 sum over millions of elements is off in the
-fourth digit. Exact mode adds integers, so that the bits are the same for any sharding, and for one process.
+Each element of the full gradient is counted by one rank. By default, float32 norms of short rows are squared and summed
+in float64. This is as accurate as float64 throughout and many times faster; a single float32 sum over millions of
+elements has an error in the fourth digit. Exact mode sums integers, so the bits are equal for any sharding.
 """
 
 import math
@@ -20,10 +20,10 @@ _TINY = 1e-30  # below it float32 squares may have underflowed
 
 
 def joint_norm(owned: Sequence[Tensor], *, worlds: Sequence[World], exact: bool = False) -> Tensor:
-    """Return the Euclidean norm over all ranks, a float64 scalar, equal on every rank.
+    """Return the Euclidean norm over all ranks: a float64 scalar, equal on every rank.
 
-    `owned` are the pieces that this rank counts; a piece held by several ranks is owned by one of them. The pieces are
-    spread over the ranks of `worlds`. The norm is not finite if an element is not.
+    `owned_tensors` are the tensors that this rank counts; if several ranks hold a tensor, one of them owns it. The
+    tensors are distributed over the ranks of `worlds`. The norm is not finite if an element is not.
     """
     device = next((world.device for world in worlds), owned[0].device if owned else torch.device("cpu"))
     pieces = [piece.detach() for piece in owned if piece.numel()]
@@ -33,7 +33,7 @@ def joint_norm(owned: Sequence[Tensor], *, worlds: Sequence[World], exact: bool 
 def _usual(pieces: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> Tensor:
     total = _joint_square(pieces, worlds, device)
     if device.type != "cpu" or _TINY < total.item() < math.inf:
-        return total.sqrt()  # on a GPU the value is not checked, since that would synchronise
+        return total.sqrt()  # the value is not checked on a GPU, because that would synchronize
     largest = _joint_largest(pieces, worlds, device)
     if largest == 0.0 or not math.isfinite(largest):
         return total.sqrt()
@@ -76,9 +76,9 @@ def _joint_largest(pieces: Sequence[Tensor], worlds: Sequence[World], device: to
 
 
 def _exact(pieces: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> Tensor:
-    """Return the norm from squares rounded to 2^-56 of the largest's, added as two integers of 28 bits each.
+    """Return the norm from squares that are rounded to 2^-56 of the largest and summed as two 28-bit integers each.
 
-    It holds for up to 2^34 elements: then the sum of the higher integers is below 2^63.
+    This is valid for up to 2^34 elements: then the sum of the higher integers is below 2^63.
     """
     largest = _joint_largest(pieces, worlds, device)
     if largest == 0.0 or not math.isfinite(largest):

@@ -1,4 +1,4 @@
-"""Division of a model's parameters over data-parallel ranks, and the reducer that adds their gradients."""
+"""Partition of a model's parameters over the data-parallel ranks, and the reducer of their gradients."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,10 +25,11 @@ from paceline.parallel.sharding.sharded_model import DataGroups, Sharded, shard_
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Parameters divided over the ranks.
+    """A model's parameters, partitioned over the data-parallel ranks.
 
-    The optimizer updates `named`. `parts` and `tensors` give this rank's part of each of the model's own parameters
-    that is cut. Call `spread` after an update, and `settle` after the model's tensors were given other values.
+    The optimizer updates `named_parameters`. `shard_specs` and `tensors` describe this rank's shard of each sharded
+    parameter of the model. Call `sync_after_update` after an optimizer update, and `sync_after_load` after new values
+    were copied into the model's tensors.
     """
 
     named: Sequence[NamedParameter]
@@ -40,7 +41,7 @@ class Partition:
     leaves: Sequence[nn.Parameter]
 
     def share(self, name: str) -> NamedParameter | None:
-        """Return the share of a parameter that this rank's optimizer updates; None if it has no share."""
+        """Return the shard of a parameter that this rank's optimizer updates, or None."""
         return self._shares.get(name)
 
     @cached_property
@@ -51,7 +52,7 @@ class Partition:
 def reducer_of(
     named: Sequence[NamedParameter], world: World, grid: FixedPointGrid | None, *, compress: Compression | None = None
 ) -> Reducer:
-    """Return the reducer that adds the gradients of whole parameters over `world`."""
+    """Return the reducer that sums the gradients of unsharded parameters over `world`."""
     if grid is not None:
         return ExactReducer(named=named, world=world, grid=grid)
     if compress is not None and compress.is_on and world.world_size > 1:
@@ -61,11 +62,12 @@ def reducer_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """The way parameters are divided over the data-parallel ranks, and what was done to them before.
+    """The layout, groups and earlier splits that determine how parameters are partitioned over data-parallel ranks.
 
-    `base`: the parts of the whole that the parameters already are, empty if each is whole. `hollow`: the parameters
-    of other pipeline stages, None without a pipeline. `without`: experts, which are not divided. `whole`: parameters
-    whose update rule needs the whole tensor. `rows`: this rank's rows of parameters that have no memory yet.
+    `base_specs`: the shard specs of the parameters after tensor parallelism; empty if all are full tensors.
+    `absent_names`: the parameters of other pipeline stages, None without a pipeline. `expert_names`: the parameters of
+    experts, which are not sharded. `full_tensor_names`: the parameters whose update rule needs the full tensor.
+    `deferred_rows`: this rank's rows of parameters that are still on the meta device.
     """
 
     asked: Layout
@@ -80,7 +82,7 @@ class Sharding:
 
 
 def replicate(named: Sequence[NamedParameter], by: Sharding) -> Partition:
-    """Keep all parameters on each data-parallel rank, and add their gradients over all of them."""
+    """Keep all parameters on each data-parallel rank, and sum their gradients over these ranks."""
     leaves = [member.parameter for member in named]
     reducer = reducer_of(named, by.data.all, by.grid, compress=by.data.compress)
     return Partition(
@@ -89,10 +91,10 @@ def replicate(named: Sequence[NamedParameter], by: Sharding) -> Partition:
 
 
 def divide_rows(model: nn.Module, named: Sequence[NamedParameter], by: Sharding, *, stage: int) -> Partition:
-    """Divide the optimizer state, and at ZeRO stage 2 the gradients, over the data-parallel ranks.
+    """Shard the optimizer state, and at ZeRO stage 2 the gradients, over the data-parallel ranks.
 
     Raises:
-        LayoutError: a parameter can't be cut.
+        LayoutError: a parameter can't be sharded.
     """
     parts = by.base or None
     return _partition(
@@ -101,10 +103,10 @@ def divide_rows(model: nn.Module, named: Sequence[NamedParameter], by: Sharding,
 
 
 def divide_fully(model: nn.Module, named: Sequence[NamedParameter], by: Sharding) -> Partition:
-    """Divide parameters, gradients and optimizer state over the data-parallel ranks.
+    """Shard parameters, gradients and optimizer state over the data-parallel ranks.
 
     Raises:
-        LayoutError: a parameter can't be cut.
+        LayoutError: a parameter can't be sharded.
     """
     return _partition(
         shard_fully(
@@ -134,9 +136,10 @@ def _partition(sharded: Sharded) -> Partition:
 
 
 def with_experts(split: Partition, *, live: Sequence[NamedParameter], peers: World, routed: Parts) -> Partition:
-    """Add expert parameters to a partition, undivided.
+    """Add this rank's expert parameters to a partition; they are not sharded.
 
-    Tokens were routed to the experts, so their gradients are added only over `peers`, the ranks with the same experts.
+    The experts get the tokens of all ranks, so their gradients are summed only over `expert_replicas`, the ranks that
+    hold the same experts.
     """
     theirs = [member for member in live if member.name in routed]
     own = reducer_of(theirs, peers, None)
@@ -151,7 +154,7 @@ def with_experts(split: Partition, *, live: Sequence[NamedParameter], peers: Wor
 
 
 def held_now(before: LocalTensor, split: Partition, hollow: Collection[str]) -> LocalTensor:
-    """Return the part of a parameter or buffer that this rank's model holds after placement."""
+    """Return the shard of a parameter or buffer that this rank's model holds after placement."""
     if before.name in hollow:
         return replace(before, part=ShardSpec.none_of(before.part.shape))
     part = split.parts.get(before.name)
@@ -163,7 +166,7 @@ def held_now(before: LocalTensor, split: Partition, hollow: Collection[str]) -> 
 
 
 def kept_now(member: NamedParameter, share: NamedParameter | None, base: Parts) -> LocalTensor:
-    """Return the part of a parameter that this rank's optimizer has."""
+    """Return the shard of a parameter that this rank's optimizer updates."""
     shape, dtype = member.parameter.shape, member.parameter.dtype
     if share is None:
         return LocalTensor(name=member.name, part=ShardSpec.none_of(shape), dtype=dtype, find=_absent)
@@ -172,8 +175,8 @@ def kept_now(member: NamedParameter, share: NamedParameter | None, base: Parts) 
 
 
 def _absent() -> Tensor:
-    raise AssertionError("this rank has nothing of it")
+    raise AssertionError("this rank has no shard of the parameter")
 
 
 def do_nothing() -> None:
-    """Do nothing: for layouts in which no step follows an update."""
+    """Do nothing: some layouts need no synchronization after an update."""

@@ -1,4 +1,4 @@
-"""Gradient sums, of floats or of integers, for tied parameters that several pipeline stages hold."""
+"""Gradient sums, in floating point or as integers, for tied parameters that several pipeline stages hold."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,23 +13,23 @@ _TAG = 1 << 20
 
 
 class ExactTies:
-    """Exact mode's sums of tied gradients over stages: integers, so that the sum equals that of one process."""
+    """Exact mode's integer sums of tied gradients over pipeline stages, which equal those of one process."""
 
     def __init__(self, ties: Mapping[str, Sequence[int]], *, world: World) -> None:
         self._world = world
         self._of = {name: (place, ranks) for place, (name, ranks) in enumerate(sorted(ties.items()))}
 
     def added(self, name: str, own: Tensor) -> Tensor:
-        """Return the sum over the ranks that hold a parameter; each of them calls this, in the same parameter order."""
+        """Return the sum over the ranks that hold the parameter; each calls this, in the same order of parameters."""
         place, ranks = self._of.get(name, (0, ()))
         return sum_in_rank_order(own, ranks=ranks, place=place, world=self._world) if ranks else own
 
 
 class TiedReducer:
-    """A reducer that runs another one and then adds each tied parameter's gradient over the stages that hold it.
+    """A reducer that runs an inner reducer and then sums each tied parameter's gradient over the stages that hold it.
 
-    `ties` gives the ranks of `world`, the pipeline's, that hold each parameter. Terms are added in rank order, so that
-    all ranks get the same bits.
+    `ties` gives for each tied parameter the ranks of the pipeline group `world` that hold it. Terms are added in rank
+    order, so that all ranks get the same bits.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TiedReducer:
         self._inner.after_backward()
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Finish the inner reducer, which divides each stage's gradient, then add the tied gradients over stages."""
+        """Finish the inner reducer, which divides each stage's gradient, then sum the tied gradients over stages."""
         if not self._inner.finish(divisor=divisor):
             return False
         for place, parameter, ranks in self._tied:
@@ -72,7 +72,7 @@ class TiedReducer:
 
 
 def sum_tied_gradients(parameter: nn.Parameter, *, ranks: Sequence[int], place: int, world: World) -> Tensor | None:
-    """Return the sum of a gradient over `ranks`, in that order; None if no rank has one. All of `ranks` call this."""
+    """Return the sum of a gradient over `ranks`, added in that order; None if no rank has one. All `ranks` call it."""
     own = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
     if parameter.grad is not None:
         own[:-1] = parameter.grad.flatten()
@@ -82,7 +82,7 @@ def sum_tied_gradients(parameter: nn.Parameter, *, ranks: Sequence[int], place: 
 
 
 def sum_in_rank_order(own: Tensor, *, ranks: Sequence[int], place: int, world: World) -> Tensor:
-    """Return the sum over `ranks`, in that order, so that all get the same bits. All of `ranks` call this."""
+    """Return the sum over `ranks`, added in that order so that all get the same bits. All `ranks` call this."""
     parts = {rank: own if rank == world.rank else torch.empty_like(own) for rank in ranks}
     others, tag = [rank for rank in ranks if rank != world.rank], _TAG + place
     works = [world.start_send(own, to=rank, tag=tag) for rank in others]

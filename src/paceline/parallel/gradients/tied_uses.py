@@ -1,8 +1,8 @@
-"""Separate gradients for each use of a tied weight: exact mode adds one summand per use, wherever the uses run.
+"""A separate gradient for each use of a tied weight, so that exact mode adds the same terms in every layout.
 
-In one process autograd would add the gradients of both uses in floats first; the stages of a pipeline see one each.
-So while a module runs, a weight with several names is replaced by a view. The view's gradient is kept here. The weight
-itself gets zeros, so that its hook still reports when all gradients have come.
+In one process autograd sums the gradients of all uses in floating point, while each pipeline stage sees only its own
+uses. So while a module runs, a tied weight is replaced by a view. The view's gradient is stored here, and the weight
+itself gets zeros, so that its hook still reports when all gradients are ready.
 """
 
 from collections.abc import Collection
@@ -16,7 +16,10 @@ from paceline.errors import LayoutError
 
 
 class TiedUses:
-    """The uses of one model's tied weights. `names` are the first names of weights that have several."""
+    """The uses of a model's tied weights. `names` are the first names of the tied weights.
+
+    `multi_stage_names` are those that several pipeline stages hold.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         first = {id(p): name for name, p in model.named_parameters()}
@@ -34,7 +37,7 @@ class TiedUses:
         self.crossing: Collection[str] = ()
 
     def watch(self) -> None:
-        """Register the hooks; call this after everything that inspects which module reads which parameter."""
+        """Register the hooks; call this after all code that inspects which module reads which parameter."""
         for name, module, own in self._places:
             self._handles += [
                 module.register_forward_pre_hook(partial(self._show, name=name, own=own)),
@@ -46,10 +49,12 @@ class TiedUses:
         self._apart.clear()
 
     def summands(self, name: str, rest: Tensor) -> list[Tensor]:
-        """Return a weight's gradients, one per use; `rest` is that of reads outside the modules that hold the weight.
+        """Return a weight's gradients, one per use.
+
+        `outside_gradient` is the gradient of reads outside the modules that hold the weight.
 
         Raises:
-            LayoutError: a weight on several stages has such reads: `rest` could be the sum of several.
+            LayoutError: a weight on several stages has such reads, whose gradients can't be separated.
         """
         found = self._apart.pop(name, [])
         if not found or bool(rest.any()):

@@ -1,4 +1,4 @@
-"""Initialization: start values of one plain build, or of random streams keyed by name.
+"""Initialization: values from one plain build of the model, or from one random stream per tensor name.
 
-Each rank gets its own parts, and no more.
+Each rank gets only its shards.
 """

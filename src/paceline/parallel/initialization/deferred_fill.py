@@ -1,4 +1,4 @@
-"""A model that no rank holds whole: sharded while its parameters have no memory, then filled with this rank's parts."""
+"""A model that is sharded on the meta device and then filled with this rank's shards, so no rank holds all of it."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class DeferredModel:
-    """A model with real buffers and memory-free parameters, and the source of the parameter values.
+    """A model with real buffers and with parameters on the meta device, and the source of the parameter values.
 
-    Create it before the model is sharded. It adds to `notes` what had to be run with values, and why.
+    Create it before the model is sharded. `notes` says which runs needed real values, and why.
     """
 
     draft: DeferredInit
@@ -40,9 +40,9 @@ class DeferredModel:
         put_tensors(model, {name: with_data(old[name], tensor) for name, tensor in new.items()})
 
     def planned(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which runs the model, with shapes only.
+        """Return the result of `function`, which runs the model on the meta device.
 
-        If `work` needs numbers, it runs again with values, one parameter at a time created and freed.
+        If `function` needs values, it is rerun with real values, which are created and freed parameter by parameter.
         """
         try:
             with meta_forward(self.device):
@@ -50,7 +50,7 @@ class DeferredModel:
         except (
             Exception,
             UnknownNumber,
-        ) as error:  # the run with values reports any error, as it does below the limit
+        ) as error:  # the rerun with real values reports any error, as it does for a small model
             why, line = str(error).partition("\n")[0], user_line(error)
             why = f"{type(error).__name__}: {why}" if isinstance(error, Exception) else f"the forward asks for {why}"
             why += f" (at {line})" if line else ""
@@ -59,13 +59,13 @@ class DeferredModel:
         return found
 
     def valued(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which runs the model with values, one parameter at a time created and freed."""
+        """Return the result of `function`, which runs the model with values, created and freed one by one."""
         with lend_parameters(self._lender(), device=self.device):
             return work()
 
     @contextmanager
     def held(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Give these parameters values inside this context, if they have none yet."""
+        """Give these parameters real values inside this context, if they are on the meta device."""
         asked = {id(parameter) for parameter in parameters if parameter.is_meta}
         old = {name: tensor for name, tensor in self.draft.model.named_parameters() if id(tensor) in asked}
         put_tensors(self.draft.model, {name: with_data(tensor, self._one(name)) for name, tensor in old.items()})
@@ -83,10 +83,10 @@ class DeferredModel:
         routed: Collection[str],
         shard: World | None,
     ) -> "LateRows":
-        """Give the sharded model its values: of each parameter the part in `base`, or all of it.
+        """Fill the model's parameters with the shards in `base_specs`, or with full tensors.
 
-        `hollow` names parameters that other ranks hold. With `shard` the parameters that are not `routed` stay without
-        memory, and this rank's rows of them are returned.
+        Other ranks hold the parameters in `absent_names`. With `shard_world`, parameters that are not in `expert_names`
+        stay on the meta device, and this rank's rows of them are returned.
         """
         now = {name: parameter for name, parameter in model.named_parameters() if name not in hollow}
         wanted = {name: base.get(name, ShardSpec.all_of(parameter.shape)) for name, parameter in now.items()}
@@ -121,7 +121,7 @@ class DeferredModel:
 
 
 class LateRows:
-    """A rank's rows by name; rows that do not exist yet are created when they are taken."""
+    """A rank's rows by name; `pop` creates rows that do not exist yet."""
 
     def __init__(self, *, parts: Parts, values: dict[str, Tensor], make: Callable[[Parts], dict[str, Tensor]]) -> None:
         self._parts, self._values, self._make = parts, values, make
@@ -131,5 +131,5 @@ class LateRows:
         return name in self._parts
 
     def pop(self, name: str) -> Tensor:
-        """Return the rows of a parameter, and drop them here."""
+        """Return the rows of a parameter, and remove them from this object."""
         return self._values.pop(name) if name in self._values else self._make({name: self._parts[name]})[name]

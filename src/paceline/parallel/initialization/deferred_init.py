@@ -1,8 +1,8 @@
-"""Deferred initialization: a model on the meta device on every rank, whose values are available part by part.
+"""Deferred initialization: every rank has the model on the meta device, and gets only the values of its shards.
 
-Up to a limit one rank of each node builds it as the user would, and sends the others their parts, tensor by tensor.
-Above it no rank builds it: each rank replays, alone, the constructor's operations on the tensors of which it needs a
-part, with one random stream per name, so that the values are the same for every layout, and for one process.
+Up to a size limit, one rank of each node builds the real model and sends the other ranks their shards, tensor by
+tensor. Above the limit no rank builds it: each rank replays the constructor's operations for the tensors of which it
+needs a shard. There is one random stream per tensor name, so that the values do not depend on the layout.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,47 +33,47 @@ Wanted = Callable[[nn.Module], Parts]
 
 
 class StartValues(Protocol):
-    """A source of start values. `apiece`: a rank can ask alone, and for single tensors at no extra cost."""
+    """A source of initial values. `is_local`: a rank may call `values` alone, and repeatedly for single tensors."""
 
     @property
     def apiece(self) -> bool: ...
 
     def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
-        """Return this rank's parts, by first tensor name (absent if it holds none), and notes."""
+        """Return this rank's shards, by the first name of each tensor that it holds, and notes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeferredInit:
-    """A model without memory, and the source of its values. All ranks must call `values`, once."""
+    """A model on the meta device, and the source of its values. All ranks must call `values`, once."""
 
     model: nn.Module
     source: StartValues
     notes: tuple[str, ...] = ()
 
     def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
-        """Return this rank's parts of all parameters and buffers, on its device, and notes.
+        """Return this rank's shards of all parameters and buffers, on its device, and notes.
 
         Args:
-            parts: by the first name of each tensor; a missing tensor is wanted whole.
+            shard_specs: by the first name of each tensor; a tensor that is not listed is returned in full.
         """
         whole = {name: ShardSpec.all_of(tensor.shape) for name, tensor in named_tensors(self.model).items()}
         return self.source.values({**whole, **parts})
 
     def without_values(self) -> Parts:
-        """Return parts that hold nothing of any tensor."""
+        """Return shard specs that select nothing of any tensor."""
         return {name: ShardSpec.none_of(tensor.shape) for name, tensor in named_tensors(self.model).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """Start values that are replayed from the tape."""
+    """Initial values that are replayed from the tape."""
 
     recorded: RecordedModel
     device: torch.device
     apiece: bool = True
 
     def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
-        """Compute one whole tensor after another on this rank, and keep its part."""
+        """Compute one full tensor after another on this rank, and keep only its shard."""
         found = {}
         for name, part in parts.items():
             if part.local is not None:
@@ -90,12 +90,12 @@ class Replayed:
 def defer_init(
     build: Callable[[], nn.Module], *, seed: int, world: World, limit_bytes: int, stored: PretrainedModel | None = None
 ) -> DeferredInit:
-    """Return the model without memory, equal on all ranks.
+    """Return the model on the meta device, equal on all ranks.
 
     Args:
-        build: the plain build, seeded; every rank calls it, most of them without memory.
-        stored: the job's `model` if its weights are in files, which are then read in parts instead.
-        limit_bytes: of parameters and buffers; above it no process builds the whole model.
+        build: builds the model, with a fixed seed; every rank calls it, most of them on the meta device.
+        pretrained: the job's `model` if its weights are in files; each rank then reads its shards from them.
+        limit_bytes: the limit on parameters and buffers above which no process builds the full model.
 
     Raises:
         UsageError: the model is above the limit, and the constructor cannot be recorded.
@@ -126,12 +126,13 @@ def defer_init(
 def defer_large_model(
     build: Callable[[], nn.Module], *, seed: int, world: World, limit_bytes: int, stored: PretrainedModel | None = None
 ) -> DeferredInit | None:
-    """Return the model without memory if it is above the limit; any rank may ask for values alone, repeatedly.
+    """Return the model on the meta device if it is above the limit; then each rank may get values alone, repeatedly.
 
-    Returns None if it is below the limit, or if some rank cannot record the constructor.
+    Return None if it is below the limit, or if some rank cannot record the constructor.
 
     Raises:
-        DesyncError: ranks have different models. UsageError: it keeps too many values that cannot be drawn.
+        DesyncError: ranks have different models.
+        UsageError: the model has too many values that cannot be replayed.
     """
     if stored is not None:
         seed_all(stream_key(seed, "build"))
@@ -148,9 +149,9 @@ def defer_large_model(
 
 
 def drawn_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) -> nn.Module:
-    """Return the whole model in this process, for `single` and `ddp`.
+    """Return the full model in this process, for `single` and `ddp`.
 
-    It is a plain build, or above the limit a model with values drawn by name.
+    It is a plain build, or, above the limit, a model with one random stream per tensor name.
 
     Raises:
         UsageError: the model is above the limit, and the constructor cannot be recorded.
@@ -168,7 +169,7 @@ def drawn_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) 
 
 
 def fill_model(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Put whole values into a model without memory; ties, types and attributes of its tensors stay."""
+    """Put full tensors into a model on the meta device; ties, types and attributes of its tensors stay unchanged."""
     old = named_tensors(model)
     put_tensors(
         model,
@@ -199,14 +200,13 @@ def _loose(recorded: RecordedModel | None) -> str:
 def _replayed(recorded: RecordedModel, world: World, limit_bytes: int) -> DeferredInit:
     kept = recorded.tape.constant_bytes + sum(tensor.nbytes for tensor in recorded.real.values())
     if kept > limit_bytes:
-        raise _too_large(recorded.num_bytes, limit_bytes, f"{kept:,} bytes of it are made outside torch, or read")
+        raise _too_large(recorded.num_bytes, limit_bytes, f"{kept:,} bytes of it are created outside torch, or read")
     loose = next(iter(recorded.loose), "")
     if loose and recorded.num_bytes > limit_bytes:
         raise _too_large(recorded.num_bytes, limit_bytes, f"{loose} is neither parameter nor buffer, and is random")
     note = (
-        f"initial values: {recorded.num_bytes:,} bytes are above init.limit, so each tensor is "
-        "drawn separately, from a "
-        f"stream of its name; below the limit they equal those of a plain build"
+        f"initial values: {recorded.num_bytes:,} bytes are above init.limit, so each tensor is drawn from a random "
+        "stream of its name; below the limit the values equal those of a plain build"
     )
     return DeferredInit(model=recorded.model, source=Replayed(recorded=recorded, device=world.device), notes=(note,))
 

@@ -1,8 +1,9 @@
-"""Recording of a constructor's tensor operations without memory, and replay for single tensors.
+"""Recording of a constructor's tensor operations on the meta device, and their replay for single tensors.
 
-The tape tracks storages, not tensors: an operation creates some storages and writes to others. The operations that one
-tensor needs are found by going back through the writes to its storage, and through what these read; a write that covers
-all of it ends the search. Each random operation has its own stream, so leaving out others changes nothing.
+The tape tracks storages, not tensors: an operation creates some storages and writes to others. To find the operations
+that a tensor depends on, the tape is searched backwards for writes to its storage, and to the storages that these
+operations read; a write that overwrites the full storage ends the search. Each random operation has a separate random
+stream, so an operation that is not replayed does not affect the others.
 """
 
 from bisect import bisect_left
@@ -27,7 +28,7 @@ class Unrecordable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedView:
-    """The location of a recorded tensor: its storage, and its view of it."""
+    """The location of a recorded tensor: its storage, and its view of the storage."""
 
     memory: int
     dtype: torch.dtype
@@ -57,7 +58,7 @@ class RecordedView:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """An operation: its arguments with views in place of recorded tensors, and the storages that it touches."""
+    """An operation: its arguments, with `RecordedView` for recorded tensors, and the storages that it uses."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
@@ -86,7 +87,7 @@ class InitTape:
     _alive: list[Any] = field(default_factory=list)
 
     def hold(self, tensor: Tensor) -> None:
-        """Keep a recorded tensor's storage alive, so that its key stays unique; it takes no memory."""
+        """Keep a recorded tensor's meta storage alive, so that its key stays unique."""
         self._alive.append(tensor.untyped_storage())
 
     def knows(self, memory: int) -> bool:
@@ -100,14 +101,14 @@ class InitTape:
         self.steps.append(step)
 
     def name_draws(self, named: Sequence[tuple[str, RecordedView]]) -> None:
-        """Give each draw a stream keyed by the first tensor that needs it, and its index among that tensor's draws."""
+        """Assign a random stream to each draw, keyed by the first tensor that needs it and the index of the draw."""
         for name, view in named:
             draws = [number for number in self.needed(view) if self.steps[number].draws and number not in self._keys]
             for place, number in enumerate(draws):
                 self._keys[number] = stream_key(self.seed, "init", name, place)
 
     def draws(self, view: RecordedView) -> bool:
-        """Return True if the values of the view depend on a draw."""
+        """Return whether the values of the view depend on a random draw."""
         return any(self.steps[number].draws for number in self.needed(view))
 
     def needed(self, *views: RecordedView) -> list[int]:
@@ -138,7 +139,7 @@ class InitTape:
                 return
 
     def values(self, *views: RecordedView) -> list[Tensor]:
-        """Compute the values of these tensors alone."""
+        """Compute the values of only these tensors."""
         memories: dict[int, Tensor] = {}
         numbers = self.needed(*views)
         last = self._last_uses(numbers, kept={view.memory for view in views})

@@ -1,9 +1,10 @@
-"""A forward of a model whose parameters have no memory, with shapes only or with parameters lent to operations.
+"""A forward of a model with parameters on the meta device, with shapes only or with temporary parameter values.
 
-In a sketch, values that depend on a parameter have a shape and a dtype but no numbers; all others (the batch,
-positions, masks, buffers) are computed as usual, so the forward takes the same branches as in a real run. If Python
-asks for a number that depends on a parameter (an `if`, `.item()`, the tokens of an expert), the sketch ends, and the
-forward runs with numbers: each parameter is created when an operation needs it, and freed afterwards.
+In `meta_forward`, tensors that depend on a parameter are meta tensors: they have a shape and a dtype but no values. All
+others (the batch, positions, masks, buffers) are computed as usual, so the forward takes the same branches as in a real
+run. If Python reads a value that depends on a parameter (an `if`, `.item()`, the tokens of an expert), `UnknownNumber`
+is raised. Then `lend_parameters` runs the forward with values: each parameter is created when an operation needs it,
+and freed afterwards.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,15 +30,15 @@ Make = Callable[[int], Tensor]
 
 
 class UnknownNumber(BaseException):
-    """A request for a number that a sketch does not have. No `Exception`, so that a forward's `except` misses it."""
+    """A read of a value that `meta_forward` does not have. It is no `Exception`, so a forward's `except` ignores it."""
 
 
 @contextmanager
 def meta_forward(device: torch.device) -> Iterator[None]:
-    """Run forwards as sketches inside this context; tensors without memory report that they are on `device`.
+    """Run forwards with meta tensors inside this context; they report that they are on `device`.
 
     Raises:
-        UnknownNumber: a number that depends on a parameter was requested.
+        UnknownNumber: the forward read a value that depends on a parameter.
     """
     with _Sketch(device), AsIfOn(device, _refused):
         yield
@@ -47,7 +48,7 @@ def meta_forward(device: torch.device) -> Iterator[None]:
 def lend_parameters(make: Make, *, device: torch.device) -> Iterator[None]:
     """Run forwards with real parameter values inside this context.
 
-    `make` returns the whole tensor of a storage by its key; the last one is cached.
+    `create_tensor` returns the full tensor for the key of a storage; the last one is cached.
     """
     lender = _Lend(make, device)
     with lender, AsIfOn(device, lender.read):
@@ -55,9 +56,9 @@ def lend_parameters(make: Make, *, device: torch.device) -> Iterator[None]:
 
 
 class _Sketch(TorchDispatchMode):
-    """A dispatch mode that runs operations on tensors without numbers on the meta device, and all others for real.
+    """A dispatch mode that runs operations on unknown values on the meta device, and all others on real tensors.
 
-    A real tensor that is overwritten with unknown values has no valid numbers any more; its storage is in `_lost`.
+    `_lost` contains the storages of real tensors that were overwritten with unknown values.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,7 +67,7 @@ class _Sketch(TorchDispatchMode):
         self._lost = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation, for real or on the meta device."""
+        """Run one operation, on real tensors or on the meta device."""
         kwargs = dict(kwargs or {})
         given = tensors_in((args, kwargs))
         if not any(self._is_unknown(tensor) for tensor in given):
@@ -92,7 +93,7 @@ class _Sketch(TorchDispatchMode):
             raise UnknownNumber(f"what {name_of(func)} gives") from error
 
     def _makes_known(self, func: Any, given: list[Tensor]) -> bool:
-        """Return True if the operation overwrites a whole tensor with known numbers."""
+        """Return True if the operation overwrites a full tensor with known values."""
         target, *others = given
         is_all = target.nbytes == target.untyped_storage().nbytes() and 0 not in target.stride()
         if name_of(func) not in OVERWRITING or not is_all or any(self._is_unknown(tensor) for tensor in others):
@@ -105,7 +106,7 @@ class _Sketch(TorchDispatchMode):
 
 
 class _Lend(TorchDispatchMode):
-    """A dispatch mode that gives an operation real memory for each parameter; views of parameters stay without."""
+    """A dispatch mode that passes real tensors to each operation; views of parameters stay on the meta device."""
 
     def __init__(self, make: Make, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -120,7 +121,7 @@ class _Lend(TorchDispatchMode):
         return func(*map_arguments(args, self._real), **map_arguments(kwargs, self._real))
 
     def real(self, tensor: Tensor) -> Tensor:
-        """Return the numbers of a parameter, or of a view of one."""
+        """Return the values of a parameter, or of a view of one."""
         view = RecordedView.of(tensor)
         if self._last is None or self._last[0] != view.memory:
             self._last = None
@@ -131,7 +132,7 @@ class _Lend(TorchDispatchMode):
         )
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the numbers of a parameter that Python reads directly, hidden from other dispatch modes."""
+        """Return the values of a parameter that Python reads directly, hidden from other dispatch modes."""
         with hide_from_modes():
             return self.real(tensor)
 
@@ -144,7 +145,7 @@ def _refused(_: Tensor) -> Tensor:
 
 
 def _here(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Replace the meta device by `device`: torch creates new tensors where a parameter is."""
+    """Replace the meta device by `device`, since a forward creates new tensors on a parameter's device."""
     where = kwargs.get("device")
     return {**kwargs, "device": device} if isinstance(where, torch.device) and where.type == "meta" else kwargs
 
@@ -156,5 +157,5 @@ def _is_view(func: Any) -> bool:
 
 
 def _is_written(func: Any) -> bool:
-    """Return True if the operation returns what it has written to."""
+    """Return True if the operation returns the tensors that it writes to."""
     return all(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)

@@ -1,4 +1,4 @@
-"""A model without memory: its recording, the comparison of two builds, and replacement of its tensors."""
+"""A model on the meta device: its recording, the comparison of two builds, and the replacement of its tensors."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -19,7 +19,11 @@ _DEEPEST = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedModel:
-    """A model built without memory; `loose` names random tensors that are neither parameter nor buffer."""
+    """A model built on the meta device, and the tape of its constructor.
+
+    `views` locate the recorded tensors on the tape; `real_tensors` were not recorded. `unregistered_names` are random
+    tensors that are neither parameter nor buffer; `doubts` are reasons why a plain build may differ.
+    """
 
     model: nn.Module
     tape: InitTape
@@ -35,10 +39,10 @@ class RecordedModel:
 
 
 def record(build: Callable[[], nn.Module], *, seed: int) -> RecordedModel:
-    """Build a model without memory, and record the operations.
+    """Build a model on the meta device, and record the operations.
 
     Raises:
-        Unrecordable: the constructor cannot run so; the text says why and where.
+        Unrecordable: the constructor cannot run on the meta device; the text gives the reason and the line.
     """
     tape = InitTape(seed=seed)
     try:
@@ -67,7 +71,7 @@ def tensor_bytes(model: nn.Module) -> int:
 
 
 def release_memory(model: nn.Module) -> nn.Module:
-    """Free all memory of the model; the tensors' types, attributes and ties stay."""
+    """Move the model to the meta device; the tensors' types, attributes and ties stay unchanged."""
     tensors = named_tensors(model)
     refuse_hooks(tensors)
     put_tensors(model, {name: empty_like(tensor) for name, tensor in tensors.items()})
@@ -75,7 +79,7 @@ def release_memory(model: nn.Module) -> nn.Module:
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """Return the same tensor without memory."""
+    """Return the same tensor on the meta device."""
     return with_data(tensor, tensor.detach().to("meta"))
 
 
@@ -87,7 +91,7 @@ def with_data(like: Tensor, data: Tensor) -> Tensor:
 
 
 def put_tensors(model: nn.Module, news: Mapping[str, Tensor]) -> None:
-    """Replace the tensors with these (first) names, also where they are tied, or held in lists and dicts."""
+    """Replace the tensors with these first names everywhere: also tied ones, and those in lists and dicts."""
     old = named_tensors(model)
     change = {id(old[name]): tensor for name, tensor in news.items()}
     for module in model.modules():
@@ -101,7 +105,7 @@ def put_tensors(model: nn.Module, news: Mapping[str, Tensor]) -> None:
 
 
 def _filled(model: nn.Module, tape: InitTape, *, own: set[int]) -> Iterator[str]:
-    """Give real values to tensors in plain attributes, and yield the names of those that depend on draws."""
+    """Compute the tensors in plain attributes, and yield the names of those that depend on random draws."""
     for prefix, module in model.named_modules():
         for name, holder, place, tensor in list(_attributes(module)):
             if id(tensor) in own or not has_no_memory(tensor):
@@ -131,7 +135,7 @@ def _held(name: str, holder: Any, place: Any, value: Any, *, depth: int) -> Iter
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """Return a description by which to compare builds: tensors with types, shapes and ties, modules with values."""
+    """Return a description for comparing builds: types, shapes and ties of tensors, classes and values of modules."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     for name, tensor in [
@@ -159,7 +163,7 @@ def digest(description: Mapping[str, str]) -> str:
 
 
 def _plain(value: Any, depth: int) -> str:
-    """Return a value as text if it is a number, a string, or a nest of them; else an empty string."""
+    """Return a value as text if it is a number, a string, or a nested container of them; else an empty string."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if depth and isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Distribution of start values from the one rank of each node that has built the model."""
+"""Distribution of initial values from the one rank of each node that has built the model."""
 
 import hashlib
 import json
@@ -17,23 +17,25 @@ from paceline.parallel.module_access.shard_spec import Parts, ShardSpec
 
 
 def nodes_of(world: World) -> list[list[int]]:
-    """Return the ranks of each node, of which the first builds.
+    """Return the ranks of each node; the first one builds the model.
 
-    Ranks are on one node if their global rank minus local rank is equal.
+    Two ranks are on the same node if global rank minus local rank is equal.
     """
     starts = world.gather_json(_global_rank(world) - world.local_rank)
     return [[rank for rank, start in enumerate(starts) if start == node] for node in dict.fromkeys(starts)]
 
 
 def first_of_node(world: World) -> bool:
-    """Return True if this rank builds for its node."""
+    """Return whether this rank builds the model for its node."""
     return any(ranks[0] == world.rank for ranks in nodes_of(world))
 
 
 def same_models(
     model: nn.Module, *, build: Callable[[], nn.Module], is_plain: bool, reason: str, world: World
 ) -> tuple[nn.Module, list[str]]:
-    """Return a model without memory that equals rank 0's; in doubt it is built for real, and its memory freed.
+    """Return a model on the meta device that is equal to rank 0's.
+
+    If the recorded model may differ, build a real one and free its memory.
 
     Raises:
         DesyncError: the models still differ.
@@ -54,10 +56,10 @@ def same_models(
 
 
 def refuse_unequal(model: nn.Module, *, world: World) -> None:
-    """Check that all ranks have recorded the same model, if none has built it.
+    """Check that all ranks have recorded the same model.
 
     Raises:
-        DesyncError: names what differs.
+        DesyncError: the models differ; the message names the difference.
     """
     mine = _tensors(described(model))
     if len(set(world.gather_json(digest(mine)))) > 1:
@@ -76,7 +78,7 @@ def _refuse_others(mine: dict[str, str], theirs: dict[str, str], world: World) -
 
 
 def _tensors(description: dict[str, str]) -> dict[str, str]:
-    """Return the tensors of a description, without other values, which may be specific to a process (an id, a path)."""
+    """Return only the tensors of a description; other values may be specific to a process (an id, a path)."""
     return {n: v for n, v in description.items() if v.startswith("tied to ") or v.endswith(("trainable", "constant"))}
 
 
@@ -88,7 +90,7 @@ def _first_difference(mine: dict[str, str], theirs: dict[str, str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeBroadcast:
-    """Values that the node's first rank holds, and frees as it sends them."""
+    """Initial values that the node's first rank holds, and frees as it sends them."""
 
     model: nn.Module
     held: dict[str, Tensor]
@@ -96,7 +98,7 @@ class NodeBroadcast:
     apiece: bool = False
 
     def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
-        """Return this rank's parts, received one by one; only the first rank ever holds more than its parts."""
+        """Return this rank's shards, received one by one; only the node's first rank holds full tensors."""
         world = self.world
         if world.world_size == 1:
             return {name: self._own(name, part) for name, part in parts.items() if part.local is not None}, []
@@ -117,7 +119,7 @@ class NodeBroadcast:
         return found, []
 
     def _asked(self, ranks: list[int], parts: Parts) -> dict[int, dict[str, ShardSpec]]:
-        """Return the parts that each rank of the node wants, on the first of them; the others send theirs."""
+        """Send this rank's shard specs to the node's first rank, which returns the specs of all its ranks."""
         if self.world.rank != ranks[0]:
             text = json.dumps({name: part.as_json() for name, part in parts.items()}).encode()
             self._to(torch.tensor([len(text)]), ranks[0])
@@ -140,7 +142,7 @@ class NodeBroadcast:
 
     @property
     def _wire(self) -> torch.device:
-        """Return the device to send tensors from: the CPU for gloo, which takes no others."""
+        """Return the device to send tensors from: the CPU for gloo, which supports no other device."""
         return torch.device("cpu") if "gloo" in self.world.backend else self.world.device
 
     def _own(self, name: str, part: ShardSpec) -> Tensor:
@@ -160,7 +162,7 @@ class NodeBroadcast:
         return (self._from(found, source) if part.numel else found).to(self.world.device)
 
     def _level(self, nodes: list[list[int]]) -> None:
-        """Overwrite values that differ between nodes with the first node's: other processors may draw other bits."""
+        """Overwrite values that differ between nodes, where the CPU type changes random bits, by the first node's."""
         if len(nodes) == 1:
             return
         world, firsts = self.world, [ranks[0] for ranks in nodes]

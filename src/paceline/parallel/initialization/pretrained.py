@@ -1,4 +1,4 @@
-"""Loading of a model whose weights are in files: each rank reads its own parts, and none builds or holds the whole."""
+"""Loading of a model whose weights are in files: each rank reads only its shards, and none builds the full model."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -16,21 +16,21 @@ Loaded = tuple[dict[str, Tensor], list[str]]
 
 @runtime_checkable
 class PretrainedModel(Protocol):
-    """A job's `model` that can build its skeleton without weights, and read parts of them."""
+    """A job's `model` that can build its skeleton without weights, and can read shards of them."""
 
     def skeleton(self) -> nn.Module:
         """Return the model as its constructor leaves it."""
 
     def load(self, model: nn.Module, parts: Parts) -> Loaded:
-        """Return this rank's parts of the tensors in the files, by the first name of each, and notes."""
+        """Return this rank's shards of the tensors in the files, by the first name of each, and notes."""
 
     def __call__(self) -> nn.Module:
-        """Return the whole model with its weights."""
+        """Return the full model with its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FromFiles:
-    """A source of parts from files; tensors that they lack (buffers, new heads) get the constructor's values."""
+    """A source of values from files; tensors that the files lack (buffers, new heads) get the constructor's values."""
 
     stored: PretrainedModel
     model: nn.Module
@@ -41,11 +41,11 @@ class FromFiles:
     apiece: bool = False
 
     def apart(self) -> "FromFiles":
-        """Return the same source for a model that will be sharded; it reads names and shapes from an unsharded copy."""
+        """Return the same source with an unsharded copy of the model, from which it reads names and shapes."""
         return replace(self, model=copy.deepcopy(self.model))
 
     def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
-        """Return this rank's parts, and notes."""
+        """Return this rank's shards, and notes."""
         found, notes = self.stored.load(self.model, parts)
         found = {name: value.to(self.device) for name, value in found.items()}
         for name, part in parts.items():
@@ -56,7 +56,7 @@ class FromFiles:
 
 
 def from_files(stored: PretrainedModel, *, seed: int, device: torch.device) -> tuple[FromFiles, list[str]]:
-    """Return the model without memory and its source; if it cannot be recorded, each rank builds the skeleton once."""
+    """Return the source of a model on the meta device; if it can't be recorded, each rank builds the skeleton once."""
     tape, views, notes = InitTape(seed=seed), dict[str, RecordedView](), list[str]()
     try:
         recorded = record(stored.skeleton, seed=seed)
@@ -70,7 +70,7 @@ def from_files(stored: PretrainedModel, *, seed: int, device: torch.device) -> t
 
 
 def whole_model(stored: PretrainedModel, *, seed: int) -> nn.Module:
-    """Return the whole model in this process."""
+    """Return the full model with its weights in this process."""
     source, _ = from_files(stored, seed=seed, device=torch.device("cpu"))
     tensors = named_tensors(source.model)
     wanted = {name: ShardSpec.all_of(tensor.shape) for name, tensor in tensors.items()}

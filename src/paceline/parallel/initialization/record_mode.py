@@ -1,7 +1,7 @@
-"""Recording of a build: its tensors have shapes but no memory, and each operation is added to a tape.
+"""Recording of a model's constructor: its tensors are meta tensors, and each operation is added to a tape.
 
 To the constructor they look like CPU tensors. Values that it reads (`.item()`, `.tolist()`, `.numpy()`, a comparison)
-are really computed, from the tape.
+are computed from the tape.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,20 +24,20 @@ from paceline.parallel.initialization.init_tape import (
 from paceline.torch_internals.dispatch_modes import TorchDispatchMode
 
 _CPU = torch.device("cpu")
-_ELSEWHERE = {"generator": None, "device": _CPU}  # values are computed on the CPU, from this library's streams
+_ELSEWHERE = {"generator": None, "device": _CPU}  # replay is on the CPU, with this package's random streams
 _READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 
 @contextmanager
 def record_init(tape: InitTape) -> Iterator[list[str]]:
-    """Record a build inside this context; yield a list of reasons why a plain build may differ, ideally empty."""
+    """Record a build inside this context; yield a list of reasons why a plain build may differ."""
     doubts: list[str] = []
     with _Record(tape, doubts) as record, AsIfOn(_CPU, record.read):
         yield doubts
 
 
 class AsIfOn(TorchFunctionMode):
-    """A function mode that makes tensors without memory report a device, stay on it, and be readable."""
+    """A function mode in which meta tensors report a real device, and reads call `read`."""
 
     def __init__(self, device: torch.device, read: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _Record(TorchDispatchMode):
             if draws:
                 self._doubts.append(f"it draws into a tensor that was made elsewhere ({name_of(func)})")
             return func(*args, **kwargs)
-        is_seen = name_of(func) == "_to_copy" and kwargs.get("device") == _CPU  # code inside torch reads the numbers
+        is_seen = name_of(func) == "_to_copy" and kwargs.get("device") == _CPU  # code inside torch reads the values
         if is_seen or returns_numbers(func):
             return self._for_real(func, args, kwargs)
         if name_of(func) == "resize_":
@@ -164,7 +164,7 @@ class _Record(TorchDispatchMode):
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Return True if the tensor has no memory, whatever device it reports."""
+    """Return True if the tensor is on the meta device, whatever device it reports."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.layout is torch.strided and tensor.untyped_storage().device.type == "meta"
 
@@ -189,7 +189,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _overwritten(func: Any, given: list[Tensor]) -> int | None:
-    """Return the storage that the operation overwrites completely, or None."""
+    """Return the storage that the operation fully overwrites, or None."""
     target = given[0] if given else None
     if target is None or not has_no_memory(target) or name_of(func) not in OVERWRITING:
         return None

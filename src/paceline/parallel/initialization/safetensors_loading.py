@@ -1,4 +1,4 @@
-"""Loading of weights from safetensors files directly into parts: only the boxes that this rank holds are read."""
+"""Loading of shards from safetensors files: each rank reads only the boxes of its shard specs."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class SafetensorsFolder:
-    """The tensors of a folder with one file, or several with an index; each is read only on request."""
+    """The tensors of a folder with one file, or with several and an index; a tensor is read only on request."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -35,12 +35,12 @@ class SafetensorsFolder:
         return tuple(self._slice(name).get_shape())
 
     def whole(self, name: str) -> Tensor:
-        """Return one whole tensor."""
+        """Return one full tensor."""
         found: Tensor = self._open(self._where[name]).get_tensor(name)
         return found
 
     def part(self, name: str, part: ShardSpec) -> Tensor:
-        """Return the values in the part's boxes."""
+        """Return one shard of a tensor."""
         assert part.local is not None
         if not part.shape:
             return self.whole(name)
@@ -103,23 +103,23 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 class WeightSource(Protocol):
-    """A rule for computing some of the model's tensors from those in the files."""
+    """A rule that computes some of the model's tensors from tensors in the files."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the tensors that it produces, by the model's names."""
+        """Return the shapes of the tensors that it computes, by the model's names."""
 
     @property
     def sources(self) -> Sequence[str]:
-        """Return the names in the files of the tensors that it reads."""
+        """Return the names of the tensors in the files that it reads."""
 
     def read(self, shelf: SafetensorsFolder, parts: Parts) -> dict[str, Tensor]:
-        """Return the parts of the tensors that it produces."""
+        """Return this rank's shards of the tensors that it computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopiedTensor:
-    """A tensor that is in the files unchanged, perhaps under another name."""
+    """A tensor that is in the files unchanged, possibly under another name."""
 
     name: str
     source: str
@@ -136,7 +136,7 @@ class CopiedTensor:
         return [self.source]
 
     def read(self, shelf: SafetensorsFolder, parts: Parts) -> dict[str, Tensor]:
-        """Return only the values in the part."""
+        """Return this rank's shard of the tensor."""
         return {self.name: shelf.part(self.source, parts[self.name])}
 
 
@@ -144,7 +144,7 @@ Recipes = Callable[[SafetensorsFolder], Sequence[WeightSource]]
 
 
 def as_they_are(shelf: SafetensorsFolder) -> Sequence[WeightSource]:
-    """Return recipes for files whose tensors have the model's names."""
+    """Return the rules for files whose tensors have the model's names."""
     return [CopiedTensor(name=name, source=name, shape=shelf.shape(name)) for name in shelf.names]
 
 
@@ -157,15 +157,15 @@ def load_into(
     new: Sequence[str] = (),
     ignored: Callable[[str], bool] = lambda _: False,
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return this rank's parts of the tensors in the files, by the first name of each, and notes.
+    """Return this rank's shards of the tensors in the files, by the first name of each, and notes.
 
     Args:
-        parts: by first name; a missing tensor is wanted whole.
+        parts: shard specs by first name; a tensor that is not listed is returned in full.
         new: prefixes of tensors that may be missing in the files.
-        ignored: tells which tensors of the files the model may lack.
+        ignored: returns whether the model may lack a tensor of the files.
 
     Raises:
-        CheckpointError: lists all tensors that are missing, unexpected, or of another shape.
+        CheckpointError: tensors are missing, unexpected, or of another shape; the message lists them.
     """
     shelf, tensors = SafetensorsFolder(folder), named_tensors(model)
     first = _first_names(model, tensors)
@@ -209,7 +209,7 @@ def _read(
             if value.dtype != dtype:
                 changed.setdefault(f"{str(value.dtype)[6:]} to {str(dtype)[6:]}", name)
             found[first[name]] = value.to(dtype)
-    notes = [f"weights: {kinds} on the way in ({name}, ...)" for kinds, name in changed.items()]
+    notes = [f"weights: cast from {kinds} while loading ({name}, ...)" for kinds, name in changed.items()]
     return found, notes
 
 
@@ -221,7 +221,7 @@ def _first_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, s
 
 
 def _expected(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names in the state dict; buffers that are not in it are rebuilt."""
+    """Return the names of tensors in the state dict; other buffers are computed by the constructor."""
     listed = set(model.state_dict(keep_vars=True))
     return [name for name in tensors if name in listed]
 

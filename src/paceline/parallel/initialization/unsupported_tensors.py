@@ -1,4 +1,4 @@
-"""Checks for tensors that no layout supports: overlapping parameters, sparse or nested tensors, NaN start values."""
+"""Checks for tensors that no layout supports: overlapping parameters, sparse or nested tensors, NaN initial values."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from paceline.torch_internals.private_api import storage_key
 
 
 def refuse_tensors(model: nn.Module) -> None:
-    """Raise if the model has an unsupported tensor, before anything is placed.
+    """Check, before placement, that the model has no unsupported tensor.
 
     Raises:
-        JobError: with the name, the likely cause and the line to write instead.
+        JobError: a tensor is not supported; the message names it.
     """
     _refuse_kinds(model)
     parameters = [(name, p) for name, p in model.named_parameters() if _has_numbers(p)]
@@ -48,9 +48,9 @@ def _refuse_kinds(model: nn.Module) -> None:
 
 
 def _refuse_overlap(tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise if parameters share memory: one weight would have two gradients and two optimizer states.
+    """Raise JobError if parameters share memory: a weight would have two gradients and two optimizer states.
 
-    A buffer on a parameter's memory is refused too: a weight without a gradient. Buffers alone may share theirs.
+    A buffer that shares memory with a parameter is refused too. Two buffers may share memory.
     """
     by_memory: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors:
@@ -92,7 +92,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
-    """Return the range of its storage that a tensor spans: the first element, and one past the last."""
+    """Return the range of storage offsets that a tensor spans: its first element, and one past its last."""
     start = int(tensor.storage_offset())
     return start, start + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 

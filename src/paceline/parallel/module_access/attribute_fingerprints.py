@@ -1,4 +1,4 @@
-"""Fingerprints of the state that modules keep in attributes: lists, helpers, generators, unregistered tensors."""
+"""Fingerprints of module attributes that hold state: lists, helper objects, generators, unregistered tensors."""
 
 import itertools
 import random
@@ -18,7 +18,7 @@ _MODULES_OWN = frozenset(vars(nn.Module()))
 def attribute_fingerprints(model: nn.Module) -> dict[str, Any]:
     """Return a comparable value for each attribute of `model`'s modules that a forward may change, by its name.
 
-    Parameters, buffers and submodules are left out, and tensors that take part in autograd: a forward returns those.
+    Parameters, buffers, submodules and tensors that require gradients are left out.
     """
     modules = dict(model.named_modules())
     return plain_state(modules) | {
@@ -43,7 +43,7 @@ def _fingerprint(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return [list(value.shape), hash(value.tobytes())]
     if isinstance(value, torch.Generator):
-        return hash(value.get_state().numpy().tobytes())  # of one draw, the sum of its parts can stay the same
+        return hash(value.get_state().numpy().tobytes())  # a checksum can stay the same after one draw
     if isinstance(value, np.random.Generator):
         return str(value.bit_generator.state)
     if isinstance(value, np.random.RandomState):

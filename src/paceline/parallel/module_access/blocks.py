@@ -1,4 +1,4 @@
-"""Search for a model's chain of repeated blocks, along which pipeline, remat, compile and sharding divide it."""
+"""Search for a model's chain of repeated blocks, the units of pipeline stages, remat, compilation and sharding."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ _LISTS = nn.ModuleList | nn.Sequential
 
 
 class NoChain(LayoutError):
-    """The error for a model whose blocks form no chain that could be cut; another way of cutting may work."""
+    """The error for a model whose blocks form no chain; it may still be split along its exported graph."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +28,13 @@ class Block:
 def find_blocks(model: nn.Module, *, listed: Sequence[str] | None = None) -> tuple[Block, ...]:
     """Return the model's blocks in registration order, or the modules that `listed` names, in its order.
 
-    A block is an entry of an outermost `nn.ModuleList` or `nn.Sequential` in which a class with submodules occurs
-    at least twice: decoder layers, an encoder's and then a decoder's, the stages of a ResNet. If there is no such
-    list, the blocks are the entries of the list with the most parameters, however different they are.
-    The result depends only on the model's structure: every rank finds the same.
+    A block is an entry of an outermost `nn.ModuleList` or `nn.Sequential` in which a class with submodules occurs at
+    least twice: decoder layers, encoder layers followed by decoder layers, the stages of a ResNet. If there is no such
+    list, the blocks are the entries of the list with the most parameters, even if their classes differ. The result
+    depends only on the model's structure, so it is the same on every rank.
 
     Raises:
-        LayoutError: nothing repeats, or a listed name is no module, is listed twice or lies inside another.
+        LayoutError: no block repeats; or a listed name is no module, is listed twice, or is inside another listed one.
     """
     if listed is not None:
         return _listed(model, listed)
@@ -70,7 +70,7 @@ def _listed(model: nn.Module, names: Sequence[str]) -> tuple[Block, ...]:
 
 
 def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the lists that lie in no repeating list; entries of non-repeating lists are searched too."""
+    """Yield the lists that are not inside a repeating list; entries of non-repeating lists are searched too."""
     if isinstance(module, _LISTS) and len(module) > 1:
         yield name, module
         if _repeats(module):
@@ -80,7 +80,7 @@ def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _entries(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return each entry with its key; a module registered twice appears twice, so that its second call is seen."""
+    """Return each entry with its key; a module that is registered twice appears twice, because it is called twice."""
     return [(key, child) for key, child in module._modules.items() if child is not None]
 
 

@@ -1,4 +1,4 @@
-"""Broadcast of rank 0's initial weights and buffers, after a check that all ranks built the same model."""
+"""Broadcast of rank 0's initial weights and buffers, after a check that all ranks have built the same model."""
 
 import hashlib
 
@@ -11,7 +11,7 @@ from paceline.parallel.module_access.tensor_access import copy_into
 
 
 def broadcast_initial(model: nn.Module, *, world: World) -> list[str]:
-    """Broadcast rank 0's weights and buffers; return the names that had differed on this rank.
+    """Broadcast rank 0's weights and buffers; return the names of the tensors that differed on this rank.
 
     Raises:
         DesyncError: the ranks' models have different parameters; a broadcast would mix them up or hang.
@@ -19,7 +19,7 @@ def broadcast_initial(model: nn.Module, *, world: World) -> list[str]:
     _check_structure(model, world)
     differed = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        mine = tensor.detach().clone(memory_format=torch.contiguous_format)  # an expanded tensor has no own memory
+        mine = tensor.detach().clone(memory_format=torch.contiguous_format)  # an expanded tensor shares memory
         theirs = world.broadcast(mine.clone())
         if not _same_bits(mine, theirs):
             copy_into(tensor.data, theirs)

@@ -1,16 +1,16 @@
-"""Numbers in module attributes that a training forward changes, with the values of one process on every rank.
+"""Numbers in module attributes that a training forward changes, kept equal to those of one process on every rank.
 
-In one process a count such as `self.calls += 1` goes through all microbatches in order. A rank that runs every second
-one would count half of them, and whatever a forward derives from the count would differ: a warm-up factor, a layer that
-is frozen after some calls. If each microbatch adds the same integer to a number, its value before microbatch j is
-that before the step plus j times the integer, so each rank sets it before each forward. Every step checks that this
-held; the step in which it is found, or no longer holds, is repeated.
+In one process a counter such as `self.calls += 1` counts all microbatches. A rank that runs only every second one would
+count half of them, and all values that a forward derives from the counter would differ: a warm-up factor, a layer that
+is frozen after some calls. If each microbatch adds the same integer to a number, its value before microbatch j is its
+value before the step plus j times that integer. So each rank sets it before each forward. Every step checks this rule;
+a step in which such a number is discovered, or breaks the rule, is rerun.
 
-No rank can compute other changes alone (a factor that decays, a cycle). They are each rank's own, and are reported,
-unless forwards run one after another and pass them on.
+A rank can't compute other changes alone (a factor that decays, a cycle). The values then differ between ranks, which is
+reported, unless forwards run sequentially and send the values from rank to rank.
 
-`ModuleNumbers` finds the numbers, `ForwardNumbers` follows them, and `NumberTape` does so in steps that fold
-no norm statistics; `running_statistics` does it where there are some.
+`ModuleNumbers` finds the numbers and `ForwardNumbers` tracks them through the steps. `NumberTape` uses it for models
+without norm statistics, `running_statistics` for models with them.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ _MOST_REPEATS = 3
 _TORCHS = frozenset({"_is_full_backward_hook"})
 _KINDS: tuple[type, ...] = (type(None), bool, int, float)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
-_LARGEST = 2**53  # float64 can't hold all larger integers
+_LARGEST = 2**53  # float64 can't represent all larger integers
 MISSING = "missing"
 WIDTH = 2
 
@@ -41,9 +41,10 @@ Number = None | bool | int | float | tuple[int, float]
 class ModuleNumbers:
     """The attributes of `model`'s modules that are numbers, None, or tensors of one number in CPU memory.
 
-    Attributes that a forward adds are included. An attribute's name is its module's FQN and its own. `keep` remembers
-    all; `put_back` restores them. If that unsets a flag, or a handle, the hooks that its module added since go with it,
-    because a forward that installs hooks once installs them again. `but` gives the attributes of a module to ignore.
+    Attributes that a forward adds are included. An attribute's name is its module's FQN plus its attribute name.
+    `snapshot` saves all values; `restore` restores them. If it unsets a flag or a hook handle, it also removes the
+    hooks that the module has added since, because the forward installs them again. `ignored` returns the attributes of
+    a module to ignore.
     """
 
     def __init__(self, model: nn.Module, *, but: Callable[[nn.Module], Container[str]] = lambda _: ()) -> None:
@@ -60,14 +61,14 @@ class ModuleNumbers:
         self.keep()
 
     def keep(self) -> None:
-        """Remember the current values."""
+        """Save the current values."""
         self._find()
         self._objects = {name: attributes.get(key, MISSING) for name, (attributes, key) in self._places.items()}
         self._of_tensors = {n: _number(value) for n, value in self._objects.items() if type(value) is Tensor}
         self._hook_number, self._kept_contents = next_hook_number(), self._contents
 
     def put_back(self) -> None:
-        """Restore the remembered values, and remove attributes that were added since."""
+        """Restore the saved values, and remove attributes that were added since."""
         hooks = self._take_handles_back()
         for name in self.changed():
             if self._is_set_since(name):
@@ -79,9 +80,9 @@ class ModuleNumbers:
         remove_hooks(hooks)
 
     def installs(self, name: str) -> bool:
-        """Return True if the attribute is a flag that was set since `keep`, together with something that was added.
+        """Return whether a forward has set this flag since `snapshot`, and has installed hooks, buffers or objects.
 
-        A forward then installs hooks, buffers or objects once: the flag is wrong on a rank that hasn't got them.
+        Such a flag must not be copied to a rank that has not installed them.
         """
         if not self._is_set_since(name):
             return False
@@ -91,7 +92,7 @@ class ModuleNumbers:
         return has_object or bool(self._new_hooks_with(name))
 
     def changed(self) -> list[str]:
-        """Return the names of the attributes that are another number than remembered, or are new."""
+        """Return the names of the attributes that are new or have a different number than the saved one."""
         self._find()
         kept = self._objects
         others = [  # a number that is the same object has not changed
@@ -102,11 +103,11 @@ class ModuleNumbers:
         return [name for name in others if self.value(name) != MISSING and not _same(self.kept(name), self.value(name))]
 
     def kept(self, name: str) -> Number | str:
-        """Return the remembered value of an attribute, `MISSING` if there was none."""
+        """Return the saved value of an attribute, `MISSING` if it did not exist."""
         return self._of_tensors[name] if name in self._of_tensors else _number(self._objects.get(name, MISSING))
 
     def value(self, name: str) -> Number | str:
-        """Return the value of an attribute, `MISSING` if there is none, or none that is a number."""
+        """Return the value of an attribute, `MISSING` if it does not exist or is not a number."""
         attributes, attribute = self._places[name] if name in self._places else self._place(name)
         return _number(attributes.get(attribute, MISSING))
 
@@ -124,7 +125,7 @@ class ModuleNumbers:
             attributes[attribute] = value
 
     def encode(self, names: Sequence[str]) -> list[float]:
-        """Return `WIDTH` numbers for each attribute, which float64 holds exactly: its type and its value.
+        """Return `WIDTH` numbers for each attribute, exact in float64: its type and its value.
 
         The type is -1 for an attribute that is missing.
         """
@@ -149,7 +150,7 @@ class ModuleNumbers:
                 self.assign(name, None if kind == 0 else _KINDS[kind](value))
 
     def _find(self) -> None:
-        """List the attributes that are numbers, again if a module has got or lost one."""
+        """Find the attributes that are numbers; search again only if a module has more or fewer attributes."""
         sizes = [_size(attributes) for attributes in self._modules.values()]
         if sizes != self._sizes:
             self._sizes = sizes
@@ -163,7 +164,7 @@ class ModuleNumbers:
             self._places = {**self._places, **found}
 
     def _is_set_since(self, name: str) -> bool:
-        """Return whether the attribute is a flag that was set since `keep`; the module's mode is none."""
+        """Return whether the attribute is a flag that was set since `snapshot`; `training` is no such flag."""
         is_mode = name.rpartition(".")[2] == "training"
         return not is_mode and self.value(name) is True and self.kept(name) in (MISSING, False)
 
@@ -177,7 +178,7 @@ class ModuleNumbers:
         return [(table, number) for table, number in hooks if number in taken]
 
     def _new_hooks_with(self, flag: str) -> list[Hook]:
-        """Return the hooks that the module of this attribute, or a module below it, was given since `keep`."""
+        """Return the hooks that were registered on the attribute's module or its submodules since `snapshot`."""
         return new_hooks(self._model, since=self._hook_number, under=_module_of(flag))
 
     def _place(self, name: str) -> tuple[dict[str, Any], str]:
@@ -186,12 +187,13 @@ class ModuleNumbers:
 
 
 class ForwardNumbers:
-    """The numbers that forwards of `model` change, followed through the steps of the ranks of `world`.
+    """The numbers that forwards of `model` change, tracked through the steps of the ranks of `world`.
 
-    Call `begin`, then `at(j)` before each forward, then `is_settled`; if any rank's returned False, `agree` on all.
+    Call `begin`, then `set_microbatch(j)` before each forward, then `changed_as_expected`. If it returns False on any
+    rank, call `agree_on_changes` on all ranks.
 
-    `always`: look for new ones in every step; otherwise only in early steps, since the model has thousands of numbers.
-    `reported_elsewhere`: names that no note of this class mentions.
+    `always`: search for new numbers in every step; otherwise only in early steps, since a model has thousands.
+    `reported_elsewhere`: names that the notes of this class don't mention.
     """
 
     def __init__(self, model: nn.Module, *, world: World, always: bool, reported_elsewhere: Iterable[str] = ()) -> None:
@@ -214,18 +216,18 @@ class ForwardNumbers:
 
     @property
     def carried(self) -> list[str]:
-        """The names of the attributes that forwards change, the same list on every rank."""
+        """The names of the attributes that forwards change; the list is the same on every rank."""
         return [*self._increments, *self._others]
 
     @property
     def is_watched(self) -> bool:
-        """Return whether this step's changes must be checked, on all ranks alike."""
+        """Return whether this step's changes must be checked; the result is the same on all ranks."""
         if self._world.world_size == 1:
             return False
         return self._always or bool(self._increments) or self._is_early(self._steps + 1)
 
     def begin(self, *, num_micro: int, again: bool) -> None:
-        """Start a step of `num_micro` microbatches over all ranks; when it is repeated, restore the numbers first."""
+        """Start a step of `num_micro` microbatches over all ranks; if it is a rerun, restore the numbers first."""
         if again:
             self.numbers.put_back()
         else:
@@ -237,9 +239,9 @@ class ForwardNumbers:
             self._fingerprints = attribute_fingerprints(self._model)
 
     def at(self, microbatch: int | None, *, sets: bool = True) -> None:
-        """Set the counts that one process has in this microbatch; None for a stand-in that doesn't count.
+        """Set the numbers to those of one process before this microbatch; None for a stand-in that doesn't count.
 
-        Without `sets` the numbers come from the rank of the previous microbatch.
+        Without `sets` the numbers were received from the rank of the previous microbatch.
         """
         if not self._num_micro:
             return
@@ -251,7 +253,7 @@ class ForwardNumbers:
                 self.numbers.assign(name, self._values.get((name, microbatch), self._expected(name, microbatch)))
 
     def is_settled(self, *, relayed: bool = False) -> bool:
-        """Return whether this rank's forwards changed numbers only as expected. `relayed`: ranks passed them on."""
+        """Return whether this rank's forwards changed numbers as expected. `is_relayed`: other ranks sent them."""
         self._leave()
         names = self._increments if not relayed else ()
         self._broken = [
@@ -269,14 +271,14 @@ class ForwardNumbers:
         return not (self._broken or self._found)
 
     def agree(self, *, relayed: bool = False) -> bool:
-        """Agree on all ranks about the numbers that `is_settled` found; return False if the step must be repeated."""
+        """Agree with all ranks on how each new number changes; return False if the step must be rerun."""
         told = self._world.gather_json([len(self._ran), self._found, self._broken])
         seen = [found for runs, found, _ in told if runs]
         broken = sorted({name for *_, names in told for name in names})
         counts = False
         for name in sorted({name for found in seen for name in found}):
             increment, *rest = [found.get(name) for found in seen]
-            is_first = self._always or self._steps < _FIRST_STEPS  # else ranks may have counted by themselves before
+            is_first = self._always or self._steps < _FIRST_STEPS  # later, ranks may already have different counts
             if increment and is_first and all(other == increment for other in rest) and self._repeats < _MOST_REPEATS:
                 self._increments[name] = increment
                 counts = True
@@ -289,7 +291,7 @@ class ForwardNumbers:
         return not (counts or broken or relayed)
 
     def end(self, *, relayed: bool = False) -> str:
-        """Set the numbers to those after all microbatches; return a note about those that are each rank's own."""
+        """Set the numbers to those after all microbatches; return a note about those that differ between ranks."""
         if not self._num_micro:
             return ""
         self._leave()
@@ -300,7 +302,7 @@ class ForwardNumbers:
             for name in self._increments:
                 self.numbers.assign(name, self._expected(name, self._num_micro))
         own += sorted(self._changed)
-        if self._steps < _FIRST_STEPS:  # what a first forward sets for good does no harm
+        if self._steps < _FIRST_STEPS:  # an attribute that only the first forward sets is harmless
             return ""
         own = [name for name in dict.fromkeys(own) if name not in self._silent and name not in self._told]
         self._told |= set(own)
@@ -308,17 +310,17 @@ class ForwardNumbers:
             return ""
         return (
             f"the forward changes {', '.join(own[:3])}{' and others' if len(own) > 3 else ''}, and each rank has its "
-            "own value: a later forward that depends on it is not one process's (a count, self.calls += 1, is "
-            "followed; Job(on_update=...) runs once a step on every rank)"
+            "own value: a later forward that depends on it differs from one process (a counter such as "
+            "self.calls += 1 is kept equal; Job(on_update=...) runs once a step on every rank)"
         )
 
     @staticmethod
     def _is_early(step: int) -> bool:
-        """Return True for the first steps, and then ever less often."""
+        """Return True for the first steps, and then for the powers of two."""
         return step <= _FIRST_STEPS or step & (step - 1) == 0
 
     def _leave(self) -> None:
-        """Note the numbers after a microbatch; one that returns to its value by the end of the step is seen too."""
+        """Record the numbers after a microbatch, to detect those that change back before the end of the step."""
         if self._current is not None:
             self._values |= {(name, self._current): self.numbers.value(name) for name in self._increments}
         if self._num_micro and self._ran and self._is_early(self._steps + 1):
@@ -334,7 +336,7 @@ class ForwardNumbers:
         return self._increments[name] * microbatch if microbatch else MISSING
 
     def _increment(self, name: str) -> int | None:
-        """Return what each forward of this rank may have added to an integer."""
+        """Return the integer that each forward of this rank may have added; None if it can't have."""
         start, now = self.numbers.kept(name), self.numbers.value(name)
         start = 0 if start == MISSING else start
         if type(start) is not int or type(now) is not int or not self._ran or (now - start) % len(self._ran):
@@ -343,9 +345,9 @@ class ForwardNumbers:
 
 
 class NumberTape:
-    """The tape where no norm statistics are folded, which sets and checks only numbers in module attributes.
+    """The tape of a model without norm statistics, which sets and checks only numbers in module attributes.
 
-    `over_batch`: the loss is over the whole batch, so each rank runs one forward, and numbers are not followed.
+    `over_batch`: the loss is over the full batch, so each rank runs one forward, and numbers are not tracked.
     """
 
     is_sequential = False
@@ -376,7 +378,7 @@ class NumberTape:
     def fold(self, *, num_micro: int) -> bool:
         """Set the numbers to those after `num_micro` microbatches.
 
-        Return False, on all ranks, if a forward counts in a way that was not known: the step must be repeated.
+        Return False, on all ranks, if a forward changes a number in an unexpected way: the step must be rerun.
         """
         if self._numbers.is_watched and not self._are_settled():
             return False

@@ -1,7 +1,7 @@
 """Hooks that a forward installs once, in its first call.
 
-When a step is repeated, the flag or the handle by which the forward knows that it has installed them is restored. The
-hooks have to go with it, or the repeated forward installs them twice.
+Before a step is rerun, the flag or the handle that marks the hooks as installed is restored. The hooks must be removed
+too, or the forward installs them twice.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,13 +13,13 @@ from torch.utils.hooks import RemovableHandle
 from paceline.torch_internals.private_api import hook_tables, next_hook_number
 
 Hook = tuple[dict[int, Callable[..., Any]], int]
-"""The table that has the hook, and the hook's number in it."""
+"""The table that contains the hook, and the hook's number in it."""
 
 
 def new_hooks(model: nn.Module, *, since: int, under: str = "") -> list[Hook]:
-    """Return the hooks with numbers from `since` on, of a module and those below it; this package's are left out.
+    """Return the hooks with numbers from `since` on, of a module and its submodules, without this package's hooks.
 
-    `under` is the module's FQN followed by a dot; it is empty for the whole model.
+    `prefix` is the module's FQN followed by a dot; it is empty for the model itself.
     """
     if next_hook_number() == since:
         return []
@@ -45,6 +45,6 @@ def new_handles(modules: Mapping[str, dict[str, Any]], *, since: int) -> Iterato
 
 
 def remove_hooks(hooks: list[Hook]) -> None:
-    """Remove hooks. A hook of a tied parameter is found in each module that has the parameter."""
+    """Remove hooks. A hook on a tied parameter is listed once for each module that has the parameter."""
     for table, number in hooks:
         table.pop(number, None)

@@ -1,4 +1,4 @@
-"""Deep copies of a user's model, even if its modules keep tensors of a forward."""
+"""Deep copies of a user's model, also if its modules store tensors of a forward."""
 
 import copy
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ from paceline.torch_internals.pytree import tensor_leaves
 def copy_model(model: nn.Module, *, shared: Iterable[Tensor] = ()) -> nn.Module:
     """Return a deep copy of the model that refers to the `shared` tensors instead of copying them.
 
-    A module may keep a tensor of its last forward (`self.aux_loss = ...`). torch refuses to copy such a non-leaf
-    tensor; the copy gets a detached clone.
+    A module may store a tensor of its last forward (`self.aux_loss = ...`). torch refuses to deep-copy such a non-leaf
+    tensor; the copy of the model gets a detached clone.
     """
     memo = {id(tensor): tensor for tensor in shared}
     for module in model.modules():

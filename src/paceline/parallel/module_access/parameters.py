@@ -36,10 +36,10 @@ def renumber_parameters(named: Sequence[NamedParameter]) -> list[NamedParameter]
 
 
 def make_buckets(named: Sequence[NamedParameter], *, bucket_bytes: int = BUCKET_BYTES) -> list[list[NamedParameter]]:
-    """Group parameters into buckets, last layers first, since backward finishes them first.
+    """Group parameters into buckets, last layers first, since backward computes their gradients first.
 
-    A large parameter has its own bucket and is reduced in place; the others share buckets of DDP's default sizes: a
-    small first one, so that sending starts early, then few large ones.
+    A large parameter gets a separate bucket and is reduced in place. The others share buckets of DDP's default sizes: a
+    small first one, so that communication starts early, then few large ones.
     """
     units: list[list[NamedParameter]] = []
     backwards = list(reversed(named))
@@ -54,8 +54,8 @@ def make_buckets(named: Sequence[NamedParameter], *, bucket_bytes: int = BUCKET_
 def passing_bytes(world: World) -> int:
     """Return the bucket size in bytes for buffers that are allocated and freed in every step.
 
-    It is smaller on CPU, since glibc returns blocks of more than 32 MiB to the system at every free: every page would
-    be cleared again in every step. Simulated ranks with the nccl backend count as GPUs.
+    It is smaller on a CPU, since glibc returns blocks of more than 32 MiB to the system at every free, and the system
+    then has to clear all pages in every step. Simulated ranks with the nccl backend count as GPUs.
     """
     return PASSING_BYTES if world.device.type == "cpu" and world.backend != "nccl" else BUCKET_BYTES
 
@@ -81,5 +81,5 @@ def _buckets(members: Sequence[NamedParameter], *, started: bool, full: int) -> 
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the tensor's elements."""
+    """Return the size of the tensor's elements in bytes."""
     return tensor.numel() * tensor.element_size()

@@ -1,7 +1,7 @@
-"""Specs of the part of a whole tensor that a rank holds, as boxes that map the local tensor into the whole one.
+"""Shard specs: the boxes that map a rank's local tensor into the full tensor.
 
-A rank that holds the whole tensor has one box; one that holds heads of a fused projection has several; one that holds
-nothing has no box. Each further split (tensor parallel, then sharded) narrows the boxes.
+A rank that holds the full tensor has one box; a rank that holds heads of a fused projection has several; a rank that
+holds nothing has none. Each further split (by tensor parallelism, then by rows) narrows the boxes.
 """
 
 import math
@@ -16,24 +16,24 @@ Place = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A box of shape `size` that begins at `whole` in the whole tensor and at `local` in this rank's."""
+    """A box of shape `size`, at `full_offset` in the full tensor and at `local_offset` in this rank's local tensor."""
 
     whole: Place
     local: Place
     size: Place
 
     def of_whole(self, tensor: Tensor) -> Tensor:
-        """Return the box's view of the whole tensor."""
+        """Return the box's view of the full tensor."""
         return _view(tensor, self.whole, self.size)
 
     def of_local(self, tensor: Tensor) -> Tensor:
-        """Return the box's view of this rank's tensor."""
+        """Return the box's view of this rank's local tensor."""
         return _view(tensor, self.local, self.size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """A rank's part of a tensor of `shape`; `local` is the local tensor's shape, None if the rank holds nothing."""
+    """A rank's shard of a full tensor of shape `shape`. `local_shape` is None if the rank holds nothing."""
 
     shape: Place
     local: Place | None
@@ -41,7 +41,7 @@ class ShardSpec:
 
     @staticmethod
     def all_of(shape: Sequence[int]) -> "ShardSpec":
-        """Return the spec of a rank that holds the whole tensor."""
+        """Return the spec of a rank that holds the full tensor."""
         size = tuple(shape)
         start = (0,) * len(size)
         return ShardSpec(shape=size, local=size, boxes=(Box(whole=start, local=start, size=size),))
@@ -65,7 +65,7 @@ class ShardSpec:
 
     @property
     def is_all(self) -> bool:
-        """Return whether the rank holds the whole tensor."""
+        """Return whether the rank holds the full tensor."""
         return self.local is not None and self.numel == math.prod(self.shape)
 
     @property
@@ -81,7 +81,7 @@ class ShardSpec:
         return ShardSpec(shape=self.shape, local=local, boxes=tuple(boxes))
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return a copy of this rank's part of the whole tensor."""
+        """Return a copy of this rank's shard of the full tensor."""
         assert self.local is not None
         found = whole.new_empty(self.local)
         for box in self.boxes:
@@ -89,7 +89,7 @@ class ShardSpec:
         return found
 
     def put(self, local: Tensor, *, into: Tensor) -> None:
-        """Write this rank's part to its place in the whole tensor."""
+        """Copy this rank's shard into the full tensor."""
         for box in self.boxes:
             box.of_whole(into).copy_(box.of_local(local))
 
@@ -113,13 +113,13 @@ Parts = Mapping[str, ShardSpec]
 
 
 def row_range(rows: int, *, place: int, places: int) -> tuple[int, int]:
-    """Return a place's row range, cut as `torch.chunk` and `fully_shard` do: the last may have fewer rows or none."""
+    """Return a rank's row range, as in `torch.chunk` and `fully_shard`: the last ranks may have fewer rows or none."""
     each = -(-rows // places) if rows else 0
     return min(place * each, rows), min((place + 1) * each, rows)
 
 
 def shard_rows(part: ShardSpec, *, place: int, places: int) -> ShardSpec:
-    """Return the spec of one place's rows of the local tensor's first dimension; a scalar counts as one row."""
+    """Return the spec of a rank's rows of the local tensor; a scalar counts as one row."""
     assert part.local is not None
     if not part.local:
         return part if place == 0 else ShardSpec(shape=part.shape, local=None, boxes=())

@@ -1,4 +1,4 @@
-"""Tensors whose parts lie on several ranks, and their bitwise exact assembly into whole tensors."""
+"""Tensors that are sharded over several ranks, and the bitwise exact gathering of full tensors."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from paceline.parallel.module_access.shard_spec import ShardSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTensor:
-    """This rank's part of a model tensor. `find` returns the current tensor, because forwards may replace buffers."""
+    """This rank's shard of a model tensor. `get_tensor` returns the current one, since forwards may replace buffers."""
 
     name: str
     part: ShardSpec
@@ -25,12 +25,15 @@ class LocalTensor:
 
     @property
     def tensor(self) -> Tensor | None:
-        """Return the detached tensor; None if the rank has no part of it."""
+        """Return the detached tensor; None if the rank has no shard of it."""
         return None if self.part.local is None else self.find().detach()
 
 
 class ShardedTensors:
-    """The tensors of all ranks. Every rank builds it with the same names; methods that communicate are collective."""
+    """A model's tensors, sharded over the ranks of `world`.
+
+    Every rank builds it with the same names. The constructor and the `gather_` methods are collective.
+    """
 
     def __init__(self, *, world: World, held: Sequence[LocalTensor]) -> None:
         self._world = world
@@ -57,15 +60,15 @@ class ShardedTensors:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Return whether every rank holds every tensor whole."""
+        """Return whether every rank holds all full tensors."""
         return all(part.is_all for parts in self._parts.values() for part in parts)
 
     def parts(self, name: str) -> list[ShardSpec]:
-        """Return every rank's part of a tensor."""
+        """Return every rank's shard spec of a tensor."""
         return self._parts[name]
 
     def copies(self, name: str) -> list[list[int]]:
-        """Return for each copy of a tensor the ranks whose parts form it."""
+        """Return for each copy of a tensor the ranks whose shards form it."""
         holders: dict[object, list[int]] = {}
         for rank, part in enumerate(self._parts[name]):
             if part.boxes:
@@ -74,12 +77,12 @@ class ShardedTensors:
         return [[ranks[copy % len(ranks)] for ranks in holders.values()] for copy in range(most)]
 
     def owns(self, name: str) -> bool:
-        """Return whether this rank owns its part of a tensor, that is, its part belongs to the first copy."""
+        """Return whether this rank owns its shard of a tensor, that is, whether the shard belongs to the first copy."""
         copies = self.copies(name)
         return bool(copies) and self._world.rank in copies[0]
 
     def whole(self, name: str, tensor: Tensor | None, *, copy: int = 0) -> Tensor:
-        """Return the whole tensor on every rank, assembled from each rank's part `tensor` (a gradient, a weight)."""
+        """Return the full tensor on every rank; `tensor` is this rank's shard of it (of a weight, a gradient)."""
         held, ranks = self.mine[name], self.copies(name)[copy]
         part = self._parts[name][self._world.rank]
         found = torch.zeros(part.shape, dtype=held.dtype, device=self._world.device)
@@ -87,23 +90,23 @@ class ShardedTensors:
             part.put(tensor.detach(), into=found)
         if len(ranks) == 1:
             return self._world.broadcast(found, source=ranks[0])
-        if found.numel():  # every byte comes from one rank only, so the sum adds only zeros
+        if found.numel():  # each byte is zero on all ranks but one, so the sum is exact
             self._world.all_reduce(found.view(-1).view(torch.uint8))
         return found
 
     def wholes(self, tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """Yield one whole tensor after another, so that a rank need not hold all of them at once."""
+        """Yield the full tensors one by one, so that no rank has to hold all of them at once."""
         for name in self.names:
             yield name, self.whole(name, tensors.get(name))
 
     def take(self, name: str, whole: Tensor) -> Tensor | None:
-        """Return this rank's part of a whole tensor, or None."""
+        """Return this rank's shard of a full tensor, or None."""
         part = self._parts[name][self._world.rank]
         return None if part.local is None else part.take(whole)
 
 
 def all_of(model: nn.Module) -> list[LocalTensor]:
-    """Return the parameters and buffers of a whole model."""
+    """Return the parameters and buffers of an unsharded model."""
     buffers = [_whole(model, name, tensor, is_buffer=True) for name, tensor in model.named_buffers()]
     return [
         *(_whole(model, name, parameter, is_buffer=False) for name, parameter in model.named_parameters()),
@@ -112,7 +115,7 @@ def all_of(model: nn.Module) -> list[LocalTensor]:
 
 
 def all_shares(named: Sequence[NamedParameter]) -> list[LocalTensor]:
-    """Return the parameters that optimizers hold whole."""
+    """Return the parameters of an unsharded optimizer."""
     return [
         LocalTensor(
             name=m.name,
@@ -136,7 +139,7 @@ def _live(model: nn.Module, name: str) -> Tensor:
 
 
 def _parts(one: LocalTensor, told: Sequence[Sequence[Any] | None]) -> list[ShardSpec]:
-    """Return every rank's part; ranks that sent the same object share one spec."""
+    """Return every rank's spec; ranks that sent the same object share one spec."""
     words = {id(each): each for each in told}
     whole = ShardSpec.all_of(one.part.shape)
     found = {place: whole if each is None else ShardSpec.from_json(each) for place, each in words.items()}

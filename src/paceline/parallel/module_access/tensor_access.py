@@ -1,11 +1,11 @@
-"""Helpers for tensors whose elements differ from their memory: expanded tensors and DTensors."""
+"""Helpers for tensors whose memory differs from their elements: expanded tensors and DTensors."""
 
 import torch
 from torch import Tensor
 
 
 def copy_into(target: Tensor, value: Tensor, *, non_blocking: bool = False) -> None:
-    """Copy `value` into `target`; on an expanded axis only the first position is written, as all share its memory."""
+    """Copy `value` into `target`; on an expanded axis only index 0 is written, since all indices share its memory."""
     for axis, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if size > 1 and stride == 0:
             target, value = target.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
@@ -25,7 +25,7 @@ def local_elements(tensor: Tensor) -> Tensor:
 
 
 def bits_checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of the raw bits modulo 2^64: equal for equal bits, cheap, in the tensor's own memory."""
+    """Return the sum of the raw bits modulo 2^64, computed on the tensor's device: a cheap checksum."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
     total = flat[:whole].view(torch.int64).sum() if whole else torch.zeros((), dtype=torch.int64, device=tensor.device)

@@ -1,4 +1,4 @@
-"""Calls of user code without side effects, as planning needs: afterwards the model is unchanged."""
+"""Calls of user code without side effects, for planning: afterwards the model is unchanged."""
 
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -27,12 +27,12 @@ _PLAIN = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 
 @contextmanager
 def side_effect_free(model: nn.Module, *, parameters: bool = True) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
-    """Restore the model's attributes, buffers and parameters and the random generators after forwards run inside.
+    """Restore the model's attributes, buffers, parameters and the random generators at the end of this context.
 
-    Attributes are values that modules keep in plain Python: numbers, strings, lists, dicts and sets (nested too),
-    tensors, arrays, generators, and unregistered modules; objects of other classes are not inspected. A parameter is
-    copied when an operation is about to write to it; the context yields these parameters with their old values.
-    Without `parameters`, writes to parameters are not detected.
+    Attributes are restored if they are numbers, strings, lists, dicts and sets (nested too), tensors, arrays,
+    generators, or unregistered modules; objects of other classes are not inspected. A parameter is copied when an
+    operation is about to write to it; the context yields these parameters with their old values. Without `parameters`,
+    writes to parameters are not detected.
     """
     weights = list(model.parameters()) if parameters else []
     memory = [(parameter, parameter.data) for parameter in weights]
@@ -54,10 +54,10 @@ def side_effect_free(model: nn.Module, *, parameters: bool = True) -> Iterator[l
 
 @contextmanager
 def call_stateless(function: object) -> Iterator[None]:
-    """Restore the Python state of a user's function after it is called inside.
+    """Restore the Python state of a user's function at the end of this context.
 
-    The state is its closure, or its object's attributes. Modules, and tensors and containers that are too large for a
-    running state, are assumed to be only read.
+    The state is the function's closure, or its object's attributes. Modules and large tensors and containers are
+    assumed to be read only.
     """
     kept = _Small()
     owner = getattr(function, "__self__", function)
@@ -72,7 +72,7 @@ def call_stateless(function: object) -> Iterator[None]:
 
 
 def plain_state(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Return the plain Python state of these modules: numbers, strings, and the content of containers and objects."""
+    """Return the modules' plain Python state: numbers, strings, and the contents of containers and objects."""
     known: dict[int, Any] = {}
     return {
         f"{name}.{key}".lstrip("."): plain_value(value, known)
@@ -92,7 +92,7 @@ def is_plain(value: Any) -> bool:
 
 
 def plain_value(value: Any, known: dict[int, Any]) -> Any:
-    """Return a comparable form of a value; a long container becomes its length, a value that is not plain its class."""
+    """Return a comparable form of a value: the length of a long container, the class name if it is not plain."""
     if isinstance(value, np.generic):
         return plain_value(value.item(), known)
     if isinstance(value, float | complex):
@@ -102,7 +102,7 @@ def plain_value(value: Any, known: dict[int, Any]) -> Any:
     if not is_plain(value):
         return type(value).__name__
     if id(value) not in known:
-        known[id(value)] = type(value).__name__  # for a container that holds itself
+        known[id(value)] = type(value).__name__  # for a container that contains itself
         inner = value if isinstance(value, (*_PLAIN, tuple, frozenset)) else vars(value)
         if len(inner) > _SHORT:
             known[id(value)] = len(inner)
@@ -135,7 +135,7 @@ class _Writes(DispatchMode):
 
 
 class _Kept:
-    """A snapshot of the values that modules keep, and how to restore each. `without`: storages that are skipped."""
+    """A snapshot of module attributes, with a function to restore each. `without`: storages that are skipped."""
 
     def __init__(self, without: Iterator[int]) -> None:
         self._known: dict[int, object] = {}
@@ -143,7 +143,7 @@ class _Kept:
         self._without = frozenset(without)
 
     def keep(self, value: Any) -> None:
-        """Remember a module, or a value of one, with everything inside it."""
+        """Save a module, or an attribute's value, with all values inside it."""
         if id(value) in self._known:
             return
         if isinstance(value, nn.Module):
@@ -161,7 +161,7 @@ class _Kept:
             self._undos.append(undo)
 
     def put_back(self) -> None:
-        """Restore all remembered values."""
+        """Restore all saved values."""
         for undo in self._undos:
             undo()
 
@@ -189,21 +189,21 @@ class _Kept:
 
 
 class _Small(_Kept):
-    """A snapshot without modules and without large values, large alone or together with earlier ones."""
+    """A snapshot without modules and without large values; the total size is limited too."""
 
     def __init__(self) -> None:
         super().__init__(iter(()))
         self._left = 16 * _MOST
 
     def keep(self, value: Any) -> None:
-        """Remember a value with everything inside it, unless it is too large."""
+        """Save a value with all values inside it, unless it is too large."""
         size = _size(value)
         if not isinstance(value, nn.Module) and size <= min(_MOST, self._left):
             self._left -= size
             super().keep(value)
 
     def keep_cells(self, cells: Sequence[CellType]) -> None:
-        """Remember the contents of a function's closure cells."""
+        """Save the contents of a function's closure cells."""
         for cell in cells:
             with suppress(ValueError):  # a cell that has no value yet
                 value = cell.cell_contents
@@ -222,7 +222,7 @@ def _size(value: Any) -> int:
 
 
 def _refill(value: Any, inner: list[Any]) -> None:
-    """Restore a container's content in the same order, unless it is unchanged."""
+    """Restore a container's contents in the same order, unless they are unchanged."""
     now = _inner(value)
     if len(now) == len(inner) and all(new is old for new, old in zip(now, inner, strict=True)):
         return

@@ -1,4 +1,4 @@
-"""Checks for user hooks on parameters: a layout that replaces a parameter by another tensor can't honour them."""
+"""Checks for user hooks on parameters: a layout that replaces a parameter by another tensor can't call them."""
 
 from collections.abc import Collection, Mapping
 
@@ -17,7 +17,7 @@ def hooked_in(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def hook_notes(hooked: Collection[str], *, counts_first: bool) -> list[str]:
-    """Return a warning about hooks on parameters where the loss is divided by its count after backward."""
+    """Return a warning about hooks on parameters if the gradient is divided by the sample count after backward."""
     if not hooked or counts_first:
         return []
     return [
@@ -28,7 +28,7 @@ def hook_notes(hooked: Collection[str], *, counts_first: bool) -> list[str]:
 
 
 def refuse_hooks(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse hooks on tensors of a model that is built without memory.
+    """Refuse hooks on tensors of a model that is built on the meta device.
 
     Raises:
         JobError: a tensor has a hook; the message names it.
@@ -44,7 +44,7 @@ def refuse_hooks(tensors: Mapping[str, Tensor]) -> None:
 
 
 def refuse_lost(hooked: Mapping[str, nn.Parameter], model: nn.Module, *, without: Collection[str], layout: str) -> None:
-    """Refuse a layout that replaced a hooked parameter by another tensor; those in `without` are on other ranks.
+    """Refuse a layout that replaced a parameter with hooks by another tensor. `absent_names` are on other ranks.
 
     Raises:
         LayoutError: a hooked parameter was replaced; the message names it.

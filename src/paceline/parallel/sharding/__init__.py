@@ -1,1 +1,1 @@
-"""Sharding of parameters, gradients and optimizer state: ZeRO and `fully_shard`."""
+"""Sharding of parameters, gradients and optimizer state: ZeRO stages 1 to 3, stage 3 on `fully_shard`."""

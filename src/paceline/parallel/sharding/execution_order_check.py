@@ -1,8 +1,8 @@
 """Check that all ranks gather the same FSDP units in the same order.
 
-Rows are gathered by position: if two ranks call different units of one shape, each silently gets rows of both. So
-every rank folds the units that it calls, and those that run backward, into one checksum, and the ranks compare their
-checksums once a step, before the update.
+All-gathers are matched by their order: if two ranks call different units of the same shape, each rank silently gets
+rows of both units. So each rank adds its unit gathers, forward and backward, to a checksum, and the ranks compare
+their checksums once a step, before the update.
 """
 
 import zlib
@@ -18,7 +18,7 @@ _KEPT = 4096
 
 
 class UnitOrderCheck:
-    """The record of one rank's unit gathers. `names` holds the units' names, indexed by unit number."""
+    """A check of the order in which ranks gather units. `names` holds the units' names, indexed by unit number."""
 
     def __init__(self, names: Sequence[str], *, world: World) -> None:
         self._names, self._world = tuple(names), world
@@ -26,7 +26,7 @@ class UnitOrderCheck:
         self._sent: tuple[Tensor, torch.cuda.Event | None, list[int]] | None = None
 
     def saw(self, number: int, *, backward: bool = False) -> None:
-        """Record that unit `number` is gathered now, for its forward or its backward."""
+        """Record that unit `number` is gathered, for its forward or its backward."""
         word = 2 * number + backward
         self._sum = zlib.crc32(word.to_bytes(4, "little"), self._sum)
         self._count += 1
@@ -34,7 +34,9 @@ class UnitOrderCheck:
             self._first.append(word)
 
     def compare(self) -> None:
-        """Compare the ranks' checksums, once a step on every rank; a GPU reads the previous step's, without waiting.
+        """Compare the ranks' checksums; every rank calls this once a step.
+
+        On a GPU it reads the result of the previous step's comparison, so that it does not wait for the device.
 
         Raises:
             DesyncError: the ranks have gathered different units, or in a different order.
@@ -69,12 +71,12 @@ class UnitOrderCheck:
             raise self._apart(self._world.gather_json(mine))
 
     def told(self) -> str:
-        """Return a description of this rank's progress in the step, for a report on ranks that wait for each other."""
+        """Return a description of this rank's progress in the step, for the report on a hang."""
         last = f", the last {self._said(self._first[-1])}" if self._first and self._count <= _KEPT else ""
         return f"has gathered units {self._count} times in this step{last}"
 
     def _apart(self, every: Sequence[Sequence[int]]) -> DesyncError:
-        """Return the error that names the first rank that differs from rank 0, and where; it is equal on every rank."""
+        """Return the error for the first rank that differs from rank 0; all ranks return the same error."""
         rank = next((r for r, own in enumerate(every) if list(own) != list(every[0])), 0)
         pairs = zip(every[0], every[rank], strict=False)
         place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(every[0]), len(every[rank])))

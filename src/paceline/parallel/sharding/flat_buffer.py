@@ -1,8 +1,8 @@
-"""Flat buffer layout: the rows of several parameters packed for one reduce-scatter or all-gather.
+"""Flat buffer layout: the rows of several parameters, packed for one reduce-scatter or all-gather.
 
-The buffer has one chunk for each place (rank of the shard group), all of one size. Members that are cut by rows begin
-at the same offset in every chunk, so that a whole tensor is copied in or out at once; a place with fewer rows leaves
-the end of its space unused. Members that have an owner follow, in that place's chunk only.
+The buffer has one chunk for each rank of the shard group, all of one size. Parameters that are split by rows have the
+same offset in every chunk, so that a full tensor is copied in or out at once; a rank with fewer rows leaves the end of
+its space unused. Parameters that one rank owns follow, in that rank's chunk only.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from paceline.torch_internals.private_api import copy_all
 
 
 class FlatBufferLayout:
-    """The flat buffer layout of one unit's parameters."""
+    """The layout of the parameters of one bucket in a flat buffer. `chunk_numel` is the size of one rank's chunk."""
 
     def __init__(self, members: Sequence[NamedParameter], *, cut: Mapping[str, RowSplit], places: int) -> None:
         self.members = list(members)
@@ -35,16 +35,16 @@ class FlatBufferLayout:
         self.chunk = max(ends)
 
     def empty(self, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a zero-filled buffer of shape (places, chunk)."""
+        """Return a zero-filled buffer of shape (num_shards, chunk_numel)."""
         return torch.zeros(self.places, self.chunk, dtype=dtype, device=device)
 
     def pieces(self, chunk: Tensor, *, place: int) -> list[Tensor]:
-        """Return flat views of a place's rows in its chunk, one per member."""
+        """Return flat views of a rank's rows in its chunk, one per parameter."""
         sizes = [each.numel(place) for each in self.cuts]
         return [chunk.narrow(0, o if n else 0, n) for o, n in zip(self._offsets, sizes, strict=True)]
 
     def pairs(self, position: int, buffer: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return matching views of the buffer and of a member's contiguous tensor, as pairs, in few pieces."""
+        """Return pairs of matching views of the buffer and of a parameter's contiguous tensor, as few as possible."""
         cut, offset, flat = self.cuts[position], self._offsets[position], tensor.view(-1)
         if cut.owner is not None:
             return [(buffer[cut.owner].narrow(0, offset, flat.numel()), flat)] if flat.numel() else []
@@ -55,19 +55,19 @@ class FlatBufferLayout:
         return [*found, (buffer[full].narrow(0, offset, rest.numel()), rest)] if rest.numel() else found
 
     def by_place(self, position: int, buffer: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield flat (buffer, tensor) views of a member's elements, place by place; strided rows are copied first."""
+        """Yield flat (buffer, tensor) views of a parameter's elements, rank by rank; strided rows are copied first."""
         for place, cut in enumerate([self.cuts[position]] * self.places):
             if cut.numel(place):
                 room = buffer[place].narrow(0, self._offsets[position], cut.numel(place))
                 yield room, cut.rows(tensor, place).reshape(-1)
 
     def put(self, chunk: Tensor, locals_: Sequence[Tensor], *, place: int) -> None:
-        """Copy a place's own tensors into its chunk."""
+        """Copy a rank's local tensors into its chunk."""
         pairs = [(p, t) for p, t in zip(self.pieces(chunk, place=place), locals_, strict=True) if t.numel()]
         copy_all([piece.view(tensor.shape) for piece, tensor in pairs], [tensor for _, tensor in pairs])
 
     def spread(self, buffer: Tensor, holders: Sequence[Tensor]) -> None:
-        """Copy every place's rows from the buffer into the whole tensors `holders`."""
+        """Copy all ranks' rows from the buffer into the full tensors."""
         pairs = []
         for position, holder in enumerate(holders):
             if holder.is_contiguous():
@@ -85,7 +85,7 @@ class FlatBufferLayout:
 
 
 def start_reduce_scatter(buffer: Tensor, *, out: Tensor, world: World) -> Callable[[], object]:
-    """Start to reduce-scatter `buffer` of shape (places, chunk) into each place's `out`; return the wait function."""
+    """Start the reduce-scatter of `buffer`, of shape (num_shards, chunk_numel), to `out`; return the wait function."""
     if world.group is None:
         out.copy_(buffer.view(-1))
         return _nothing
@@ -96,7 +96,7 @@ def start_reduce_scatter(buffer: Tensor, *, out: Tensor, world: World) -> Callab
 
 
 def start_all_gather(chunk: Tensor, *, out: Tensor, world: World) -> Callable[[], object]:
-    """Start to all-gather every place's chunk into `out` of shape (places, chunk); return the wait function."""
+    """Start the all-gather of all chunks to `out`, of shape (num_shards, chunk_numel); return the wait function."""
     if world.group is None:
         out.view(-1).copy_(chunk)
         return _nothing

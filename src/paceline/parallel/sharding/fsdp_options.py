@@ -14,10 +14,10 @@ from paceline.parallel.sharding.units import UnitChoice, units_of
 class FullySharded:
     """Options of full sharding. `units` chooses the modules whose parameters are gathered together.
 
-    `reshard`: whether a unit's parameters are freed between forward and backward; None frees all but the model's
-    own, which backward needs first. `prefetch`: how many units ahead are gathered; 0 leaves it to torch.
-    `params`: the dtype that parameters are gathered and used in; None keeps their own. `offload`: keep parameters,
-    gradients and optimizer state in host memory.
+    `reshard`: whether a unit's parameters are freed between forward and backward; None frees those of all units but
+    the root module, whose parameters backward needs first. `prefetch`: the number of units that are gathered ahead; 0
+    selects torch's default. `param_dtype`: the dtype in which parameters are gathered and used; None keeps each
+    parameter's dtype. `offload`: keep parameters, gradients and optimizer state in host memory.
     """
 
     units: UnitChoice = field(default_factory=UnitChoice)
@@ -28,7 +28,7 @@ class FullySharded:
 
 
 def fsdp_options(model: nn.Module, *, asked: Layout, how: PlacementSettings) -> FullySharded:
-    """Return the full-sharding options that the layout and the placement settings ask for."""
+    """Return the full-sharding options of a layout and its placement settings."""
     return FullySharded(
         units=units_of(how.units, model=model),
         reshard=how.reshard,

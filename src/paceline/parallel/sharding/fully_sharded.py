@@ -1,9 +1,9 @@
-"""ZeRO-3 on `fully_shard`: between uses each rank holds only its rows of every parameter.
+"""ZeRO-3 on `fully_shard`: between uses, each rank holds only its rows of every parameter.
 
-`fully_shard` gathers a unit's parameters before they are used and frees them afterwards. Gradients are taken from it
-as soon as autograd has written them, and added by the ZeRO-2 reducer: so exact mode, parameters without a gradient
-and replicas of the shards work as in ZeRO-2, and a unit may be any module. With replicas (hybrid sharding; Zhao et
-al., "PyTorch FSDP", VLDB 2023) only the sums of rows are exchanged between them.
+`fully_shard` gathers a unit's parameters before they are used and frees them afterwards. It does not reduce gradients:
+the ZeRO-2 reducer takes them as soon as autograd has written them. So exact mode, parameters without a gradient and
+replicas work as in ZeRO-2, and a unit may be any module. With replicas (hybrid sharding; Zhao et al., "PyTorch FSDP",
+VLDB 2023) each rank all-reduces the gradient sums of its rows over the replicas.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -34,7 +34,7 @@ from paceline.torch_internals.private_api import allocate_meta_tensors, is_view
 
 
 class DeferredRows(Protocol):
-    """A rank's rows of parameters without memory, by name: a dict, or an object that makes them when they are taken."""
+    """A rank's rows of parameters on the meta device, by name: a dict, or an object that creates them in `pop`."""
 
     def __contains__(self, name: object, /) -> bool: ...
 
@@ -53,14 +53,13 @@ def shard_fully(
     without: Collection[str] = (),
     rows: DeferredRows | None = None,
 ) -> Sharded:
-    """Shard the model in place; every rank holds the same whole weights before. On one rank nothing is sharded.
+    """Shard the model in place; before, every rank holds the same full weights. On one rank nothing is sharded.
 
-    `hollow` names the parameters that other pipeline stages hold. If it is given, even empty, the model's
-    forward is left before its end, and other forwards run before its backward: then parameters outside all units stay
-    gathered until the step's end.
-    Parameters named in `without` (experts) are not sharded. With `parts`, activations between units may be sharded
-    too. `rows` are this rank's rows by name, if the model's parameters have no memory yet; they are removed as they
-    are used.
+    `absent_names` are the parameters that other pipeline stages hold; None without a pipeline. In a pipeline the
+    model's forward stops before its end, and other forwards run before its backward; so parameters outside all units
+    stay gathered until the end of the step. `expert_names` are not sharded. With `base_specs`, the model is
+    tensor-parallel, and activations between units may be sharded too. `deferred_rows` are this rank's rows if the
+    parameters are on the meta device; they are removed as they are used.
 
     Raises:
         LayoutError: a parameter can't be sharded, or the model does not have a named unit.
@@ -103,11 +102,11 @@ def shard_fully(
 
 
 class _Settle:
-    """The step after an update: send scalars to every rank and free parameters that are still gathered, now outdated.
+    """The synchronization after an update: send scalars to every rank, and reshard units that are still gathered.
 
-    Backward usually frees them; after an evaluation, or for a model whose output hides its tensors, the model's own
-    stay gathered. With `is_left`, `fully_shard` believes that the forward still runs, and frees only what it frees
-    after forwards; so `reshard_after_forward` is switched on for the call.
+    Backward usually reshards them. After an evaluation, or if the model's output hides its tensors, the root unit stays
+    gathered, with outdated values. If the model `is_pipelined`, its forward has not ended for `fully_shard`, which then
+    reshards only units with `reshard_after_forward`; so this option is on during the call.
     """
 
     def __init__(self, model: nn.Module, spread: ParameterAllGather, *, is_left: bool) -> None:
@@ -134,7 +133,7 @@ def _wrap(
     is_left: bool,
     around: Sequence[Callable[[nn.Module], AbstractContextManager[None]]],
 ) -> UnitGuards:
-    """Apply `fully_shard` to the units and the model; the contexts `around` enclose each unit's hooks."""
+    """Apply `fully_shard` to the units and the model; it registers each unit's hooks inside the contexts `around`."""
     device = data.shard.device.type
     assert data.shard.group is not None
     mesh = DeviceMesh.from_group(data.shard.group, device, mesh_dim_names=("dp_shard",))
@@ -163,9 +162,10 @@ def _wrap(
 
 
 def row_parts(model: nn.Module, *, world: World, base: Parts | None = None) -> Parts:
-    """Return the part of each cut parameter that this rank of `world` will hold; scalars, whole on all, are left out.
+    """Return the shard spec of each parameter on this rank of `world`, without scalars, which are not sharded.
 
-    `base`: the parameters to cut, with the part of the whole that each already is; None: all of them, each whole.
+    `base_specs`: the parameters to shard, with their shard specs after tensor parallelism; None: all parameters, each
+    a full tensor.
     """
     before = {n: ShardSpec.all_of(p.shape) for n, p in model.named_parameters()} if base is None else base
     some = [(n, p) for n, p in model.named_parameters() if p.dim() and n in before]
@@ -184,7 +184,7 @@ def _fill(model: nn.Module, rows: DeferredRows, *, device: torch.device, without
 
 
 def _own_memory(output: Any) -> Any:
-    """Return `output` with views cloned: a write to a view drops the hook that gathers the unit again for backward."""
+    """Return `output` with views cloned: a write to a view would drop the hook that gathers the unit for backward."""
     if isinstance(output, Tensor):
         return output.clone() if output.requires_grad and is_view(output) else output
     if type(output) in (tuple, list):
@@ -198,7 +198,7 @@ def _own_memory(output: Any) -> Any:
 
 
 def _refuse_mixed(units: Sequence[nn.Module], model: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Raise LayoutError if a unit has parameters of several dtypes; they are gathered in one buffer."""
+    """Raise LayoutError if a unit has parameters of several dtypes: a unit is gathered in one buffer."""
     names = {p: name for name, p in model.named_parameters()}
     taken = set(ignored)
     for unit in units:
@@ -215,7 +215,7 @@ def _refuse_mixed(units: Sequence[nn.Module], model: nn.Module, ignored: set[nn.
 
 
 def _prefetch(model: nn.Module, ahead: int) -> None:
-    """Set prefetching of `ahead` units in module order, which is the forward order if blocks form a chain."""
+    """Set prefetching of `num_units` units in module order, which is the forward order if blocks form a chain."""
     units: list[FSDPModule] = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
     for place, unit in enumerate(units if ahead else ()):
         unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
@@ -223,7 +223,7 @@ def _prefetch(model: nn.Module, ahead: int) -> None:
 
 
 def _gathered(model: nn.Module, guards: UnitGuards) -> dict[str, nn.Parameter]:
-    """Return the unsharded parameters, to which autograd will write; each unit is gathered once to find them."""
+    """Return the unsharded parameters, to which autograd writes; each unit is gathered once to find them."""
     holders = dict(model.named_parameters())
     first = {id(p): name for name, p in holders.items()}
     found: dict[str, nn.Parameter] = {}
@@ -252,7 +252,7 @@ def _sharded_in(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
 def _share(
     member: NamedParameter, holder: nn.Parameter, cut: Mapping[str, RowSplit], place: int, base: Parts
 ) -> RowShard:
-    """Return this rank's share of a parameter: a view of the local storage that `fully_shard` gathers from."""
+    """Return this rank's shard of a parameter: a view of the local storage that `fully_shard` gathers from."""
     if not isinstance(holder, DTensor):
         return shares_of([member], cut=dict(cut), place=place, parts=base)[0]
     local = _local(holder)

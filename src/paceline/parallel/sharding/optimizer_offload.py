@@ -1,4 +1,4 @@
-"""Offload of optimizer state to host memory; it moves to the parameters' device only for the step."""
+"""Offload of optimizer state to host memory; it is on the parameters' device only during the step."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 def offload_state(optimizer: Optimizer) -> list[RemovableHandle]:
-    """Keep this optimizer's state on the host between steps; on a CPU nothing moves. Return the hook handles."""
+    """Keep the optimizer's state in host memory between steps, and return the hook handles."""
     return [
         optimizer.register_step_pre_hook(lambda o, *_: _move(o, home=False)),
         optimizer.register_step_post_hook(lambda o, *_: _move(o, home=True)),

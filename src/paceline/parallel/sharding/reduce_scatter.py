@@ -1,9 +1,9 @@
-"""Gradient reduce-scatter: each rank keeps only its own rows of the sums (ZeRO-2 and -3; Rajbhandari et al., 2020).
+"""Gradient reduce-scatter: each rank keeps only its rows of the sums (ZeRO-2 and -3; Rajbhandari et al., 2020).
 
-A hook takes each gradient as soon as backward has made it and copies it to the buffer of its unit; a full unit is
-reduce-scattered at once, while backward goes on. Full gradients live as long as their unit is in flight. The hook is
-registered on the parameter that autograd writes to, so a model that keeps its parameters whole and one whose
-parameters `fully_shard` gathers work alike. In exact mode the messages are int64 sums on the grid.
+A hook copies each gradient to the buffer of its bucket as soon as backward has computed it. A full bucket is
+reduce-scattered at once, while backward continues, and its buffer is freed when this is done. The hook is registered
+on the parameter that autograd writes to, so it works for unsharded parameters (ZeRO-2) and for those that
+`fully_shard` gathers (ZeRO-3). In exact mode the messages are int64 sums on the grid.
 """
 
 import math
@@ -27,7 +27,7 @@ IN_FLIGHT = 2
 
 
 class _Unit:
-    """Gradients that are reduce-scattered together, and this rank's sums of them over the step's microbatches."""
+    """Gradients that are reduce-scattered together, and this rank's rows of their sums over the microbatches."""
 
     def __init__(self, packing: FlatBufferLayout, *, place: int, dtype: torch.dtype, device: torch.device) -> None:
         self.packing = packing
@@ -40,16 +40,16 @@ class _Unit:
 
     @cached_property
     def sums(self) -> Tensor:
-        """This rank's gradient sums, allocated in the first step, so that a run that only evaluates has none."""
+        """This rank's gradient sums, allocated in the first step, so that evaluation does not need this memory."""
         return torch.zeros(sum(self._sizes), dtype=self._dtype, device=self._device)
 
     @cached_property
     def parts(self) -> list[Tensor]:
-        """The views of `sums`, one per member."""
+        """The views of `grad_sums`, one per parameter."""
         return list(self.sums.split(self._sizes))
 
     def open(self) -> Tensor:
-        """Return the buffer for this microbatch's gradients; allocate it if needed."""
+        """Return the buffer for the microbatch's gradients; allocate it if needed."""
         if self.buffer is None:
             self.buffer = self.packing.empty(dtype=self._dtype, device=self._device)
         return self.buffer
@@ -68,11 +68,11 @@ class _Unit:
 
 
 class ScatterReducer:
-    """A reducer that adds gradients over microbatches and ranks into the shares' `.grad`, each this rank's rows.
+    """A reducer that sums this rank's rows of the gradients over microbatches and ranks into the row shards' `.grad`.
 
-    `sources` are the parameters that autograd writes to, one per share; the rows are cut over the ranks of `shard`,
-    and the ranks of `replicas` hold the same rows. Every rank must run backward equally often. `order` checks the order
-    in which the ranks gather units.
+    `leaf_parameters` are the parameters that autograd writes to, one per row shard. Rows are split over the ranks of
+    `shard_world`; the ranks of `replica_world` hold the same rows. All ranks must run backward equally often.
+    `order_check` checks the order in which the ranks gather units.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class ScatterReducer:
 
     @property
     def needs_equal_microbatches(self) -> bool:
-        """Return whether a rank without a sample must take part in a microbatch with `counts=False`."""
+        """Return whether a rank without samples must run backward too, with `counts=False`."""
         return self._shard.world_size > 1
 
     def begin(self) -> None:
-        """Clear the gradients of the previous step, also of a step that was dropped."""
+        """Clear the gradients of the previous step, and wait for its messages if it was dropped."""
         self._land(keep=0)
         self._forget()
         if self._grid is not None:
@@ -128,16 +128,16 @@ class ScatterReducer:
         self._taken = [False] * len(self._shares)
 
     def after_backward(self) -> None:
-        """Send the units that backward did not reach."""
+        """Launch the buckets that backward did not fill."""
         while self._next < len(self._units):
             self._launch_next()
         self._rounds += 1
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Store the gradients in the shares. If exact mode's grid does not fit, set a better one and return False.
+        """Set the row shards' `.grad`. If a gradient did not fit exact mode's grid, choose new exponents, return False.
 
         Raises:
-            RunError: no grid holds gradients of this size; raised on every rank.
+            RunError: a gradient is too large for any exponent; raised on every rank.
             DesyncError: the ranks have gathered different units.
         """
         if self.order is not None:

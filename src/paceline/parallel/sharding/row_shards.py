@@ -1,7 +1,7 @@
 """Row shards: the rows of each parameter that this rank's optimizer updates, as plain local tensors.
 
-A parameter is cut along its first dimension as `torch.chunk` and `fully_shard` do, or, for update rules that need a
-whole tensor, given whole to one place. A scalar is one row and belongs to the first place.
+A parameter is split along its first dimension, as by `torch.chunk` and `fully_shard`. If its update rule needs the full
+tensor, one rank owns all rows. A scalar counts as one row, which belongs to rank 0 of the shard group.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,9 +18,9 @@ Rows = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class RowSplit:
-    """The cut of a parameter of this process's model: for each place its rows `[start, stop)`.
+    """The split of one parameter over the ranks of the shard group: for each rank its rows `[start, stop)`.
 
-    `owner` is the place that has all rows of a parameter that is not cut.
+    `owner` is the rank that has all rows, if the parameter is not split.
     """
 
     shape: tuple[int, ...]
@@ -33,26 +33,26 @@ class RowSplit:
         return int(torch.Size(self.shape[1:]).numel()) if self.shape else 1
 
     def numel(self, place: int) -> int:
-        """Return the number of elements that a place has."""
+        """Return the number of elements in a rank's shard."""
         start, stop = self.ranges[place]
         return (stop - start) * self.row_numel
 
     def shape_of(self, place: int) -> tuple[int, ...]:
-        """Return the shape of a place's tensor; (0,) for a scalar that another place has."""
+        """Return the shape of a rank's shard; (0,) for a scalar that another rank has."""
         start, stop = self.ranges[place]
         if not self.shape:
             return () if stop > start else (0,)
         return (stop - start, *self.shape[1:])
 
     def rows(self, tensor: Tensor, place: int) -> Tensor:
-        """Return the view of a place's rows in a tensor of the full shape."""
+        """Return the view of a rank's rows in a tensor of the parameter's shape."""
         start, stop = self.ranges[place]
         if not self.shape:
             return tensor if stop > start else tensor.view(1).narrow(0, 0, 0)
         return tensor.narrow(0, start, stop - start)
 
     def part(self, base: ShardSpec, place: int) -> ShardSpec:
-        """Return a place's part of the whole model's tensor, given that this process's model has the part `base`."""
+        """Return the spec of a rank's rows in the full tensor; `base_spec` is the parameter's spec before the split."""
         start, stop = self.ranges[place]
         if not self.shape:
             return base if stop > start else ShardSpec.none_of(base.shape)
@@ -61,10 +61,10 @@ class RowSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class RowShard(NamedParameter):
-    """The share of one parameter that this rank's optimizer updates.
+    """The rows of one parameter that this rank's optimizer updates.
 
-    `index` is the position in the whole model's order; `parameter` holds this rank's rows, perhaps none; `part`
-    locates them in the whole tensor; `holder` is the model's own parameter.
+    `index` is the parameter's position in the full model; `parameter` contains this rank's rows, possibly none;
+    `shard_spec` locates them in the full tensor; `model_parameter` is the parameter in the model.
     """
 
     part: ShardSpec
@@ -72,7 +72,7 @@ class RowShard(NamedParameter):
 
 
 def cut_rows(named: Sequence[NamedParameter], *, places: int, whole: Collection[str] = ()) -> dict[str, RowSplit]:
-    """Cut parameters by rows; those in `whole` go to one place each, largest first to the place with fewest bytes."""
+    """Split parameters by rows. Those in `full_tensor_names` get one owner each, to balance the bytes per rank."""
     found = {m.name: _by_rows(tuple(m.parameter.shape), places) for m in named if m.name not in whole}
     load = [0] * places
     for member in sorted((m for m in named if m.name in whole), key=lambda m: (-num_bytes(m.parameter), m.index)):
@@ -93,9 +93,9 @@ def _by_rows(shape: tuple[int, ...], places: int) -> RowSplit:
 def shares_of(
     named: Sequence[NamedParameter], *, cut: dict[str, RowSplit], place: int, parts: Parts | None = None
 ) -> list[RowShard]:
-    """Return views of this place's rows, in the storage of the model's own parameters.
+    """Return views of this rank's rows, in the storage of the model's parameters.
 
-    `parts` gives this process's part of each whole tensor, under tensor parallelism; None: all of it.
+    `base_specs`: the parameters' shard specs after tensor parallelism; None: all are full tensors.
     """
     return [
         RowShard(
@@ -110,7 +110,7 @@ def shares_of(
 
 
 def view_of(tensor: Tensor) -> nn.Parameter:
-    """Return a trainable parameter that shares the tensor's storage."""
+    """Return a trainable parameter in the tensor's storage."""
     return nn.Parameter(tensor.detach(), requires_grad=True)
 
 

@@ -1,7 +1,7 @@
-"""Check by trial, not by name, that an optimizer's update rule is correct on a part of its parameters.
+"""Check by experiment that an optimizer's update rule is correct on a shard of its parameters.
 
-A copy of the rule takes a few steps on a random tensor and on its two halves, and on a tensor alone and together
-with another. A rule that differs only after more steps, or only on larger tensors, is not detected.
+A copy of the optimizer takes a few steps on a random tensor and on its two halves, and on a tensor alone and together
+with another one. A rule that differs only after more steps, or only on larger tensors, is not detected.
 """
 
 import copy
@@ -18,11 +18,11 @@ from paceline.torch_internals.dispatch_modes import hide_from_modes
 
 FIELDS = ("state", "param_groups")
 _SMALL = (7, 5, 3, 2, 2)
-_LARGE = ((301,), (161, 143), (137, 12, 11), (137, 11, 4, 3))  # some rules hand small matrices to another rule
-_SCALES = (*(1.0,) * 8, 1e-4, 1e4, 1.0, 1e4)  # of the gradients, step by step; large ones, so that clipping shows
-_BARE = 5  # the step at which one half has no gradient
+_LARGE = ((301,), (161, 143), (137, 12, 11), (137, 11, 4, 3))  # some optimizers use another rule for small matrices
+_SCALES = (*(1.0,) * 8, 1e-4, 1e4, 1.0, 1e4)  # of the gradients in each step; large ones, to detect clipping
+_BARE = 5  # the step in which one half has a zero gradient
 _FEW = 10_000
-_RATE = 1e-3  # at least: a rate of 0 that a schedule raises later would hide the rule
+_RATE = 1e-3  # the minimum: with a learning rate of 0, which a schedule raises later, nothing would be detected
 
 
 def merge_equal_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def merge_equal_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def shardability_error(optimizer: Optimizer, group: Mapping[str, Any], *, exact: bool, dim: int) -> str:
-    """Return why the rule is wrong on pieces cut along `dim`; empty if each piece may be updated alone."""
+    """Return the reason why the rule is wrong on tensors split along `dim`; empty if it is correct."""
     kind = type(optimizer).__name__
     for shape in (shape for dims in sorted({p.dim() for p in group["params"] if p.dim()}) for shape in _shapes(dims)):
         whole, gradients = _drawn(shape, exact)
@@ -58,7 +58,7 @@ def refuse_across(optimizer: Optimizer) -> None:
     """Refuse a rule that combines several parameters, for layouts in which a rank has only some of them.
 
     Raises:
-        JobError: the rule updates a parameter differently if there is a second one.
+        JobError: the rule updates a parameter differently if the optimizer has a second one.
     """
     for group in merge_equal_groups(optimizer):
         shape = _shapes(max(p.dim() for p in group["params"]))[0]
@@ -77,7 +77,7 @@ def refuse_across(optimizer: Optimizer) -> None:
 
 
 def refuse_unmoved(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that ignores its groups, for layouts that replace the tensors that the factory was given.
+    """Refuse an optimizer that ignores its groups, for layouts that replace the parameters passed to the factory.
 
     Raises:
         JobError: the optimizer does not update the parameters in its groups.
@@ -100,7 +100,7 @@ def refuse_unmoved(optimizer: Optimizer) -> None:
 
 
 def takes_nothing(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer can step on an empty tensor; True also if it can't step on a lone non-empty one."""
+    """Return whether the optimizer can step on an empty tensor; True also if it can't step on any single tensor."""
     for group in merge_equal_groups(optimizer):
         some = torch.zeros(_shapes(max(p.dim() for p in group["params"]))[0])
         none = some[:0] if some.dim() else some.new_zeros(0)  # another rank's scalar is an empty vector here
@@ -108,12 +108,12 @@ def takes_nothing(optimizer: Optimizer) -> bool:
             try:
                 _stepped(optimizer, group, [start], [[start]])
             except Exception:
-                return start is some  # it is not made for a single tensor: nothing is known
+                return start is some  # it fails on any single tensor, so this says nothing about empty ones
     return True
 
 
 def built_again(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
-    """Build the optimizer again on `groups`, with the same defaults, so that it creates its state for these tensors."""
+    """Return a new optimizer on `groups` with the same defaults, so that it creates its state for these tensors."""
     kind = type(optimizer)
     plain = [{k: v for k, v in group.items() if k != "param_names"} for group in groups]
     try:
@@ -157,14 +157,14 @@ def _stepped(
         for step in gradients:
             for parameter, gradient in zip(parameters, step, strict=True):
                 parameter.grad = gradient.clone()
-            type(probe).step(probe)  # a schedule's wrap, on the optimizer itself, would step the original
+            type(probe).step(probe)  # a scheduler's wrapper in the instance would step the original optimizer
             for way, parameter in zip(ways, parameters, strict=True):
                 way.append(parameter.detach().clone())
     return [torch.stack(way) for way in ways]
 
 
 def _copied(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
-    """Return a copy with its own groups and state; an inner optimizer that shared them shares those of the copy."""
+    """Return a copy with separate groups and state; an inner optimizer that shares them shares those of the copy."""
     if optimizer.state:
         return built_again(optimizer, [group])
     probe = object.__new__(type(optimizer))
@@ -176,7 +176,7 @@ def _copied(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
 
 
 def _same(one: Tensor, other: Tensor, exact: bool) -> bool:
-    """Return whether two results agree; non-finite values are ignored, as gradients may be too large for the rule."""
+    """Return whether two results agree; non-finite values count as equal, since large gradients may overflow."""
     if torch.equal(one, other):
         return True
     one, other = one.nan_to_num(), other.nan_to_num()

@@ -1,4 +1,4 @@
-"""The sharded model: the shares that this rank's optimizer updates, and data for the step and the checkpoint."""
+"""A model sharded by ZeRO: the row shards that this rank's optimizer updates, their reducer and their shard specs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,10 @@ from paceline.parallel.sharding.zero1_zero2_reducers import ParameterAllGather, 
 
 @dataclass(frozen=True, kw_only=True)
 class DataGroups:
-    """The ranks that split a batch: all of them, those that split rows, those that hold the same rows.
+    """The data-parallel groups of this rank.
 
-    `compress` is the gradient compression for ranks that hold whole parameters.
+    `all_ranks` split the batch, `shard_world` splits the rows of parameters, and the ranks of `replica_world` hold the
+    same rows. `compression` is the gradient compression for ranks with unsharded parameters.
     """
 
     all: World
@@ -31,11 +32,11 @@ class DataGroups:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded:
-    """The part of a sharded model that one rank has.
+    """This rank's part of a model sharded by ZeRO stage 1, 2 or 3.
 
-    `parts` gives the part of each of the model's parameters, frozen ones too, that this rank's model holds between
-    two steps; `locals` are those tensors. Autograd writes to `sources`, one per share. Call `spread` after each update
-    of the shares, and `settle` after `locals` were given other values on every rank.
+    `shard_specs` and `local_tensors` describe each parameter, trainable or frozen, as this rank's model holds it
+    between two steps. Autograd writes to `leaf_parameters`, one per row shard. Call `sync_after_update` after each
+    update of the row shards, and `sync_after_load` after new values were copied into `local_tensors` on all ranks.
     """
 
     shares: Sequence[RowShard]
@@ -63,7 +64,7 @@ def shard_zero12(
     parts: Parts | None = None,
     whole: Sequence[str] = (),
 ) -> Sharded:
-    """Shard for ZeRO stage 1 or 2; the model keeps whole parameters. `whole` names those that are not cut into rows."""
+    """Shard for ZeRO stage 1 or 2: the model keeps full parameters. One rank each updates `full_tensor_names`."""
     cut = cut_rows(named, places=data.shard.world_size, whole=whole)
     shares = shares_of(named, cut=cut, place=data.shard.rank, parts=parts)
     every = {name: p.detach() for name, p in model.named_parameters()}
@@ -71,7 +72,7 @@ def shard_zero12(
         shares=shares,
         reducer=_reducer(stage, named, shares, cut, data, grid),
         spread=ParameterAllGather(shares, cut=cut, world=data.shard),
-        settle=lambda: None,  # the values are whole, and the shares are views of them
+        settle=lambda: None,  # the row shards are views of the model's full parameters
         parts=parts or whole_parts(every),
         locals=every,
         sources=[share.holder for share in shares],
@@ -103,5 +104,5 @@ def _reducer(
 
 
 def whole_parts(tensors: Mapping[str, Tensor]) -> Parts:
-    """Return specs that say that each tensor is whole."""
+    """Return the shard specs of full tensors."""
     return {name: ShardSpec.all_of(tensor.shape) for name, tensor in tensors.items()}

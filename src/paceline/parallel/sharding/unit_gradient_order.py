@@ -1,9 +1,9 @@
 """FSDP units that keep the order of gradient sums, as exact mode requires.
 
-`fully_shard` puts one identity function before a unit, through which the gradients of all its inputs pass. A tensor
-that several units read (an encoder's output, a position bias) then gets its gradient unit by unit, while one process
-adds use by use: in floating point the sums differ. Here the identity receives only the first input. The rest of the
-unit still runs backward before it, since autograd runs later operations first.
+`fully_shard` passes all inputs of a unit through one identity function, which collects their gradients. A tensor that
+several units read (an encoder's output, a position bias) then gets its gradient unit by unit, while one process adds it
+use by use: in floating point the sums differ. Here only the first input passes through the identity function. Its
+backward still runs after that of the unit, since autograd runs later operations first.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 
 @contextmanager
 def one_input(module: nn.Module) -> Iterator[None]:
-    """Show only one differentiable input to a pre-hook that the body of the `with` prepends to the module's hooks."""
+    """Pass only the first differentiable input to the forward pre-hook that the `with` body registers."""
     past = _Past()
     module.register_forward_pre_hook(past.put_back, prepend=True, with_kwargs=True)
     yield
@@ -26,7 +26,7 @@ def one_input(module: nn.Module) -> Iterator[None]:
 
 
 class _Past:
-    """The other differentiable inputs of one call, by position, held while the hook runs."""
+    """The differentiable inputs of one call after the first, by position, stored while the hook runs."""
 
     def __init__(self) -> None:
         self._held: dict[int, Tensor] = {}
@@ -41,7 +41,7 @@ class _Past:
         return tree_unflatten([leaf.detach() if n in self._held else leaf for n, leaf in enumerate(leaves)], shape)
 
     def put_back(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Restore the held inputs in the dtype that `fully_shard` cast to; a forward pre-hook that runs after its."""
+        """Restore the stored inputs, cast as `fully_shard` cast the detached ones; a forward pre-hook after its own."""
         if not self._held:
             return None
         leaves, shape = tree_flatten((args, kwargs))

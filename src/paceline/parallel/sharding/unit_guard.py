@@ -1,8 +1,8 @@
-"""Guards that detect, during calls, where an FSDP unit would differ from the same module in one process.
+"""Guards that detect calls in which an FSDP unit would behave differently from the same module in one process.
 
-`fully_shard` passes a unit copies of the lists and dicts in its arguments, puts its own parameters in place before
-the unit runs, and drops writes to them when they are gathered again. None of this raises: a lost write or restored
-parameters would silently change the training.
+`fully_shard` passes a unit copies of the lists and dicts in its arguments, replaces the unit's parameters before it
+runs, and drops writes to them at the next gather. It raises no error: a lost write or a replaced parameter would
+silently change the training.
 """
 
 import copy
@@ -34,13 +34,13 @@ _DEEP = 8
 _ELSEWHERE = "--layout zero2 (zero=2 in a mixture), which keeps parameters whole"
 _UNCOPIED = ("_fully_shard.py", "parallel/tensor_parallel/sharded_tensor.py")
 _running = threading.local()
-_open: list[None] = []  # forwards that have not ended, of all threads: on a GPU backwards run in one of their own
+_open: list[None] = []  # running forwards, in all threads: on a GPU, backward runs in a separate thread
 
 
 class UnitGuards:
     """The guards of one model's units.
 
-    `is_left`: the model's forward is left before its end, and other forwards run before its backward.
+    `is_pipelined`: the model's forward stops before its end, and other forwards run before its backward.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module], *, world: World, is_left: bool) -> None:
@@ -52,7 +52,7 @@ class UnitGuards:
 
     @contextmanager
     def around(self, unit: nn.Module) -> Iterator[None]:
-        """Register the guard's hooks outside and inside of those that the body of the `with` registers on the unit."""
+        """Register the guard's hooks before and after the hooks that the `with` body registers on the unit."""
         guard = self._guards[id(unit)]
         unit.register_forward_pre_hook(guard.entered, prepend=True, with_kwargs=True)
         unit.register_forward_hook(guard.left)
@@ -60,13 +60,13 @@ class UnitGuards:
         unit.register_forward_pre_hook(guard.called, prepend=True, with_kwargs=True)
 
     def watched(self, unit: nn.Module, output: Any) -> Any:
-        """Watch a unit's output for the start of its backward, before the hooks that gather it; return the output."""
+        """Register hooks on a unit's output that run when its backward starts, before it is gathered; return output."""
         if unit is not self._model:
             self._guards[id(unit)].given(output)
         return output
 
     def know(self, unit: nn.Module, name: str, owner: nn.Module, own: str, either: Sequence[nn.Parameter]) -> None:
-        """Register a parameter of a unit; `either` holds it sharded and gathered."""
+        """Register a parameter of a unit, with its sharded and its gathered form."""
         if isinstance(either[0], DTensor):
             either[0].__class__ = LockedParameter  # type: ignore[assignment]
             vars(either[0])["known_as"] = name
@@ -74,7 +74,7 @@ class UnitGuards:
         self._guards[id(unit)].trains.append(either[0].requires_grad)
 
     def begin(self) -> None:
-        """Intercept the model's calls, after all parameters are registered; pipeline stages make no such calls."""
+        """Intercept calls of the model, after all parameters are registered; pipeline stages do not call the model."""
         if not self._is_left:
             CallInterceptor(self._model, self._run)
 
@@ -97,7 +97,7 @@ class UnitGuards:
 
 
 class _Guard:
-    """The guard of one unit; it keeps state from call to call."""
+    """The guard of one unit, with the state of its current and last call."""
 
     def __init__(self, guards: UnitGuards, name: str, number: int) -> None:
         self.name, self._guards, self._number = name, guards, number
@@ -184,7 +184,7 @@ class _Guard:
 
 
 class LockedParameter(DTensor):
-    """A sharded parameter that no forward may use: a value computed from it would cover only this rank's rows."""
+    """A sharded parameter that no forward may use: a result would depend only on this rank's rows."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -198,10 +198,10 @@ class LockedParameter(DTensor):
 
 @contextmanager
 def forward_runs() -> Iterator[None]:
-    """Guard a forward: refuse uses of sharded parameters, and replace errors from `fully_shard` by clearer ones.
+    """Guard a forward: refuse uses of sharded parameters, and replace errors of `fully_shard` by clearer ones.
 
     Raises:
-        LayoutError: says what the model's author can do about it.
+        LayoutError: the forward does something that sharded units don't support; the hint names the alternatives.
     """
     _running.depth = getattr(_running, "depth", 0) + 1
     _open.append(None)
@@ -225,8 +225,8 @@ def _copied(error: Exception) -> LayoutError | None:
     if not any(frame.filename.endswith(_UNCOPIED) for frame in frames) and "FSDP does not support" not in str(error):
         return None
     return LayoutError(
-        "the forward copies a module (copy.deepcopy or copy.copy) of which a rank has parts: the copy would have only "
-        "these.",
+        "the forward copies a module (copy.deepcopy or copy.copy) that is sharded: the copy would contain only this "
+        "rank's shards.",
         where=str(user_line(error) or ""),
         cause="a teacher or a frozen twin that is recreated in each forward",
         hint=f"call the module itself, for a teacher under torch.no_grad(); or {_ELSEWHERE}",
@@ -248,7 +248,7 @@ def _explained(error: Exception) -> LayoutError | None:
 
 
 def in_the_loss(name: str) -> LayoutError:
-    """Return the error for a weight penalty in the loss; its gradient would go to rows that no backward writes to."""
+    """Return the error for a weight penalty in the loss, whose gradient would be lost."""
     return LayoutError(
         f"the loss uses {name} itself, but under fsdp a rank has only its rows.",
         cause="a weight penalty: a sum over model.parameters() that is added to the loss",

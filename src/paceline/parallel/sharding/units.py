@@ -1,8 +1,8 @@
 """Choice of FSDP units, the modules whose parameters are gathered together, outermost last.
 
-A unit's parameters are whole while its forward or backward runs. By default the units are the repeated blocks; they
-can also be chosen by class, by pattern or by size. Parameters in no unit belong to the model itself and stay whole
-from its forward to its backward.
+A unit's parameters are gathered while its forward or backward runs. By default the units are the repeated blocks; they
+can also be chosen by class, by name pattern or by size. Parameters in no unit belong to the root module and stay
+gathered from its forward to its backward.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ class UnitChoice:
 
 
 def units_of(words: Sequence[str], *, model: nn.Module) -> UnitChoice:
-    """Parse `place.units`: a single number is a size, a module's class name is a class, other words are patterns.
+    """Parse `place.units`: one number is a size, a module's class name is a class, other entries are name patterns.
 
     Raises:
         LayoutError: a number is given together with other words.
@@ -52,7 +52,7 @@ def units_of(words: Sequence[str], *, model: nn.Module) -> UnitChoice:
 def find_units(model: nn.Module, *, by: UnitChoice) -> dict[str, nn.Module]:
     """Return the units by FQN, inner ones before those around them, without the model itself.
 
-    A unit that shares a parameter with a module outside it is left out: that parameter then belongs to the model.
+    A module that shares a parameter with a module outside it is no unit: its parameters belong to the root module.
 
     Raises:
         LayoutError: no module has a given name or class.
@@ -81,7 +81,7 @@ def _chosen(model: nn.Module, by: UnitChoice) -> Iterator[tuple[str, nn.Module]]
 
 
 def _can_be(module: nn.Module) -> bool:
-    """Return whether a module can be a unit: containers are never called, so nothing would gather their parameters."""
+    """Return whether a module can be a unit; a container can't, because it is never called and so never gathered."""
     return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict) and any(
         True for _ in module.parameters()
     )
@@ -98,7 +98,7 @@ def _check(wanted: str, known: Sequence[str], *, what: str) -> None:
 
 
 def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the repeated blocks: children of a chain with submodules, whose class occurs in it at least twice."""
+    """Yield the repeated blocks: children of a list that have submodules, and whose class occurs at least twice."""
     blocks = [c for c in module.children() if _can_be(c) and any(True for _ in c.children())]
     often = Counter(type(c) for c in blocks) if isinstance(module, _CHAINS) else Counter()
     for name, child in module.named_children():
@@ -109,7 +109,7 @@ def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def _by_size(model: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
-    """Yield, innermost first, each module with at least `least` parameter elements outside of inner units."""
+    """Yield, innermost first, each module with at least `min_numel` parameter elements outside of inner units."""
     taken: set[int] = set()
     for name, module in sorted(model.named_modules(), key=lambda pair: -pair[0].count(".") if pair[0] else 1):
         own = [p for p in module.parameters() if id(p) not in taken]
@@ -119,7 +119,7 @@ def _by_size(model: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _shared(model: nn.Module, units: dict[str, nn.Module]) -> set[int]:
-    """Return ids of parameters used by two units, or inside and outside of one; nested units: the innermost counts."""
+    """Return ids of parameters used by two units, or inside and outside a unit; a nested unit counts as separate."""
     owners: dict[int, set[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         inside = [u for u in units if name == u or name.startswith(f"{u}.") or module is units[u]]

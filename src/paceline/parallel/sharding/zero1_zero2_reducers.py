@@ -1,7 +1,7 @@
-"""ZeRO-1 and ZeRO-2: each rank's optimizer updates its own rows, which are then gathered into the whole parameters.
+"""ZeRO-1 and ZeRO-2: each rank's optimizer updates its rows, which are then all-gathered into the full parameters.
 
-The model stays the user's own and whole. Stage 1 adds whole gradients as data parallelism does; stage 2 keeps only
-each rank's own rows of them (Rajbhandari et al., "ZeRO", 2020).
+The model keeps full parameters. Stage 1 all-reduces full gradients, as data parallelism does; stage 2 reduce-scatters
+them, so that each rank keeps only its rows (`reduce_scatter`; Rajbhandari et al., "ZeRO", 2020).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ IN_FLIGHT = 2
 
 
 class RowsReducer:
-    """The ZeRO-1 reducer: another reducer adds whole gradients, and each share gets a view of its rows."""
+    """The ZeRO-1 reducer: an inner reducer all-reduces full gradients, and each row shard gets a view of its rows."""
 
     needs_equal_microbatches = False
 
@@ -45,7 +45,7 @@ class RowsReducer:
         self._inner.after_backward()
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Give each share its rows of the global gradient."""
+        """Set the `.grad` of each row shard to its rows of the global gradient."""
         if not self._inner.finish(divisor=divisor):
             return False
         for share, cut in zip(self._shares, self._cuts, strict=True):
@@ -59,7 +59,7 @@ class RowsReducer:
 
 
 class ParameterAllGather:
-    """The all-gather after an update: it copies every place's new rows into each rank's whole parameters."""
+    """The all-gather after an update, which copies all ranks' updated rows into the full parameters."""
 
     def __init__(self, shares: Sequence[RowShard], *, cut: Mapping[str, RowSplit], world: World) -> None:
         self._shares = list(shares)
@@ -70,7 +70,7 @@ class ParameterAllGather:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Gather the updated rows, a few units at a time, so that no second copy of the model is in memory."""
+        """Gather the updated rows, a few buckets at a time, so that memory never holds a second copy of the model."""
         rooms = [_Room(self._packings[turn::IN_FLIGHT]) for turn in range(IN_FLIGHT)]
         under_way: list[Callable[[], None]] = []
         for turn, packing in enumerate(self._packings):
@@ -94,10 +94,10 @@ class ParameterAllGather:
 
 
 class _Room:
-    """A buffer reused by one all-gather after another.
+    """A buffer that successive all-gathers reuse.
 
-    gloo's thread frees a unit's tensors some time after the wait: with new tensors for each unit, three units would
-    sometimes be in memory instead of two.
+    gloo's thread frees the tensors of a message some time after the wait: with new tensors for each bucket, three
+    buckets would sometimes be in memory instead of two.
     """
 
     def __init__(self, packings: Sequence[FlatBufferLayout]) -> None:
@@ -105,7 +105,7 @@ class _Room:
         self._memory: Tensor | None = None
 
     def lay(self, packing: FlatBufferLayout) -> tuple[Tensor, Tensor]:
-        """Return a buffer for every place's chunk, and a zeroed one for this rank's own."""
+        """Return a buffer for all ranks' chunks, and a zeroed one for this rank's chunk."""
         first = packing.members[0].parameter
         if self._memory is None:
             self._memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=first.device)

@@ -1,6 +1,6 @@
-"""The job's optimizer on shares: its groups come from the whole model, its updates act on local tensors.
+"""The job's optimizer on row shards: its groups are built for the full model, its updates act on local tensors.
 
-An elementwise update rule is correct on any cut; `shardability_check` finds out by trial.
+An elementwise update rule is correct on any shard; `shardability_check` tests by experiment whether a rule is.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,7 +27,7 @@ Pairs = list[tuple[str, nn.Parameter]]
 
 
 def meta_pairs(named: Sequence[NamedParameter]) -> Pairs:
-    """Return the whole model's parameters as meta tensors, for the job's optimizer factory."""
+    """Return the full model's parameters as meta tensors, for the job's optimizer factory."""
     return [
         (m.name, nn.Parameter(torch.empty(m.parameter.shape, dtype=m.parameter.dtype, device="meta"))) for m in named
     ]
@@ -35,16 +35,16 @@ def meta_pairs(named: Sequence[NamedParameter]) -> Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedOptimizerFactory:
-    """The job's optimizers over `pairs`, the whole model's parameters on the meta device."""
+    """The job's optimizers over `pairs`, the full model's parameters on the meta device."""
 
     pairs: Pairs
     optimizers: Sequence[Optimizer]
 
     def whole(self, *, exact: bool = False) -> dict[str, str]:
-        """Return the parameters whose update rule needs whole tensors, each with the difference that was found.
+        """Return the names of the parameters whose update rule needs full tensors, each with the reason.
 
         Raises:
-            JobError: a rule combines several parameters, so no cut is correct.
+            JobError: a rule combines several parameters, so it is correct on no shard.
         """
         names = {id(p): name for name, p in self.pairs}
         found: dict[str, str] = {}
@@ -57,7 +57,7 @@ class ShardedOptimizerFactory:
         return found
 
     def refuse_rows(self, *, layout: str, exact: bool = False) -> None:
-        """Refuse rules that need whole tensors, for layouts that cut every parameter into rows.
+        """Refuse rules that need full tensors, for layouts that shard every parameter by rows.
 
         Raises:
             LayoutError: a rule is not correct on rows; the message names it.
@@ -81,10 +81,10 @@ class ShardedOptimizerFactory:
             refuse_across(optimizer)
 
     def refuse_pieces(self, cut: Collection[str], *, layout: str) -> None:
-        """Refuse rules that are wrong on the parameters in `cut`, of which this rank has a piece along any dimension.
+        """Refuse rules that are wrong on the parameters in `split_names`, which are split along any dimension.
 
         Raises:
-            LayoutError: a rule is not correct on pieces; the message names it.
+            LayoutError: a rule is not correct on slices; the message names it.
         """
         names = {id(p): name for name, p in self.pairs}
         for optimizer in self.optimizers:
@@ -104,10 +104,10 @@ class ShardedOptimizerFactory:
                     )
 
     def on(self, shares: Sequence[NamedParameter]) -> list[Optimizer]:
-        """Return the optimizers with the same groups and options over the shares.
+        """Return the optimizers with the same groups and options over the row shards.
 
-        A parameter without a share is left out, and so is an empty share if the rule fails on empty tensors. Call this
-        once: it changes the optimizers in place.
+        Parameters without a row shard are left out, and so are empty row shards if the rule fails on empty tensors.
+        Call this once: it changes the optimizers in place.
         """
         local = {share.name: share.parameter for share in shares}
         names = {id(p): name for name, p in self.pairs}
@@ -118,7 +118,7 @@ def try_optimizer_factory(factory: Callable[[Pairs], Any], named: Sequence[Named
     """Call the job's optimizer factory once, on meta tensors.
 
     Raises:
-        JobError: the factory reads values, hooks into the step, or returns an optimizer that updates other tensors.
+        JobError: the factory reads values, hooks the optimizer's step, or returns one that updates other tensors.
     """
     pairs = meta_pairs(named)
     try:
@@ -138,7 +138,7 @@ def try_optimizer_factory(factory: Callable[[Pairs], Any], named: Sequence[Named
 
 
 def _moved(optimizer: Optimizer, local: Mapping[str, nn.Parameter], names: Mapping[int, str]) -> Optimizer:
-    """Replace the optimizer's parameters by the shares, in place: new named groups may not be empty, but shares may."""
+    """Replace the optimizer's parameters by the row shards, in place, since a new optimizer refuses empty groups."""
     empty = [name for name, share in local.items() if not share.numel()]
     if empty and not takes_nothing(optimizer):
         local = {name: share for name, share in local.items() if share.numel()}
