@@ -92,7 +92,9 @@ class Bench:
         holding = built.weights
 
         def whole() -> dict[str, Tensor]:
-            return dict(holding.wholes({name: held.tensor for name, held in holding.mine.items()}))
+            return dict(
+                holding.gather_full_tensors({name: held.tensor for name, held in holding.local_tensors.items()})
+            )
 
         return Loop(step=lambda: built.step.run(next(feed)), whole=whole)
 

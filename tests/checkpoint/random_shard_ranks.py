@@ -110,21 +110,27 @@ def adamw(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 def any_cut(shape: Sequence[int], *, ranks: int, rng: random.Random) -> list[ShardSpec]:
     """How the ranks hold a tensor: by rows, columns, heads of a fused one, stages, replicas, or rows of columns."""
-    whole, none = ShardSpec.all_of(shape), ShardSpec.none_of(shape)
+    whole, none = ShardSpec.full(shape), ShardSpec.empty(shape)
     ways: list[Callable[[int], ShardSpec]] = [lambda r: whole]
     home = rng.randrange(ranks)
     ways.append(lambda r: whole if r == home else none)
-    ways.append(lambda r: shard_rows(whole, place=r, places=ranks) if shape else (whole if r == home else none))
+    ways.append(
+        lambda r: shard_rows(whole, shard_rank=r, num_shards=ranks) if shape else (whole if r == home else none)
+    )
     if len(shape) > 1 and 0 not in shape:
         last = len(shape) - 1
-        ways.append(lambda r: _ranges(shape, last, [row_range(shape[last], place=r, places=ranks)]))
+        ways.append(lambda r: _ranges(shape, last, [row_range(shape[last], shard_rank=r, num_shards=ranks)]))
         ways.append(lambda r: _heads(shape, place=r, places=ranks))
     if len(shape) > 1 and ranks == 4:
-        ways.append(lambda r: shard_rows(_heads(shape, place=r // 2, places=2), place=r % 2, places=2))
+        ways.append(lambda r: shard_rows(_heads(shape, place=r // 2, places=2), shard_rank=r % 2, num_shards=2))
     if ranks > 2:
         ways.append(
             lambda r: (
-                shard_rows(whole, place=r % 2, places=2) if shape and r < ranks // 2 * 2 else none if shape else whole
+                shard_rows(whole, shard_rank=r % 2, num_shards=2)
+                if shape and r < ranks // 2 * 2
+                else none
+                if shape
+                else whole
             )
         )
     way = rng.choice(ways)
@@ -132,7 +138,7 @@ def any_cut(shape: Sequence[int], *, ranks: int, rng: random.Random) -> list[Sha
 
 
 def _ranges(shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> ShardSpec:
-    return ShardSpec.of_ranges(shape, dim=dim, ranges=ranges)
+    return ShardSpec.from_ranges(shape, dim=dim, ranges=ranges)
 
 
 def _heads(shape: Sequence[int], *, place: int, places: int) -> ShardSpec:
@@ -140,7 +146,7 @@ def _heads(shape: Sequence[int], *, place: int, places: int) -> ShardSpec:
     third = shape[0] // 3
     starts = [0, third, 2 * third]
     lengths = [third, third, shape[0] - 2 * third]
-    cut = [row_range(n, place=place, places=places) for n in lengths]
+    cut = [row_range(n, shard_rank=place, num_shards=places) for n in lengths]
     return _ranges(shape, 0, [(s + a, s + b) for s, (a, b) in zip(starts, cut, strict=True)])
 
 
@@ -148,10 +154,10 @@ def cuts(model: nn.Module, *, ranks: int, rng: random.Random, whole: bool = Fals
     """For every tensor one."""
     named = [*model.named_parameters(), *model.named_buffers()]
     if whole:
-        return {name: [ShardSpec.all_of(t.shape)] * ranks for name, t in named}
+        return {name: [ShardSpec.full(t.shape)] * ranks for name, t in named}
     found = {name: any_cut(t.shape, ranks=ranks, rng=rng) for name, t in named}
     # what stands once in a module tree is whole where it is there
-    found |= {name: [ShardSpec.all_of(t.shape)] * ranks for name, t in named if name.endswith("table")}
+    found |= {name: [ShardSpec.full(t.shape)] * ranks for name, t in named if name.endswith("table")}
     return found
 
 
@@ -162,7 +168,9 @@ def hollow(*, weights: Cuts, kept: Cuts, world: World, model: nn.Module | None =
     for tensor in tensors.values():
         tensor.detach().zero_()
     here = {
-        name: t.detach() if (part := weights[name][world.rank]).local == t.shape and part.is_all else _empty(t, part)
+        name: t.detach()
+        if (part := weights[name][world.rank]).local_shape == t.shape and part.is_full
+        else _empty(t, part)
         for name, t in tensors.items()
     }
     for name, tensor in here.items():
@@ -174,9 +182,9 @@ def hollow(*, weights: Cuts, kept: Cuts, world: World, model: nn.Module | None =
     held = [
         LocalTensor(
             name=name,
-            part=weights[name][world.rank],
+            shard_spec=weights[name][world.rank],
             dtype=t.dtype,
-            find=(lambda name=name: dict(model.named_buffers())[name])
+            get_tensor=(lambda name=name: dict(model.named_buffers())[name])
             if name.endswith("cache")
             else (lambda name=name: here[name]),
             is_buffer=not isinstance(t, nn.Parameter),
@@ -189,7 +197,12 @@ def hollow(*, weights: Cuts, kept: Cuts, world: World, model: nn.Module | None =
         for i, (n, p) in enumerate(trainable)
     ]
     shares = [
-        LocalTensor(name=m.name, part=kept[m.name][world.rank], dtype=m.parameter.dtype, find=lambda p=m.parameter: p)
+        LocalTensor(
+            name=m.name,
+            shard_spec=kept[m.name][world.rank],
+            dtype=m.parameter.dtype,
+            get_tensor=lambda p=m.parameter: p,
+        )
         for m in named
     ]
     ema_names = [name for name, _ in model.named_parameters()]
@@ -201,9 +214,9 @@ def hollow(*, weights: Cuts, kept: Cuts, world: World, model: nn.Module | None =
         model=model,
         update=update,
         non_persistent_buffers=NonPersistentBuffers(model),
-        weights=ShardedTensors(world=world, held=held),
+        weights=ShardedTensors(world=world, tensors=held),
         optimizer_shards=OptimizerShards(
-            parameters=named, sharded=ShardedTensors(world=world, held=shares), world=world
+            parameters=named, sharded=ShardedTensors(world=world, tensors=shares), world=world
         ),
     )
 
@@ -212,23 +225,23 @@ def rank_of(found: Truth, *, weights: Cuts, kept: Cuts, world: World) -> TrainSt
     """A rank that holds its parts of the truth."""
     made = hollow(weights=weights, kept=kept, world=world)
     whole = found.tensors
-    for name, held in made.weights.mine.items():
+    for name, held in made.weights.local_tensors.items():
         if held.tensor is not None:
             with torch.no_grad():
-                held.find().copy_(held.part.take(whole[name].detach()))
-    for name, average in zip(made.update.ema.metric_names, made.update.ema.averages, strict=True):
-        part = made.weights.mine[name].part
-        if part.local is not None:
-            average.copy_(part.take(found.averages[name]))
+                held.get_tensor().copy_(held.shard_spec.extract(whole[name].detach()))
+    for name, average in zip(made.update.ema.names, made.update.ema.averages, strict=True):
+        part = made.weights.local_tensors[name].shard_spec
+        if part.local_shape is not None:
+            average.copy_(part.extract(found.averages[name]))
     for index, block in enumerate(made.model.blocks):
         first = next(r for r, part in enumerate(weights[f"blocks.{index}.fused.weight"]) if part.boxes)
         block.counter.calls = 10 + index if first == world.rank else -1
     for member in made.optimizer_shards.parameters:
-        part = made.optimizer_shards.sharded.mine[member.name].part
+        part = made.optimizer_shards.sharded.local_tensors[member.name].shard_spec
         if member.name in found.states and part.boxes:
             state = found.states[member.name]
             made.update.optimizers[0].state[member.parameter] = {
-                key: part.take(value) if value.shape == part.shape else value.clone() for key, value in state.items()
+                key: part.extract(value) if value.shape == part.shape else value.clone() for key, value in state.items()
             }
     return made
 
@@ -236,24 +249,24 @@ def rank_of(found: Truth, *, weights: Cuts, kept: Cuts, world: World) -> TrainSt
 def check(made: TrainState, found: Truth) -> None:
     """It holds its parts of the truth, bit for bit."""
     whole = found.tensors
-    for name, held in made.weights.mine.items():
+    for name, held in made.weights.local_tensors.items():
         if held.tensor is not None:
-            assert torch.equal(held.tensor, held.part.take(whole[name].detach())), name
-    for name, average in zip(made.update.ema.metric_names, made.update.ema.averages, strict=True):
-        part = made.weights.mine[name].part
-        assert part.local is None or torch.equal(average, part.take(found.averages[name])), name
+            assert torch.equal(held.tensor, held.shard_spec.extract(whole[name].detach())), name
+    for name, average in zip(made.update.ema.names, made.update.ema.averages, strict=True):
+        part = made.weights.local_tensors[name].shard_spec
+        assert part.local_shape is None or torch.equal(average, part.extract(found.averages[name])), name
     for name, value in found.model.named_buffers():
         if name.endswith("table"):
             assert torch.equal(dict(made.model.named_buffers())[name], value), name
     for index, block in enumerate(made.model.blocks):
         assert block.counter.calls == 10 + index
     for member in made.optimizer_shards.parameters:
-        part = made.optimizer_shards.sharded.mine[member.name].part
+        part = made.optimizer_shards.sharded.local_tensors[member.name].shard_spec
         state = made.update.optimizers[0].state.get(member.parameter, {})
         if part.boxes and part.numel:
             assert set(state) == set(found.states[member.name])
             for key, value in found.states[member.name].items():
-                right = part.take(value) if value.shape == part.shape else value
+                right = part.extract(value) if value.shape == part.shape else value
                 assert torch.equal(state[key], right), (member.name, key)
 
 
@@ -290,4 +303,4 @@ def copied(found: Truth) -> Truth:
 
 
 def _empty(tensor: Tensor, part: ShardSpec) -> Tensor:
-    return torch.zeros((0,) if part.local is None else part.local, dtype=tensor.dtype)
+    return torch.zeros((0,) if part.local_shape is None else part.local_shape, dtype=tensor.dtype)

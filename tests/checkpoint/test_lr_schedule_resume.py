@@ -23,7 +23,7 @@ from paceline.checkpoint.train_state import TrainState, collect_files, load_upda
 from paceline.comm.process_group import World
 from paceline.errors import JobError, ResumeError
 from paceline.parallel.module_access.parameters import trainable_parameters
-from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of, all_shares
+from paceline.parallel.module_access.sharded_tensors import ShardedTensors, model_tensors, param_tensors
 from paceline.step.optimizer_update import OptimizerUpdate
 from paceline.trainer.checkpointer import read_saved_identity
 
@@ -45,9 +45,9 @@ class Held:
             named_parameters=named, optimizers=[self.optimizer], schedules=schedules, scaler=None, max_grad_norm=None,
             check_finite=False, skip_nonfinite=False, ema=None,
         )  # fmt: skip
-        kept = ShardedTensors(world=world, held=all_shares(named))
+        kept = ShardedTensors(world=world, tensors=param_tensors(named))
         self.trained = TrainState(
-            model=model, update=update, non_persistent_buffers=NonPersistentBuffers(model), weights=ShardedTensors(world=world, held=all_of(model)),
+            model=model, update=update, non_persistent_buffers=NonPersistentBuffers(model), weights=ShardedTensors(world=world, tensors=model_tensors(model)),
             optimizer_shards=OptimizerShards(parameters=named, sharded=kept, world=world),
         )  # fmt: skip
         self.identity = {

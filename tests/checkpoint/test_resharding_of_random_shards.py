@@ -85,7 +85,7 @@ def test_a_piece_is_named_so_that_nobody_takes_it_for_the_tensor(tmp_path: Path)
 
     held = pair(2, 0, whole=True)
     held[0]["blocks.0.fused.weight"] = [
-        ShardSpec.of_ranges((18, 6), dim=1, ranges=[(3 * r, 3 * r + 3)]) for r in range(2)
+        ShardSpec.from_ranges((18, 6), dim=1, ranges=[(3 * r, 3 * r + 3)]) for r in range(2)
     ]  # type: ignore[index]
     path = save(tmp_path, held, 2)
     with safe_open(path / "model.rank-0001.safetensors", "pt") as file:
@@ -114,7 +114,7 @@ def test_every_flipped_bit_is_refused_by_every_rank(tmp_path: Path) -> None:
 
 def test_a_bit_that_one_rank_reads_is_refused_by_all(tmp_path: Path) -> None:
     held = pair(2, 0, whole=True)
-    rows = [ShardSpec.of_ranges((18, 6), dim=0, ranges=[(9 * r, 9 * r + 9)]) for r in range(2)]
+    rows = [ShardSpec.from_ranges((18, 6), dim=0, ranges=[(9 * r, 9 * r + 9)]) for r in range(2)]
     held[0]["blocks.0.fused.weight"] = rows  # type: ignore[index]
     path = save(tmp_path, held, 2)
     file = path / "model.rank-0001.safetensors"
@@ -145,8 +145,8 @@ def test_a_layout_that_loses_or_repeats_an_element_is_refused(
     held = pair(2, 0, whole=True)
     start, stop, other = rows
     held[0]["blocks.0.fused.weight"] = [  # type: ignore[index]
-        ShardSpec.of_ranges((18, 6), dim=0, ranges=[(start, stop)]),
-        ShardSpec.of_ranges((18, 6), dim=0, ranges=[(other, 18)]),
+        ShardSpec.from_ranges((18, 6), dim=0, ranges=[(start, stop)]),
+        ShardSpec.from_ranges((18, 6), dim=0, ranges=[(other, 18)]),
     ]
     with pytest.raises(CheckpointError, match=words) as caught:
         save(tmp_path, held, 2, step=6)
@@ -196,7 +196,7 @@ def test_free_space_is_asked_for_what_all_ranks_write(tmp_path: Path, monkeypatc
 
 def test_a_rank_reads_only_the_pieces_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = pair(3, 0, whole=True)
-    rows = [ShardSpec.of_ranges((18, 6), dim=0, ranges=[(6 * r, 6 * r + 6)]) for r in range(3)]
+    rows = [ShardSpec.from_ranges((18, 6), dim=0, ranges=[(6 * r, 6 * r + 6)]) for r in range(3)]
     held[0]["blocks.0.fused.weight"] = rows  # type: ignore[index]
     loaded = open_checkpoint(save(tmp_path, held, 3))
     read: list[str] = []

@@ -5,7 +5,7 @@ import torch
 
 from paceline.config.activation_checkpointing import RematKind, parse_remat
 from paceline.errors import LayoutError
-from paceline.parallel.activation_checkpointing.saved_ops import KEPT, is_random_call
+from paceline.parallel.activation_checkpointing.saved_ops import SAVED_OPERATIONS, is_random_call
 
 
 @pytest.mark.parametrize("text", ["none", "full", "every:2", "selective", "selective:mm+bmm"])
@@ -47,5 +47,5 @@ def test_attention_with_dropout_is_run_again() -> None:
 
 
 def test_our_own_list_names_operations_of_this_torch() -> None:
-    missing = [name for name in KEPT if not hasattr(torch.ops.aten, name)]
+    missing = [name for name in SAVED_OPERATIONS if not hasattr(torch.ops.aten, name)]
     assert missing == []

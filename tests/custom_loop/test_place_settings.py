@@ -17,8 +17,8 @@ from paceline.parallel import trace_example_forward as runs
 from paceline.parallel.initialization.meta_model import tensor_bytes
 from paceline.parallel.module_access.blocks import find_blocks
 from paceline.parallel.pipeline.pipeline_model import cut_model
-from paceline.parallel.sharding.units import find_units, units_of
-from paceline.parallel.trace_example_forward import seconds_of
+from paceline.parallel.sharding.units import find_units, parse_units
+from paceline.parallel.trace_example_forward import make_block_timer
 from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
 from paceline.planner.layout.mesh import resolve_mesh
 from paceline.profiling.model_tracing import block_timer as measured
@@ -50,7 +50,7 @@ def test_settings_are_read_from_words() -> None:
 )
 def test_units_are_classes_patterns_or_a_size(words: tuple[str, ...], units: set[str]) -> None:
     model = Net()
-    assert set(find_units(model, by=units_of(words, model=model))) == units
+    assert set(find_units(model, choice=parse_units(words, model=model))) == units
 
 
 def test_units_that_are_not_there_are_refused() -> None:
@@ -60,7 +60,7 @@ def test_units_that_are_not_there_are_refused() -> None:
         (("100", "Block"), "mixes a size"),
     ):
         with pytest.raises(LayoutError, match=said):
-            find_units(Net(), by=units_of(words, model=Net()))
+            find_units(Net(), choice=parse_units(words, model=Net()))
 
 
 class Chain(nn.Module):
@@ -106,9 +106,9 @@ def test_stages_are_as_listed_or_as_measured() -> None:
 
 def test_blocks_are_timed_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     model, world = Chain(), World.alone()
-    assert seconds_of(model, PlacementSettings(), world, Sums(model)) is None
-    assert seconds_of(model, PlacementSettings(balance="measured", stages=(2, 2)), world, Sums(model)) is None
-    seconds = seconds_of(model, PlacementSettings(balance="measured"), world, Sums(model))
+    assert make_block_timer(model, PlacementSettings(), world, Sums(model)) is None
+    assert make_block_timer(model, PlacementSettings(balance="measured", stages=(2, 2)), world, Sums(model)) is None
+    seconds = make_block_timer(model, PlacementSettings(balance="measured"), world, Sums(model))
     assert seconds is not None
     found = seconds({block.name: block.module for block in find_blocks(model)})
     assert len(found) == 4 and min(found) > 0

@@ -16,8 +16,8 @@ import paceline as pl
 from paceline.comm.process_group import World
 from paceline.errors import CheckpointError, JobError
 from paceline.parallel.initialization.deferred_init import defer_init, fill_model
-from paceline.parallel.initialization.meta_model import named_tensors, record
-from paceline.parallel.initialization.safetensors_loading import load_into
+from paceline.parallel.initialization.meta_model import named_tensors, record_model
+from paceline.parallel.initialization.safetensors_loading import load_shards
 from paceline.parallel.module_access.shard_spec import ShardSpec, shard_rows
 from paceline.step.loss.loss_return_value import LossContract
 from paceline.torch_internals.rng import seed_all, stream_key
@@ -85,21 +85,21 @@ def test_a_folders_weights_are_read_in_parts(family: str, tmp_path: Path) -> Non
     whole = named_tensors(plain(job))
     assert list(whole) == list(like) and all(torch.equal(whole[name], like[name]) for name in like)
     for rank in range(3):
-        made = defer_init(job.model, seed=0, world=World.alone(), limit_bytes=0, stored=job.model)  # type: ignore[arg-type]
-        parts = {name: shard_rows(ShardSpec.all_of(t.shape), place=rank, places=3) for name, t in like.items()}
+        made = defer_init(job.model, seed=0, world=World.alone(), limit_bytes=0, pretrained=job.model)  # type: ignore[arg-type]
+        parts = {name: shard_rows(ShardSpec.full(t.shape), shard_rank=rank, num_shards=3) for name, t in like.items()}
         values, notes = made.values(parts)
         assert set(values) == set(like) and notes == [] and made.notes == ()
-        assert all(torch.equal(values[name], parts[name].take(like[name].detach())) for name in like)
+        assert all(torch.equal(values[name], parts[name].extract(like[name].detach())) for name in like)
 
 
 def test_only_what_lies_in_the_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved("llama", tmp_path)
-    hollow = record(zoo.JOBS["llama"]().model, seed=0).model
-    parts = {name: ShardSpec.none_of(t.shape) for name, t in named_tensors(hollow).items()}
+    hollow = record_model(zoo.JOBS["llama"]().model, seed=0).model
+    parts = {name: ShardSpec.empty(t.shape) for name, t in named_tensors(hollow).items()}
     shape = hollow.get_parameter("lm_head.weight").shape
-    parts["lm_head.weight"] = ShardSpec.of_ranges(shape, dim=0, ranges=[(3, 5), (40, 41)])
+    parts["lm_head.weight"] = ShardSpec.from_ranges(shape, dim=0, ranges=[(3, 5), (40, 41)])
     shutil.rmtree(tmp_path / "none", ignore_errors=True)
-    values, _ = load_into(hollow, parts=parts, folder=tmp_path)
+    values, _ = load_shards(hollow, shard_specs=parts, folder=tmp_path)
     assert list(values) == ["lm_head.weight"] and values["lm_head.weight"].shape == (3, zoo.WIDTH)
 
 
@@ -125,7 +125,7 @@ def test_a_new_head_begins_anew_and_is_the_same_for_every_way(tmp_path: Path) ->
     config = job.model.build.config  # type: ignore[attr-defined]
     config.num_labels = 10
     whole = plain(job)
-    made = defer_init(job.model, seed=0, world=World.alone(), limit_bytes=0, stored=job.model)  # type: ignore[arg-type]
+    made = defer_init(job.model, seed=0, world=World.alone(), limit_bytes=0, pretrained=job.model)  # type: ignore[arg-type]
     fill_model(made.model, made.values({})[0])
     for name, tensor in named_tensors(whole).items():
         assert torch.equal(tensor, named_tensors(made.model)[name]), name
@@ -146,7 +146,7 @@ def test_another_type_is_told(tmp_path: Path) -> None:
     like.save_pretrained(tmp_path)  # type: ignore[operator]
     (tmp_path / "model.safetensors.index.json").unlink(missing_ok=True)
     job = job_of("gpt2", tmp_path)
-    made = defer_init(job.model, seed=0, world=World.alone(), limit_bytes=0, stored=job.model)  # type: ignore[arg-type]
+    made = defer_init(job.model, seed=0, world=World.alone(), limit_bytes=0, pretrained=job.model)  # type: ignore[arg-type]
     values, notes = made.values({})
     assert all(v.dtype == torch.float32 for v in values.values()) and "bfloat16 to float32" in notes[0]
 

@@ -126,7 +126,7 @@ def _merge(found: dict[str, Any], name: str, rung_result: dict[str, Any]) -> Non
 def wholes(built: TrainingSetup) -> dict[str, torch.Tensor]:
     """Parameters and buffers, whole, on every rank."""
     holding = built.weights
-    return dict(holding.wholes({name: held.tensor for name, held in holding.mine.items()}))
+    return dict(holding.gather_full_tensors({name: held.tensor for name, held in holding.local_tensors.items()}))
 
 
 def _feed(built: TrainingSetup) -> Iterator[Any]:

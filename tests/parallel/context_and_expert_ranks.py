@@ -110,7 +110,7 @@ def product(world: World) -> None:
         right = dict(whole.named_parameters())[name].grad
         assert right is not None and parameter.grad is not None
         got = parameter.grad if name in parts else world.all_reduce(parameter.grad)
-        wanted = parts[name].take(right) if name in parts else right
+        wanted = parts[name].extract(right) if name in parts else right
         assert (got - wanted).abs().max() <= CLOSE * right.abs().max(), name
 
 

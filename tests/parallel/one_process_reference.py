@@ -272,7 +272,7 @@ def far_experts(model: nn.Module, data: Sequence[Sequence[Any]], found: Any, wan
     gradients, weights, parts = found
     for got, right in ((gradients, wanted[0]), (weights, wanted[1])):
         for name, whole in right.items():
-            part = parts.get(name, ShardSpec.all_of(() if whole is None else whole.shape))
+            part = parts.get(name, ShardSpec.full(() if whole is None else whole.shape))
             if part.local is None:
                 assert name not in got
                 continue

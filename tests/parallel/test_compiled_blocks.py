@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from paceline.comm.process_group import World
 from paceline.config.activation_checkpointing import parse_remat
 from paceline.examples.text import GPT
-from paceline.parallel.activation_checkpointing.checkpointing import remat
+from paceline.parallel.activation_checkpointing.checkpointing import apply_remat
 from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
 from paceline.parallel.compile import compile_blocks
 from paceline.torch_internals.private_api import guard_hooks
@@ -41,9 +41,9 @@ def step(case: str, *, compiled: bool, policy: str = "none") -> tuple[dict[str, 
     streams = RandomStreams(seed=5)
     streams.attach(model)
     tape = MicrobatchStatistics(model=model, world=World.alone())
-    remat(model, policy=parse_remat(policy))
+    apply_remat(model, policy=parse_remat(policy))
     if compiled:
-        compile_blocks(model, say=said.append)
+        compile_blocks(model, report=said.append)
     for number in range(3):
         tape.begin_step()
         streams.enter(step=number, microbatch=0)
@@ -97,7 +97,7 @@ def test_shapes_may_change() -> None:
     for length in (5, 9, 17, 33, 12):
         ids = torch.randint(0, 256, (2, length))
         right = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-        undo = compile_blocks(model, say=said.append)
+        undo = compile_blocks(model, report=said.append)
         model(ids)  # a block's first call is plain
         found = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
         undo()
@@ -121,7 +121,7 @@ def run_failing(*, compiled: bool) -> tuple[dict[str, Tensor], list[str]]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(Failing(), nn.Tanh()) for _ in range(2)))
     if compiled:
-        compile_blocks(model, say=said.append)
+        compile_blocks(model, report=said.append)
     x = torch.randn(6, 8)
     for _ in range(3):
         model(x).sum().backward()

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.config.activation_checkpointing import parse_remat
 from paceline.examples.text import GPT
-from paceline.parallel.activation_checkpointing.checkpointing import remat
+from paceline.parallel.activation_checkpointing.checkpointing import apply_remat
 from paceline.profiling.model_tracing.communication_counter import CommunicationCounter
 from paceline.profiling.model_tracing.memory_tracker import MemoryTracker, element_bytes, memory_at_rest
 
@@ -62,7 +62,7 @@ def shard(policy: str, reshard: bool) -> dict[str, object]:
     torch.manual_seed(1)
     model = GPT(width=64, depth=4, heads=2, context=32, dropout=0.2)
     whole = element_bytes(list(model.parameters()))
-    remat(model, policy=parse_remat(policy))
+    apply_remat(model, policy=parse_remat(policy))
     blocks: list[nn.Module] = list(model.blocks)
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard)

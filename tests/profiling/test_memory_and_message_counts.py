@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.config.activation_checkpointing import parse_remat
-from paceline.parallel.activation_checkpointing.checkpointing import remat
+from paceline.parallel.activation_checkpointing.checkpointing import apply_remat
 from paceline.profiling.model_tracing.memory_tracker import MemoryTracker, element_bytes, memory_at_rest
 
 pytestmark = pytest.mark.one_worker  # what they share is made once
@@ -86,7 +86,7 @@ def test_remat_shows() -> None:
     def kept(policy: str) -> int:
         blocks = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))) for _ in range(4)]
         model = nn.Sequential(*blocks)
-        remat(model, policy=parse_remat(policy))
+        apply_remat(model, policy=parse_remat(policy))
         with MemoryTracker(model=model) as watch:
             model(torch.ones(32, 64)).sum().backward()
         return watch.kept_bytes

@@ -35,10 +35,10 @@ def test_many_small_gradients_of_a_bf16_model_are_not_lost(monkeypatch: pytest.M
     monkeypatch.setattr(dense, "start_all_gather", gathered)
     parameter = nn.Parameter(torch.zeros(RANKS, dtype=torch.bfloat16))
     parameter.grad = torch.full_like(parameter, 1 + 2**-7)
-    bucket = QuantizedBucket([NamedParameter(index=0, name="weight", parameter=parameter)], grain=Bf16(), ranks=RANKS)
+    bucket = QuantizedBucket([NamedParameter(index=0, name="weight", parameter=parameter)], codec=Bf16(), ranks=RANKS)
     bucket.launch(Alike(device=torch.device("cpu")))
-    bucket.pass_on()
-    bucket.land(float(RANKS))
+    bucket.start_second_message()
+    bucket.finish(float(RANKS))
     assert parameter.grad is not None and parameter.grad.dtype == torch.bfloat16
     # in bfloat16 the sum would stand still at 256; the sum itself crosses with 8 bits, so that half of 2^-7 may be lost
     assert (parameter.grad.float() - (1 + 2**-7)).abs().max() <= 2**-7
@@ -56,15 +56,15 @@ def test_what_sums_are_held_in() -> None:
 def test_a_finite_step_that_is_left_out_leaves_what_is_held_back_as_it_was() -> None:
     memory = ResidualBuffers({"weight": (3,)}, dtype=torch.float32, device=torch.device("cpu"))
     for value, taken in ((1.0, True), (10.0, False), (100.0, True)):
-        before = memory.now["weight"].clone()
-        memory.corrected([torch.full((3,), value)])
-        memory.settle(ok=torch.tensor(True), absent=())
-        assert not torch.equal(memory.now["weight"], before)
+        before = memory.current["weight"].clone()
+        memory.add_gradients([torch.full((3,), value)])
+        memory.commit(is_finite=torch.tensor(True), unused_names=())
+        assert not torch.equal(memory.current["weight"], before)
         if not taken:  # finite, and skipped for its norm: undo is all that takes it back
             memory.undo()
             memory.undo()  # a second time changes nothing
-            assert torch.equal(memory.now["weight"], before)
-    assert memory.now["weight"].tolist() == [101.0] * 3
+            assert torch.equal(memory.current["weight"], before)
+    assert memory.current["weight"].tolist() == [101.0] * 3
 
 
 @pytest.mark.parametrize("taken", [True, False])

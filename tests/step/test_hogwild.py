@@ -153,7 +153,7 @@ def test_nobody_writes_while_another_still_evaluates(shop: Shop) -> None:
 def _add(model: SharedModel, times: int, barrier: "multiprocessing.synchronize.Barrier") -> None:
     barrier.wait()
     for _ in range(times):
-        model.shadow += 1
+        model.parameter_counts += 1
 
 
 def test_what_two_writers_lose_is_counted() -> None:
@@ -162,19 +162,19 @@ def test_what_two_writers_lose_is_counted() -> None:
     model = SharedModel(net, world=World.alone())
     assert all(torch.equal(a, b) for a, b in zip(values, net.parameters(), strict=True))
     for _ in range(7):
-        model.count()
-    assert model.lost == (0, 14)
-    model.shadow[1] -= 3
-    assert model.lost == (3, 14)
+        model.record_update()
+    assert model.lost_additions == (0, 14)
+    model.parameter_counts[1] -= 3
+    assert model.lost_additions == (3, 14)
     fork = multiprocessing.get_context("fork")
     barrier = fork.Barrier(2)
-    found = int(model.shadow[0])
+    found = int(model.parameter_counts[0])
     workers = [fork.Process(target=_add, args=(model, 2000, barrier)) for _ in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    assert found + 2000 <= int(model.shadow[0]) <= found + 4000, "both write to the same memory"
+    assert found + 2000 <= int(model.parameter_counts[0]) <= found + 4000, "both write to the same memory"
 
 
 BAD = {
@@ -210,5 +210,5 @@ def test_shared_memory_has_no_name_that_a_killed_run_could_leave(monkeypatch: py
         raise AssertionError("a file with a name was made")
 
     monkeypatch.setattr(shared.tempfile, "mkstemp", refuse)
-    memory = shared._open(4096, world=World.alone())
+    memory = shared._open_shared_memory(4096, world=World.alone())
     assert memory.numel() == 4096 and memory.dtype is torch.uint8

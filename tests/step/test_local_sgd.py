@@ -13,7 +13,7 @@ from paceline.comm.rank_threads import thread_worlds
 from paceline.config.update_rule import parse_update
 from paceline.errors import LayoutError
 from paceline.parallel.module_access.parameters import trainable_parameters
-from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of
+from paceline.parallel.module_access.sharded_tensors import ShardedTensors, model_tensors
 from paceline.planner.layout.local_sgd_checks import assign_fragments, fragment_to_send
 from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from paceline.step.local_sgd.outer_step import Fragment, SiteGroup
@@ -242,7 +242,7 @@ def sites_of_three(
     update: str, model: torch.nn.Module, told: list[int], *, stage: int | None = None
 ) -> FragmentSchedule:
     named = trainable_parameters(model) if stage is None else trainable_parameters(model)[2 * stage :][:2]
-    weights = ShardedTensors(world=World.alone(), held=all_of(model))
+    weights = ShardedTensors(world=World.alone(), tensors=model_tensors(model))
     return FragmentSchedule(
         rule=parse_update(update),
         named=named,
@@ -340,7 +340,7 @@ def test_running_statistics_of_sites_are_their_mean_right_after_a_meeting(update
     def run(site: int) -> None:
         model, rule = models[site], parse_update(update)
         norm = model[1]
-        weights = ShardedTensors(world=World.alone(), held=all_of(model))
+        weights = ShardedTensors(world=World.alone(), tensors=model_tensors(model))
         told = {"spread": lambda: None, "wrote": lambda: None}
         sites = FragmentSchedule(
             rule=rule, named=trainable_parameters(model), weights=weights, peers=peers[site], **told

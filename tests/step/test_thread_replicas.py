@@ -430,10 +430,10 @@ def test_verify_calls_it_the_same_training(shop: Shop, ranks: int, words: tuple[
 def test_verify_finds_a_replica_whose_gradient_is_lost(shop: Shop) -> None:
     fault = """
 from paceline.parallel.data_parallel import thread_replicas as _t
-_add = _t.ThreadReducer._add
+_add_gradients = _t.ThreadReducer._add_gradients
 def add(self, totals, gradients):
-    _add(self, totals, {} if totals else gradients)
-_t.ThreadReducer._add = add
+    _add_gradients(self, totals, {} if totals else gradients)
+_t.ThreadReducer._add_gradients = add
 """
     shop.write("job.py", (shop.path / "job.py").read_text() + fault)
     ended = shop.run("verify", "job.py", "--layout", "threads", "--ranks", "2", "--json")

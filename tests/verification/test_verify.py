@@ -42,14 +42,14 @@ _r._Bucket.land = land
 from torch import Tensor
 _hook = _r.BucketReducer.finish
 def finish(self, *, divisor):
-    own = {m.name: m.parameter.grad.clone() for m in self._named if m.name == "second.weight" and m.parameter.grad is not None}
+    own = {m.name: m.parameter.grad.clone() for m in self._named_parameters if m.name == "second.weight" and m.parameter.grad is not None}
     done = _hook(self, divisor=divisor)
-    for m in self._named:
+    for m in self._named_parameters:
         if m.name == "second.weight":
             m.parameter.grad = KEPT[0] / divisor
     return done
 KEPT = []
-_before = _r.BucketReducer._hook
+_before = _r.BucketReducer._make_hook
 def hook(self, unit, member):
     ready = _before(self, unit, member)
     def wrapped(p):
@@ -57,7 +57,7 @@ def hook(self, unit, member):
             KEPT[:] = [p.grad.clone()]
         ready(p)
     return wrapped
-_r.BucketReducer._hook = hook
+_r.BucketReducer._make_hook = hook
 _r.BucketReducer.finish = finish
 """,
         "not reduced",

@@ -42,9 +42,9 @@ def consolidate_weights(
                 )
         except CheckpointError as error:
             problem = error
-    for _ in full_tensors if not view.weights.is_whole else ():
+    for _ in full_tensors if not view.weights.is_unsharded else ():
         pass  # each tensor is a collective call: other ranks join it, and so does a first rank that can't write
-    if not view.weights.is_whole:
+    if not view.weights.is_unsharded:
         raise_for_all(world, problem)
     elif problem is not None:
         raise problem
@@ -56,7 +56,7 @@ def _lazy_tensors(view: StateDictView, full_tensors: Iterator[tuple[str, Tensor]
         lazy_tensor(
             name,
             dtype=local.dtype,
-            shape=local.part.shape,
+            shape=local.shard_spec.shape,
             get_tensor=lambda name=name: _take_tensor(full_tensors, name),  # type: ignore[misc]
         )
         for name, local in view.entries.items()

@@ -24,10 +24,12 @@ def collect_error_feedback(reducer: object) -> tuple[dict[str, list[Writable]], 
     """Return this replica's error feedback by file, with tensors named `replica/FQN`, and the number of replicas."""
     if not isinstance(reducer, ErrorFeedbackReducer):
         return {}, None
-    writable = list(_lazy_tensors(str(reducer.replica), tensors=reducer.errors))
+    writable = list(_lazy_tensors(str(reducer.replica), tensors=reducer.residuals))
     if reducer.replica == 0:
-        writable += _lazy_tensors(_SHARED, tensors=reducer.shared)
-    return ({rank_file(ERROR_FEEDBACK, reducer.replica): writable} if writable else {}), {"replicas": reducer.replicas}
+        writable += _lazy_tensors(_SHARED, tensors=reducer.shared_state)
+    return ({rank_file(ERROR_FEEDBACK, reducer.replica): writable} if writable else {}), {
+        "replicas": reducer.num_replicas
+    }
 
 
 def load_error_feedback(checkpoint: OpenCheckpoint, reducer: object, *, world: World) -> None:
@@ -46,14 +48,14 @@ def load_error_feedback(checkpoint: OpenCheckpoint, reducer: object, *, world: W
 
 def _load_errors(stored: StoredTensors, reducer: ErrorFeedbackReducer, *, num_replicas: int) -> None:
     """Load the stored tensors; a parameter that has become trainable since starts at zero."""
-    for name, tensor in reducer.errors.items():
+    for name, tensor in reducer.residuals.items():
         if f"0/{name}" not in stored:
             tensor.zero_()
-        elif num_replicas == reducer.replicas:
+        elif num_replicas == reducer.num_replicas:
             tensor.copy_(from_bytes(stored[f"{reducer.replica}/{name}"]))
         else:
-            tensor.copy_(_sum_over_replicas(stored, name, num_replicas, like=tensor) / reducer.replicas)
-    for name, tensor in reducer.shared.items():
+            tensor.copy_(_sum_over_replicas(stored, name, num_replicas, like=tensor) / reducer.num_replicas)
+    for name, tensor in reducer.shared_state.items():
         if f"{_SHARED}/{name}" in stored:
             tensor.copy_(from_bytes(stored[f"{_SHARED}/{name}"]))
 

@@ -40,7 +40,7 @@ class OptimizerShards:
 
     def local_shard(self, name: str) -> ShardSpec:
         """Return this rank's shard of a parameter."""
-        return self.sharded.parts(name)[self.world.rank]
+        return self.sharded.shard_specs(name)[self.world.rank]
 
     def merge_names(self, names: Sequence[Sequence[str]]) -> list[str]:
         """Return the union of the ranks' names, each once, in the model's order."""
@@ -52,7 +52,7 @@ def group_names(optimizers: Sequence[Optimizer], shards: OptimizerShards) -> lis
     """Return the parameters over all ranks, per optimizer and group. Every rank calls this."""
     names = shards.parameter_names
     local_names = [[[names[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
-    if shards.sharded.is_whole:
+    if shards.sharded.is_unsharded:
         return local_names
     names_by_rank = shards.world.gather_json(local_names)
     return [
@@ -85,7 +85,7 @@ def local_state(
             nested_tensors, encoded = split_state(state, name=name, kind=kind)
             for key, value in nested_tensors.items():
                 tensors += _writable_tensors(f"{index}/{name}/{key}", value, name, parameter, shards, kind)
-            if encoded and writer_rank(shards.sharded.parts(name)) == shards.world.rank:
+            if encoded and writer_rank(shards.sharded.shard_specs(name)) == shards.world.rank:
                 scalars[-1][name] = encoded
         shared_values, inner = shared_state(optimizer, shards)
         tensors += [to_bytes(f"{index}//{key}", value) for key, value in inner.items() if shards.world.rank == 0]
@@ -180,7 +180,7 @@ def shared_state(optimizer: Optimizer, shards: OptimizerShards) -> tuple[list[An
         pairs.append([encoded_key, encode_state(value, where=kind, store=store)])
         if job_created_kind(pairs[-1][1]):
             raise _unwritable_error(f"the state of {kind} under {key!r}", job_created_kind(pairs[-1][1]))
-    if inner and not shards.sharded.is_whole:
+    if inner and not shards.sharded.is_unsharded:
         raise _unassigned_state_error(kind, [pair[0] for pair in pairs])
     return pairs, inner
 
@@ -197,10 +197,10 @@ def _unassigned_state_error(kind: str, keys: Sequence[Any]) -> CheckpointError:
 def _writable_tensors(
     key: str, value: Tensor, name: str, parameter: Tensor, shards: OptimizerShards, optimizer: str
 ) -> list[Writable]:
-    parts, rank = shards.sharded.parts(name), shards.world.rank
+    parts, rank = shards.sharded.shard_specs(name), shards.world.rank
     if value.shape == parameter.shape:
         return owned_shards(key, dtype=value.dtype, get_tensor=partial(Tensor.detach, value), parts=parts, rank=rank)
-    if not parts[rank].is_all and parts[rank].boxes and value.numel() > 1:
+    if not parts[rank].is_full and parts[rank].boxes and value.numel() > 1:
         raise CheckpointError(
             f"the state {key.rpartition('/')[2]} of {optimizer} for {name} can't be saved: it has the shape "
             f"{list(value.shape)}, and this rank holds a part of the parameter.",
@@ -214,7 +214,7 @@ def optimizer_scalars(
     optimizers: Sequence[Optimizer], shards: OptimizerShards, scalars: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return a checkpoint's entry for each optimizer, without its tensors. Every rank calls this."""
-    scalars_by_rank = [scalars] if shards.sharded.is_whole else shards.world.gather_json(list(scalars))
+    scalars_by_rank = [scalars] if shards.sharded.is_unsharded else shards.world.gather_json(list(scalars))
     group_parameter_names = group_names(optimizers, shards)
     entries = []
     for index, (optimizer, groups) in enumerate(zip(optimizers, group_parameter_names, strict=True)):
@@ -268,7 +268,7 @@ def load_optimizer_state(
             name = names[id(parameter)]
             shard = shards.local_shard(name)
             is_saved = name in keys or name in saved["scalars"]
-            if is_saved and (shard.boxes or shard.is_all):
+            if is_saved and (shard.boxes or shard.is_full):
                 fetch = partial(_fetch_nested, stored, f"{prefix}{name}/", shard, parameter)
                 state = decode_state(saved["scalars"].get(name, {}), fetch=fetch)
                 leaves = {key: key.rpartition("/")[2] for key in keys.get(name, [])}

@@ -34,7 +34,7 @@ class StashedWeightsState:
         for number, weights in step.versions.saved().items():
             for name, tensor in weights.items():
                 key = f"{step.versions.newest - number}/{name}"
-                parts, find = self.weights.parts(name), partial(Tensor.detach, tensor)
+                parts, find = self.weights.shard_specs(name), partial(Tensor.detach, tensor)
                 writable += owned_shards(key, dtype=tensor.dtype, get_tensor=find, parts=parts, rank=self.rank)
         return files | ({rank_file(STASH, self.rank): writable} if writable else {}), state | {"stash": step.place()}
 
@@ -67,7 +67,8 @@ def _read_stashed_weights(
     age = 1
     while local_names and all(f"{age}/{name}" in stored for name in local_names):
         weights_by_age[age] = {
-            name: read_shard(stored, f"{age}/{name}", shard=weights.mine[name].part) for name in local_names
+            name: read_shard(stored, f"{age}/{name}", shard=weights.local_tensors[name].shard_spec)
+            for name in local_names
         }
         age += 1
     return weights_by_age

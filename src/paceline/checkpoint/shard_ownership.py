@@ -17,8 +17,8 @@ def owned_boxes(parts: Sequence[ShardSpec], rank: int) -> list[Box]:
     assigned: set[tuple[object, object]] = set()
     owned: list[Box] = []
     for part in parts[: rank + 1]:
-        owned = [box for box in part.boxes if (box.whole, box.size) not in assigned]
-        assigned |= {(box.whole, box.size) for box in part.boxes}
+        owned = [box for box in part.boxes if (box.full_offset, box.size) not in assigned]
+        assigned |= {(box.full_offset, box.size) for box in part.boxes}
     return owned
 
 
@@ -47,7 +47,7 @@ def owned_shards(
             dtype=dtype,
             shape=box.size,
             get_tensor=lambda box=box: box.of_local(get_tensor()),  # type: ignore[misc]
-            at=None if box.size == shape else box.whole,
+            at=None if box.size == shape else box.full_offset,
             whole=None if box.size == shape else shape,
         )
         for box in owned_boxes(parts, rank)
@@ -60,6 +60,6 @@ def read_shard(stored: StoredTensors, name: str, *, shard: ShardSpec) -> Tensor:
     Raises:
         CheckpointError: a piece of it is not what was written.
     """
-    assert shard.local is not None
-    boxes = [(box.whole, box.local, box.size) for box in shard.boxes]
-    return from_bytes(stored.read_boxes(name, shape=shard.local, boxes=boxes))
+    assert shard.local_shape is not None
+    boxes = [(box.full_offset, box.local_offset, box.size) for box in shard.boxes]
+    return from_bytes(stored.read_boxes(name, shape=shard.local_shape, boxes=boxes))

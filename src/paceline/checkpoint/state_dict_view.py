@@ -27,21 +27,21 @@ class StateDictView:
     @property
     def structure(self) -> dict[str, str]:
         """Return the type and shape of each full tensor by name."""
-        return {name: describe_tensor(held.dtype, held.part.shape) for name, held in self.entries.items()}
+        return {name: describe_tensor(held.dtype, held.shard_spec.shape) for name, held in self.entries.items()}
 
     def num_bytes(self, name: str) -> int:
         """Return the size of the full tensor in bytes."""
         local = self.entries[name]
-        return math.prod(local.part.shape) * local.dtype.itemsize
+        return math.prod(local.shard_spec.shape) * local.dtype.itemsize
 
     def full_tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield one full tensor after another, on every rank; if ranks hold shards, every rank must call this."""
         for name in names:
             local = self.entries[name]
-            if self.weights.is_whole:
-                yield name, local.find().detach()
+            if self.weights.is_unsharded:
+                yield name, local.get_tensor().detach()
             else:
-                yield name, self.weights.whole(local.name, local.tensor)
+                yield name, self.weights.gather_full_tensor(local.name, local.tensor)
 
 
 def view_state_dict(model: nn.Module, *, weights: ShardedTensors, world: World) -> StateDictView:
@@ -51,16 +51,16 @@ def view_state_dict(model: nn.Module, *, weights: ShardedTensors, world: World) 
         CheckpointError: the `state_dict` has a tensor that is neither parameter nor buffer, and ranks hold parts.
     """
     tensors = state_dict_tensors(model)
-    if weights.is_whole:
+    if weights.is_unsharded:
         return StateDictView(
             entries={name: _full_entry(name, tensor) for name, tensor in tensors.items()}, weights=weights
         )
     name_by_id = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     names = world.gather_json({name: name_by_id.get(id(tensor), "") for name, tensor in tensors.items()})
-    known_names = [{name: first for name, first in said.items() if first in weights.mine} for said in names]
+    known_names = [{name: first for name, first in said.items() if first in weights.local_tensors} for said in names]
     # a pipeline stage may hold a placeholder under a tied name
     names_of_entries = first_value_per_key([*known_names, *names])
-    unknown = [name for name, first in names_of_entries.items() if first not in weights.mine]
+    unknown = [name for name, first in names_of_entries.items() if first not in weights.local_tensors]
     if unknown:
         raise CheckpointError(
             f"{first_names(unknown)} of the state_dict can't be saved where ranks hold parts of the model.",
@@ -68,13 +68,16 @@ def view_state_dict(model: nn.Module, *, weights: ShardedTensors, world: World) 
             hint="register_buffer(...), or a layout that keeps the model whole: ddp, zero1, zero2",
         )
     return StateDictView(
-        entries={name: weights.mine[first] for name, first in names_of_entries.items()}, weights=weights
+        entries={name: weights.local_tensors[first] for name, first in names_of_entries.items()}, weights=weights
     )
 
 
 def _full_entry(name: str, tensor: Tensor) -> LocalTensor:
     return LocalTensor(
-        name=name, part=ShardSpec.all_of(tensor.shape), dtype=tensor.dtype, find=partial(_return_tensor, tensor)
+        name=name,
+        shard_spec=ShardSpec.full(tensor.shape),
+        dtype=tensor.dtype,
+        get_tensor=partial(_return_tensor, tensor),
     )
 
 

@@ -53,7 +53,7 @@ class NonPersistentBuffers:
             for name, tensor in changed.items()
             if _is_saved_here(weights, name)
         }
-        if weights.is_whole:
+        if weights.is_unsharded:
             return [to_bytes(name, changed[name]) for name in local_modes]
         modes_by_rank = world.gather_json(local_modes)
         writable: list[Writable] = []
@@ -61,9 +61,11 @@ class NonPersistentBuffers:
             modes = [fits[name] for fits in modes_by_rank if name in fits]
             first_rank = next(rank for rank, fits in enumerate(modes_by_rank) if name in fits)
             if all(fit == "cut" for fit in modes):
-                parts = weights.parts(name)
-                local = weights.mine[name]
-                writable += owned_shards(name, dtype=local.dtype, get_tensor=local.find, parts=parts, rank=world.rank)
+                parts = weights.shard_specs(name)
+                local = weights.local_tensors[name]
+                writable += owned_shards(
+                    name, dtype=local.dtype, get_tensor=local.get_tensor, parts=parts, rank=world.rank
+                )
             elif "other" in modes:
                 raise CheckpointError(
                     f"{name} is sharded and its shape has changed since the model was built: it can't be saved.",
@@ -79,19 +81,19 @@ class NonPersistentBuffers:
         buffers = dict(self._model.named_buffers())
         with torch.no_grad():
             for name in stored:
-                local = weights.mine.get(name)
-                if local is None or local.part.is_all or local.part.shape != stored.shape(name):
+                local = weights.local_tensors.get(name)
+                if local is None or local.shard_spec.is_full or local.shard_spec.shape != stored.shape(name):
                     self._set_buffer(name, buffers.get(name), from_bytes(stored[name]))
-                elif local.part.local is not None:
-                    self._set_buffer(name, buffers.get(name), read_shard(stored, name, shard=local.part))
+                elif local.shard_spec.local_shape is not None:
+                    self._set_buffer(name, buffers.get(name), read_shard(stored, name, shard=local.shard_spec))
 
     @staticmethod
     def _save_mode(weights: ShardedTensors, name: str, tensor: Tensor) -> str:
         """Return how a buffer is saved: `cut` by its shard spec, `whole`, or `other` if neither is possible."""
-        local = weights.mine.get(name)
-        if local is not None and local.part.local == tuple(tensor.shape):
+        local = weights.local_tensors.get(name)
+        if local is not None and local.shard_spec.local_shape == tuple(tensor.shape):
             return "cut"
-        return "whole" if local is None or local.part.is_all else "other"
+        return "whole" if local is None or local.shard_spec.is_full else "other"
 
     def _set_buffer(self, name: str, buffer: Tensor | None, value: Tensor) -> None:
         if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
@@ -148,8 +150,8 @@ def _is_extra(name: str) -> bool:
 
 def _is_saved_here(weights: ShardedTensors, name: str) -> bool:
     """Return whether this rank saves a buffer; one that a forward created is unknown to other ranks."""
-    local = weights.mine.get(name)
-    return local is None or local.part.local is not None
+    local = weights.local_tensors.get(name)
+    return local is None or local.shard_spec.local_shape is not None
 
 
 def _copy_small(tensor: Tensor) -> Tensor | None:

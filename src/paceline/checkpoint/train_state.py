@@ -64,7 +64,7 @@ class TrainState:
     @property
     def is_whole(self) -> bool:
         """Return whether every rank has all of the state: then the first one writes."""
-        return self.weights.is_whole and self.optimizer_shards.sharded.is_whole
+        return self.weights.is_unsharded and self.optimizer_shards.sharded.is_unsharded
 
 
 def create_optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
@@ -174,7 +174,7 @@ def _load_tensors(
         target = local.tensor
         if target is not None and stored_and_local not in loaded_pairs:
             with torch.no_grad():
-                copy_into(target, read_shard(stored, stored_and_local[0], shard=local.part))
+                copy_into(target, read_shard(stored, stored_and_local[0], shard=local.shard_spec))
             loaded_pairs.add(stored_and_local)
     train_state.non_persistent_buffers.restore(checkpoint.files.get(BUFFERS, StoredTensors([])), train_state.weights)
 
@@ -277,10 +277,10 @@ def load_ema(checkpoint: OpenCheckpoint, ema: Ema, *, weights: ShardedTensors) -
     stored = checkpoint.files.get(EMA, StoredTensors([]))
     with torch.no_grad():
         for name, average, live in zip(ema.names, ema.averages, ema.weights, strict=True):
-            shard = weights.mine[name].part
+            shard = weights.local_tensors[name].shard_spec
             if name not in stored:
                 average.copy_(live)
-            elif shard.local is not None:
+            elif shard.local_shape is not None:
                 local_elements(average).copy_(read_shard(stored, name, shard=shard))
 
 
@@ -298,13 +298,15 @@ def load_grid(grid: FixedPointGrid | None, state: Mapping[str, int | None]) -> N
 def _model_tensors(train_state: TrainState, view: StateDictView) -> tuple[list[Writable], dict[str, str]]:
     """Return weights and persistent buffers, a tied one under its first name, and the aliases."""
     weights, rank = train_state.weights, train_state.world.rank
-    if weights.is_whole:
+    if weights.is_unsharded:
         return deduplicate_storages(state_dict_tensors(train_state.model))
     aliases = {name: held.name for name, held in view.entries.items() if name != held.name}
     writable: list[Writable] = []
     for name in dict.fromkeys(held.name for held in view.entries.values()):
-        local = weights.mine[name]
-        writable += owned_shards(name, dtype=local.dtype, get_tensor=local.find, parts=weights.parts(name), rank=rank)
+        local = weights.local_tensors[name]
+        writable += owned_shards(
+            name, dtype=local.dtype, get_tensor=local.get_tensor, parts=weights.shard_specs(name), rank=rank
+        )
     return writable, aliases
 
 
@@ -312,7 +314,7 @@ def _ema_tensors(train_state: TrainState) -> list[Writable]:
     ema, rank = train_state.update.ema, train_state.world.rank
     writable: list[Writable] = []
     for name, tensor in zip(ema.names, ema.averages, strict=True) if ema is not None else ():
-        parts = train_state.weights.parts(name)
+        parts = train_state.weights.shard_specs(name)
         writable += owned_shards(
             name, dtype=tensor.dtype, get_tensor=partial(local_elements, tensor), parts=parts, rank=rank
         )
@@ -323,7 +325,7 @@ def _named_files(
     sharded: ShardedTensors, rank: int, tensors_by_kind: Mapping[str, list[Writable]]
 ) -> dict[str, list[Writable]]:
     """Return the tensors by file: the first rank's files if ranks hold everything, else each rank's own."""
-    if sharded.is_whole:
+    if sharded.is_unsharded:
         always = (MODEL, OPTIMIZER)
         return {kind: tensors for kind, tensors in tensors_by_kind.items() if rank == 0 and (tensors or kind in always)}
     return {rank_file(kind, rank): tensors for kind, tensors in tensors_by_kind.items() if tensors}
@@ -333,7 +335,7 @@ def _gather_extra_state(train_state: TrainState) -> dict[str, Any]:
     """Return each module's extra state, from the first rank that holds a part of it or of its nearest parent."""
     world, weights = train_state.world, train_state.weights
     local_state = on_all_ranks(world, lambda: get_extra_state(train_state.model))
-    if weights.is_whole:
+    if weights.is_unsharded:
         return local_state
     owned = {name: value for name, value in local_state.items() if _extra_state_owner(name, weights) == world.rank}
     return first_value_per_key([*world.gather_json(owned), local_state])
@@ -344,7 +346,7 @@ def _extra_state_owner(name: str, weights: ShardedTensors) -> int:
     while module:
         parameters = [first for first in weights.names if first.startswith(f"{module}.")]
         if parameters:
-            return writer_rank(weights.parts(parameters[0]))
+            return writer_rank(weights.shard_specs(parameters[0]))
         module = module.rpartition(".")[0]
     return 0
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from paceline.errors import UsageError
 from paceline.parallel.placement import ParallelizedModel
 from paceline.parallel.sharding.row_shards import RowShard
-from paceline.parallel.sharding.unit_guard import in_the_loss
+from paceline.parallel.sharding.unit_guard import parameter_in_loss_error
 from paceline.torch_internals.private_api import disabled_torch_function, in_backward, make_wrapper_tensor
 
 _INSTEAD = "placed.clip(1.0), placed.norm(), or placed.gradients(), whose tensors may be changed in place"
@@ -33,7 +33,9 @@ class GradientGuard:
     """
 
     def __init__(self, placed: ParallelizedModel, *, apart: bool) -> None:
-        self._rows = [_Row(member.name, [_holder(member), member.parameter], apart=apart) for member in placed.named]
+        self._rows = [
+            _Row(member.name, [_holder(member), member.parameter], apart=apart) for member in placed.named_parameters
+        ]
         self.is_down = False
 
     def hide(self, *, is_over: bool = False) -> None:
@@ -166,7 +168,7 @@ class _Unready(Tensor):
 
 
 def _holder(member: Any) -> nn.Parameter:
-    found: nn.Parameter = member.holder if isinstance(member, RowShard) else member.parameter
+    found: nn.Parameter = member.model_parameter if isinstance(member, RowShard) else member.parameter
     return found
 
 
@@ -174,8 +176,11 @@ class GradientLeaves:
     """The tensors that backward writes to; a layer that is temporarily frozen is left out."""
 
     def __init__(self, placed: ParallelizedModel) -> None:
-        self._pairs = [(leaf, _holder(member)) for member, leaf in zip(placed.named, placed.leaves, strict=True)]
-        self._rows = [(m.name, _holder(m)) for m in placed.named if isinstance(_holder(m), DTensor)]
+        self._pairs = [
+            (leaf, _holder(member))
+            for member, leaf in zip(placed.named_parameters, placed.leaf_parameters, strict=True)
+        ]
+        self._rows = [(m.name, _holder(m)) for m in placed.named_parameters if isinstance(_holder(m), DTensor)]
 
     def backward(self, loss: Tensor, *, retain_graph: bool) -> None:
         """Run backward into these tensors.
@@ -185,7 +190,7 @@ class GradientLeaves:
         """
         rows = [(name, holder) for name, holder in self._rows if holder.requires_grad]
         if isinstance(loss, DTensor):
-            raise in_the_loss(rows[0][0] if rows else "a parameter")
+            raise parameter_in_loss_error(rows[0][0] if rows else "a parameter")
         leaves = [leaf for leaf, holder in self._pairs if leaf.requires_grad and holder.requires_grad]
         if not leaves:
             raise UsageError(
@@ -194,4 +199,4 @@ class GradientLeaves:
         torch.autograd.backward(loss, retain_graph=retain_graph, inputs=[*leaves, *(holder for _, holder in rows)])
         for name, holder in rows:
             if holder.grad is not None:
-                raise in_the_loss(name)
+                raise parameter_in_loss_error(name)

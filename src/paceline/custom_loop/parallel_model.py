@@ -50,13 +50,13 @@ class PlacedModel:
         self._taken: set[str] = set()
         self._is_open = self._has_begun = self._has_stepped = False
         self._count: Tensor | None = None
-        self._is_apart = bool(worlds.mesh.zero) or not placed.kept.is_whole
+        self._is_apart = bool(worlds.mesh.zero) or not placed.optim_shards.is_unsharded
         self._veil = GradientGuard(placed, apart=self._is_apart)
         self._leaves = GradientLeaves(placed)
-        self._copies = [] if placed.weights.is_whole else list(model.modules())
+        self._copies = [] if placed.weights.is_unsharded else list(model.modules())
         for module in self._copies:
             vars(module)["__deepcopy__"] = _refuse_copy
-        known = {id(leaf) for leaf in placed.leaves}
+        known = {id(leaf) for leaf in placed.leaf_parameters}
         self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and id(p) not in known]
 
     def optimizer(self, factory: Factory) -> Any:
@@ -106,7 +106,7 @@ class PlacedModel:
         """Scale all gradients down to this norm, and return the norm before scaling."""
         with self._together():
             norm = self._norm()
-            nn.utils.clip_grads_with_norm_([m.parameter for m in self._placed.named], max_norm, norm)
+            nn.utils.clip_grads_with_norm_([m.parameter for m in self._placed.named_parameters], max_norm, norm)
         return norm
 
     def norm(self) -> Tensor:
@@ -120,12 +120,12 @@ class PlacedModel:
         In-place changes affect `step()`. Under ddp each gradient is full, otherwise it is this rank's shard.
         """
         with self._together():
-            return {m.name: m.parameter.grad for m in self._placed.named if m.parameter.grad is not None}
+            return {m.name: m.parameter.grad for m in self._placed.named_parameters if m.parameter.grad is not None}
 
     def whole(self) -> Mapping[str, Tensor]:
         """Return all full weights and buffers on every rank, for small models and tests; every rank calls this."""
         weights = self._placed.weights
-        return {name: weights.whole(name, weights.mine[name].tensor) for name in weights.names}
+        return {name: weights.gather_full_tensor(name, weights.local_tensors[name].tensor) for name in weights.names}
 
     def save(self, path: str | Path) -> None:
         """Write weights and optimizers as plain safetensors, one full tensor at a time; every rank calls this.
@@ -144,7 +144,7 @@ class PlacedModel:
             CheckpointError: the folder belongs to another model, or can't be read.
         """
         load_folder(Path(path), placed=self._placed, optimizers=self._optimizers, model=self.model)
-        self._placed.spread()
+        self._placed.sync_after_update()
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -158,7 +158,7 @@ class PlacedModel:
         """Begin a step with its first backward, or continue the current step."""
         dropped = self._veil.show()
         names = {*dropped.gone, *dropped.zeroed}
-        asked = self._taken or {m.name for m in self._placed.named}
+        asked = self._taken or {m.name for m in self._placed.named_parameters}
         if self._is_open and names >= asked:
             self._is_open = False
         elif self._is_open and names:
@@ -169,7 +169,9 @@ class PlacedModel:
             )
         elif self._has_begun and not self._is_open and not self._has_stepped:
             self._drop(dropped)
-            if any(m.parameter.grad is not None and bool(m.parameter.grad.any()) for m in self._placed.named):
+            if any(
+                m.parameter.grad is not None and bool(m.parameter.grad.any()) for m in self._placed.named_parameters
+            ):
                 raise UsageError(
                     "a backward follows after the gradients of this step were reduced.",
                     cause="clip, norm or gradients before the last backward of a step, or a missing step()",
@@ -205,15 +207,15 @@ class PlacedModel:
             self._veil.hide()
 
     def _norm(self) -> Tensor:
-        gradients = [p.grad for p in self._placed.owned() if p.grad is not None]
-        if self._placed.kept.is_whole:
+        gradients = [p.grad for p in self._placed.owned_parameters() if p.grad is not None]
+        if self._placed.optim_shards.is_unsharded:
             return nn.utils.get_total_norm(gradients)
         return joint_norm(gradients, worlds=[self.world])
 
     def _updated(self) -> None:
         """Record that an optimizer has made its step."""
         self._has_stepped = True
-        self._placed.spread()
+        self._placed.sync_after_update()
         if self._is_apart:
             self._veil.hide(is_over=True)
 
@@ -238,7 +240,7 @@ class PlacedModel:
     def _drop(self, dropped: ReplacedGradients) -> None:
         """Set the reduced gradients to None or to zero if the user has set the placeholders to that."""
         gone, zeroed = set(dropped.gone), set(dropped.zeroed)
-        for member in self._placed.named if gone or zeroed else ():
+        for member in self._placed.named_parameters if gone or zeroed else ():
             if member.name in gone:
                 member.parameter.grad = None
             elif member.name in zeroed and member.parameter.grad is not None:
@@ -257,8 +259,8 @@ class PlacedModel:
         return float(total)
 
     def _made(self, factory: Factory) -> tuple[list[Optimizer], bool]:
-        if self._placed.kept.is_whole and not self._worlds.mesh.zero:
-            made = factory([(m.name, m.parameter) for m in self._placed.named])
+        if self._placed.optim_shards.is_unsharded and not self._worlds.mesh.zero:
+            made = factory([(m.name, m.parameter) for m in self._placed.named_parameters])
             several = isinstance(made, list | tuple)
             return (list(made) if several else [made]), several
         several = False
@@ -270,16 +272,16 @@ class PlacedModel:
             return made
 
         rules = try_optimizer_factory(watched, self._every)
-        for name, reason in rules.whole().items():
+        for name, reason in rules.full_tensor_reasons().items():
             raise LayoutError(
                 f"{reason}, and {layout_label(self._asked, self._worlds.mesh)} gives ranks parts of {name}.",
                 cause="the update rule needs a whole tensor",
                 hint='layout="ddp", or torch.optim.AdamW',
             )
-        return rules.on(self._placed.named), several
+        return rules.make_optimizers(self._placed.named_parameters), several
 
     def _take(self, made: Sequence[Any]) -> None:
-        names = {id(m.parameter): m.name for m in self._placed.named}
+        names = {id(m.parameter): m.name for m in self._placed.named_parameters}
         for optimizer in made:
             if not isinstance(optimizer, Optimizer):
                 raise JobError(

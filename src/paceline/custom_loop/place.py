@@ -22,11 +22,11 @@ from paceline.errors import LayoutError, PacelineError, UsageError, raise_all
 from paceline.launch.failures.uncaught_exceptions import install_uncaught_hook
 from paceline.parallel.initialization.meta_model import tensor_bytes
 from paceline.parallel.initialization.unsupported_tensors import refuse_tensors
-from paceline.parallel.module_access.broadcast_initial import broadcast_initial
+from paceline.parallel.module_access.broadcast_initial import broadcast_initial_tensors
 from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.parallel.parallelize import parallelize
 from paceline.parallel.placement import PlacementRequest
-from paceline.parallel.trace_example_forward import Found
+from paceline.parallel.trace_example_forward import Result
 from paceline.planner.layout.axis_products import check_axis_products
 from paceline.planner.layout.mesh import Mesh, resolve_mesh
 from paceline.torch_internals.private_api import guard_hooks
@@ -101,17 +101,17 @@ def _place(
         torch.set_rng_state(state)
         torch.rand(1)
     if begun.is_whole:
-        broadcast_initial(model, world=here)
+        broadcast_initial_tensors(model, world=here)
     every = [replace(member, parameter=_without_memory(member.parameter)) for member in trainable_parameters(model)]
     request = PlacementRequest(
-        asked=asked,
+        layout=asked,
         worlds=worlds,
-        example=None if example is None else _Example(model=model, given=example),
-        say=print_line,
-        how=chosen.place,
-        compiles=chosen.train.compile,
-        rows=begun.rows,
-        late=begun.late,
+        example_run=None if example is None else _Example(model=model, given=example),
+        report=print_line,
+        settings=chosen.place,
+        is_compiled=chosen.train.compile,
+        deferred_rows=begun.rows,
+        deferred_model=begun.late,
     )
     return PlacedModel(model=model, placed=parallelize(model, request), worlds=worlds, asked=asked, every=every)
 
@@ -136,7 +136,7 @@ class _Example:
     def run(self, model: nn.Module) -> Any:
         return self.given(model)
 
-    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+    def once(self, key: Hashable, find: Callable[[], Result]) -> Result:
         return find()
 
 

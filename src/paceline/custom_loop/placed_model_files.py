@@ -45,14 +45,14 @@ def save_folder(
     Raises:
         SaveError, CheckpointError: the folder can't be written; raised on every rank.
     """
-    shares = OptimizerShards(parameters=placed.named, sharded=placed.kept, world=world)
+    shares = OptimizerShards(parameters=placed.named_parameters, sharded=placed.optim_shards, world=world)
     aside = folder.with_name(f".{folder.name}.saving")
     weights = view_state_dict(model, weights=placed.weights, world=world)
     single = _single(optimizers, shares)
     held, scalars = on_all_ranks(world, lambda: _states(optimizers, shares, single))
-    states = ShardedTensors(world=world, held=held)
+    states = ShardedTensors(world=world, tensors=held)
     plain = [_plain(said) for said in optimizer_scalars(optimizers, shares, scalars)]
-    listed = StateDictView(entries=states.mine, weights=states)
+    listed = StateDictView(entries=states.local_tensors, weights=states)
     config = getattr(model, "config", None)
     on_all_ranks(world, lambda: consolidate_weights(weights, aside, config=config, world=world))
     on_all_ranks(world, lambda: consolidate_weights(listed, aside / OPTIMIZER, config=None, world=world))
@@ -83,7 +83,7 @@ def _single(optimizers: Sequence[Optimizer], shares: OptimizerShards) -> frozens
     ]
     numbers = {name: key for name, key, value, may_be_cut in seen if value.numel() == 1 and not may_be_cut}
     others = sorted({key for _, key, value, _ in seen if value.numel() != 1})
-    said = [(numbers, others)] if shares.sharded.is_whole else shares.world.gather_json((numbers, others))
+    said = [(numbers, others)] if shares.sharded.is_unsharded else shares.world.gather_json((numbers, others))
     names = {name for found, _ in said for name in found}
     keys = {key for found, _ in said for key in found.values()} - {key for _, found in said for key in found}
     return frozenset(names | {name for name, key, _, _ in seen if key in keys})
@@ -117,14 +117,20 @@ def _states(
             for key, value in tensors.items():
                 part = _part_of(value, parameter, name=name, key=key, kind=kind, shares=shares)
                 find = partial(Tensor.detach, value)
-                held.append(LocalTensor(name=_stored_name(index, name, key), part=part, dtype=value.dtype, find=find))
+                held.append(
+                    LocalTensor(
+                        name=_stored_name(index, name, key), shard_spec=part, dtype=value.dtype, get_tensor=find
+                    )
+                )
             if plain:
                 scalars[-1][name] = plain
         shared, inner = shared_state(optimizer, shares)
         for key, value in inner.items():
             find = partial(Tensor.detach, value)
             held.append(
-                LocalTensor(name=f"{index}//{key}", part=ShardSpec.all_of(value.shape), dtype=value.dtype, find=find)
+                LocalTensor(
+                    name=f"{index}//{key}", shard_spec=ShardSpec.full(value.shape), dtype=value.dtype, get_tensor=find
+                )
             )
         if shared:
             scalars[-1][NO_PARAMETER] = shared
@@ -142,9 +148,9 @@ def _is_stored(shape: torch.Size, alone: Container[int], value: Tensor) -> bool:
 
 def _part_of(value: Tensor, parameter: Tensor, *, name: str, key: str, kind: str, shares: OptimizerShards) -> ShardSpec:
     if value.shape == parameter.shape:
-        return shares.sharded.mine[name].part
-    if shares.sharded.is_whole:
-        return ShardSpec.all_of(value.shape)
+        return shares.sharded.local_tensors[name].shard_spec
+    if shares.sharded.is_unsharded:
+        return ShardSpec.full(value.shape)
     raise CheckpointError(
         f"the state {key} of {kind} for {name} can't be saved: its shape differs from the part of {name} that this "
         "rank holds.",
@@ -186,16 +192,18 @@ def load_folder(folder: Path, *, placed: ParallelizedModel, optimizers: Sequence
             hint="build the same optimizers before load",
         )
     shelf = SafetensorsFolder(folder / OPTIMIZER)
-    names = {id(m.parameter): m.name for m in placed.named}
+    names = {id(m.parameter): m.name for m in placed.named_parameters}
     for index, (optimizer, plain) in enumerate(zip(optimizers, plains, strict=True)):
-        _load_optimizer(optimizer, plain, shelf, names, placed.kept, prefix=f"{index}/")
+        _load_optimizer(optimizer, plain, shelf, names, placed.optim_shards, prefix=f"{index}/")
 
 
 def _load_weights(shelf: SafetensorsFolder, placed: ParallelizedModel, *, listed: dict[str, str], folder: Path) -> None:
-    wanted = {first: placed.weights.mine[first] for first in listed.values() if first in placed.weights.mine}
+    wanted = {
+        first: placed.weights.local_tensors[first] for first in listed.values() if first in placed.weights.local_tensors
+    }
     there = set(shelf.names)
     differing = sorted(
-        {n for n in wanted if n not in there or shelf.shape(n) != wanted[n].part.shape} | (there - set(listed))
+        {n for n in wanted if n not in there or shelf.shape(n) != wanted[n].shard_spec.shape} | (there - set(listed))
     )
     if differing:
         raise CheckpointError(
@@ -203,8 +211,8 @@ def _load_weights(shelf: SafetensorsFolder, placed: ParallelizedModel, *, listed
         )
     with torch.no_grad():
         for name, held in wanted.items():
-            if held.tensor is not None and held.part.numel:
-                copy_into(held.tensor, shelf.part(name, held.part))
+            if held.tensor is not None and held.shard_spec.numel:
+                copy_into(held.tensor, shelf.read_shard(name, held.shard_spec))
 
 
 def _load_optimizer(
@@ -225,20 +233,22 @@ def _load_optimizer(
         group.update({key: value for key, value in found.items() if value is not None or group.get(key) is None})
         for parameter in group["params"]:
             name = names[id(parameter)]
-            read = partial(_state, shelf, kept.mine[name].part, parameter, f"{prefix}{name}/")
+            read = partial(_state, shelf, kept.local_tensors[name].shard_spec, parameter, f"{prefix}{name}/")
             state = decode_state(plain["scalars"].get(name, {}), fetch=read)
             leaves = [key.rpartition("/")[2] for key in keys.get(name, [])]
             state |= {leaf: read(leaf) for leaf in leaves if not leaf.startswith(NESTED_PREFIX)}
             if state:
                 optimizer.state[parameter] = state
     for key, value in plain["scalars"].get(NO_PARAMETER, []):
-        optimizer.state[decode_state(key)] = decode_state(value, fetch=lambda inner: shelf.whole(f"{prefix}/{inner}"))
+        optimizer.state[decode_state(key)] = decode_state(
+            value, fetch=lambda inner: shelf.read_tensor(f"{prefix}/{inner}")
+        )
 
 
 def _state(shelf: SafetensorsFolder, part: ShardSpec, parameter: Tensor, prefix: str, leaf: str) -> Tensor:
     key = f"{prefix}{leaf}"
     if shelf.shape(key) != part.shape:
-        return shelf.whole(key).to(parameter.device)
-    if part.local is None:
+        return shelf.read_tensor(key).to(parameter.device)
+    if part.local_shape is None:
         return torch.empty_like(parameter)
-    return shelf.part(key, part).to(parameter.device)
+    return shelf.read_shard(key, part).to(parameter.device)

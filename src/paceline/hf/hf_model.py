@@ -12,9 +12,9 @@ from torch import nn
 
 from paceline.errors import CheckpointError, JobError
 from paceline.hf.weight_conversion import ignored_by, recipes_for
-from paceline.parallel.initialization.pretrained import Loaded, whole_model
-from paceline.parallel.initialization.safetensors_loading import load_into
-from paceline.parallel.module_access.shard_spec import Parts
+from paceline.parallel.initialization.pretrained import LoadedShards, load_full_model
+from paceline.parallel.initialization.safetensors_loading import load_shards
+from paceline.parallel.module_access.shard_spec import ShardSpecs
 
 TASKS = {
     "causal-lm": "AutoModelForCausalLM",
@@ -61,11 +61,11 @@ class FolderModel:
         """Build the model as the constructor leaves it, without the folder's weights."""
         return self.build()
 
-    def load(self, model: nn.Module, parts: Parts) -> Loaded:
+    def load(self, model: nn.Module, parts: ShardSpecs) -> LoadedShards:
         """Load this rank's parts of the folder's tensors, and return them with notes."""
-        return load_into(
+        return load_shards(
             model,
-            parts=parts,
+            shard_specs=parts,
             folder=self.folder,
             recipes=recipes_for(model),
             ignored=ignored_by(model, other_head=bool(self.new)),
@@ -74,7 +74,7 @@ class FolderModel:
 
     def __call__(self) -> nn.Module:
         """Build the whole model; tensors that the folder lacks (`new`) are drawn from a stream of their name."""
-        return whole_model(self, seed=torch.initial_seed())
+        return load_full_model(self, seed=torch.initial_seed())
 
 
 def read_config(source: Any) -> tuple[Any, Path | None]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.parallel.initialization.safetensors_loading import CopiedTensor, SafetensorsFolder, WeightSource
-from paceline.parallel.module_access.shard_spec import Parts
+from paceline.parallel.module_access.shard_spec import ShardSpecs
 from paceline.plugins import resolve
 
 _LOADING = "transformers.core_model_loading"
@@ -32,10 +32,10 @@ class ConvertedTensors:
         """The names of all stored tensors that the conversion combines."""
         return [name for names in self.gathered.values() for name in names]
 
-    def read(self, shelf: SafetensorsFolder, parts: Parts) -> dict[str, Tensor]:
+    def read(self, shelf: SafetensorsFolder, parts: ShardSpecs) -> dict[str, Tensor]:
         """Read and combine the full stored tensors, then return this rank's parts."""
-        whole = convert(self.converter, self.gathered, self.layer, self.model, shelf.whole)
-        return {name: parts[name].take(whole[name]) for name in parts}
+        whole = convert(self.converter, self.gathered, self.layer, self.model, shelf.read_tensor)
+        return {name: parts[name].extract(whole[name]) for name in parts}
 
 
 def convert(

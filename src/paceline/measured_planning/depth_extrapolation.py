@@ -11,7 +11,7 @@ from paceline.measured_planning.memory_replay import StageMemory, replay
 from paceline.measured_planning.profile.sample_batches import FEW_SAMPLES, make_profiling_plan
 from paceline.measured_planning.profile.truncated_model import largest_tensor_per_block, set_num_blocks
 from paceline.parallel.initialization.pretrained import PretrainedModel
-from paceline.parallel.module_access.parameters import LARGE_BYTES
+from paceline.parallel.module_access.parameters import LARGE_PARAMETER_BYTES
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.pipeline_options import is_schedule_file
 from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline, extrapolate, extrapolate_peak
@@ -190,7 +190,7 @@ def _combine_runs(
 def _max_bucketed_elements(plan: ExecutionPlan) -> int:
     """Return the elements above which a tensor gets a bucket of its own: then no bucket spans two blocks."""
     item_bytes = 2 if plan.asked.params == "bf16" else 4
-    return LARGE_BYTES // item_bytes * plan.mesh.tp * plan.mesh.ep
+    return LARGE_PARAMETER_BYTES // item_bytes * plan.mesh.tp * plan.mesh.ep
 
 
 def _set_stage_depths(settings: Settings, depths: tuple[int, ...]) -> Settings:

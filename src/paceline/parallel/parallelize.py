@@ -10,7 +10,7 @@ from paceline.comm.process_group import World
 from paceline.comm.rank_threads import ThreadWorld
 from paceline.config.activation_checkpointing import parse_remat
 from paceline.errors import LayoutError
-from paceline.parallel.activation_checkpointing.checkpointing import remat, repeated_blocks
+from paceline.parallel.activation_checkpointing.checkpointing import apply_remat, repeated_blocks
 from paceline.parallel.compile import compile_blocks
 from paceline.parallel.data_parallel.exact_reduction import ExactReducer, FixedPointGrid
 from paceline.parallel.data_parallel.reducer import Reducer
@@ -18,25 +18,25 @@ from paceline.parallel.data_parallel.thread_replicas import ThreadReducer
 from paceline.parallel.expert_parallel.discovery import find_experts
 from paceline.parallel.expert_parallel.expert_parallel import split_experts
 from paceline.parallel.gradients.partition import (
-    divide_fully,
-    divide_rows,
+    add_expert_parameters,
     do_nothing,
-    held_now,
-    kept_now,
-    replicate,
-    with_experts,
+    model_tensor_after_placement,
+    optimizer_tensor_after_placement,
+    partition_zero3,
+    partition_zero12,
+    replicate_parameters,
 )
 from paceline.parallel.gradients.tied_parameters import ExactTies, TiedReducer
 from paceline.parallel.gradients.tied_uses import TiedUses
 from paceline.parallel.module_access.blocks import find_blocks
 from paceline.parallel.module_access.parameters import NamedParameter
-from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_shares
-from paceline.parallel.module_access.user_hooks import hooked_in, refuse_lost
+from paceline.parallel.module_access.sharded_tensors import ShardedTensors, param_tensors
+from paceline.parallel.module_access.user_hooks import find_hooked_parameters, refuse_lost_hooks
 from paceline.parallel.pipeline.pipeline_model import PipelineModel, cut_model
 from paceline.parallel.placement import Parallelism, ParallelizedModel, Placement, PlacementRequest
 from paceline.parallel.tensor_parallel.tensor_parallel import split_model
 from paceline.parallel.tensor_parallel.tensor_plan import name_pattern
-from paceline.parallel.trace_example_forward import seconds_of, tensor_plan
+from paceline.parallel.trace_example_forward import choose_tensor_plan, make_block_timer
 from paceline.planner.layout.mesh import layout_label
 
 
@@ -65,7 +65,7 @@ class TiedUseRecords:
 
     def apply(self, placement: Placement) -> None:
         """Find all uses of each tied weight."""
-        placement.uses = TiedUses(placement.model)
+        placement.tied_uses = TiedUses(placement.model)
 
 
 class TensorPlanning:
@@ -79,11 +79,13 @@ class TensorPlanning:
 
     def apply(self, placement: Placement) -> None:
         """Choose the plan. Expert weights are replicated over the `tp` ranks."""
-        request, mesh, how = placement.request, placement.request.worlds.mesh, placement.request.how
+        request, mesh, settings = placement.request, placement.request.worlds.mesh, placement.request.settings
         if mesh.ep > 1:
-            experts = (name_pattern(one.name) for one in find_experts(placement.model))
-            how = replace(how, replicate=(*how.replicate, *experts))
-        placement.tensor_plan = tensor_plan(placement.model, how, mesh.tp, request.example, request.late)
+            experts = (name_pattern(block.name) for block in find_experts(placement.model))
+            settings = replace(settings, replicate=(*settings.replicate, *experts))
+        placement.tensor_plan = choose_tensor_plan(
+            placement.model, settings, mesh.tp, request.example_run, request.deferred_model
+        )
 
 
 class PipelineStages:
@@ -98,18 +100,20 @@ class PipelineStages:
     def apply(self, placement: Placement) -> None:
         """Cut the model into stages, and free the memory of the other ranks' stages."""
         request, worlds = placement.request, placement.request.worlds
-        assert request.example is not None
-        placement.piped = cut_model(
+        assert request.example_run is not None
+        placement.pipeline_model = cut_model(
             placement.model,
-            asked=request.asked,
+            asked=request.layout,
             mesh=worlds.mesh,
             world=worlds.pp,
-            call=request.example,
-            how=request.how,
-            say=request.say,
-            splits=worlds.mesh.zero != 3 and not parse_remat(request.asked.remat).is_on and not request.compiles,
-            seconds=seconds_of(placement.model, request.how, worlds.all_ranks, request.example, request.late),
-            late=request.late,
+            call=request.example_run,
+            how=request.settings,
+            say=request.report,
+            splits=worlds.mesh.zero != 3 and not parse_remat(request.layout.remat).is_on and not request.is_compiled,
+            seconds=make_block_timer(
+                placement.model, request.settings, worlds.all_ranks, request.example_run, request.deferred_model
+            ),
+            late=request.deferred_model,
         )
 
 
@@ -124,7 +128,7 @@ class ExpertParallel:
 
     def apply(self, placement: Placement) -> None:
         """Keep this rank's experts, and route tokens to the other ranks' experts."""
-        placement.experts = split_experts(model=placement.model, world=placement.request.worlds.ep)
+        placement.placed_experts = split_experts(model=placement.model, world=placement.request.worlds.ep)
 
 
 class TensorParallel:
@@ -140,10 +144,10 @@ class TensorParallel:
         """Split the weights as the plan says."""
         request, plan = placement.request, placement.tensor_plan
         assert plan is not None
-        split = split_model(placement.model, plan=plan, world=request.worlds.tp, sequence=request.asked.sequence)
-        if placement.piped is not None:
-            placement.piped.stages.on_leave.append(split.rest)
-        placement.split = split
+        split = split_model(placement.model, plan=plan, world=request.worlds.tp, sequence=request.layout.sequence)
+        if placement.pipeline_model is not None:
+            placement.pipeline_model.stages.on_leave.append(split.rest)
+        placement.tensor_placement = split
 
 
 class ContextParallelism:
@@ -153,11 +157,11 @@ class ContextParallelism:
 
     def is_on(self, request: PlacementRequest) -> bool:
         """Return whether sequences are sharded."""
-        return request.context is not None
+        return request.context_parallel is not None
 
     def apply(self, placement: Placement) -> None:
         """Pass the context to the step, which enters it around each forward."""
-        placement.context = placement.request.context
+        placement.context_parallel = placement.request.context_parallel
 
 
 class DeferredValues:
@@ -167,16 +171,17 @@ class DeferredValues:
 
     def is_on(self, request: PlacementRequest) -> bool:
         """Return whether the model's parameters are still on the meta device."""
-        return request.late is not None
+        return request.deferred_model is not None
 
     def apply(self, placement: Placement) -> None:
         """Fill the parameters that this rank keeps; with full sharding, rows are created when a unit takes them."""
-        late, worlds = placement.request.late, placement.request.worlds
-        assert late is not None
+        deferred_model, worlds = placement.request.deferred_model, placement.request.worlds
+        assert deferred_model is not None
         shard = worlds.shard if worlds.mesh.zero == 3 and worlds.shard.world_size > 1 else None
-        placement.rows = late.fill(
-            placement.model, base=placement.base, hollow=placement.hollow, routed=placement.routed, shard=shard
-        )
+        placement.deferred_rows = deferred_model.fill(
+            placement.model, base_specs=placement.base_specs, absent_names=placement.absent_names,
+            expert_names=placement.expert_specs, shard_world=shard,
+        )  # fmt: skip
 
 
 class ListedBlocks:
@@ -186,11 +191,11 @@ class ListedBlocks:
 
     def is_on(self, request: PlacementRequest) -> bool:
         """Return whether blocks are listed."""
-        return bool(request.how.blocks)
+        return bool(request.settings.blocks)
 
     def apply(self, placement: Placement) -> None:
         """Find the blocks."""
-        placement.blocks = find_blocks(placement.model, listed=placement.request.how.blocks)
+        placement.blocks = find_blocks(placement.model, listed_names=placement.request.settings.blocks)
 
 
 class ActivationCheckpointing:
@@ -200,12 +205,12 @@ class ActivationCheckpointing:
 
     def is_on(self, request: PlacementRequest) -> bool:
         """Return whether activation checkpointing is on."""
-        return parse_remat(request.asked.remat).is_on
+        return parse_remat(request.layout.remat).is_on
 
     def apply(self, placement: Placement) -> None:
         """Wrap the blocks."""
-        policy = parse_remat(placement.request.asked.remat)
-        placement.undos.append(remat(placement.model, policy=policy, blocks=placement.blocks))
+        policy = parse_remat(placement.request.layout.remat)
+        placement.undos.append(apply_remat(placement.model, policy=policy, blocks=placement.blocks))
 
 
 class Compilation:
@@ -215,15 +220,15 @@ class Compilation:
 
     def is_on(self, request: PlacementRequest) -> bool:
         """Return whether blocks are compiled."""
-        return request.compiles
+        return request.is_compiled
 
     def apply(self, placement: Placement) -> None:
         """Compile the blocks; report it if the pipeline stages call no block."""
-        model, piped, say = placement.model, placement.piped, placement.request.say
-        if not placement.blocks and piped is not None and piped.along_graph and not repeated_blocks(model):
-            say("note: no block is compiled: stages along a graph call the model's modules, and none of them repeats")
+        model, pipeline, report = placement.model, placement.pipeline_model, placement.request.report
+        if not placement.blocks and pipeline is not None and pipeline.along_graph and not repeated_blocks(model):
+            report("note: no block is compiled: stages along a graph call the model's modules, and none repeats")
         else:
-            placement.undos.append(compile_blocks(model, say=say, blocks=placement.blocks))
+            placement.undos.append(compile_blocks(model, report=report, blocks=placement.blocks))
 
 
 class FixedPoint:
@@ -237,8 +242,10 @@ class FixedPoint:
 
     def apply(self, placement: Placement) -> None:
         """Create the grid."""
-        assert placement.uses is not None
-        placement.grid = _grid(placement.named, placement.uses, placement.piped, placement.request.worlds.pp)
+        assert placement.tied_uses is not None
+        placement.grid = build_fixed_point_grid(
+            placement.named_parameters, placement.tied_uses, placement.pipeline_model, placement.request.worlds.pp
+        )
 
 
 class FullSharding:
@@ -252,7 +259,7 @@ class FullSharding:
 
     def apply(self, placement: Placement) -> None:
         """Shard each parameter by rows."""
-        placement.apply_data_parallel(partial(divide_fully, placement.model))
+        placement.apply_data_parallel(partial(partition_zero3, placement.model))
 
 
 class ShardedOptimizer:
@@ -267,7 +274,7 @@ class ShardedOptimizer:
     def apply(self, placement: Placement) -> None:
         """Assign to each rank the rows that its optimizer updates."""
         stage = placement.request.worlds.mesh.zero
-        placement.apply_data_parallel(partial(divide_rows, placement.model, stage=stage))
+        placement.apply_data_parallel(partial(partition_zero12, placement.model, stage=stage))
 
 
 class Replication:
@@ -281,7 +288,7 @@ class Replication:
 
     def apply(self, placement: Placement) -> None:
         """Register the gradient reducer's hooks on the parameters."""
-        placement.apply_data_parallel(replicate)
+        placement.apply_data_parallel(replicate_parameters)
 
 
 class ExpertGradients:
@@ -295,10 +302,12 @@ class ExpertGradients:
 
     def apply(self, placement: Placement) -> None:
         """Add the experts to the optimizer's parameters, and reduce their gradients."""
-        split, routed, peers = placement.partition, placement.routed, placement.request.worlds.expert_replicas
-        assert split is not None
-        if routed:
-            placement.partition = with_experts(split, live=placement.current, peers=peers, routed=routed)
+        partition, specs, peers = placement.partition, placement.expert_specs, placement.request.worlds.expert_replicas
+        assert partition is not None
+        if specs:
+            placement.partition = add_expert_parameters(
+                partition, current_parameters=placement.current_parameters, expert_replicas=peers, expert_specs=specs
+            )
 
 
 class TiedGradients:
@@ -312,34 +321,27 @@ class TiedGradients:
 
     def apply(self, placement: Placement) -> None:
         """Sum the gradients of tied weights over the stages."""
-        split, piped = placement.partition, placement.piped
-        assert split is not None and piped is not None
-        if piped.ties:
+        partition, pipeline = placement.partition, placement.pipeline_model
+        assert partition is not None and pipeline is not None
+        if pipeline.ties:
             world = placement.request.worlds.pp
-            reducer = TiedReducer(split.reducer, named=split.named, ties=piped.ties, world=world)
-            placement.partition = replace(split, reducer=reducer)
+            reducer = TiedReducer(
+                partition.reducer, named_parameters=partition.named_parameters, ties=pipeline.ties, world=world
+            )
+            placement.partition = replace(partition, reducer=reducer)
 
 
 PARALLELISMS = (
     ParallelismEntry(TiedUseRecords(), "on the full model: a stage sees only its own uses"),
     ParallelismEntry(TensorPlanning(), "on the full model: the plan is derived from its full forward"),
     ParallelismEntry(
-        PipelineStages(),
-        "before anything is split, wrapped or moved: the later entries process only this rank's stages",
-        layouts=("pp",),
-        cost="bubble",
+        PipelineStages(), "before all others, which process only this rank's stages", layouts=("pp",), cost="bubble"
     ),
     ParallelismEntry(
-        ExpertParallel(),
-        "before tensors: only the experts of this rank are split",
-        layouts=("ep",),
-        cost="experts",
+        ExpertParallel(), "before tensors: only the experts of this rank are split", layouts=("ep",), cost="experts"
     ),
     ParallelismEntry(
-        TensorParallel(),
-        "before remat: backward recomputes the split layer, with its collectives",
-        layouts=("tp",),
-        cost="tensor",
+        TensorParallel(), "before remat: backward recomputes the split layer", layouts=("tp",), cost="tensor"
     ),
     ParallelismEntry(
         ContextParallelism(), "after tensors: it runs inside the split layers", layouts=("cp",), cost="context"
@@ -350,24 +352,13 @@ PARALLELISMS = (
         ActivationCheckpointing(), "before compile: the checkpointed forward is the one to compile", cost="again"
     ),
     ParallelismEntry(Compilation(), "before shard: parameters are gathered around a compiled block, not inside it"),
-    ParallelismEntry(FixedPoint(), "before the reducers, which add on the grid"),
+    ParallelismEntry(FixedPoint(), "before the reducers, which sum on the grid"),
+    ParallelismEntry(FullSharding(), "after all other changes of parameters", layouts=("fsdp", "hsdp"), cost="gather"),
     ParallelismEntry(
-        FullSharding(),
-        "after all other changes of parameters: it shards this rank's part of each parameter by rows",
-        layouts=("fsdp", "hsdp"),
-        cost="gather",
+        ShardedOptimizer(), "after all changes of parameters", layouts=("zero1", "zero2"), cost="gradients"
     ),
     ParallelismEntry(
-        ShardedOptimizer(),
-        "like shard, after all other changes of parameters",
-        layouts=("zero1", "zero2"),
-        cost="gradients",
-    ),
-    ParallelismEntry(
-        Replication(),
-        "after all changes of parameters, on which it registers hooks",
-        layouts=("ddp",),
-        cost="gradients",
+        Replication(), "after all changes of parameters, since it adds hooks", layouts=("ddp",), cost="gradients"
     ),
     ParallelismEntry(ExpertGradients(), "after the reducer of the other parameters, which it extends"),
     ParallelismEntry(TiedGradients(), "around all other reducers: it sums the gradients that they have reduced"),
@@ -380,76 +371,78 @@ def parallelize(model: nn.Module, request: PlacementRequest) -> ParallelizedMode
     Raises:
         LayoutError: a part of the model does not support the requested layout.
     """
-    placement, hooked = Placement.of_whole(model, request), hooked_in(model)
-    for step in PARALLELISMS:
-        if step.parallelism.is_on(request):
-            step.parallelism.apply(placement)
-    worlds, hollow, base, split = request.worlds, placement.hollow, placement.base, placement.partition
-    assert split is not None
-    kept = [kept_now(one, split.share(one.name), base) for one in placement.named]
-    refuse_lost(hooked, model, without=hollow, layout=layout_label(request.asked, worlds.mesh))
+    placement, hooked = Placement.from_full_model(model, request), find_hooked_parameters(model)
+    for entry in PARALLELISMS:
+        if entry.parallelism.is_on(request):
+            entry.parallelism.apply(placement)
+    worlds, absent, base, partition = request.worlds, placement.absent_names, placement.base_specs, placement.partition
+    assert partition is not None
+    optim_shards = [
+        optimizer_tensor_after_placement(one, partition.shard_of(one.name), base) for one in placement.named_parameters
+    ]
+    refuse_lost_hooks(hooked, model, absent_names=absent, layout=layout_label(request.layout, worlds.mesh))
     return ParallelizedModel(
-        named=split.named,
+        named_parameters=partition.named_parameters,
         weights=ShardedTensors(
-            world=worlds.all_ranks, held=[held_now(one, split, hollow) for one in placement.tensors]
+            world=worlds.all_ranks,
+            tensors=[model_tensor_after_placement(one, partition, absent) for one in placement.tensors],
         ),
-        kept=ShardedTensors(world=worlds.all_ranks, held=kept),
-        reducer=split.reducer,
-        spread=split.spread,
-        settle=split.settle,
-        leaves=split.leaves,
-        piped=placement.piped,
+        optim_shards=ShardedTensors(world=worlds.all_ranks, tensors=optim_shards),
+        reducer=partition.reducer,
+        sync_after_update=partition.sync_after_update,
+        sync_after_load=partition.sync_after_load,
+        leaf_parameters=partition.leaf_parameters,
+        pipeline_model=placement.pipeline_model,
         grid=placement.grid,
         undos=placement.undos,
-        context=placement.context,
-        hooked=tuple(hooked),
+        context_parallel=placement.context_parallel,
+        hooked_names=tuple(hooked),
     )
 
 
-def _grid(
-    every: Sequence[NamedParameter], uses: TiedUses, piped: PipelineModel | None, stages: World
+def build_fixed_point_grid(
+    members: Sequence[NamedParameter], tied_uses: TiedUses, pipeline_model: PipelineModel | None, stage_world: World
 ) -> FixedPointGrid:
     """Return the fixed-point grid of exact mode, and separate the gradients of each tied weight by use.
-
-    The gradients are separated in one process too, so that it adds the same terms as pipeline stages.
 
     Raises:
         LayoutError: several stages use a weight under one module name, so its uses can't be told apart.
     """
-    ties = {} if piped is None else piped.ties
-    for name in sorted(set(ties) - uses.names):
+    ties = {} if pipeline_model is None else pipeline_model.ties
+    for name in sorted(set(ties) - tied_uses.names):
         raise LayoutError(
             f"exact mode with pp: {name} is used on the stages of ranks {', '.join(map(str, ties[name]))} by one name.",
             cause="one process adds the gradients of its uses before they are rounded to the grid, stages after",
             hint="a module of its own for each use, with the weight tied (head.weight = embed.weight); "
             "or leave --train.exact out",
         )
-    grid = FixedPointGrid(names=[member.name for member in every], others=[stages], uses=uses)
+    grid = FixedPointGrid(names=[m.name for m in members], extra_worlds=[stage_world], tied_uses=tied_uses)
     if ties:
-        uses.crossing = frozenset(ties)
-        grid.tie(ExactTies(ties, world=stages))
-    uses.watch()
+        tied_uses.multi_stage_names = frozenset(ties)
+        grid.set_ties(ExactTies(ties, world=stage_world))
+    tied_uses.register_hooks()
     return grid
 
 
 def parallelize_thread_replica(
     model: nn.Module,
     *,
-    named: Sequence[NamedParameter],
-    home: Sequence[NamedParameter],
+    members: Sequence[NamedParameter],
+    targets: Sequence[NamedParameter],
     world: ThreadWorld,
     exact: bool,
 ) -> ParallelizedModel:
-    """Return the model of a replica that runs in a thread; its gradients are added to those of the first replica."""
-    reducer: Reducer = ThreadReducer(named=named, home=home, world=world)
+    """Return the model of a replica that runs in a thread; its gradients are added to those of `targets`."""
+    reducer: Reducer = ThreadReducer(named_parameters=members, target_parameters=targets, world=world)
     grid = None
     if exact:
-        uses = TiedUses(model)
-        grid = FixedPointGrid(names=[member.name for member in named], uses=uses)
-        reducer = ExactReducer(named=named, world=world, grid=grid)
-        uses.watch()
-    alone = World(device=world.device)
-    weights = ShardedTensors(world=alone, held=all_shares(named))
+        tied_uses = TiedUses(model)
+        grid = FixedPointGrid(names=[member.name for member in members], tied_uses=tied_uses)
+        reducer = ExactReducer(named_parameters=members, world=world, grid=grid)
+        tied_uses.register_hooks()
+    local_world = World(device=world.device)
+    weights = ShardedTensors(world=local_world, tensors=param_tensors(members))
     return ParallelizedModel(
-        named=named, weights=weights, kept=weights, reducer=reducer, spread=do_nothing, settle=do_nothing, grid=grid
-    )
+        named_parameters=members, weights=weights, optim_shards=weights, reducer=reducer,
+        sync_after_update=do_nothing, sync_after_load=do_nothing, grid=grid,
+    )  # fmt: skip

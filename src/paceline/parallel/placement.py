@@ -14,13 +14,13 @@ from paceline.parallel.context_parallel.context_parallel import ContextParallel
 from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
 from paceline.parallel.data_parallel.reducer import Reducer
 from paceline.parallel.expert_parallel.expert_parallel import PlacedExperts
-from paceline.parallel.gradients.partition import Partition, Sharding
+from paceline.parallel.gradients.partition import Partition, ShardingRequest
 from paceline.parallel.gradients.tied_uses import TiedUses
 from paceline.parallel.initialization.deferred_fill import DeferredModel
 from paceline.parallel.module_access.blocks import Block
 from paceline.parallel.module_access.parameters import NamedParameter, trainable_parameters
-from paceline.parallel.module_access.shard_spec import Parts
-from paceline.parallel.module_access.sharded_tensors import LocalTensor, ShardedTensors, all_of
+from paceline.parallel.module_access.shard_spec import ShardSpecs
+from paceline.parallel.module_access.sharded_tensors import LocalTensor, ShardedTensors, model_tensors
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.parallel.sharding.fully_sharded import DeferredRows
 from paceline.parallel.sharding.sharded_model import DataGroups
@@ -38,18 +38,18 @@ class PlacementRequest:
     rows of its parameters.
     """
 
-    asked: Layout
+    layout: Layout
     worlds: MeshGroups
-    example: ExampleRun | None
-    say: Callable[[str], None]
-    how: PlacementSettings = field(default_factory=PlacementSettings)
+    example_run: ExampleRun | None
+    report: Callable[[str], None]
+    settings: PlacementSettings = field(default_factory=PlacementSettings)
     exact: bool = False
-    compiles: bool = False
-    whole: Sequence[str] = ()
-    context: ContextParallel | None = None
-    rows: DeferredRows | None = None
-    late: DeferredModel | None = None
-    compress: Compression | None = None
+    is_compiled: bool = False
+    full_tensor_names: Sequence[str] = ()
+    context_parallel: ContextParallel | None = None
+    deferred_rows: DeferredRows | None = None
+    deferred_model: DeferredModel | None = None
+    compression: Compression | None = None
 
 
 @dataclass(kw_only=True)
@@ -63,68 +63,89 @@ class Placement:
     model: nn.Module
     request: PlacementRequest
     tensors: Sequence[LocalTensor]
-    named: Sequence[NamedParameter]
-    uses: TiedUses | None = None
+    named_parameters: Sequence[NamedParameter]
+    tied_uses: TiedUses | None = None
     tensor_plan: TensorPlan | None = None
-    piped: PipelineModel | None = None
-    experts: PlacedExperts | None = None
-    split: TensorPlaced | None = None
-    rows: DeferredRows | None = None
+    pipeline_model: PipelineModel | None = None
+    placed_experts: PlacedExperts | None = None
+    tensor_placement: TensorPlaced | None = None
+    deferred_rows: DeferredRows | None = None
     blocks: Sequence[Block] | None = None
-    context: ContextParallel | None = None
+    context_parallel: ContextParallel | None = None
     grid: FixedPointGrid | None = None
-    current: Sequence[NamedParameter] = ()
+    current_parameters: Sequence[NamedParameter] = ()
     partition: Partition | None = None
     undos: list[Callable[[], None]] = field(default_factory=list)
 
     @staticmethod
-    def of_whole(model: nn.Module, request: PlacementRequest) -> "Placement":
+    def from_full_model(model: nn.Module, request: PlacementRequest) -> "Placement":
         """Return the initial state, in which every rank holds the full model."""
-        tensors, named = all_of(model), trainable_parameters(model)
-        return Placement(model=model, request=request, tensors=tensors, named=named, rows=request.rows)
-
-    @property
-    def routed(self) -> Parts:
-        """The shard specs of the experts' parameters on this rank."""
-        return {} if self.experts is None else self.experts.parts
-
-    @property
-    def base(self) -> Parts:
-        """The shard spec of each parameter after expert and tensor parallelism; empty if all are full tensors."""
-        if self.experts is None and self.split is None:
-            return {}
-        whole = {one.name: one.part for one in self.tensors if not one.is_buffer}
-        return {**whole, **({} if self.split is None else self.split.parts), **self.routed}
-
-    @property
-    def hollow(self) -> frozenset[str]:
-        """The names of the parameters that only other ranks hold."""
-        absent = frozenset[str]() if self.piped is None else self.piped.hollow
-        return absent | {name for name, part in self.routed.items() if part.local is None}
-
-    def sharding(self) -> Sharding:
-        """Return the input of the partition over the data-parallel ranks."""
-        request, worlds = self.request, self.request.worlds
-        return Sharding(
-            asked=request.asked,
-            how=request.how,
-            data=DataGroups(
-                all=worlds.summed, shard=worlds.shard, replicas=worlds.shard_replicas, compress=request.compress
-            ),
-            grid=self.grid,
-            base=self.base,
-            hollow=None if self.piped is None else self.piped.hollow,
-            without=self.routed,
-            whole=request.whole,
-            rows=self.rows,
+        tensors, named_parameters = model_tensors(model), trainable_parameters(model)
+        return Placement(
+            model=model,
+            request=request,
+            tensors=tensors,
+            named_parameters=named_parameters,
+            deferred_rows=request.deferred_rows,
         )
 
-    def apply_data_parallel(self, over_ranks: Callable[[Sequence[NamedParameter], Sharding], Partition]) -> None:
+    @property
+    def expert_specs(self) -> ShardSpecs:
+        """The shard specs of the experts' parameters on this rank."""
+        return {} if self.placed_experts is None else self.placed_experts.parts
+
+    @property
+    def base_specs(self) -> ShardSpecs:
+        """The shard spec of each parameter after expert and tensor parallelism; empty if all are full tensors."""
+        if self.placed_experts is None and self.tensor_placement is None:
+            return {}
+        full_specs = {one.name: one.shard_spec for one in self.tensors if not one.is_buffer}
+        return {
+            **full_specs,
+            **({} if self.tensor_placement is None else self.tensor_placement.parts),
+            **self.expert_specs,
+        }
+
+    @property
+    def absent_names(self) -> frozenset[str]:
+        """The names of the parameters that only other ranks hold."""
+        pipeline_absent_names = frozenset[str]() if self.pipeline_model is None else self.pipeline_model.hollow
+        return pipeline_absent_names | {name for name, part in self.expert_specs.items() if part.local_shape is None}
+
+    def sharding_request(self) -> ShardingRequest:
+        """Return the input of the partition over the data-parallel ranks."""
+        request, worlds = self.request, self.request.worlds
+        return ShardingRequest(
+            layout=request.layout,
+            settings=request.settings,
+            data_groups=DataGroups(
+                all_ranks=worlds.summed,
+                shard_world=worlds.shard,
+                replica_world=worlds.shard_replicas,
+                compression=request.compression,
+            ),
+            grid=self.grid,
+            base_specs=self.base_specs,
+            absent_names=None if self.pipeline_model is None else self.pipeline_model.hollow,
+            expert_names=self.expert_specs,
+            full_tensor_names=request.full_tensor_names,
+            deferred_rows=self.deferred_rows,
+        )
+
+    def apply_data_parallel(
+        self, partition_parameters: Callable[[Sequence[NamedParameter], ShardingRequest], Partition]
+    ) -> None:
         """Partition this rank's parameters over the data-parallel ranks; expert parameters are not sharded."""
-        now, hollow = dict(self.model.named_parameters()), self.hollow
-        self.current = [replace(one, parameter=now[one.name]) for one in self.named if one.name not in hollow]
-        routed = self.routed
-        self.partition = over_ranks([one for one in self.current if one.name not in routed], self.sharding())
+        parameters, absent_names = dict(self.model.named_parameters()), self.absent_names
+        self.current_parameters = [
+            replace(one, parameter=parameters[one.name])
+            for one in self.named_parameters
+            if one.name not in absent_names
+        ]
+        expert_specs = self.expert_specs
+        self.partition = partition_parameters(
+            [one for one in self.current_parameters if one.name not in expert_specs], self.sharding_request()
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,27 +154,29 @@ class ParallelizedModel:
 
     The optimizer updates `named_parameters`. Call `sync_after_update` after each optimizer update, and
     `sync_after_load` after new values were copied into the model's tensors. `weights` are the parameters and buffers
-    of the ranks' models; `optimizer_tensors` are the shards of them that the ranks' optimizers update. Autograd writes
+    of the ranks' models; `optim_shards` are the shards of them that the ranks' optimizers update. Autograd writes
     gradients to `leaf_parameters`. `hooked_names` are the parameters on which the user registered hooks.
     """
 
-    named: Sequence[NamedParameter]
+    named_parameters: Sequence[NamedParameter]
     weights: ShardedTensors
-    kept: ShardedTensors
+    optim_shards: ShardedTensors
     reducer: Reducer
-    spread: Callable[[], None]
-    settle: Callable[[], None]
-    leaves: Sequence[nn.Parameter] = ()
-    piped: PipelineModel | None = None
+    sync_after_update: Callable[[], None]
+    sync_after_load: Callable[[], None]
+    leaf_parameters: Sequence[nn.Parameter] = ()
+    pipeline_model: PipelineModel | None = None
     grid: FixedPointGrid | None = None
     undos: Sequence[Callable[[], None]] = ()
-    context: ContextParallel | None = None
-    hooked: tuple[str, ...] = ()
+    context_parallel: ContextParallel | None = None
+    hooked_names: tuple[str, ...] = ()
 
-    def owned(self) -> list[nn.Parameter]:
+    def owned_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that this rank owns; if several ranks hold a parameter, one of them owns it."""
-        whole = self.kept.is_whole
-        return [m.parameter for m in self.named if whole or self.kept.owns(m.name)]
+        is_unsharded = self.optim_shards.is_unsharded
+        return [
+            member.parameter for member in self.named_parameters if is_unsharded or self.optim_shards.owns(member.name)
+        ]
 
     def close(self) -> None:
         """Remove the wrappers around the model's modules, in reverse order."""

@@ -15,7 +15,7 @@ from paceline.parallel.tensor_parallel.auto_plan import choose_plan
 from paceline.parallel.tensor_parallel.tensor_plan import TensorPlan
 from paceline.profiling.model_tracing.block_timer import BlockTimes, time_blocks
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class ExampleRun(Protocol):
@@ -27,44 +27,50 @@ class ExampleRun(Protocol):
     def run(self, model: nn.Module) -> Any:
         """Run `model` in its current mode; return its loss sums."""
 
-    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+    def once(self, key: Hashable, compute: Callable[[], Result]) -> Result:
         """Return the result of `compute`, which is cached by `key` and shared by all copies of a model."""
 
 
-def seconds_of(
-    model: nn.Module, how: PlacementSettings, world: World, example: ExampleRun, late: DeferredModel | None = None
+def make_block_timer(
+    model: nn.Module,
+    settings: PlacementSettings,
+    world: World,
+    example_run: ExampleRun,
+    deferred_model: DeferredModel | None = None,
 ) -> Callable[[Mapping[str, nn.Module]], list[float]] | None:
     """Return a function that measures each block's forward and backward on rank 0; None if stages need no times.
 
     A model on the meta device gets values for one block at a time, and for the modules outside the blocks throughout.
     """
-    if how.balance != "measured" or how.stages:
+    if settings.balance != "measured" or settings.stages:
         return None
 
-    def seconds(blocks: Mapping[str, nn.Module]) -> list[float]:
-        found = None
+    def measure(blocks: Mapping[str, nn.Module]) -> list[float]:
+        times = None
         if world.is_main:
-            found = list(_timed(model, blocks, example, late).total)
-        return list(world.share_json(found))
+            times = list(_measure_blocks(model, blocks, example_run, deferred_model).total)
+        return list(world.share_json(times))
 
-    return seconds
+    return measure
 
 
-def _timed(
-    model: nn.Module, blocks: Mapping[str, nn.Module], example: ExampleRun, late: DeferredModel | None
+def _measure_blocks(
+    model: nn.Module, blocks: Mapping[str, nn.Module], example_run: ExampleRun, deferred_model: DeferredModel | None
 ) -> BlockTimes:
-    timed = partial(time_blocks, model, blocks=blocks, call=lambda: _scalar(example()))
-    if late is None:
+    measure = partial(time_blocks, model, blocks=blocks, call=lambda: _scalar(example_run()))
+    if deferred_model is None:
         with side_effect_free(model) as written:
-            example()
+            example_run()
         with side_effect_free(model, parameters=bool(written)):  # detection of writes slows down each operation
-            return timed()
-    inside = {id(parameter) for block in blocks.values() for parameter in block.parameters()}
+            return measure()
+    block_parameters = {id(parameter) for block in blocks.values() for parameter in block.parameters()}
     with (
         side_effect_free(model, parameters=False),
-        late.held([parameter for parameter in model.parameters() if id(parameter) not in inside]),
+        deferred_model.temporary_values(
+            [parameter for parameter in model.parameters() if id(parameter) not in block_parameters]
+        ),
     ):
-        return timed(hold_block=lambda block: late.held(block.parameters()))
+        return measure(hold_block=lambda block: deferred_model.temporary_values(block.parameters()))
 
 
 def _scalar(terms: Any) -> Tensor:
@@ -72,15 +78,23 @@ def _scalar(terms: Any) -> Tensor:
     return total
 
 
-def tensor_plan(
-    model: nn.Module, how: PlacementSettings, ranks: int, example: ExampleRun | None, late: DeferredModel | None = None
+def choose_tensor_plan(
+    model: nn.Module,
+    settings: PlacementSettings,
+    ranks: int,
+    example_run: ExampleRun | None,
+    deferred_model: DeferredModel | None = None,
 ) -> TensorPlan:
     """Return the tensor plan: the user's file, else a plan derived from the example run, else the model's own plan."""
-    file = None if how.tensor_plan is None else Path(how.tensor_plan)
-    run = None if example is None else example.run
-    choose = partial(choose_plan, model, ranks=ranks, run=run, file=file, replicate=how.replicate)
+    file = None if settings.tensor_plan is None else Path(settings.tensor_plan)
+    run = None if example_run is None else example_run.run
+    choose = partial(choose_plan, model, ranks=ranks, run=run, file=file, replicate=settings.replicate)
 
-    def plan() -> TensorPlan:
-        return choose() if late is None else late.planned(choose)
+    def compute() -> TensorPlan:
+        return choose() if deferred_model is None else deferred_model.run_without_values(choose)
 
-    return plan() if example is None else example.once(("tensor", ranks, file, tuple(how.replicate)), plan)
+    return (
+        compute()
+        if example_run is None
+        else example_run.once(("tensor", ranks, file, tuple(settings.replicate)), compute)
+    )

@@ -20,7 +20,7 @@ from paceline.parallel.data_parallel.module_buffers import BufferPolicy
 from paceline.parallel.data_parallel.reducer import Reducer
 from paceline.parallel.gradients.partition import do_nothing
 from paceline.parallel.module_access.tensor_access import copy_into
-from paceline.parallel.sharding.unit_guard import forward_runs
+from paceline.parallel.sharding.unit_guard import guard_forward
 from paceline.step.loss.loss_return_value import LossContract
 from paceline.step.optimizer_update import OptimizerUpdate
 from paceline.step.step_totals import LossReporter
@@ -124,7 +124,7 @@ class ReplicaContext:
         """The contexts that a forward and its loss run in; only those that this run needs."""
         mesh = self.worlds.mesh
         is_sharded = mesh.zero == 3 or mesh.tp > 1
-        return [*([forward_runs] if is_sharded else []), *([self.autocast] if self.precision in _AUTOCAST else [])]
+        return [*([guard_forward] if is_sharded else []), *([self.autocast] if self.precision in _AUTOCAST else [])]
 
     def make_loss_reporter(self, *, reports_loss: bool) -> LossReporter:
         """Return a reporter of loss terms to all ranks. `reports_loss`: this rank reports the terms it computes."""
@@ -149,7 +149,7 @@ class ReplicaContext:
     @cached_property
     def watched_buffers(self) -> Sequence[BufferPolicy]:
         """A list with the buffer policy, or an empty list if the model has no buffer that the policy watches."""
-        return [self.buffers] if self.buffers.watches else []
+        return [self.buffers] if self.buffers.has_watched_buffers else []
 
     @contextmanager
     def zero_weight_context(self) -> Iterator[None]:

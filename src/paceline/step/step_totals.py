@@ -318,7 +318,7 @@ class LossReporter:
     def start_reduction(self, totals: TotalsReduction) -> None:
         """Start the all-reduce of the vector, with the flag for changed buffers."""
         for buffers in self._buffers:
-            totals.set_flag(BUFFERS, float(buffers.changed()))
+            totals.set_flag(BUFFERS, float(buffers.has_changed()))
         totals.start()
 
     def gather_counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.errors import JobError
 from paceline.launch.failures.failure_record import annotate_progress
-from paceline.parallel.data_parallel.exact_reduction import no_grid
+from paceline.parallel.data_parallel.exact_reduction import no_grid_error
 from paceline.step.forward_backward import ForwardBackward, build_forward_backward
 from paceline.step.microbatches import StepBatch
 from paceline.step.optimizer_update import DeferredFiniteCheck
@@ -129,7 +129,7 @@ class SynchronousStep:
             self.replica.undo_reduction()
             self.replica.buffers.undo()
         else:
-            raise no_grid(step=self.steps_done + 1, attempts=MAX_ATTEMPTS)
+            raise no_grid_error(step=self.steps_done + 1, attempts=MAX_ATTEMPTS)
         self._synchronize_buffers(totals)
         end_time = time.perf_counter()
         return StepResult(
@@ -145,7 +145,7 @@ class SynchronousStep:
         """Add this rank's progress through its units to the error; raise a JobError if a forward wrote to a weight."""
         order = getattr(self.replica.reducer, "order", None)
         if order is not None:
-            annotate_progress(error, order.told())
+            annotate_progress(error, order.describe_progress())
         if isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error):
             self._refuse_writes(versions_before)
 
@@ -184,7 +184,7 @@ class SynchronousStep:
         """
         reduced = totals.reduced() if self.replica.world.device.type == "cpu" else None
         for buffers in self.replica.watched_buffers:
-            buffers.settle(changed=buffers.changed() if reduced is None else reduced.buffers_changed)
+            buffers.synchronize(is_changed=buffers.has_changed() if reduced is None else reduced.buffers_changed)
 
 
 def parameter_write_error(name: str, *, is_trainable: bool = True) -> JobError:

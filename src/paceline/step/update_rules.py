@@ -18,7 +18,7 @@ class SynchronousRule(StepRule):
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return the synchronous step of a pipeline, of threads, or of one replica."""
-        contexts, piped = request.contexts, request.parallelized_model.piped
+        contexts, piped = request.contexts, request.parallelized_model.pipeline_model
         forward_backward = None if piped is None else PipelineForwardBackward(contexts[0], piped=piped)
         if request.thread_replicas is None or request.rng_turns is None:
             return SynchronousStep(contexts[0], forward_backward=forward_backward)

@@ -109,7 +109,7 @@ def run_identity(setup: TrainingSetup, *, num_samples: int | None, data: str, jo
         "buffers": setup.settings.train.buffers,
         "drop_last": setup.settings.data.drop_last,
         "sample_seeds": setup.settings.data.sample_seeds,
-        "update": step_rule(setup.plan.update_rule).identity(setup.plan, setup.placed.piped),
+        "update": step_rule(setup.plan.update_rule).identity(setup.plan, setup.placed.pipeline_model),
         "compress": setup.plan.compress,
     }
 
@@ -398,7 +398,7 @@ def write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
 
 
 def _write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
-    if not is_writer(setup) or (setup.weights.is_whole and not setup.world.is_main):
+    if not is_writer(setup) or (setup.weights.is_unsharded and not setup.world.is_main):
         return ""
     listing = view_state_dict(setup.model, weights=setup.weights, world=setup.site)
     digest = weights_digest(listing.full_tensors(sorted(listing.entries)))

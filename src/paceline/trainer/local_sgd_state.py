@@ -116,17 +116,17 @@ def _site_file(site: int, name: str) -> str:
 
 
 def _writable_shards(setup: TrainingSetup, key: str, name: str, tensor: Tensor) -> Iterator[Writable]:
-    parts = _sharding_of(setup, name).parts(name)
+    parts = _sharding_of(setup, name).shard_specs(name)
     yield from owned_shards(
         key, dtype=tensor.dtype, get_tensor=partial(Tensor.detach, tensor), parts=parts, rank=setup.site.rank
     )
 
 
 def _read_shard(stored: StoredTensors, key: str, name: str, setup: TrainingSetup) -> Tensor | None:
-    part = _sharding_of(setup, name).mine[name].part
-    return None if key not in stored or part.local is None else read_shard(stored, key, shard=part)
+    part = _sharding_of(setup, name).local_tensors[name].shard_spec
+    return None if key not in stored or part.local_shape is None else read_shard(stored, key, shard=part)
 
 
 def _sharding_of(setup: TrainingSetup, name: str) -> ShardedTensors:
     """Return the optimizer's sharding of a tensor if the optimizer holds it, else the model's."""
-    return setup.kept if name in setup.kept.mine else setup.weights
+    return setup.kept if name in setup.kept.local_tensors else setup.weights

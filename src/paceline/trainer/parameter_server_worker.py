@@ -258,7 +258,7 @@ class ParameterServerWorker:
         pairs = zip(self._replica.model.named_parameters(), versions, strict=False)
         for name in [name for (name, parameter), version in pairs if tensor_version(parameter) != version]:
             raise parameter_write_error(name)
-        written = self._replica.buffers.written()
+        written = self._replica.buffers.changed_names()
         if written:
             raise JobError(
                 f"the forward writes to the buffer {written[0]}: --update ps has no single order of microbatches.",

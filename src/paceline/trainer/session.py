@@ -247,7 +247,7 @@ class _SessionBuilder:
     def _count_parameters(self) -> int:
         """Return the number of trainable parameters on all ranks together."""
         shards = self.setup.kept
-        return sum(math.prod(shards.parts(name)[0].shape) for name in shards.names)
+        return sum(math.prod(shards.shard_specs(name)[0].shape) for name in shards.names)
 
     def _open_checkpoint(self) -> tuple[OpenCheckpoint | None, list[Event]]:
         if self.resume is None:

@@ -89,7 +89,7 @@ class LockstepComparison:
     def _initial_difference_cause(self, name: str, ranks: Sequence[int]) -> str:
         """Return the likely cause of a tensor that differs from the one that one process built."""
         rank_list = ", ".join(map(str, ranks))
-        if name not in self._setup.weights.parameters:
+        if name not in self._setup.weights.parameter_names:
             return (
                 f"unequal initial buffers on rank {rank_list}: a forward before the first step (used to plan a layout) "
                 "has written to it, or the build is not repeatable"
@@ -231,14 +231,14 @@ class LockstepComparison:
 
     def _local_tensors(self) -> dict[str, Tensor]:
         """Return this rank's part of every parameter and buffer."""
-        local_tensors = self._setup.weights.mine.values()
+        local_tensors = self._setup.weights.local_tensors.values()
         return {one.name: one.tensor for one in local_tensors if one.tensor is not None}
 
     def _load_reference_state(self) -> None:
         """Copy the reference's weights and buffers to every rank."""
         source = {} if self._reference is None else _named_tensors(self._reference.model)
         with torch.no_grad():
-            for name, local in self._setup.weights.mine.items():
+            for name, local in self._setup.weights.local_tensors.items():
                 value = broadcast_full_tensor(name, source.get(name), sharded=self._setup.weights, world=self._world)
                 if local.tensor is not None and value is not None:
                     copy_into(local.tensor, value)

@@ -271,23 +271,26 @@ def gather_layout_buffers(setup: TrainingSetup) -> dict[str, Tensor]:
     if get_sites(setup) is not None:
         return {}
     sharded = setup.weights
-    names = [name for name in sharded.names if name not in sharded.parameters]
-    return {name: sharded.whole(name, sharded.mine[name].tensor) for name in names}
+    names = [name for name in sharded.names if name not in sharded.parameter_names]
+    return {name: sharded.gather_full_tensor(name, sharded.local_tensors[name].tensor) for name in names}
 
 
 def gather_layout_weights(setup: TrainingSetup) -> dict[str, Tensor]:
     """Gather the layout's full weights and their moving averages."""
     sharded, ema = setup.weights, setup.update.ema
-    local_weights = {name: held.tensor for name, held in sharded.mine.items() if name in sharded.parameters}
-    gathered = {name: sharded.whole(name, tensor) for name, tensor in local_weights.items()}
+    local_weights = {
+        name: held.tensor for name, held in sharded.local_tensors.items() if name in sharded.parameter_names
+    }
+    gathered = {name: sharded.gather_full_tensor(name, tensor) for name, tensor in local_weights.items()}
     sites = get_sites(setup)
     if sites is not None:
         return _gather_site_weights(gathered, setup, sites)
     if ema is not None:
         averages = dict(zip(ema.names, ema.averages, strict=True))
-        names = [name for name in local_weights if sharded.mine[name].dtype.is_floating_point]
+        names = [name for name in local_weights if sharded.local_tensors[name].dtype.is_floating_point]
         gathered |= {
-            new: sharded.whole(name, averages.get(name)) for name, new in zip(names, averaged_names(names), strict=True)
+            new: sharded.gather_full_tensor(name, averages.get(name))
+            for name, new in zip(names, averaged_names(names), strict=True)
         }
     return gathered
 
@@ -302,7 +305,7 @@ def _gather_site_weights(
             gathered[f"{name} of site {site}"] = sites.peers.broadcast(tensor.clone(), source=site)
     synced_weights = {m.name: a.detach() for f in sites.fragments for m, a in zip(f.members, f.agreed, strict=True)}
     for name in setup.kept.names:
-        gathered[f"{name} (synchronized)"] = setup.kept.whole(name, synced_weights.get(name))
+        gathered[f"{name} (synchronized)"] = setup.kept.gather_full_tensor(name, synced_weights.get(name))
     return gathered
 
 
@@ -310,4 +313,8 @@ def gather_state_dict(setup: TrainingSetup) -> dict[str, Tensor]:
     """Gather the full tensors that any rank's `state_dict` lists; with expert parallelism each lists only some."""
     sharded = setup.weights
     listed = {name for names in setup.world.gather_json(list(state_dict_tensors(setup.model))) for name in names}
-    return {name: sharded.whole(name, sharded.mine[name].tensor) for name in sharded.names if name in listed}
+    return {
+        name: sharded.gather_full_tensor(name, sharded.local_tensors[name].tensor)
+        for name in sharded.names
+        if name in listed
+    }

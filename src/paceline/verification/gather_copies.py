@@ -22,10 +22,10 @@ def gather_copies(
     """
     digests_by_rank = world.gather_json(digest_tensors(local_tensors))
     names = sharded.names if names is None else names
-    num_copies = max((len(sharded.copies(name)) for name in names), default=0)
+    num_copies = max((len(sharded.copy_ranks(name)) for name in names), default=0)
     gathered: list[dict[str, Tensor]] = [{} for _ in range(max(num_copies, 1))]
     for name in names:
-        copies = sharded.copies(name)
+        copies = sharded.copy_ranks(name)
         digests_by_copy = [[digests_by_rank[rank].get(name) for rank in ranks] for ranks in copies]
         for number, parts in enumerate(gathered):
             copy = number if number < len(copies) else 0
@@ -39,7 +39,7 @@ def gather_copies(
             ):
                 parts[name] = local_tensors[name]  # every rank holds the same full tensor
             else:
-                parts[name] = sharded.whole(name, local_tensors.get(name), copy=copy)
+                parts[name] = sharded.gather_full_tensor(name, local_tensors.get(name), copy=copy)
     return gathered
 
 
@@ -70,11 +70,11 @@ def broadcast_full_tensor(
     name: str, full_tensor: Tensor | None, *, sharded: ShardedTensors, world: World
 ) -> Tensor | None:
     """Broadcast rank 0's full tensor, and return this rank's part of it."""
-    local = sharded.mine[name]
+    local = sharded.local_tensors[name]
     sent = full_tensor.detach().to(world.device, local.dtype).contiguous() if full_tensor is not None else None
     if sent is None:
-        sent = torch.empty(local.part.shape, dtype=local.dtype, device=world.device)
-    return sharded.take(name, world.broadcast(sent))
+        sent = torch.empty(local.shard_spec.shape, dtype=local.dtype, device=world.device)
+    return sharded.extract_shard(name, world.broadcast(sent))
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:

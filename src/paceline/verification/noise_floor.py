@@ -57,14 +57,14 @@ class ModelSnapshot:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.tensors = {name: t.detach().clone() for name, t in _named_tensors(model).items()}
-        self._numbers = ModuleNumbers(model, but=_dropout_rate_names)
+        self._numbers = ModuleNumbers(model, ignored=_dropout_rate_names)
 
     def restore(self) -> None:
         """Restore the copied values in the model."""
         with torch.no_grad():
             for name, tensor in _named_tensors(self._model).items():
                 tensor.copy_(self.tensors[name])
-        self._numbers.put_back()
+        self._numbers.restore()
 
 
 def _dropout_rate_names(module: nn.Module) -> set[str]:

@@ -14,7 +14,7 @@ from paceline.config.activation_checkpointing import parse_remat
 from paceline.errors import JobError, LayoutError
 from paceline.examples.digits_cnn import ConvNet
 from paceline.examples.text import GPT
-from paceline.parallel.activation_checkpointing.checkpointing import remat, repeated_blocks
+from paceline.parallel.activation_checkpointing.checkpointing import apply_remat, repeated_blocks
 from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
 from paceline.parallel.module_access.blocks import find_blocks
 from paceline.torch_internals.rng import RandomStreams
@@ -134,13 +134,13 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits(case: str, policy: str) -> None:
     right = step(case, lambda model: None)
-    assert same(right, step(case, lambda model: remat(model, policy=parse_remat(policy)))) == []
+    assert same(right, step(case, lambda model: apply_remat(model, policy=parse_remat(policy)))) == []
 
 
 @pytest.mark.parametrize("case", ["text", "images", "llama"])
 def test_the_same_bits_under_autocast(case: str) -> None:
     right = step(case, lambda model: None, autocast=True)
-    assert same(right, step(case, lambda model: remat(model, policy=parse_remat("full")), autocast=True)) == []
+    assert same(right, step(case, lambda model: apply_remat(model, policy=parse_remat("full")), autocast=True)) == []
 
 
 def interleaved(case: str, policy: str) -> list[Tensor]:
@@ -150,7 +150,7 @@ def interleaved(case: str, policy: str) -> list[Tensor]:
     model = build().train()
     streams = RandomStreams(seed=5)
     streams.attach(model)
-    remat(model, policy=parse_remat(policy))
+    apply_remat(model, policy=parse_remat(policy))
     losses = []
     for microbatch in range(2):
         streams.enter(step=0, microbatch=microbatch)
@@ -171,7 +171,7 @@ def test_the_digits_example_by_named_modules() -> None:
     CASES["digits"] = (lambda: ConvNet(8, 0.3), image_loss)
     try:
         right = step("digits", lambda model: None)
-        given = lambda m: remat(m, policy=parse_remat("full"), blocks=find_blocks(m, listed=["features"]))  # noqa: E731
+        given = lambda m: apply_remat(m, policy=parse_remat("full"), blocks=find_blocks(m, listed_names=["features"]))  # noqa: E731
         assert same(right, step("digits", given)) == []
     finally:
         del CASES["digits"]
@@ -194,7 +194,7 @@ class Held:
 def saved_bytes(policy: str) -> int:
     torch.manual_seed(3)
     model = GPT(width=32, depth=4, heads=2, context=16, dropout=0.0)
-    remat(model, policy=parse_remat(policy))
+    apply_remat(model, policy=parse_remat(policy))
     held = Held(model)
     with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda tensor: tensor):
         loss = text_loss(model, 1)
@@ -211,7 +211,7 @@ def test_less_is_kept() -> None:
 
 def test_undo_leaves_the_instance_as_it_was() -> None:
     model = GPT(width=32, depth=4, heads=2, context=16, dropout=0.0)
-    undo = remat(model, policy=parse_remat("every:3"))
+    undo = apply_remat(model, policy=parse_remat("every:3"))
     assert [i for i, block in enumerate(model.blocks) if "forward" in vars(block)] == [0, 3]
     undo()
     assert not any("forward" in vars(module) for module in model.modules())
@@ -219,7 +219,7 @@ def test_undo_leaves_the_instance_as_it_was() -> None:
 
 def test_a_copy_runs_its_own_weights() -> None:
     model = GPT(width=32, depth=2, heads=2, context=16, dropout=0.0)
-    remat(model, policy=parse_remat("full"))
+    apply_remat(model, policy=parse_remat("full"))
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -233,21 +233,21 @@ def test_one_model_is_not_treated_twice() -> None:
     model = hf("llama")
     model.model.gradient_checkpointing = True  # type: ignore[union-attr]
     with pytest.raises(LayoutError, match="already"):
-        remat(model, policy=parse_remat("full"))
+        apply_remat(model, policy=parse_remat("full"))
     other = GPT(width=32, depth=2, heads=2, context=16, dropout=0.0)
-    remat(other, policy=parse_remat("full"))
+    apply_remat(other, policy=parse_remat("full"))
     with pytest.raises(LayoutError, match=r"blocks\.0 already checkpoints"):
-        remat(other, policy=parse_remat("selective"))
+        apply_remat(other, policy=parse_remat("selective"))
 
 
 def test_what_cannot_be_run_again_is_refused() -> None:
     with pytest.raises(LayoutError, match="no repeated block"):
-        remat(ConvNet(8, 0.0), policy=parse_remat("full"))
+        apply_remat(ConvNet(8, 0.0), policy=parse_remat("full"))
     norm = ConvNet(8, 0.0)
     with pytest.raises(LayoutError, match="a normalisation alone"):
-        remat(norm, policy=parse_remat("full"), blocks=find_blocks(norm, listed=["features.1"]))
+        apply_remat(norm, policy=parse_remat("full"), blocks=find_blocks(norm, listed_names=["features.1"]))
     with pytest.raises(LayoutError, match="no operation 'matmull'"):
-        remat(Images(), policy=parse_remat("selective:matmull"))
+        apply_remat(Images(), policy=parse_remat("selective:matmull"))
 
 
 def test_in_place_over_a_kept_result_is_said() -> None:
@@ -260,7 +260,7 @@ def test_in_place_over_a_kept_result_is_said() -> None:
             return self.act(self.linear(x))
 
     model = nn.Sequential(Block(), Block())
-    remat(model, policy=parse_remat("selective"))
+    apply_remat(model, policy=parse_remat("selective"))
     with pytest.raises(JobError, match="overwrites a result"):
         model(torch.randn(2, 8)).sum().backward()
 
@@ -270,7 +270,7 @@ def test_a_cache_with_content_is_refused() -> None:
     cache = transformers.DynamicCache(config=model.config)  # type: ignore[arg-type]
     with torch.no_grad():
         model(input_ids=torch.ones(1, 3, dtype=torch.long), past_key_values=cache)
-    remat(model, policy=parse_remat("full"))
+    apply_remat(model, policy=parse_remat("full"))
     with pytest.raises(JobError, match="not empty"):
         model(input_ids=torch.ones(1, 3, dtype=torch.long), past_key_values=cache)
 

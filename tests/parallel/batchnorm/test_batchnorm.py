@@ -25,7 +25,7 @@ from paceline.data.types import BatchPartition
 from paceline.errors import JobError
 from paceline.job import Job
 from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
-from paceline.parallel.batchnorm.sync_batchnorm import synchronise
+from paceline.parallel.batchnorm.sync_batchnorm import synchronize_batchnorms
 from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.verification.reference.reference import Reference, ReferenceConfig
@@ -468,7 +468,7 @@ def test_a_copied_model_keeps_nothing_of_the_watch() -> None:
 def test_a_look_at_statistics_that_can_not_wait_is_told(way: str) -> None:
     made = that_can_not_wait(way)
     trained(made, micro=MICRO, steps=1)
-    looks = "the forward or the loss looks at the running statistics of norm: each rank has those from before the step"
+    looks = "the forward or the loss reads the running statistics of norm: in a step, each rank's"
     notes = made.step.replica.state_recorders[0].new_notes()
     assert len(notes) == (way == "looked at") and all(note.startswith(looks) for note in notes)
 
@@ -481,7 +481,7 @@ def played(
     found: list[Any] = [None] * len(models)
 
     def run(rank: int) -> None:
-        synchronise(models[rank], world=worlds[rank])
+        synchronize_batchnorms(models[rank], world=worlds[rank])
         x = parts[rank].clone().requires_grad_()
         calls(models[rank], x).square().sum().backward()
         found[rank] = x.grad
@@ -537,8 +537,8 @@ def test_a_stand_in_microbatch_changes_no_statistics_of_norms_that_meet() -> Non
     x = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 3 + 2
     models, right = [nn.BatchNorm1d(3, dtype=torch.float64) for _ in range(2)], nn.BatchNorm1d(3, dtype=torch.float64)
     worlds = thread_worlds(replicas=2, world=World.alone(), timeout_seconds=30)
-    synchronise(models[1], world=worlds[1]).weight = 0.0
-    synchronise(models[0], world=worlds[0])
+    synchronize_batchnorms(models[1], world=worlds[1]).weight = 0.0
+    synchronize_batchnorms(models[0], world=worlds[0])
     other = threading.Thread(target=models[1], args=(x[1],))
     other.start()
     found = models[0](x[0])
@@ -550,15 +550,15 @@ def test_a_stand_in_microbatch_changes_no_statistics_of_norms_that_meet() -> Non
 
 def test_a_copy_of_a_norm_that_meets_has_statistics_of_its_own() -> None:
     model = nn.BatchNorm1d(3)
-    synchronise(model, world=thread_worlds(replicas=2, world=World.alone(), timeout_seconds=5)[0])
+    synchronize_batchnorms(model, world=thread_worlds(replicas=2, world=World.alone(), timeout_seconds=5)[0])
     other = copy.deepcopy(model)
     other.eval()(torch.randn(4, 3))
-    other.forward._remember(torch.ones(3), torch.ones(3))  # type: ignore[attr-defined]
+    other.forward._update_statistics(torch.ones(3), torch.ones(3))  # type: ignore[attr-defined]
     assert float(other.running_mean.sum()) > 0 and float(model.running_mean.sum()) == 0  # type: ignore[union-attr]
 
 
 def test_norms_that_meet_alone_are_torchs_own() -> None:
     model, right = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    synchronise(model, world=World.alone())
+    synchronize_batchnorms(model, world=World.alone())
     x = torch.randn(7, 3)
     assert torch.equal(model(x), right(x)) and torch.equal(model.running_var, right.running_var)  # type: ignore[arg-type]

@@ -51,16 +51,16 @@ corrected, rounded = memory.ResidualBuffers.corrected, grain.Bf16.pack
 
 
 def small_units():
-    units.FIRST_BYTES = 64
+    units.FIRST_BUCKET_BYTES = 64
     for module in (held, replicate):
         module.make_buckets = partial(units.make_buckets, bucket_bytes=64)
 
 
 PLANTS = {
-    "forgetful": lambda: setattr(memory.ResidualBuffers, "corrected", forgetful),
-    "scale": lambda: setattr(grain, "_step", lambda most: torch.empty_like(most, dtype=torch.float32).copy_(most / 126.0)),
+    "forgetful": lambda: setattr(memory.ResidualBuffers, "add_gradients", forgetful),
+    "scale": lambda: setattr(grain, "_int8_scale", lambda most: torch.empty_like(most, dtype=torch.float32).copy_(most / 126.0)),
     "small units": small_units,
-    "twice": lambda: setattr(memory.ResidualBuffers, "corrected", twice),
+    "twice": lambda: setattr(memory.ResidualBuffers, "add_gradients", twice),
     "cut off": lambda: setattr(grain.Bf16, "pack", cut_off),
     "dropped": lambda: setattr(saving, "load_held", lambda *_, **__: None),
     "undivided": lambda: setattr(held, "divide_all", lambda *_: None),

@@ -15,11 +15,11 @@ from paceline.checkpoint.files.manifest import open_stored_files, write_files
 from paceline.comm.process_group import World
 from paceline.config.compression import Compression, Method, parse_compress
 from paceline.errors import JobError, LayoutError
-from paceline.parallel.compression.build_codec import compressed_reducer
+from paceline.parallel.compression.build_codec import build_compressed_reducer
 from paceline.parallel.compression.codecs import Bf16, BlockScaledCodec, Codec
 from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackReducer
 from paceline.parallel.compression.residual_memory import ResidualBuffers
-from paceline.parallel.compression.topk import largest_elements
+from paceline.parallel.compression.topk import largest_element_indices
 from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.verification.reference.compressed import compress_once, keep_largest
 
@@ -101,7 +101,7 @@ def test_blocks_of_the_smallest_and_largest_numbers_stay_finite(size: float) -> 
 @settings(max_examples=100, deadline=None)
 def test_of_equal_elements_the_first_are_chosen(values: list[float], ratio: float) -> None:
     tensor, how = torch.tensor(values), Compression(method=Method.TOPK, ratio=ratio)
-    places = largest_elements(tensor, how.picked(len(values)))
+    places = largest_element_indices(tensor, how.picked(len(values)))
     kept = torch.zeros_like(tensor)
     kept[places] = tensor[places]
     order = sorted(range(len(values)), key=lambda i: (-abs(values[i]), i))[: how.picked(len(values))]
@@ -111,28 +111,28 @@ def test_of_equal_elements_the_first_are_chosen(values: list[float], ratio: floa
 
 def test_nan_is_chosen_before_anything_else() -> None:
     values = torch.tensor([9.0, math.nan, 1e30, math.inf, 3.0])
-    assert largest_elements(values, 2).tolist() == [1, 3]
+    assert largest_element_indices(values, 2).tolist() == [1, 3]
 
 
 def test_a_memory_changes_by_steps_that_are_taken_for_parameters_that_have_a_gradient() -> None:
     memory = ResidualBuffers({"a": (2,), "b": (1, 2)}, dtype=torch.float32, device=torch.device("cpu"))
     yes, no = torch.tensor(True), torch.tensor(False)
 
-    def step(value: float, *, ok: torch.Tensor, absent: tuple[str, ...] = ()) -> None:
-        memory.corrected([torch.full((2,), value), torch.full((1, 2), value)])
-        memory.settle(ok=ok, absent=absent)
+    def step(value: float, *, is_finite: torch.Tensor, unused_names: tuple[str, ...] = ()) -> None:
+        memory.add_gradients([torch.full((2,), value), torch.full((1, 2), value)])
+        memory.commit(is_finite=is_finite, unused_names=unused_names)
 
     def now() -> list[float]:
-        return [float(memory.now["a"][0]), float(memory.now["b"][0, 1])]
+        return [float(memory.current["a"][0]), float(memory.current["b"][0, 1])]
 
     memory.undo()
-    step(1.0, ok=yes)
+    step(1.0, is_finite=yes)
     assert now() == [1.0, 1.0]
-    step(2.0, ok=yes, absent=("b", "of another unit"))
+    step(2.0, is_finite=yes, unused_names=("b", "of another unit"))
     assert now() == [3.0, 1.0]
-    step(math.nan, ok=no)
+    step(math.nan, is_finite=no)
     assert now() == [3.0, 1.0]
-    step(4.0, ok=yes)
+    step(4.0, is_finite=yes)
     memory.undo()
     memory.undo()
     assert now() == [3.0, 1.0], "undone once, however often it is asked for"
@@ -142,7 +142,9 @@ def replica(how: str, rank: int, ranks: int) -> ErrorFeedbackReducer:
     """One replica's reducer, which sends nothing here."""
     torch.manual_seed(0)
     named = trainable_parameters(torch.nn.Sequential(torch.nn.Linear(12, 10), torch.nn.Linear(10, 3)))
-    found = compressed_reducer(parse_compress(how), named=named, world=World(rank=rank, world_size=ranks))
+    found = build_compressed_reducer(
+        parse_compress(how), named_parameters=named, world=World(rank=rank, world_size=ranks)
+    )
     assert isinstance(found, ErrorFeedbackReducer)
     return found
 
@@ -152,8 +154,10 @@ def replica(how: str, rank: int, ranks: int) -> ErrorFeedbackReducer:
 def test_other_replicas_share_out_all_that_was_held_back(how: str, now: int, tmp_path: Path) -> None:
     before, listed = [replica(how, rank, 2) for rank in range(2)], dict[str, Any]()
     for rank, one in enumerate(before):
-        for number, tensor in enumerate([*one.errors.values(), *one.shared.values()]):
-            tensor.normal_(generator=torch.Generator().manual_seed(number if number >= len(one.errors) else 9 * rank))
+        for number, tensor in enumerate([*one.residuals.values(), *one.shared_state.values()]):
+            tensor.normal_(
+                generator=torch.Generator().manual_seed(number if number >= len(one.residuals) else 9 * rank)
+            )
         files, said = collect_error_feedback(one)
         listed |= write_files(tmp_path, files)
     loaded: Any = SimpleNamespace(state={"held_back": said}, files=open_stored_files(tmp_path, listed))
@@ -161,40 +165,44 @@ def test_other_replicas_share_out_all_that_was_held_back(how: str, now: int, tmp
     after = [replica(how, rank, now) for rank in range(now)]
     for one in after:
         load_error_feedback(loaded, one, world=World.alone())
-    for name in before[0].errors:
-        total = sum(one.errors[name] for one in after)
-        assert torch.allclose(torch.as_tensor(total), before[0].errors[name] + before[1].errors[name], atol=1e-5)
-        assert now != 2 or all(torch.equal(a.errors[name], b.errors[name]) for a, b in zip(before, after, strict=True))
-    assert all(torch.equal(before[0].shared[name], after[-1].shared[name]) for name in before[0].shared)
+    for name in before[0].residuals:
+        total = sum(one.residuals[name] for one in after)
+        assert torch.allclose(torch.as_tensor(total), before[0].residuals[name] + before[1].residuals[name], atol=1e-5)
+        assert now != 2 or all(
+            torch.equal(a.residuals[name], b.residuals[name]) for a, b in zip(before, after, strict=True)
+        )
+    assert all(
+        torch.equal(before[0].shared_state[name], after[-1].shared_state[name]) for name in before[0].shared_state
+    )
 
 
 def test_a_parameter_that_was_frozen_before_holds_nothing_back(tmp_path: Path) -> None:
     before, after = replica("powersgd,rank=2", 0, 2), replica("powersgd,rank=2", 0, 2)
-    first = {name: tensor.clone() for name, tensor in after.shared.items()}
+    first = {name: tensor.clone() for name, tensor in after.shared_state.items()}
     files, said = collect_error_feedback(before)
     for name, rows in files.items():
         files[name] = [row for row in rows if "1.weight" not in row.name]
     listed = write_files(tmp_path, files)
-    for tensor in [*after.errors.values(), *before.shared.values()]:
+    for tensor in [*after.residuals.values(), *before.shared_state.values()]:
         tensor.fill_(3.0)
     load_error_feedback(
         SimpleNamespace(state={"held_back": said}, files=open_stored_files(tmp_path, listed)),
         after,
         world=World.alone(),
     )  # type: ignore[arg-type]
-    assert not any(tensor.any() for tensor in after.errors.values())
-    assert torch.equal(after.shared["1.weight"], first["1.weight"])
+    assert not any(tensor.any() for tensor in after.residuals.values())
+    assert torch.equal(after.shared_state["1.weight"], first["1.weight"])
 
 
 @pytest.mark.parametrize("how", ["topk,ratio=0.5", "powersgd,rank=1"])
 def test_a_gradient_whose_sum_float32_does_not_hold_is_held_back_too(how: str) -> None:
     torch.manual_seed(0)
     named = trainable_parameters(torch.nn.Linear(40, 30))
-    reducer = compressed_reducer(parse_compress(how), named=named, world=World.alone())
+    reducer = build_compressed_reducer(parse_compress(how), named_parameters=named, world=World.alone())
     for member in named:
         member.parameter.grad = torch.rand_like(member.parameter) * 1e36
     reducer.finish(divisor=None)
-    assert isinstance(reducer, ErrorFeedbackReducer) and reducer.errors["weight"].any()
+    assert isinstance(reducer, ErrorFeedbackReducer) and reducer.residuals["weight"].any()
     assert all(torch.isfinite(member.parameter.grad).all() for member in named if member.parameter.grad is not None)
 
 
@@ -203,7 +211,9 @@ def test_a_power_of_two_of_all_gradients_is_one_of_all_that_comes_of_them(expone
     found = []
     for scale in (1.0, 2.0**exponent):
         named = trainable_parameters(torch.nn.Linear(40, 30))
-        reducer = compressed_reducer(parse_compress("powersgd,rank=3"), named=named, world=World.alone())
+        reducer = build_compressed_reducer(
+            parse_compress("powersgd,rank=3"), named_parameters=named, world=World.alone()
+        )
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
             for member in named:
@@ -217,4 +227,6 @@ def test_a_power_of_two_of_all_gradients_is_one_of_all_that_comes_of_them(expone
 def test_numbers_that_have_no_such_rounding_are_refused_by_name() -> None:
     model = torch.nn.ParameterDict({"wave": torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))})
     with pytest.raises(JobError, match="wave is complex64"):
-        compressed_reducer(parse_compress("bf16"), named=trainable_parameters(model), world=World(world_size=2))
+        build_compressed_reducer(
+            parse_compress("bf16"), named_parameters=trainable_parameters(model), world=World(world_size=2)
+        )

@@ -28,7 +28,7 @@ def make_job():
 def added(gradients: list[float], *, grid: FixedPointGrid, model: nn.Module) -> float:
     """The exact sum of one-element gradients in float64, one a microbatch."""
     weight = next(model.parameters())
-    reducer = ExactReducer(named=trainable_parameters(model), world=World.alone(), grid=grid)
+    reducer = ExactReducer(named_parameters=trainable_parameters(model), world=World.alone(), grid=grid)
     try:
         for _ in range(4):
             reducer.begin()

@@ -69,9 +69,9 @@ class Net(nn.Module):
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "LARGE_BYTES", ALONE)
-    monkeypatch.setattr(units, "FIRST_BYTES", FULL)
-    monkeypatch.setattr(units, "PASSING_BYTES", FULL)
+    monkeypatch.setattr(units, "LARGE_PARAMETER_BYTES", ALONE)
+    monkeypatch.setattr(units, "FIRST_BUCKET_BYTES", FULL)
+    monkeypatch.setattr(units, "TRANSIENT_BUCKET_BYTES", FULL)
     monkeypatch.setattr(replicate, "make_buckets", partial(units.make_buckets, bucket_bytes=FULL))
 
 
@@ -96,7 +96,7 @@ def test_every_gradient_is_that_of_all_ranks_in_buckets_and_alone(
 ) -> None:
     samples, net, world = torch.randn(4, 3), model(), Wired()
     right = gradients(net, samples)
-    reducer = BucketReducer(named=trainable_parameters(net), world=world)
+    reducer = BucketReducer(named_parameters=trainable_parameters(net), world=world)
     for _ in range(2):  # a second step uses the first one's buffers
         world.sent.clear()
         reducer.begin()
@@ -121,8 +121,8 @@ def test_replicas_of_a_rank_without_a_microbatch_get_nothing_of_the_step_before(
     sharded = shard_zero12(
         stage=2,
         model=net,
-        named=trainable_parameters(net),
-        data=DataGroups(all=world, shard=World.alone(), replicas=world),
+        named_parameters=trainable_parameters(net),
+        data_groups=DataGroups(all_ranks=world, shard_world=World.alone(), replica_world=world),
     )
     for samples in (torch.randn(4, 3), None):
         world.sent.clear()

@@ -41,11 +41,11 @@ def expert_parts(model: nn.Module, *, rank: int, ranks: int, experts: str | None
         for name, parameter in one.module.named_parameters():
             fqn = f"{one.name}.{name}"
             if one.listed is None:
-                parts[fqn] = ShardSpec.of_ranges(parameter.shape, dim=0, ranges=[ranges[rank]])
+                parts[fqn] = ShardSpec.from_ranges(parameter.shape, dim=0, ranges=[ranges[rank]])
             else:
                 start, stop = ranges[rank]
                 mine = start <= int(name.removeprefix(f"{one.listed}.").split(".")[0]) < stop
-                parts[fqn] = ShardSpec.all_of(parameter.shape) if mine else ShardSpec.none_of(parameter.shape)
+                parts[fqn] = ShardSpec.full(parameter.shape) if mine else ShardSpec.empty(parameter.shape)
     return parts
 
 
@@ -140,8 +140,8 @@ def test_names_and_parts_are_those_of_the_whole() -> None:
             assert {n for n in held if n.startswith("moe.")} == placed.names
             for name, part in placed.parts.items():
                 assert part.shape == names[name]
-                assert (name in held) == (part.local is not None)
-                assert part.local is None or held[name].shape == part.local
+                assert (name in held) == (part.local_shape is not None)
+                assert part.local_shape is None or held[name].shape == part.local_shape
         total = sum(sum(part.numel for part in parts.values()) for parts in planned)
         assert total == sum(p.numel() for n, p in model.named_parameters() if n.startswith("moe."))
 

@@ -13,7 +13,7 @@ from paceline.errors import LayoutError
 from paceline.parallel.data_parallel.exact_reduction import ExactReducer, FixedPointGrid
 from paceline.parallel.gradients.tied_uses import TiedUses
 from paceline.parallel.module_access.parameters import trainable_parameters
-from paceline.parallel.sharding.unit_gradient_order import one_input
+from paceline.parallel.sharding.unit_gradient_order import pass_first_input
 
 
 class Tied(nn.Module):
@@ -42,8 +42,8 @@ def loss(model: nn.Module, ids: Tensor) -> Tensor:
 def summed(model: nn.Module, uses: TiedUses) -> Tensor:
     """The gradient of the embedding, of all microbatches."""
     named = trainable_parameters(model)
-    grid = FixedPointGrid(names=[member.name for member in named], uses=uses)
-    reducer = ExactReducer(named=named, world=World(device=torch.device("cpu")), grid=grid)
+    grid = FixedPointGrid(names=[member.name for member in named], tied_uses=uses)
+    reducer = ExactReducer(named_parameters=named, world=World(device=torch.device("cpu")), grid=grid)
     for _ in range(2):
         reducer.begin()
         for place, ids in enumerate(MICRO):
@@ -70,7 +70,7 @@ def test_each_use_is_a_summand() -> None:
     uses = TiedUses(model)
     assert uses.names == {"embed.weight"} and not TiedUses(apart).names
     together = summed(model, uses)
-    uses.watch()
+    uses.register_hooks()
     assert torch.equal(summed(model, uses), wanted)
     assert not torch.equal(together, wanted), "autograd's own sum has the same bits: this shows nothing"
     assert model.head.weight is model.embed.weight and not vars(model.head).get("weight"), (
@@ -81,7 +81,7 @@ def test_each_use_is_a_summand() -> None:
 def test_a_read_beside_the_modules_that_hold_it_is_one_more() -> None:
     model = Tied(reads=True)
     uses = TiedUses(model)
-    uses.watch()
+    uses.register_hooks()
     exact = summed(model, uses)
     plain = Tied(reads=True)
     for ids in MICRO:
@@ -92,8 +92,8 @@ def test_a_read_beside_the_modules_that_hold_it_is_one_more() -> None:
 def test_a_read_by_name_of_what_crosses_stages_is_refused() -> None:
     model = Tied(reads=True)
     uses = TiedUses(model)
-    uses.watch()
-    uses.crossing = uses.names
+    uses.register_hooks()
+    uses.multi_stage_names = uses.names
     with pytest.raises(
         LayoutError, match=r"embed.weight is read on several stages, and by a module that does not hold"
     ):
@@ -103,7 +103,7 @@ def test_a_read_by_name_of_what_crosses_stages_is_refused() -> None:
 def test_without_gradients_nothing_is_shown() -> None:
     model = Tied()
     uses = TiedUses(model)
-    uses.watch()
+    uses.register_hooks()
     seen: list[Any] = []
     model.head.register_forward_pre_hook(lambda module, _: seen.append(vars(module).get("weight")))
     with torch.no_grad():
@@ -148,7 +148,7 @@ def memory_grad(*, hooked: bool, alone: bool) -> Tensor:
     units, memory = [Reads() for _ in range(4)], torch.randn(64, requires_grad=True)
     x = torch.randn(64, requires_grad=True) * 1.0
     for unit in units if hooked else ():
-        with one_input(unit) if alone else nullcontext():
+        with pass_first_input(unit) if alone else nullcontext():
             unit.register_forward_pre_hook(through, prepend=True)
     for unit in units:
         x = unit(x, memory)

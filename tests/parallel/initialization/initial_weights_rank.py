@@ -15,7 +15,7 @@ from paceline.comm.process_group import LaunchInfo, World
 from paceline.errors import DesyncError
 from paceline.parallel.initialization.deferred_init import defer_init
 from paceline.parallel.initialization.meta_model import named_tensors
-from paceline.parallel.module_access.shard_spec import Parts, ShardSpec, shard_rows
+from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs, shard_rows
 from paceline.torch_internals.dispatch_modes import TorchDispatchMode
 from paceline.torch_internals.rng import seed_all, stream_key
 from tests.zoo import JOBS
@@ -85,17 +85,17 @@ def plain(name: str) -> nn.Module:
     return MODELS[name]()
 
 
-def split(model: nn.Module, *, rank: int, ranks: int) -> Parts:
+def split(model: nn.Module, *, rank: int, ranks: int) -> ShardSpecs:
     """Rows over ranks; every third tensor is one rank's alone; buffers are everybody's."""
     found = {}
     for place, (name, tensor) in enumerate(named_tensors(model).items()):
-        whole = ShardSpec.all_of(tensor.shape)
+        whole = ShardSpec.full(tensor.shape)
         if not isinstance(tensor, nn.Parameter):
             found[name] = whole
         elif place % 3 == 2:
-            found[name] = whole if place % ranks == rank else ShardSpec.none_of(tensor.shape)
+            found[name] = whole if place % ranks == rank else ShardSpec.empty(tensor.shape)
         else:
-            found[name] = shard_rows(whole, place=rank, places=ranks)
+            found[name] = shard_rows(whole, shard_rank=rank, num_shards=ranks)
     return found
 
 

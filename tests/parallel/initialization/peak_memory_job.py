@@ -114,8 +114,8 @@ class Meter(MemoryTracker):
     def __init__(self) -> None:
         super().__init__(model=nn.Module())
         self.is_on, self.resident = True, 0
-        tried._LARGE = ()  # an update rule is tried on tensors of a fixed size, larger than this model's
-        for module, name in ((fsdp, "ScatterReducer"), (sharded, "_reducer"), (divide, "reducer_of")):
+        tried._LARGE_SHAPES = ()  # an update rule is tried on tensors of a fixed size, larger than this model's
+        for module, name in ((fsdp, "ScatterReducer"), (sharded, "_build_reducer"), (divide, "build_reducer")):
             setattr(module, name, self._ending(PLAIN.setdefault(name, getattr(module, name))))
         self.__enter__()
 
@@ -154,7 +154,9 @@ def run(payload: dict[str, Any]) -> int:
         meter = Meter()
         built = build_training_setup(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
         held = memory_at_rest(model=built.model)
-        wholes = dict(built.weights.wholes({name: one.tensor for name, one in built.weights.mine.items()}))
+        wholes = dict(
+            built.weights.gather_full_tensors({name: one.tensor for name, one in built.weights.local_tensors.items()})
+        )
         told[layout] = {
             "most": meter.peak.total,
             "held": held.total,

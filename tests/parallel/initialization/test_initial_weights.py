@@ -15,9 +15,9 @@ from paceline.checkpoint.tensor_bytes import weights_digest
 from paceline.comm.process_group import World
 from paceline.errors import UsageError
 from paceline.launch.launcher import LaunchRequest, start
-from paceline.parallel.initialization.deferred_init import Wanted, defer_init, drawn_start, fill_model
+from paceline.parallel.initialization.deferred_init import SpecsForModel, build_full_model, defer_init, fill_model
 from paceline.parallel.initialization.init_tape import Unrecordable
-from paceline.parallel.initialization.meta_model import described, named_tensors, record, tensor_bytes
+from paceline.parallel.initialization.meta_model import describe_model, named_tensors, record_model, tensor_bytes
 from paceline.parallel.module_access.shard_spec import ShardSpec
 from paceline.run_folder.run_folder import RunFolder
 from paceline.torch_internals.rng import seed_all, stream_key
@@ -28,7 +28,7 @@ NEAR, FAR = 1 << 10, 1 << 40
 
 
 def build_parts(
-    build: Callable[[], nn.Module], *, seed: int, world: World, wanted: Wanted, limit_bytes: int
+    build: Callable[[], nn.Module], *, seed: int, world: World, wanted: SpecsForModel, limit_bytes: int
 ) -> tuple[nn.Module, dict[str, Tensor], tuple[str, ...]]:
     """Return the model, filled with tensors that this rank holds whole, this rank's parts of all tensors, and notes."""
     made = defer_init(build, seed=seed, world=world, limit_bytes=limit_bytes)
@@ -63,9 +63,9 @@ def assembled(folder: Path, told: list[dict[str, Any]], job: str, like: dict[str
         values = load_file(f"{folder}/rank-{job}-{rank}")
         for name, text in found[job]["parts"].items():
             part = ShardSpec.from_json(text)
-            assert (name in values) == (part.local is not None)
-            if part.local is not None:
-                part.put(values[name], into=whole[name])
+            assert (name in values) == (part.local_shape is not None)
+            if part.local_shape is not None:
+                part.write_into(values[name], full_tensor=whole[name])
     return whole
 
 
@@ -87,7 +87,7 @@ def test_parts_put_together_are_one_process_and_nobody_holds_the_whole(tmp_path:
         like = detached(plain(job))
         whole = sum(tensor.nbytes for tensor in like.values())
         assert digest(assembled(tmp_path, told, f"{job}-{FAR}", like)) == digest(like), job
-        drawn = detached(drawn_start(lambda job=job: plain(job), seed=SEED, limit_bytes=NEAR))
+        drawn = detached(build_full_model(lambda job=job: plain(job), seed=SEED, limit_bytes=NEAR))
         assert digest(assembled(tmp_path, told, f"{job}-{NEAR}", like)) == digest(drawn), job
         for rank, found in enumerate(told):
             below, above = found[f"{job}-{FAR}"], found[f"{job}-{NEAR}"]
@@ -109,7 +109,7 @@ def test_parts_put_together_are_one_process_and_nobody_holds_the_whole(tmp_path:
 def test_drawn_alone_values_are_of_the_same_kind(job: str) -> None:
     """What is not drawn is equal bit for bit; what is drawn has the plain build's mean and spread."""
     like = detached(plain(job))
-    found = detached(drawn_start(lambda: plain(job), seed=SEED, limit_bytes=NEAR))
+    found = detached(build_full_model(lambda: plain(job), seed=SEED, limit_bytes=NEAR))
     assert list(found) == list(like)
     drawn = 0
     for name, tensor in like.items():
@@ -129,7 +129,7 @@ def test_the_model_is_the_users_own(job: str, limit: int) -> None:
     model, values, _ = build_parts(
         lambda: plain(job), seed=SEED, world=World.alone(), wanted=lambda _: {}, limit_bytes=limit
     )
-    assert described(model) == described(plain(job))
+    assert describe_model(model) == describe_model(plain(job))
     assert model.state_dict().keys() == plain(job).state_dict().keys()
     assert not any(tensor.is_meta for tensor in named_tensors(model).values())
     assert all(values[name].data_ptr() == tensor.data_ptr() for name, tensor in named_tensors(model).items())
@@ -163,7 +163,7 @@ def odd() -> nn.Module:
 
 def test_operations_that_mix_tensors_are_done_again_with_what_they_need() -> None:
     like = odd()
-    model = drawn_start(odd, seed=SEED, limit_bytes=NEAR)
+    model = build_full_model(odd, seed=SEED, limit_bytes=NEAR)
     assert isinstance(model, Odd) and isinstance(like, Odd)
     with torch.no_grad():
         torch.testing.assert_close(model.square @ model.square.T, torch.eye(6), atol=1e-5, rtol=0)
@@ -190,10 +190,10 @@ def test_a_tensors_values_are_those_of_its_name_alone() -> None:
         model.last = nn.Linear(40, 30)
         return model
 
-    one, other = (detached(drawn_start(build, seed=SEED, limit_bytes=NEAR)) for build in (longer, shorter))
+    one, other = (detached(build_full_model(build, seed=SEED, limit_bytes=NEAR)) for build in (longer, shorter))
     assert torch.equal(one["last.weight"], other["last.weight"])
     assert not torch.equal(one["last.weight"], one["twin.weight"])
-    third = detached(drawn_start(shorter, seed=SEED + 1, limit_bytes=NEAR))
+    third = detached(build_full_model(shorter, seed=SEED + 1, limit_bytes=NEAR))
     assert not torch.equal(third["last.weight"], other["last.weight"])
 
 
@@ -206,7 +206,7 @@ class Stubborn(nn.Module):
 
 def test_what_cannot_be_recorded_is_built_whole_or_refused_by_name() -> None:
     with pytest.raises(Unrecordable, match=r"resize_.*test_initial_weights.py:\d+"):
-        record(Stubborn, seed=SEED)
+        record_model(Stubborn, seed=SEED)
     made = defer_init(Stubborn, seed=SEED, world=World.alone(), limit_bytes=FAR)
     assert made.model.first.weight.is_meta and "resize_" in made.notes[0]
     fill_model(made.model, made.values({})[0])

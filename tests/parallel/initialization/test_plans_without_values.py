@@ -17,7 +17,7 @@ from paceline.parallel.initialization.meta_forward import UnknownNumber, meta_fo
 from paceline.parallel.initialization.meta_model import named_tensors, tensor_bytes
 from paceline.parallel.pipeline.chain.split import plan_cut
 from paceline.parallel.tensor_parallel.auto_plan import choose_plan
-from paceline.parallel.trace_example_forward import seconds_of
+from paceline.parallel.trace_example_forward import make_block_timer
 from paceline.step.loss.loss_return_value import LossContract
 from paceline.trainer.checks.example_batch import ExampleBatch
 from paceline.trainer.setup.build_training_setup import build_model
@@ -32,7 +32,7 @@ Ways = dict[str, tuple[nn.Module, Callable[[Callable[[], Any]], Any], DeferredMo
 def late_of(build: Callable[[], nn.Module]) -> DeferredModel:
     made = defer_large_model(build, seed=0, world=ALONE, limit_bytes=1000)
     assert made is not None
-    return DeferredModel(draft=made, device=ALONE.device)
+    return DeferredModel(deferred_init=made, device=ALONE.device)
 
 
 def ways(build: Callable[[], nn.Module]) -> Ways:
@@ -45,8 +45,8 @@ def ways(build: Callable[[], nn.Module]) -> Ways:
 
     return {
         "whole": (build(), lambda work: work(), None),
-        "sketched": (sketched.draft.model, sketch, sketched),
-        "lent": (lent.draft.model, lent.valued, lent),
+        "sketched": (sketched.deferred_init.model, sketch, sketched),
+        "lent": (lent.deferred_init.model, lent.run_with_values, lent),
     }
 
 
@@ -70,7 +70,7 @@ def test_plans_are_those_of_the_whole_model(model: str) -> None:
         example = ExampleBatch(
             job=ready.job, settings=ready.settings, plan=ready.plan, model=net, contract=contract, device=ALONE.device
         )
-        example.learn() if late is None else late.valued(example.learn)
+        example.learn() if late is None else late.run_with_values(example.learn)
         cut = told(partial(planned, partial(plan_cut, net, num_stages=2, call=example)))
         split = told(partial(planned, partial(choose_plan, net, ranks=2, run=example.run)))
         found[way] = (cut, split)
@@ -148,7 +148,7 @@ def test_a_number_that_is_asked_for_is_had(between: Callable[..., Tensor], refus
     with pytest.raises(UnknownNumber):
         _cut(net, sketch)
     whole = _cut(*every["whole"][:2])
-    assert _cut(net, late.planned) == whole and isinstance(whole, str) == refused
+    assert _cut(net, late.run_without_values) == whole and isinstance(whole, str) == refused
     assert refused or (
         "the forward asks for a number" in late.notes[0] and "test_plans_without_values.py:" in late.notes[0]
     )
@@ -169,9 +169,9 @@ def test_lent_values_are_those_that_the_model_will_have() -> None:
             return found
 
     late, x = late_of(Shared), torch.ones(3, 20)
-    net = late.draft.model
-    lent = late.valued(lambda: net(x))
-    with late.held(net.parameters()):
+    net = late.deferred_init.model
+    lent = late.run_with_values(lambda: net(x))
+    with late.temporary_values(net.parameters()):
         assert torch.equal(lent, net(x)) and lent.unique().numel() == 20
         assert named_tensors(net)["across"].stride() == (1, 20)
     assert all(parameter.is_meta for parameter in net.parameters())
@@ -179,7 +179,7 @@ def test_lent_values_are_those_that_the_model_will_have() -> None:
 
 def test_blocks_are_timed_one_after_another() -> None:
     late, x, most = late_of(lambda: Chain(_plain)), torch.ones(4, 16), []
-    net = late.draft.model
+    net = late.deferred_init.model
 
     class Runs:
         def __call__(self) -> Any:
@@ -190,7 +190,7 @@ def test_blocks_are_timed_one_after_another() -> None:
 
     for block in net.blocks:
         block.register_forward_hook(lambda *_: most.append(sum(not p.is_meta for p in net.parameters())))
-    seconds = seconds_of(net, PlacementSettings(balance="measured"), ALONE, Runs(), late)
+    seconds = make_block_timer(net, PlacementSettings(balance="measured"), ALONE, Runs(), late)
     assert seconds is not None
     found = seconds(dict(net.blocks.named_children()))
     assert len(found) == 3 and min(found) > 0

@@ -44,7 +44,7 @@ def run(payload: dict[str, Any]) -> int:
     before = psutil.Process().memory_info().rss
     made = defer_init(build, seed=0, world=world, limit_bytes=payload["limit"])
     parts = {
-        name: shard_rows(ShardSpec.all_of(tensor.shape), place=world.rank, places=world.world_size)
+        name: shard_rows(ShardSpec.full(tensor.shape), shard_rank=world.rank, num_shards=world.world_size)
         for name, tensor in named_tensors(made.model).items()
     }
     values, _ = made.values(parts)

@@ -14,7 +14,7 @@ from paceline.comm.rank_threads import thread_worlds
 from paceline.config.settings import Settings
 from paceline.errors import JobError
 from paceline.parallel.initialization.unsupported_tensors import refuse_tensors
-from paceline.parallel.module_access.broadcast_initial import broadcast_initial
+from paceline.parallel.module_access.broadcast_initial import broadcast_initial_tensors
 from paceline.trainer.setup.build_training_setup import begun_whole
 
 
@@ -99,7 +99,7 @@ def started(models: list[nn.Module]) -> list[list[str]]:
     found: list[list[str]] = [[] for _ in models]
 
     def run(rank: int) -> None:
-        found[rank] = broadcast_initial(models[rank], world=worlds[rank])
+        found[rank] = broadcast_initial_tensors(models[rank], world=worlds[rank])
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(models))]
     for thread in threads:

@@ -81,14 +81,14 @@ def stepped(change: Callable[[Any], None], *, ranks: int, steps: int, num_micro:
         while is_again:
             found = {index: [] for index in range(num_micro)}
             for rank in range(ranks):
-                numbers[rank].begin(num_micro=num_micro, again=attempt > 0)
+                numbers[rank].begin(num_micro=num_micro, is_rerun=attempt > 0)
                 for index in range(rank, num_micro, ranks):
-                    numbers[rank].at(index)
+                    numbers[rank].set_microbatch(index)
                     models[rank](found[index])
-            settled = [each.is_settled() for each in numbers]
+            settled = [each.changed_as_expected() for each in numbers]
             is_again = not (all(settled) or all(agreed(numbers)))
             attempt += 1
-        notes += [note for each in numbers if (note := each.end())]
+        notes += [note for each in numbers if (note := each.finish_step())]
         order += [found[index][0] for index in range(num_micro)]
     return order, notes
 
@@ -98,7 +98,7 @@ def agreed(numbers: list[ForwardNumbers]) -> list[bool]:
     found: list[bool] = [False] * len(numbers)
 
     def agree(rank: int) -> None:
-        found[rank] = numbers[rank].agree()
+        found[rank] = numbers[rank].agree_on_changes()
 
     threads = [threading.Thread(target=agree, args=(rank,)) for rank in range(len(numbers))]
     for thread in threads:
@@ -177,13 +177,13 @@ def test_a_tensor_of_one_number_and_an_attribute_that_is_made_later_are_put_back
     numbers = ForwardNumbers(model, world=World.alone(), always=False).numbers
     model.scale.mul_(3)
     model.made = 4
-    assert sorted(numbers.changed()) == ["made", "scale"]
+    assert sorted(numbers.changed_names()) == ["made", "scale"]
     other = nn.Linear(2, 2)
     ForwardNumbers(other, world=World.alone(), always=False).numbers.decode(
         ["made", "scale"], numbers.encode(["made", "scale"])
     )
     assert (other.made, other.scale) == (4, 1.5)
-    numbers.put_back()
+    numbers.restore()
     assert float(model.scale) == 0.5 and not hasattr(model, "made")
 
 
@@ -210,12 +210,12 @@ def test_hooks_that_a_forward_installs_once_go_with_their_flag() -> None:
     model, x = InstallsOnce(), torch.ones(1, 2)
     numbers = ModuleNumbers(model)
     handle = model.norm.register_forward_hook(lambda *_: None)
-    numbers.keep()
+    numbers.snapshot()
     right = model(x)
     right.sum().backward()
     gradient = model.weight.grad
     for _ in range(3):
-        numbers.put_back()
+        numbers.restore()
         assert not hasattr(model, "installed") and not model.layer._forward_hooks
         model.weight.grad = None
         again = model(x)
@@ -223,9 +223,9 @@ def test_hooks_that_a_forward_installs_once_go_with_their_flag() -> None:
         assert torch.equal(again, right) and torch.equal(model.weight.grad, gradient)
     assert handle.id in model.norm._forward_hooks
     later = ModuleNumbers(model)
-    numbers.put_back()
+    numbers.restore()
     model(x)
-    later.put_back()  # the flag is as it was, so the hooks that were installed in between stay
+    later.restore()  # the flag is as it was, so the hooks that were installed in between stay
     assert model.installed and torch.equal(model(x), right)
 
 
@@ -234,12 +234,12 @@ def test_a_flag_of_what_a_forward_installs_is_not_another_rank_s() -> None:
     models = [InstallsOnce() for _ in worlds]
     numbers = [ForwardNumbers(model, world=world, always=True) for model, world in zip(models, worlds, strict=True)]
     for each in numbers:
-        each.begin(num_micro=2, again=False)
+        each.begin(num_micro=2, is_rerun=False)
     for number, (each, model) in enumerate(zip(numbers, models, strict=True)):
-        each.at(number)
+        each.set_microbatch(number)
         model(torch.ones(1, 2))
-    assert all(each.is_settled() for each in numbers)
-    assert all(each.carried == [] for each in numbers)
+    assert all(each.changed_as_expected() for each in numbers)
+    assert all(each.names == [] for each in numbers)
 
 
 class TiedAndHooked(nn.Module):
@@ -271,7 +271,7 @@ def test_hooks_of_tied_weights_and_behind_handles_are_installed_again_once() -> 
     right.sum().backward()
     gradient = model.first.weight.grad
     for _ in range(2):
-        numbers.put_back()
+        numbers.restore()
         assert model.handle is None and not model.ready
         model.train()
         model.first.weight.grad = None
@@ -286,7 +286,7 @@ def test_a_mode_is_no_flag_that_takes_hooks_with_it() -> None:
     model.train()
     model[0].register_forward_hook(lambda module, inputs, output: output * 2)  # behind a guard that is no attribute
     right = model(x)
-    numbers.put_back()
+    numbers.restore()
     assert not model.training and torch.equal(model(x), right)
 
 
@@ -294,7 +294,7 @@ def test_a_toggle_in_a_module_that_remembers_something_is_still_found() -> None:
     model, world = TiedAndHooked(), thread_worlds(replicas=2)[0]
     model.ready, model.handle = True, model.first.register_forward_hook(lambda *_: None)
     numbers = ForwardNumbers(model, world=world, always=True)
-    numbers.begin(num_micro=2, again=False)
-    numbers.at(0)
+    numbers.begin(num_micro=2, is_rerun=False)
+    numbers.set_microbatch(0)
     model(torch.ones(1, 2))
-    assert not numbers.is_settled() and "flip" in numbers._found
+    assert not numbers.changed_as_expected() and "flip" in numbers._new_increments

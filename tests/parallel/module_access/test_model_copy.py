@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.parallel.module_access.model_copy import copy_model
-from paceline.parallel.sharding.shardability_check import takes_nothing
+from paceline.parallel.sharding.shardability_check import accepts_empty_tensor
 
 
 class Keeps(nn.Module):
@@ -41,5 +41,5 @@ def test_shared_tensors_are_the_model_s_own() -> None:
 def test_an_optimizer_of_scalars_alone_takes_none_of_them() -> None:
     """A rank that does not hold a scalar, a temperature in a group of its own, steps on an empty vector."""
     for kind in (torch.optim.SGD, torch.optim.AdamW):
-        assert takes_nothing(kind([nn.Parameter(torch.tensor(1.0))], lr=0.1))
-        assert takes_nothing(kind([{"params": [nn.Linear(3, 2).weight]}, {"params": [nn.Parameter(torch.tensor(1.0))]}], lr=0.1))  # fmt: skip
+        assert accepts_empty_tensor(kind([nn.Parameter(torch.tensor(1.0))], lr=0.1))
+        assert accepts_empty_tensor(kind([{"params": [nn.Linear(3, 2).weight]}, {"params": [nn.Parameter(torch.tensor(1.0))]}], lr=0.1))  # fmt: skip

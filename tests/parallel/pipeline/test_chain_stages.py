@@ -123,7 +123,7 @@ def test_a_model_in_stages_is_not_called_by_mistake() -> None:
 def test_blocks_are_found_by_structure_or_listed() -> None:
     assert [b.name for b in find_blocks(built("nano"))] == [f"blocks.{i}" for i in range(4)]
     assert [b.name for b in find_blocks(built("cnn"))] == [str(i) for i in range(9)]
-    assert [b.name for b in find_blocks(built("cnn"), listed=["0", "4", "8"])] == ["0", "4", "8"]
+    assert [b.name for b in find_blocks(built("cnn"), listed_names=["0", "4", "8"])] == ["0", "4", "8"]
 
 
 class Unet(nn.Module):

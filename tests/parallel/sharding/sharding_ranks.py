@@ -31,9 +31,9 @@ from paceline.parallel.gradients.joint_grad_norm import joint_norm
 from paceline.parallel.module_access import parameters as units
 from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.parallel.module_access.shard_spec import ShardSpec
-from paceline.parallel.sharding.fsdp_options import FullySharded
-from paceline.parallel.sharding.fully_sharded import shard_fully
-from paceline.parallel.sharding.sharded_model import DataGroups, Sharded, shard_zero12
+from paceline.parallel.sharding.fsdp_options import FullShardOptions
+from paceline.parallel.sharding.fully_sharded import shard_zero3
+from paceline.parallel.sharding.sharded_model import DataGroups, ShardedModel, shard_zero12
 from paceline.parallel.sharding.zero_sharded_optimizer import try_optimizer_factory
 
 CLIP = 0.5
@@ -152,7 +152,7 @@ class Case:
     replicate: int = 1
     steps: int = 4
     micro: int = 5
-    asked: FullySharded = field(default_factory=FullySharded)
+    asked: FullShardOptions = field(default_factory=FullShardOptions)
     fault: str = ""
     offload_state: bool = False
     autocast: bool = False
@@ -161,7 +161,10 @@ class Case:
     def __str__(self) -> str:
         words = [self.layout, self.model, self.optimizer, "exact" if self.exact else "", self.fault]
         words += [name for name in ("autocast", "remat", "offload_state") if getattr(self, name)]
-        words += ["" if self.asked == FullySharded() else "asked", f"x{self.replicate}" if self.replicate > 1 else ""]
+        words += [
+            "" if self.asked == FullShardOptions() else "asked",
+            f"x{self.replicate}" if self.replicate > 1 else "",
+        ]
         return "-".join(word for word in words if word)
 
 
@@ -214,17 +217,21 @@ def plain(case: Case) -> dict[str, dict[str, Tensor]]:
     return {"weights": weights, "gradients": gradients, "norms": {"all": torch.stack(norms)}}
 
 
-def place(case: Case, model: nn.Module, data: DataGroups, grid: FixedPointGrid | None) -> tuple[Sharded, list[Any]]:
+def place(
+    case: Case, model: nn.Module, data: DataGroups, grid: FixedPointGrid | None
+) -> tuple[ShardedModel, list[Any]]:
     named = trainable_parameters(model)
     rules = try_optimizer_factory(OPTIMIZERS[case.optimizer], named)
     if case.layout == "fsdp":
         rules.refuse_rows(layout="fsdp", exact=case.exact)
-        sharded = shard_fully(model, named=named, data=data, grid=grid, asked=case.asked)
+        sharded = shard_zero3(model, named_parameters=named, data_groups=data, grid=grid, options=case.asked)
     else:
-        whole = list(rules.whole(exact=case.exact))
+        whole = list(rules.full_tensor_reasons(exact=case.exact))
         stage = int(case.layout.removeprefix("zero"))
-        sharded = shard_zero12(stage=stage, model=model, named=named, data=data, grid=grid, whole=whole)
-    return sharded, rules.on(sharded.shares)
+        sharded = shard_zero12(
+            stage=stage, model=model, named_parameters=named, data_groups=data, grid=grid, full_tensor_names=whole
+        )
+    return sharded, rules.make_optimizers(sharded.row_shards)
 
 
 def alone(case: Case) -> dict[str, dict[str, Tensor]]:
@@ -232,7 +239,11 @@ def alone(case: Case) -> dict[str, dict[str, Tensor]]:
     model = build(case)
     named = trainable_parameters(model)
     grid = FixedPointGrid(names=[member.name for member in named]) if case.exact else None
-    reducer: Any = ExactReducer(named=named, world=World.alone(), grid=grid) if grid else LocalReducer(named=named)
+    reducer: Any = (
+        ExactReducer(named_parameters=named, world=World.alone(), grid=grid)
+        if grid
+        else LocalReducer(named_parameters=named)
+    )
     made = OPTIMIZERS[case.optimizer]([(m.name, m.parameter) for m in named])
     optimizers = made if isinstance(made, list) else [made]
     pairs = [(m.name, m.parameter) for m in named]
@@ -297,7 +308,7 @@ def _microbatch(
 def worlds_of(rank: int, size: int, replicate: int) -> DataGroups:
     every = World(rank=rank, world_size=size, backend="gloo", group=dist.group.WORLD)
     if replicate == 1:
-        return DataGroups(all=every, shard=every)
+        return DataGroups(all_ranks=every, shard_world=every)
     each = size // replicate
     rows = [list(range(r * each, (r + 1) * each)) for r in range(replicate)]
     columns = [list(range(c, size, each)) for c in range(each)]
@@ -308,7 +319,7 @@ def worlds_of(rank: int, size: int, replicate: int) -> DataGroups:
             return World.alone()
         return World(rank=ranks.index(rank), world_size=len(ranks), backend="gloo", group=groups[tuple(ranks)])
 
-    return DataGroups(all=every, shard=world(rows[rank // each]), replicas=world(columns[rank % each]))
+    return DataGroups(all_ranks=every, shard_world=world(rows[rank // each]), replica_world=world(columns[rank % each]))
 
 
 def train(case: Case, rank: int, size: int) -> dict[str, Any]:
@@ -323,8 +334,8 @@ def train(case: Case, rank: int, size: int) -> dict[str, Any]:
 
         for optimizer in optimizers:
             offload_state(optimizer)
-    where = {name: tensor.data_ptr() for name, tensor in sharded.locals.items()}
-    pairs = [(s.name, s.parameter) for s in sharded.shares]
+    where = {name: tensor.data_ptr() for name, tensor in sharded.local_tensors.items()}
+    pairs = [(s.name, s.parameter) for s in sharded.row_shards]
     norms = _loop(
         case,
         model,
@@ -333,42 +344,42 @@ def train(case: Case, rank: int, size: int) -> dict[str, Any]:
         sharded.reducer,
         rank,
         size,
-        (data.shard,),
-        sharded.spread,
+        (data.shard_world,),
+        sharded.sync_after_update,
         meets=sharded.needs_equal_microbatches,
     )
     now = {n: p.to_local() if hasattr(p, "to_local") else p for n, p in model.named_parameters()}
     assert {n: t.data_ptr() for n, t in now.items()} == where, "the storage has moved"
     return {
-        "weights": [(n, sharded.parts[n].as_json(), t.detach()) for n, t in now.items()],
-        "gradients": [(s.name, s.part.as_json(), s.parameter.grad) for s in sharded.shares],
+        "weights": [(n, sharded.shard_specs[n].as_json(), t.detach()) for n, t in now.items()],
+        "gradients": [(s.name, s.shard_spec.as_json(), s.parameter.grad) for s in sharded.row_shards],
         "norms": norms,
         "bytes": held(model, sharded, optimizers),
         "meets": sharded.needs_equal_microbatches,
     }
 
 
-def _plant(case: Case, sharded: Sharded, rank: int) -> None:
+def _plant(case: Case, sharded: ShardedModel, rank: int) -> None:
     """A mistake, where people make it."""
     reducer: Any = sharded.reducer
     if case.fault == "not spread":
-        getattr(sharded.spread, "_spread", sharded.spread)._packings.clear()
+        getattr(sharded.sync_after_update, "_all_gather_scalars", sharded.sync_after_update)._layouts.clear()
     if case.fault == "replicas not added":
-        reducer._replicas = None
+        reducer._replica_world = None
     if case.fault == "rows left out" and rank == 0:
-        reducer._units[0].parts[0] = torch.zeros_like(reducer._units[0].parts[0])
+        reducer._buckets[0].member_sums[0] = torch.zeros_like(reducer._buckets[0].member_sums[0])
     if case.fault == "only the last microbatch":
         land = reducer._launch_next
 
         def forgetful() -> None:
-            rounds, reducer._rounds = reducer._rounds, 0
+            rounds, reducer._num_backwards = reducer._num_backwards, 0
             land()
-            reducer._rounds = rounds
+            reducer._num_backwards = rounds
 
         reducer._launch_next = forgetful
 
 
-def held(model: nn.Module, sharded: Sharded, optimizers: Sequence[Any]) -> dict[str, int]:
+def held(model: nn.Module, sharded: ShardedModel, optimizers: Sequence[Any]) -> dict[str, int]:
     """Bytes of the storages that are alive: parameters, gradients, optimizer state."""
 
     def total(tensors: list[Tensor]) -> int:
@@ -377,12 +388,12 @@ def held(model: nn.Module, sharded: Sharded, optimizers: Sequence[Any]) -> dict[
 
     locals_ = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    gradients += [s.parameter.grad for s in sharded.shares if s.parameter.grad is not None]
+    gradients += [s.parameter.grad for s in sharded.row_shards if s.parameter.grad is not None]
     state = [
         v for o in optimizers for s in o.state.values() for k, v in s.items() if isinstance(v, Tensor) and k != "step"
     ]
     return {
-        "parameters": total([t.detach() for t in locals_] + [s.parameter.detach() for s in sharded.shares]),
+        "parameters": total([t.detach() for t in locals_] + [s.parameter.detach() for s in sharded.row_shards]),
         "gradients": total([g.to_local() if hasattr(g, "to_local") else g for g in gradients]),
         "optimizer": total(state),
     }
@@ -396,7 +407,7 @@ def together(pieces: Sequence[Sequence[tuple[str, Any, Tensor | None]]]) -> dict
             part = ShardSpec.from_json(json)
             if tensor is not None:
                 target = whole.setdefault(name, torch.full(part.shape, math.nan, dtype=tensor.dtype))
-                part.put(tensor, into=target)
+                part.write_into(tensor, full_tensor=target)
     return whole
 
 
@@ -417,7 +428,7 @@ def _rank(rank: int, size: int, folder: Path) -> None:
 
 def train_in_small_buckets(case: Case, rank: int, size: int) -> dict[str, Any]:
     """As `train`, where every parameter of more than 200 bytes travels alone and the others in buckets of 100."""
-    units.LARGE_BYTES, units.FIRST_BYTES, units.PASSING_BYTES = 200, 64, 100
+    units.LARGE_PARAMETER_BYTES, units.FIRST_BUCKET_BYTES, units.TRANSIENT_BUCKET_BYTES = 200, 64, 100
     return train(case, rank, size)
 
 

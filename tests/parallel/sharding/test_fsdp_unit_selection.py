@@ -9,8 +9,8 @@ from torch import nn
 from paceline.comm.process_group import World
 from paceline.errors import LayoutError
 from paceline.parallel.module_access.parameters import trainable_parameters
-from paceline.parallel.sharding.fsdp_options import FullySharded
-from paceline.parallel.sharding.fully_sharded import shard_fully
+from paceline.parallel.sharding.fsdp_options import FullShardOptions
+from paceline.parallel.sharding.fully_sharded import shard_zero3
 from paceline.parallel.sharding.sharded_model import DataGroups
 from paceline.parallel.sharding.units import UnitChoice, find_units
 from tests.parallel.sharding.sharding_ranks import Block, Gpt, llama
@@ -28,7 +28,7 @@ def resnet() -> nn.Module:
 
 
 def names(model: nn.Module, **asked: Any) -> set[str]:
-    return set(find_units(model, by=UnitChoice(**asked)))
+    return set(find_units(model, choice=UnitChoice(**asked)))
 
 
 def test_repeated_blocks_are_found() -> None:
@@ -48,7 +48,7 @@ def test_by_class_by_name_by_size() -> None:
 
 
 def test_inner_units_come_before_those_around_them() -> None:
-    found = list(find_units(Gpt(), by=UnitChoice(classes=["Block"], names=["blocks.*.up"])))
+    found = list(find_units(Gpt(), choice=UnitChoice(classes=["Block"], names=["blocks.*.up"])))
     assert found.index("blocks.0.up") < found.index("blocks.0")
 
 
@@ -74,8 +74,8 @@ def test_a_unit_that_is_not_there_is_refused(asked: Any, says: str) -> None:
 
 
 def test_one_rank_has_nothing_to_offload_or_to_cast() -> None:
-    alone = DataGroups(all=World.alone(), shard=World.alone())
-    for asked in (FullySharded(offload=True), FullySharded(params=torch.bfloat16)):
+    alone = DataGroups(all_ranks=World.alone(), shard_world=World.alone())
+    for asked in (FullShardOptions(offload=True), FullShardOptions(param_dtype=torch.bfloat16)):
         model = Gpt()
         with pytest.raises(LayoutError, match="on one rank"):
-            shard_fully(model, named=trainable_parameters(model), data=alone, asked=asked)
+            shard_zero3(model, named_parameters=trainable_parameters(model), data_groups=alone, options=asked)

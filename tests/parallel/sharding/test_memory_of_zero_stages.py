@@ -78,11 +78,11 @@ def test_a_tensor_held_too_many_is_seen() -> None:
     case = Case(layout="zero2", exact=True)
     model: Any = build(case)
     named = trainable_parameters(model)
-    alone = DataGroups(all=World.alone(), shard=World.alone())
+    alone = DataGroups(all_ranks=World.alone(), shard_world=World.alone())
     grid = FixedPointGrid(names=[member.name for member in named])
     rules = try_optimizer_factory(OPTIMIZERS["adamw"], named)
-    sharded = shard_zero12(stage=2, model=model, named=named, data=alone, grid=grid)
-    optimizers = rules.on(sharded.shares)
+    sharded = shard_zero12(stage=2, model=model, named_parameters=named, data_groups=alone, grid=grid)
+    optimizers = rules.make_optimizers(sharded.row_shards)
     for micro in batches(case):
         for _ in range(4):
             sharded.reducer.begin()

@@ -277,9 +277,9 @@ def test_ranks_that_wait_for_each_other_are_told_how_far_each_was() -> None:
     order = UnitOrderCheck(["blocks.0", "blocks.1"], world=World.alone())
     failures = []
     for rank, said in enumerate(("Application timeout caused pair closure", "Connection closed by peer")):
-        order.saw(rank, backward=bool(rank))
+        order.record_gather(rank, backward=bool(rank))
         error = RuntimeError(f"gloo: {said}")
-        annotate_progress(error, order.told())
+        annotate_progress(error, order.describe_progress())
         failures.append(
             replace(failure_from_exception(error, rank=rank, step=3), is_users_own=False)
         )  # gloo has raised it

@@ -101,16 +101,19 @@ def test_a_run_s_norm_adds_the_pieces_of_all_ranks_and_counts_what_all_hold_once
     cut, both = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
 
     def rank(world: World) -> float:
-        parts = {"weight": ShardSpec.of_ranges(torch.Size([2]), dim=0, ranges=[(world.rank, world.rank + 1)])}
-        parts["norm"] = ShardSpec.all_of(torch.Size([1]))
+        parts = {"weight": ShardSpec.from_ranges(torch.Size([2]), dim=0, ranges=[(world.rank, world.rank + 1)])}
+        parts["norm"] = ShardSpec.full(torch.Size([1]))
         named = []
-        for name, value in (("weight", parts["weight"].take(cut)), ("norm", both)):
+        for name, value in (("weight", parts["weight"].extract(cut)), ("norm", both)):
             parameter = nn.Parameter(torch.zeros_like(value))
             parameter.grad = value.clone()
             named.append(SimpleNamespace(name=name, parameter=parameter))
-        held = [LocalTensor(name=n, part=p, dtype=torch.float32, find=lambda: torch.zeros(1)) for n, p in parts.items()]
-        placed: Any = SimpleNamespace(kept=ShardedTensors(world=world, held=held), named=named)
-        placed.owned = lambda: ParallelizedModel.owned(placed)
+        held = [
+            LocalTensor(name=n, shard_spec=p, dtype=torch.float32, get_tensor=lambda: torch.zeros(1))
+            for n, p in parts.items()
+        ]
+        placed: Any = SimpleNamespace(optim_shards=ShardedTensors(world=world, tensors=held), named_parameters=named)
+        placed.owned_parameters = lambda: ParallelizedModel.owned_parameters(placed)
         norm = updates._norm(placed, Settings(train=Train(max_grad_norm=1.0)), world=world)
         assert norm is not None
         return float(norm())

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from paceline.errors import JobError, LayoutError
 from paceline.parallel.module_access.parameters import NamedParameter, trainable_parameters
 from paceline.parallel.sharding.optimizer_offload import offload_state
-from paceline.parallel.sharding.row_shards import RowShard, cut_rows, shares_of
+from paceline.parallel.sharding.row_shards import RowShard, make_row_shards, make_row_splits
 from paceline.parallel.sharding.shardability_check import merge_equal_groups
-from paceline.parallel.sharding.unit_guard import forward_runs
+from paceline.parallel.sharding.unit_guard import guard_forward
 from paceline.parallel.sharding.zero_sharded_optimizer import try_optimizer_factory
 from paceline.torch_internals.private_api import JointScaler
 from tests.matrix.matrix_page import patterns, stands
@@ -36,7 +36,7 @@ def shared_optimizers(
     """
     rules = try_optimizer_factory(factory, named)
     rules.refuse_rows(layout=layout, exact=exact)
-    return rules.on(shares)
+    return rules.make_optimizers(shares)
 
 
 class Unplaced(nn.Module):
@@ -58,10 +58,10 @@ class Sharded(FSDPModule, Unplaced):
 def test_a_copy_of_a_module_of_which_a_rank_has_parts_is_refused(way: str) -> None:
     module = Unplaced(4)
     module.__class__ = Sharded
-    with pytest.raises(LayoutError, match="the forward copies a module") as found, forward_runs():
+    with pytest.raises(LayoutError, match="the forward copies a module") as found, guard_forward():
         copy.copy(module) if way == "shallow" else copy.deepcopy(Whole())
     assert "call the module itself" in found.value.hint
-    with pytest.raises(TypeError, match="missing 1 required"), forward_runs():
+    with pytest.raises(TypeError, match="missing 1 required"), guard_forward():
         Unplaced()  # type: ignore[call-arg]  # the user's own mistake is the user's own
 
 
@@ -206,7 +206,9 @@ def model() -> nn.Module:
 def shares(place: int, places: int = 3, whole: Any = ()) -> tuple[nn.Module, list[RowShard]]:
     made = model()
     named = trainable_parameters(made)
-    return made, shares_of(named, cut=cut_rows(named, places=places, whole=whole), place=place)
+    return made, make_row_shards(
+        named, row_splits=make_row_splits(named, num_shards=places, full_tensor_names=whole), shard_rank=place
+    )
 
 
 def scheduled(named: Any) -> Optimizer:
@@ -281,8 +283,8 @@ def test_each_place_takes_its_rows_where_one_process_takes_them(name: str) -> No
         for (_, own), optimizer in zip(ranks, optimizers, strict=True):
             gradients = {n: p.grad for n, p in pairs}
             for share in own:
-                if share.part.local is not None:
-                    share.parameter.grad = share.part.take(gradients[share.name])
+                if share.shard_spec.local_shape is not None:
+                    share.parameter.grad = share.shard_spec.extract(gradients[share.name])
             optimizer.step()
         right.step()
     for (made, own), optimizer in zip(ranks, optimizers, strict=True):
@@ -292,10 +294,10 @@ def test_each_place_takes_its_rows_where_one_process_takes_them(name: str) -> No
                 k: v for k, v in other.items() if k != "params"
             }
         for share in own:
-            if share.part.local is not None:
-                expected = share.part.take(dict(pairs)[share.name].detach())
+            if share.shard_spec.local_shape is not None:
+                expected = share.shard_spec.extract(dict(pairs)[share.name].detach())
                 assert torch.allclose(share.parameter.detach(), expected, rtol=1e-6, atol=1e-7), share.name
-                assert share.parameter.untyped_storage()._cdata == share.holder.untyped_storage()._cdata
+                assert share.parameter.untyped_storage()._cdata == share.model_parameter.untyped_storage()._cdata
         del made
 
 
@@ -309,7 +311,7 @@ def test_named_groups_stay_also_where_one_is_empty_here() -> None:
         return torch.optim.AdamW([{"params": rest, "lr": 0.1}, {"params": bias, "weight_decay": 0.0}], lr=0.2)
 
     here = [share for share in own if not share.name.endswith("bias")]  # a stage that has no bias
-    (optimizer,) = try_optimizer_factory(factory, named).on(here)
+    (optimizer,) = try_optimizer_factory(factory, named).make_optimizers(here)
     assert [group["param_names"] for group in optimizer.param_groups] == [[s.name for s in here], []]
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
     for share in here:
@@ -337,9 +339,9 @@ def test_a_rule_on_whole_tensors_is_refused_by_name_or_given_whole_ones(make: An
     with pytest.raises(LayoutError, match=says) as raised:
         rules.refuse_rows(layout="fsdp")
     assert stands(str(raised.value).splitlines()[0], patterns()), "docs/refusals.md does not have it"
-    whole = rules.whole()
+    whole = rules.full_tensor_reasons()
     assert "0.weight" in whole
-    cut = cut_rows(trainable_parameters(model()), places=2, whole=list(whole))
+    cut = make_row_splits(trainable_parameters(model()), num_shards=2, full_tensor_names=list(whole))
     owned = [sum(cut[name].numel(place) for name in whole) for place in range(2)]
     assert all(owned) and sum(owned) == sum(p.numel() for n, p in model().named_parameters() if n in whole)
     for name in whole:
@@ -349,7 +351,7 @@ def test_a_rule_on_whole_tensors_is_refused_by_name_or_given_whole_ones(make: An
 def test_fused_rows_are_refused_in_exact_mode_only() -> None:
     rules = try_optimizer_factory(RIGHT["fused"], trainable_parameters(model()))
     rules.refuse_rows(layout="fsdp")
-    if not rules.whole(exact=True):
+    if not rules.full_tensor_reasons(exact=True):
         pytest.skip("this processor's fused kernel rounds alike in body and tail")
     with pytest.raises(LayoutError, match="AdamW gives different bits"):
         rules.refuse_rows(layout="fsdp", exact=True)
@@ -375,7 +377,7 @@ def test_fused_rows_are_refused_in_exact_mode_only() -> None:
 )
 def test_what_no_cut_gets_right_is_refused(make: Any, says: str) -> None:
     with pytest.raises(JobError, match=says) as raised:
-        try_optimizer_factory(make, trainable_parameters(model())).whole()
+        try_optimizer_factory(make, trainable_parameters(model())).full_tensor_reasons()
     told = str(raised.value).splitlines()[0]
     assert "without memory" in told or stands(told, patterns()), "docs/refusals.md does not have it"
 
@@ -383,9 +385,13 @@ def test_what_no_cut_gets_right_is_refused(make: Any, says: str) -> None:
 def test_an_optimizer_with_its_own_references_is_refused() -> None:
     made, own = shares(0)
     with pytest.raises(JobError, match=r"Keeper\.mine holds parameters"):
-        try_optimizer_factory(lambda named: Keeper([p for _, p in named]), trainable_parameters(made)).on(own)
+        try_optimizer_factory(lambda named: Keeper([p for _, p in named]), trainable_parameters(made)).make_optimizers(
+            own
+        )
     with pytest.raises(JobError, match=r"Copies\.slow holds parameters"):
-        try_optimizer_factory(lambda named: Copies([p for _, p in named]), trainable_parameters(made)).on(own)
+        try_optimizer_factory(lambda named: Copies([p for _, p in named]), trainable_parameters(made)).make_optimizers(
+            own
+        )
 
 
 def test_groups_that_differ_in_their_rate_alone_are_tried_once() -> None:
@@ -396,8 +402,8 @@ def test_groups_that_differ_in_their_rate_alone_are_tried_once() -> None:
 def test_a_rule_on_whole_vectors_is_refused_on_pieces_of_one() -> None:
     rules = try_optimizer_factory(lambda named: Trust([p for _, p in named]), trainable_parameters(nn.LayerNorm(6)))
     with pytest.raises(LayoutError, match="Trust needs whole vectors, and tp leaves pieces of weight"):
-        rules.refuse_pieces({"weight"}, layout="tp")
-    rules.refuse_pieces(set(), layout="tp")
+        rules.refuse_slices({"weight"}, layout="tp")
+    rules.refuse_slices(set(), layout="tp")
 
 
 def test_a_probe_leaves_the_optimizer_and_the_random_stream_alone() -> None:
@@ -405,7 +411,7 @@ def test_a_probe_leaves_the_optimizer_and_the_random_stream_alone() -> None:
     before = torch.get_rng_state()
     rules = try_optimizer_factory(lambda named: Sign([p for _, p in named]), trainable_parameters(model()))
     torch.set_rng_state(before)
-    rules.whole()
+    rules.full_tensor_reasons()
     assert torch.equal(torch.get_rng_state(), before)
     assert not rules.optimizers[0].state and rules.optimizers[0].seen == []  # type: ignore[attr-defined]
 

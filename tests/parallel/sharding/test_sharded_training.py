@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.parallel.sharding.fsdp_options import FullySharded
+from paceline.parallel.sharding.fsdp_options import FullShardOptions
 from paceline.parallel.sharding.units import UnitChoice
 from tests.parallel.sharding import sharding_ranks
 from tests.parallel.sharding.sharding_ranks import CLIP, Case, alone, plain, run, together
@@ -30,9 +30,9 @@ DAILY = [
     Case(layout="zero1", optimizer="muon", exact=True),
     Case(layout="zero2", optimizer="muon"),
     Case(layout="zero1", optimizer="adafactor"),
-    Case(layout="fsdp", optimizer="adagrad", asked=FullySharded(offload=True), offload_state=True),
-    Case(layout="fsdp", optimizer="momentum", asked=FullySharded(reshard=False, units=UnitChoice(min_numel=30))),
-    Case(layout="fsdp", exact=True, autocast=True, remat=True, asked=FullySharded(prefetch=1)),
+    Case(layout="fsdp", optimizer="adagrad", asked=FullShardOptions(offload=True), offload_state=True),
+    Case(layout="fsdp", optimizer="momentum", asked=FullShardOptions(reshard=False, units=UnitChoice(min_numel=30))),
+    Case(layout="fsdp", exact=True, autocast=True, remat=True, asked=FullShardOptions(prefetch=1)),
 ]
 FEW = [case for case in DAILY if case.model == "gpt" and case.optimizer == "adamw" and not case.autocast]
 SOAK = [

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.parallel.module_access.parameters import trainable_parameters
-from paceline.parallel.sharding.fsdp_options import FullySharded
-from paceline.parallel.sharding.fully_sharded import shard_fully
-from paceline.parallel.sharding.sharded_model import Sharded, shard_zero12
+from paceline.parallel.sharding.fsdp_options import FullShardOptions
+from paceline.parallel.sharding.fully_sharded import shard_zero3
+from paceline.parallel.sharding.sharded_model import ShardedModel, shard_zero12
 from paceline.torch_internals.private_api import tensor_version
 from tests.parallel.sharding.sharding_ranks import Gpt, run, worlds_of
 
@@ -38,7 +38,7 @@ class Views(nn.Module):
         return Hidden
 
 
-def steps(model: nn.Module, sharded: Sharded | None, inputs: list[Tensor], rank: int, size: int) -> list[float]:
+def steps(model: nn.Module, sharded: ShardedModel | None, inputs: list[Tensor], rank: int, size: int) -> list[float]:
     """Plain SGD on the sum of the squares."""
     losses = []
     for x in inputs:
@@ -59,11 +59,11 @@ def steps(model: nn.Module, sharded: Sharded | None, inputs: list[Tensor], rank:
             sharded.reducer.after_backward()
             assert sharded.reducer.finish(divisor=None)
         with torch.no_grad():
-            for p in model.parameters() if sharded is None else (s.parameter for s in sharded.shares):
+            for p in model.parameters() if sharded is None else (s.parameter for s in sharded.row_shards):
                 if p.grad is not None:
                     p.sub_(2e-3 * p.grad)
         if sharded is not None:
-            sharded.spread()
+            sharded.sync_after_update()
     return losses
 
 
@@ -88,9 +88,9 @@ def use(kind: str, rank: int, size: int) -> dict[str, Any]:
         warnings.simplefilter("ignore")  # tracing looks at `.grad` of what is no leaf
         for block in model.blocks:  # type: ignore[union-attr]
             block.compile(backend="eager")
-    asked = FullySharded(params=torch.bfloat16 if kind == "bf16" else None)
+    asked = FullShardOptions(param_dtype=torch.bfloat16 if kind == "bf16" else None)
     data = worlds_of(rank, size, 1)
-    sharded = shard_fully(model, named=trainable_parameters(model), data=data, asked=asked)
+    sharded = shard_zero3(model, named_parameters=trainable_parameters(model), data_groups=data, options=asked)
     before = [tensor_version(p) for p in model.parameters()]
     same = before == [tensor_version(p) for p in model.parameters()]
     with torch.no_grad():  # leaves the model's own parameters gathered, which are old after the next update
@@ -136,9 +136,11 @@ def transposed(kind: str, rank: int, size: int) -> str:
     model[0].weight = nn.Parameter(torch.randn(3, 4).t())
     data = worlds_of(rank, size, 1)
     if kind == "zero1":
-        shard_zero12(stage=1, model=model, named=trainable_parameters(model), data=data).reducer.close()
+        shard_zero12(
+            stage=1, model=model, named_parameters=trainable_parameters(model), data_groups=data
+        ).reducer.close()
         return "taken"
-    shard_fully(model, named=trainable_parameters(model), data=data)
+    shard_zero3(model, named_parameters=trainable_parameters(model), data_groups=data)
     return ""
 
 

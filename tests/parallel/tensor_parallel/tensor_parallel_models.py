@@ -95,7 +95,7 @@ def assembled(found: list[Trained], kind: str, shapes: dict[str, Tensor]) -> dic
     for name, like in shapes.items():
         whole[name] = torch.full_like(like, float("nan"))
         for rank in found:
-            rank.parts[name].put(getattr(rank, kind)[name], into=whole[name])
+            rank.parts[name].write_into(getattr(rank, kind)[name], full_tensor=whole[name])
     return whole
 
 
@@ -110,7 +110,7 @@ def differences(alone: Trained, found: list[Trained]) -> dict[str, float]:
         for name, tensor in assembled(found, kind, expected).items():
             apart[f"{kind} {name}"] = relative(tensor, expected[name])
             for rank in found:
-                if rank.parts[name].is_all:
+                if rank.parts[name].is_full:
                     apart[f"{kind} {name}"] = max(
                         apart[f"{kind} {name}"], relative(getattr(rank, kind)[name], expected[name])
                     )

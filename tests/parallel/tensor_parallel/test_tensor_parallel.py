@@ -84,8 +84,8 @@ def test_names_and_classes_stay_and_each_rank_holds_its_share() -> None:
     found = models.train_split(model, models.in_double(run), plan, ranks=2)
     assert list(found[0].weights) == list(alone.weights)
     part = found[1].parts["transformer.h.0.attn.c_attn.weight"]
-    assert part.local == (32, 48) and [box.whole for box in part.boxes] == [(0, 16), (0, 48), (0, 80)]
-    cut = [n for n, p in found[0].parts.items() if not p.is_all]
+    assert part.local_shape == (32, 48) and [box.full_offset for box in part.boxes] == [(0, 16), (0, 48), (0, 80)]
+    cut = [n for n, p in found[0].parts.items() if not p.is_full]
     assert len(cut) == 1 + 2 * 6  # the vocabulary; of each block two columns with their biases and two rows
 
 

@@ -388,10 +388,10 @@ def test_schedules_go_on_in_a_step_that_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_where_ranks_hold_parts_an_overflow_of_one_is_everybody_s(is_cut: bool) -> None:
     weight = torch.ones(2, 2)
-    part = ShardSpec.of_ranges((4, 2), dim=0, ranges=[(0, 2)]) if is_cut else ShardSpec.all_of((2, 2))
-    held = LocalTensor(name="weight", part=part, dtype=weight.dtype, find=lambda: weight)
+    part = ShardSpec.from_ranges((4, 2), dim=0, ranges=[(0, 2)]) if is_cut else ShardSpec.full((2, 2))
+    held = LocalTensor(name="weight", shard_spec=part, dtype=weight.dtype, get_tensor=lambda: weight)
     scaler = make_scaler(
-        ShardedTensors(world=World(device=torch.device("cpu")), held=[held]), Overflowing(), init_scale=8.0
+        ShardedTensors(world=World(device=torch.device("cpu")), tensors=[held]), Overflowing(), init_scale=8.0
     )
     parameter = nn.Parameter(weight)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -428,9 +428,9 @@ def test_the_weights_of_earlier_updates_stand_under_their_own_number(step: int) 
         assert weights is not None and weights["weight"].tolist() == [[float(number)] * 2]
     assert stash.versions.held(0) == step - 2
     held = LocalTensor(
-        name="weight", part=ShardSpec.all_of((1, 2)), dtype=torch.float32, find=lambda: model.weight.detach()
+        name="weight", shard_spec=ShardSpec.full((1, 2)), dtype=torch.float32, get_tensor=lambda: model.weight.detach()
     )
-    weights_of_all = ShardedTensors(world=World(device=torch.device("cpu")), held=[held])
+    weights_of_all = ShardedTensors(world=World(device=torch.device("cpu")), tensors=[held])
     (saved,) = StashedWeightsState(step=stash, weights=weights_of_all, rank=0).extend({}, {}, {})[0].values()
     found = {one.name: torch.frombuffer(bytearray(one.data), dtype=torch.float32).tolist() for one in saved}
     assert found == {f"{ago}/weight": [float(step - ago)] * 2 for ago in (1, 2)}

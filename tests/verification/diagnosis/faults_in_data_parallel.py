@@ -16,7 +16,7 @@ _before = BucketReducer.before_backward
 
 def before_backward(self, *, last, counts=True):
     if last:
-        for member in self._named:
+        for member in self._named_parameters:
             member.parameter.grad = None
     _before(self, last=last, counts=counts)
 
@@ -36,7 +36,7 @@ _finish = BucketReducer.finish
 
 def finish(self, *, divisor):
     done = _finish(self, divisor=divisor)
-    for member in self._named:
+    for member in self._named_parameters:
         if member.name == "model.embed_tokens.weight":
             self._world.all_reduce(member.parameter.grad)
     return done
@@ -56,7 +56,7 @@ _finish = BucketReducer.finish
 
 def finish(self, *, divisor):
     done = _finish(self, divisor=divisor)
-    for member in self._named:
+    for member in self._named_parameters:
         member.parameter.grad.div_(self._world.world_size)
     return done
 
@@ -104,13 +104,13 @@ _fold = MicrobatchStatistics.fold
 def fold(self, *, num_micro):
     if self._world.world_size == 1:
         return _fold(self, num_micro=num_micro)
-    for layer in self._layers:
-        now = layer.before
-        for index in sorted(layer.rows):
-            there = layer.before
-            for after, weight in layer.rows[index]:
+    for tape in self._norm_tapes:
+        now = tape.initial_statistics
+        for index in sorted(tape.calls):
+            there = tape.initial_statistics
+            for after, weight in tape.calls[index]:
                 now, there = after + (1.0 - weight) * (now - there), after
-        layer.write(now, sum(layer.bumps.values()))
+        tape.write_statistics(now, sum(tape.count_increments.values()))
     self._has_run = False
     return True
 
@@ -183,9 +183,9 @@ from paceline.parallel.data_parallel.reducer import BucketReducer
 _begin = BucketReducer.begin
 
 def begin(self):
-    kept = {member.index: member.parameter.grad for member in self._named}
+    kept = {member.index: member.parameter.grad for member in self._named_parameters}
     _begin(self)
-    for member in self._named:
+    for member in self._named_parameters:
         member.parameter.grad = kept[member.index]
 
 BucketReducer.begin = begin
@@ -266,15 +266,15 @@ built.make_update = make_update
         should="Every reduced gradient is right to 3 digits only: something rounds to bf16 on the way.",
         says=("bf16|bfloat16|precision|rounded|digits|low",),
         code="""
-from paceline.parallel.data_parallel.reducer import _Bucket
-_payload = _Bucket._payload
+from paceline.parallel.data_parallel.reducer import _AllReduceBucket
+_fill_payload = _AllReduceBucket._fill_payload
 
 def payload(self):
-    sent = _payload(self)
+    sent = _fill_payload(self)
     sent.copy_(sent.bfloat16())
     return sent
 
-_Bucket._payload = payload
+_AllReduceBucket._fill_payload = payload
 """,
     ),
     Planted(
@@ -285,8 +285,8 @@ _Bucket._payload = payload
         should="Rank 1 sends up_proj's gradient as gate_proj's and the other way round: another order there.",
         says=("gate_proj", "up_proj", "swap|place|order|exchange|mixed|another parameter"),
         code="""
-from paceline.parallel.data_parallel.reducer import _Bucket
-_payload = _Bucket._payload
+from paceline.parallel.data_parallel.reducer import _AllReduceBucket
+_fill_payload = _AllReduceBucket._fill_payload
 
 def payload(self):
     names = [member.name for member in self.members]
@@ -294,9 +294,9 @@ def payload(self):
     if my_rank() == 1 and set(pair) <= set(names):
         one, two = (self.parameters[names.index(name)] for name in pair)
         one.grad, two.grad = two.grad, one.grad
-    return _payload(self)
+    return _fill_payload(self)
 
-_Bucket._payload = payload
+_AllReduceBucket._fill_payload = payload
 """,
     ),
     Planted(
@@ -323,23 +323,23 @@ MapStyleLoader.__init__ = start
         should="blocks.0.mlp.2.weight holds each rank's own gradient: it was not reduced. All others agree.",
         says=("not reduced|own gradient|local|not summed",),
         code="""
-from paceline.parallel.data_parallel.reducer import _Bucket
-_payload, _land = _Bucket._payload, _Bucket.land
+from paceline.parallel.data_parallel.reducer import _AllReduceBucket
+_fill_payload, _finish = _AllReduceBucket._fill_payload, _AllReduceBucket.finish
 SKIPPED = "blocks.0.mlp.2.weight"
 
 def payload(self):
     self.kept = {m.name: m.parameter.grad.clone() for m in self.members if m.name == SKIPPED}
-    return _payload(self)
+    return _fill_payload(self)
 
-def land(self, divisor):
-    _land(self, None)
+def finish(self, divisor):
+    _finish(self, None)
     for member in self.members:
         if member.name in self.kept:
             member.parameter.grad.copy_(self.kept[member.name])
         if divisor is not None:
             member.parameter.grad.div_(divisor)
 
-_Bucket._payload, _Bucket.land = payload, land
+_AllReduceBucket._fill_payload, _AllReduceBucket.finish = payload, finish
 """,
     ),
 ]

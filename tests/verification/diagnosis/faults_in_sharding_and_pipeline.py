@@ -64,9 +64,9 @@ PipelineModel.ties = property(lambda self: {})
 from paceline.parallel.gradients import tied_parameters as ties
 added = ties.sum_tied_gradients
 
-def part(parameter, *, ranks, place, world):
+def part(parameter, *, ranks, index, world):
     own = parameter.grad
-    found = added(parameter, ranks=ranks, place=place, world=world)
+    found = added(parameter, ranks=ranks, index=index, world=world)
     return own if world.rank == 1 else found
 
 ties.sum_tied_gradients = part
@@ -136,13 +136,13 @@ Pipeline._backward_weight = weight
         code="""
 import torch
 from paceline.parallel.activation_checkpointing.checkpointing import RecomputedForward
-_again = RecomputedForward.again
+_recompute = RecomputedForward.recompute
 
-def again(self, once, args, kwargs):
+def recompute(self, call, args, kwargs):
     drops = [m for m in self._caches._block.modules() if isinstance(m, torch.nn.Dropout)] if hasattr(
         self._caches, "_block") else []
-    once.inner = _shifted(once.inner)
-    return _again(self, once, args, kwargs)
+    call.inner = _shifted(call.inner)
+    return _recompute(self, call, args, kwargs)
 
 def _shifted(inner):
     def run(*args, **kwargs):
@@ -150,7 +150,7 @@ def _shifted(inner):
         return inner(*args, **kwargs)
     return run
 
-RecomputedForward.again = again
+RecomputedForward.recompute = recompute
 """,
     ),
     Misplaced(
@@ -166,9 +166,9 @@ _finish = ScatterReducer.finish
 
 def finish(self, *, divisor):
     done = _finish(self, divisor=divisor)
-    for share in self._shares:
-        if share.name == "blocks.0.up.weight" and self._shard.rank == 1:
-            share.parameter.grad = share.parameter.grad.roll(1, 0)
+    for row_shard in self._row_shards:
+        if row_shard.name == "blocks.0.up.weight" and self._shard_world.rank == 1:
+            row_shard.parameter.grad = row_shard.parameter.grad.roll(1, 0)
     return done
 
 ScatterReducer.finish = finish
@@ -205,8 +205,8 @@ scatter.start_reduce_scatter = start
 from paceline.parallel.sharding.reduce_scatter import ScatterReducer
 _start = ScatterReducer.__init__
 
-def start(self, *, replicas=None, **rest):
-    _start(self, replicas=None, **rest)
+def start(self, *, replica_world=None, **rest):
+    _start(self, replica_world=None, **rest)
 
 ScatterReducer.__init__ = start
 """,

@@ -199,7 +199,7 @@ rules_loss._EntropyOfClass.forward = staticmethod(forward)
         says=("norm|clip", "twice|counted|too large|replicated|every rank"),
         code="""
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors
-ShardedTensors.owns = lambda self, name: bool(self.parts(name)[self._world.rank].boxes)
+ShardedTensors.owns = lambda self, name: bool(self.shard_specs(name)[self._world.rank].boxes)
 """,
     ),
     Misplaced(
@@ -252,8 +252,10 @@ Ring.pairs = lambda self, owner: _pairs(self, owner) if owner == self.world.rank
         says=(r"\bcp\b", "not summed|not added|not reduced|a part|own part"),
         code="""
 from paceline.parallel.gradients import partition as divide
-_reducer = divide.reducer_of
-divide.reducer_of = lambda named, world, grid, compress=None: _reducer(named, type(world).alone(), grid)
+_reducer = divide.build_reducer
+divide.build_reducer = lambda named_parameters, world, grid, compression=None: _reducer(
+    named_parameters, type(world).alone(), grid
+)
 """,
     ),
     Misplaced(

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from paceline.comm.process_group import World
-from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of
+from paceline.parallel.module_access.sharded_tensors import ShardedTensors, model_tensors
 from paceline.verification.compare_in_lockstep import LockstepComparison
 from paceline.verification.rung_result import RungResult
 
 
 def compared(model: nn.Module, right: nn.Module) -> RungResult:
     world = World.alone()
-    built: Any = SimpleNamespace(world=world, weights=ShardedTensors(world=world, held=all_of(model)))
+    built: Any = SimpleNamespace(world=world, weights=ShardedTensors(world=world, tensors=model_tensors(model)))
     reference: Any = SimpleNamespace(model=right)
     lockstep = LockstepComparison(setup=built, reference=reference, report_progress=lambda _: None)
     lockstep._compare_initial_state()

@@ -18,12 +18,12 @@ class Played(ShardedTensors):
     """What the ranks hold, as given."""
 
     def __init__(self, parts: dict[str, list[ShardSpec]]) -> None:
-        super().__init__(world=World.alone(), held=[])
-        self._parts = parts
+        super().__init__(world=World.alone(), tensors=[])
+        self._shard_specs = parts
 
 
-ALL, NONE = ShardSpec.all_of([4, 3]), ShardSpec.none_of([4, 3])
-HALVES = [ShardSpec.of_ranges([4, 3], dim=0, ranges=[rows]) for rows in ((0, 2), (2, 4))]
+ALL, NONE = ShardSpec.full([4, 3]), ShardSpec.empty([4, 3])
+HALVES = [ShardSpec.from_ranges([4, 3], dim=0, ranges=[rows]) for rows in ((0, 2), (2, 4))]
 RIGHT = {name: torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i, name in enumerate("abc")}
 
 

@@ -78,5 +78,5 @@ def test_a_part_that_is_gone_is_missed() -> None:
         "TiedReducer._sum",
         "ties.more",
     ]
-    code = "from paceline.parallel.gradients import tied_parameters as ties\ndef part(parameter, *, ranks, place): ...\nties.sum_tied_gradients = part"
+    code = "from paceline.parallel.gradients import tied_parameters as ties\ndef part(parameter, *, ranks, index): ...\nties.sum_tied_gradients = part"
     assert list(gone(code)) == ["part(world)"]

@@ -30,11 +30,15 @@ class BufferSnapshot:
 
     def __init__(self, block: "BlockBuffers") -> None:
         self._block = block
-        self._found = {key: (buffer, tensor_version(buffer)) for key, buffer in block.present()}
-        copied = self._found if block.written is None else (block.written | block.norms) & self._found.keys()
-        self._copies = {key: self._found[key][0].detach().clone() for key in copied}
+        self._buffers = {key: (buffer, tensor_version(buffer)) for key, buffer in block.current_buffers()}
+        copied = (
+            self._buffers
+            if block.written_buffers is None
+            else (block.written_buffers | block.norm_buffers) & self._buffers.keys()
+        )
+        self._copies = {key: self._buffers[key][0].detach().clone() for key in copied}
 
-    def leave(self) -> list[str]:
+    def finish_first_run(self) -> list[str]:
         """Record which buffers the first run has written, and free the copies of the others.
 
         Return the names of written buffers that are not norm statistics.
@@ -42,42 +46,44 @@ class BufferSnapshot:
         Raises:
             JobError: the run has written a buffer that no earlier call wrote, so its old value was not saved.
         """
-        now = dict(self._block.present())
-        replaced = {key for key, (old, _) in self._found.items() if now.get(key) is not old}
+        current = dict(self._block.current_buffers())
+        replaced = {key for key, (old, _) in self._buffers.items() if current.get(key) is not old}
         written = {
-            key for key, (old, before) in self._found.items() if tensor_version(old) != before or self._moved(key, old)
+            key
+            for key, (old, before) in self._buffers.items()
+            if tensor_version(old) != before or self._has_changed(key, old)
         }
         for key in sorted((written | replaced) - self._copies.keys(), key=lambda k: k[1]):
             if key in written:
-                raise self._block.late(key)
-            self._copies[key] = self._found[key][0]
+                raise self._block.late_write_error(key)
+            self._copies[key] = self._buffers[key][0]
         self._copies = {key: copy for key, copy in self._copies.items() if key in written | replaced}
-        self._block.written = (self._block.written or set()) | written
-        self._found.clear()
-        return sorted(name for _, name in (written | replaced) - self._block.norms)
+        self._block.written_buffers = (self._block.written_buffers or set()) | written
+        self._buffers.clear()
+        return sorted(name for _, name in (written | replaced) - self._block.norm_buffers)
 
     def restore(self) -> None:
         """Restore all buffers after the run has failed."""
-        for (module, name), (buffer, _) in self._found.items():
+        for (module, name), (buffer, _) in self._buffers.items():
             module._buffers[name] = buffer
         with torch.no_grad():
             for key, copy in self._copies.items():
-                self._found[key][0].copy_(copy)
+                self._buffers[key][0].copy_(copy)
 
-    def _moved(self, key: _Key, now: Tensor) -> bool:
+    def _has_changed(self, key: _Key, buffer: Tensor) -> bool:
         """Return True if a buffer has changed without a version change, as BatchNorm's buffers do.
 
         Other buffers are compared only in the first call, because the comparison synchronizes a GPU.
         """
-        first = self._block.written is None
+        is_first_call = self._block.written_buffers is None
         return key in self._copies and (
-            key in self._block.norms or (first and not equal_tensors(self._copies[key], now))
+            key in self._block.norm_buffers or (is_first_call and not equal_tensors(self._copies[key], buffer))
         )
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
+    def use_saved_buffers(self) -> Iterator[None]:
         """Replace the block's buffers by copies of their old values inside this context."""
-        now = {key: key[0]._buffers[key[1]] for key in self._copies}
+        current = {key: key[0]._buffers[key[1]] for key in self._copies}
         try:
             for (module, name), copy in self._copies.items():
                 with hide_from_modes():
@@ -86,19 +92,19 @@ class BufferSnapshot:
                 module._buffers[name] = stand_in
             yield
         finally:
-            for (module, name), buffer in now.items():
+            for (module, name), buffer in current.items():
                 module._buffers[name] = buffer
 
 
 class BlockBuffers:
-    """The record of which buffers a block's forward writes. `written` is None before the first call."""
+    """The record of which buffers a block's forward writes. `written_buffers` is None before the first call."""
 
     def __init__(self, *, name: str, block: nn.Module) -> None:
         self._name, self._block = name, block
-        self.written: set[_Key] | None = None
-        self.norms = {(m, own) for m in block.modules() if isinstance(m, NormBase) for own in m._buffers}
+        self.written_buffers: set[_Key] | None = None
+        self.norm_buffers = {(m, own) for m in block.modules() if isinstance(m, NormBase) for own in m._buffers}
 
-    def present(self) -> list[tuple[_Key, Tensor]]:
+    def current_buffers(self) -> list[tuple[_Key, Tensor]]:
         """Return the current buffers."""
         return [
             ((module, name), buffer)
@@ -107,7 +113,7 @@ class BlockBuffers:
             if buffer is not None
         ]
 
-    def late(self, key: _Key) -> JobError:
+    def late_write_error(self, key: _Key) -> JobError:
         """Return the error for a buffer that is written for the first time in a later call."""
         owner = next(name for name, module in self._block.named_modules() if module is key[0])
         path = ".".join(part for part in (self._name, owner, key[1]) if part)

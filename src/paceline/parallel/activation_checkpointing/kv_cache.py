@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-class Caches:
+class KVCaches:
     """The caches among the arguments of one block's forward, recognized by their methods."""
 
     def __init__(self, *, block: nn.Module, forward: Callable[..., Any]) -> None:
@@ -16,42 +16,44 @@ class Caches:
         self._layer = next((layer for layer in layers if isinstance(layer, int)), 0)
         self._names = list(inspect.signature(forward).parameters)
 
-    def without(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def without_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments with `use_cache=False` and None for each cache."""
-        given = [self._without(self._name(place), value) for place, value in enumerate(args)]
-        return given, {name: self._without(name, value) for name, value in kwargs.items()}
+        positional = [self._without_cache(self._argument_name(place), value) for place, value in enumerate(args)]
+        return positional, {name: self._without_cache(name, value) for name, value in kwargs.items()}
 
     @staticmethod
-    def apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def with_copied_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments with a shallow copy of each cache, for one run.
 
         Without a cache, tensors have a different memory layout, and kernels may sum in a different order.
         """
-        return [_apart(value) for value in args], {name: _apart(value) for name, value in kwargs.items()}
+        return [_copy_caches(value) for value in args], {name: _copy_caches(value) for name, value in kwargs.items()}
 
-    def filled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def find_filled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Return the name of a cache that is not empty for this block, or None."""
-        named = [*((self._name(place), value) for place, value in enumerate(args)), *kwargs.items()]
+        named = [*((self._argument_name(place), value) for place, value in enumerate(args)), *kwargs.items()]
         return next((name for name, value in named if _is_cache(value) and value.get_seq_length(self._layer)), None)
 
-    def _name(self, place: int) -> str:
-        return self._names[place] if place < len(self._names) else ""
+    def _argument_name(self, position: int) -> str:
+        return self._names[position] if position < len(self._names) else ""
 
     @staticmethod
-    def _without(name: str, value: Any) -> Any:
+    def _without_cache(name: str, value: Any) -> Any:
         if name == "use_cache":
             return False
         return None if _is_cache(value) else value
 
 
-def _apart(value: Any) -> Any:
+def _copy_caches(value: Any) -> Any:
     if isinstance(value, list):
-        return [_apart(one) for one in value]
+        return [_copy_caches(one) for one in value]
     if not _is_cache(value):
         return value
-    made = copy.copy(value)
-    vars(made).update({key: dict(one) if isinstance(one, dict) else _apart(one) for key, one in vars(value).items()})
-    return made
+    copied = copy.copy(value)
+    vars(copied).update(
+        {key: dict(one) if isinstance(one, dict) else _copy_caches(one) for key, one in vars(value).items()}
+    )
+    return copied
 
 
 def _is_cache(value: Any) -> bool:

@@ -11,28 +11,28 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from paceline.console.formatting import did_you_mean
 from paceline.errors import LayoutError
 
-KEPT = (
+SAVED_OPERATIONS = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_grouped_mm", "_scaled_mm",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )  # fmt: skip
-_SENT = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-_together = threading.local()
+_COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+_recompute_state = threading.local()
 Contexts = Callable[[], tuple[Any, Any]]
 
 
 @contextmanager
-def run_again_together() -> Iterator[None]:
+def recompute_together() -> Iterator[None]:
     """Save no result of the operations inside this context, so that `remat=selective` recomputes all of them.
 
     In ring attention these results are blocks of attention scores, which must never be in memory all at once.
     """
-    _together.depth = getattr(_together, "depth", 0) + 1
+    _recompute_state.depth = getattr(_recompute_state, "depth", 0) + 1
     try:
         yield
     finally:
-        _together.depth -= 1
+        _recompute_state.depth -= 1
 
 
 def checkpoint_contexts(names: Sequence[str]) -> Contexts:
@@ -44,15 +44,15 @@ def checkpoint_contexts(names: Sequence[str]) -> Contexts:
     Raises:
         LayoutError: there is no such operation.
     """
-    kept = {_operation(name) for name in names} if names else _own()
+    saved = {_find_operation(name) for name in names} if names else _default_operations()
 
-    def choose(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         packet = getattr(func, "overloadpacket", func)
-        if not getattr(_together, "depth", 0) and packet in kept and not is_random_call(func, args, kwargs):
+        if not getattr(_recompute_state, "depth", 0) and packet in saved and not is_random_call(func, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    return lambda: create_selective_checkpoint_contexts(choose)
+    return lambda: create_selective_checkpoint_contexts(policy)
 
 
 def is_random_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -60,26 +60,26 @@ def is_random_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bo
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     arguments = func._schema.arguments
-    place = next((at for at, each in enumerate(arguments) if each.name == "dropout_p"), None)
-    if place is None:
+    position = next((at for at, each in enumerate(arguments) if each.name == "dropout_p"), None)
+    if position is None:
         return True
-    rate = args[place] if place < len(args) else kwargs.get("dropout_p", arguments[place].default_value)
+    rate = args[position] if position < len(args) else kwargs.get("dropout_p", arguments[position].default_value)
     return bool(rate)
 
 
-def _own() -> set[Any]:
-    found = {getattr(torch.ops.aten, name) for name in KEPT if hasattr(torch.ops.aten, name)}
-    sent = torch.ops._c10d_functional
-    return found | {getattr(sent, name) for name in _SENT if hasattr(sent, name)}
+def _default_operations() -> set[Any]:
+    saved = {getattr(torch.ops.aten, name) for name in SAVED_OPERATIONS if hasattr(torch.ops.aten, name)}
+    collectives = torch.ops._c10d_functional
+    return saved | {getattr(collectives, name) for name in _COLLECTIVES if hasattr(collectives, name)}
 
 
-def _operation(name: str) -> Any:
-    library, _, own = name.rpartition(".")
-    found = getattr(getattr(torch.ops, library or "aten"), own, None) if own else None
-    if found is None:
+def _find_operation(name: str) -> Any:
+    library, _, operation = name.rpartition(".")
+    packet = getattr(getattr(torch.ops, library or "aten"), operation, None) if operation else None
+    if packet is None:
         raise LayoutError(
             f"remat=selective: torch has no operation {name!r}.",
-            cause=did_you_mean(own, KEPT),
+            cause=did_you_mean(operation, SAVED_OPERATIONS),
             hint="remat=selective:mm+addmm+bmm, or mylib.attention for a custom op",
         )
-    return found
+    return packet

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.parallel.activation_checkpointing.buffer_guard import is_stand_in
-from paceline.parallel.batchnorm.norm_kernel_calls import Call, KernelWatch, statistics_of
-from paceline.parallel.batchnorm.order_dependence import OrderNeed
+from paceline.parallel.batchnorm.norm_kernel_calls import Call, KernelWatch, copy_statistics
+from paceline.parallel.batchnorm.order_dependence import OrderDependence
 from paceline.torch_internals.private_api import NormBase, tensor_version
 
 
@@ -23,71 +23,74 @@ class NormTape:
 
     name: str
     module: NormBase
-    before: Tensor
-    count: Tensor | None
-    rows: dict[int, list[Call]] = field(default_factory=dict)
-    bumps: dict[int, int] = field(default_factory=dict)
-    is_read: bool = False
-    is_repeated: bool = False
-    is_moved: bool = False
+    initial_statistics: Tensor
+    initial_count: Tensor | None
+    calls: dict[int, list[Call]] = field(default_factory=dict)
+    count_increments: dict[int, int] = field(default_factory=dict)
+    uses_eval_mode: bool = False
+    is_recomputed: bool = False
+    momentum_changed: bool = False
     is_bypassed: bool = False
-    is_shown: bool = False
+    is_read: bool = False
     is_inside: bool = False
-    moves: int = 0
-    started: list[float | None] = field(default_factory=list)
+    num_momentum_changes: int = 0
+    momentum_before: list[float | None] = field(default_factory=list)
     watches: list[KernelWatch] = field(default_factory=list)
-    looked: tuple[int, ...] = ()
+    recorded_version: tuple[int, ...] = ()
     begins_training: bool = True
 
     @property
     def width(self) -> int:
         """Return the width of a tape row: mean, variance and the weight of one call."""
-        return self.before.numel() + 1
+        return self.initial_statistics.numel() + 1
 
     @property
-    def is_there(self) -> bool:
+    def has_statistics(self) -> bool:
         """Return whether the norm has statistics now; user code may remove them temporarily."""
         return self.module.running_mean is not None and not is_stand_in(self.module.running_mean)
 
-    def states(self, microbatch: int) -> list[Tensor]:
+    def statistics_during(self, microbatch: int) -> list[Tensor]:
         """Return the statistics during a microbatch: at its start and after each call."""
-        return [self.before, *(after for after, _ in self.rows.get(microbatch, []))]
+        return [self.initial_statistics, *(after for after, _ in self.calls.get(microbatch, []))]
 
-    def start_momentum(self) -> None:
+    def record_momentum(self) -> None:
         """Record the momentum before a microbatch."""
-        self.started = [self._momentum()]
+        self.momentum_before = [self._momentum()]
 
-    def end_momentum(self) -> None:
+    def compare_momentum(self) -> None:
         """Count the consecutive microbatches that changed the momentum."""
-        if self.started:
-            moved = self.started[0] != self._momentum()
-            self.is_moved, self.moves = self.is_moved or moved, self.moves + 1 if moved else 0
-            self.started = []
+        if self.momentum_before:
+            has_changed = self.momentum_before[0] != self._momentum()
+            self.momentum_changed, self.num_momentum_changes = (
+                self.momentum_changed or has_changed,
+                self.num_momentum_changes + 1 if has_changed else 0,
+            )
+            self.momentum_before = []
 
-    def look(self) -> None:
+    def record_version(self) -> None:
         """Record the identity and version of the statistics, to detect later writes."""
-        self.looked = self._look()
+        self.recorded_version = self._version()
 
-    def was_touched(self) -> bool:
+    def is_modified(self) -> bool:
         """Return whether the statistics were replaced or written to since `record_version`."""
-        return self._look() != self.looked
+        return self._version() != self.recorded_version
 
-    def write(self, statistics: Tensor, calls: int) -> None:
-        """Set mean and variance, and set the batch count to `initial_count` plus `calls`."""
-        module, half = self.module, statistics.numel() // 2
+    def write_statistics(self, statistics: Tensor, num_calls: int) -> None:
+        """Set mean and variance, and set the batch count to `initial_count` plus `num_calls`."""
+        module, num_channels = self.module, statistics.numel() // 2
         if module.running_mean is None or module.running_var is None:
             return
         # `.data` bypasses autograd's version check: later backwards of other microbatches don't use these values
-        module.running_mean.data.copy_(statistics[:half].view_as(module.running_mean))
-        module.running_var.data.copy_(statistics[half:].view_as(module.running_var))
-        if module.num_batches_tracked is not None and self.count is not None:
-            module.num_batches_tracked.data.copy_(self.count + calls)
-        self.look()
+        module.running_mean.data.copy_(statistics[:num_channels].view_as(module.running_mean))
+        module.running_var.data.copy_(statistics[num_channels:].view_as(module.running_var))
+        if module.num_batches_tracked is not None and self.initial_count is not None:
+            module.num_batches_tracked.data.copy_(self.initial_count + num_calls)
+        self.record_version()
 
     def _momentum(self) -> float | None:
         return None if self.module.momentum is None else float(self.module.momentum)
 
-    def _look(self) -> tuple[int, ...]:
+    def _version(self) -> tuple[int, ...]:
         parts = (self.module.running_mean, self.module.running_var)
         return tuple(number for part in parts if part is not None for number in (id(part), tensor_version(part)))
 
@@ -99,10 +102,10 @@ class TapedCalls:
     `is_split`: the norm began the step in eval mode on some ranks and in training mode on others.
     """
 
-    layer: NormTape
-    by_microbatch: list[int]
-    bumps: list[int]
-    need: OrderNeed
+    norm_tape: NormTape
+    num_calls: list[int]
+    count_increments: list[int]
+    dependence: OrderDependence
     is_split: bool
 
 
@@ -115,37 +118,37 @@ def norms_with_statistics(model: nn.Module) -> list[tuple[str, NormBase]]:
     ]
 
 
-def folded_statistics(calls: TapedCalls, tape: Tensor) -> Tensor:
+def fold_statistics(calls: TapedCalls, tape: Tensor) -> Tensor:
     """Return the statistics of one process after all calls.
 
     After the first microbatch they are bitwise equal to those of the rank that ran it.
     """
-    layer, rows = calls.layer, iter(tape.view(-1, calls.layer.width))
-    start = layer.before.to(tape.dtype)
-    now, earlier = start, 0
-    for count, bumps in zip(calls.by_microbatch, calls.bumps, strict=True):
-        there = start
+    norm_tape, rows = calls.norm_tape, iter(tape.view(-1, calls.norm_tape.width))
+    start = norm_tape.initial_statistics.to(tape.dtype)
+    folded, num_earlier = start, 0
+    for count, increments in zip(calls.num_calls, calls.count_increments, strict=True):
+        local_statistics = start
         for _ in range(count):
             row = next(rows)
             after, weight = row[:-1], float(row[-1])
-            if now is there:
-                now = after
+            if folded is local_statistics:
+                folded = after
             elif weight >= 0.0:
-                now = torch.add(after, now - there, alpha=1.0 - weight)
+                folded = torch.add(after, folded - local_statistics, alpha=1.0 - weight)
             else:
                 number = round(-1.0 / weight)
-                batch = torch.add(there, after - there, alpha=number)
-                now = now + (batch - now) / (number + earlier)
-            there = after
-        earlier += bumps
-    return now
+                batch_statistics = torch.add(local_statistics, after - local_statistics, alpha=number)
+                folded = folded + (batch_statistics - folded) / (number + num_earlier)
+            local_statistics = after
+        num_earlier += increments
+    return folded
 
 
 def open_tape(name: str, module: NormBase) -> NormTape:
     """Return the empty tape of a norm."""
-    return NormTape(name, module, statistics_of(module), batches_tracked(module))
+    return NormTape(name, module, copy_statistics(module), copy_batch_count(module))
 
 
-def batches_tracked(module: NormBase) -> Tensor | None:
+def copy_batch_count(module: NormBase) -> Tensor | None:
     """Return a copy of the norm's count of batches, None if it has none."""
     return None if module.num_batches_tracked is None else module.num_batches_tracked.detach().clone()

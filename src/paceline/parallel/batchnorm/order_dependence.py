@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from paceline.errors import JobError
 
-_WAIT = "--layout ddp, zero1 or zero2, whose ranks then run their forwards one after another"
-_ALONE = "--ranks 1, or a loss over the samples of a microbatch, so that forwards can run one after another"
-_SYNC = "; or --train.buffers sync_bn, with which all ranks always have the same statistics"
+_SEQUENTIAL_HINT = "--layout ddp, zero1 or zero2, whose ranks then run their forwards one after another"
+_SINGLE_HINT = "--ranks 1, or a loss over the samples of a microbatch, so that forwards can run one after another"
+_SYNC_BN_HINT = "; or --train.buffers sync_bn, with which all ranks always have the same statistics"
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrderNeed:
+class OrderDependence:
     """The reasons why the norm `name` depends on the order of microbatches; a flag is set if any rank has set it.
 
     `uses_eval_mode`: the norm ran in eval mode as well as in training mode. `momentum_changes`: a forward changed its
@@ -19,24 +19,24 @@ class OrderNeed:
     """
 
     name: str
-    reads: bool = False
-    moves: bool = False
-    moves_on: bool = False
-    is_shown: bool = False
+    uses_eval_mode: bool = False
+    momentum_changes: bool = False
+    momentum_keeps_changing: bool = False
+    is_read: bool = False
     is_bypassed: bool = False
-    is_repeated: bool = False
+    is_recomputed: bool = False
 
     @property
-    def is_any(self) -> bool:
+    def is_order_dependent(self) -> bool:
         """Return whether the result depends on the order of microbatches."""
-        return self.reads or self.moves or self.is_shown or self.is_bypassed
+        return self.uses_eval_mode or self.momentum_changes or self.is_read or self.is_bypassed
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """Return the reason as a sentence."""
-        if self.reads:
+        if self.uses_eval_mode:
             return f"{self.name} runs in eval mode and in training mode in one step"
-        if self.moves:
+        if self.momentum_changes:
             return f"the forward changes the momentum of {self.name}"
         if not self.is_bypassed:
             return f"the forward or the loss reads the running statistics of {self.name}"
@@ -50,32 +50,32 @@ class OrderNeed:
         Raises:
             JobError: each rank would have different statistics from one process.
         """
-        way = "no checkpointing around it" if self.is_repeated else _ALONE if over_batch else _WAIT
-        meet = "" if over_batch else _SYNC
-        if self.reads:
+        hint = "no checkpointing around it" if self.is_recomputed else _SINGLE_HINT if over_batch else _SEQUENTIAL_HINT
+        sync_bn_hint = "" if over_batch else _SYNC_BN_HINT
+        if self.uses_eval_mode:
             raise JobError(
-                f"{self.why}: its output in eval mode depends on earlier microbatches, which other ranks run at the "
+                f"{self.reason}: its output in eval mode depends on earlier microbatches, which other ranks run at the "
                 "same time.",
                 cause="a pass in eval mode within a training forward (pseudo-labels, an adversarial step)",
-                hint=f"{way}{meet}",
+                hint=f"{hint}{sync_bn_hint}",
             )
-        if self.moves_on:
+        if self.momentum_keeps_changing:
             raise JobError(
-                f"{self.why} from call to call: on several ranks the number of changes would differ from that in one "
-                "process.",
+                f"{self.reason} from call to call: on several ranks the number of changes would differ from that in "
+                "one process.",
                 cause="a momentum that decays in the forward",
-                hint=f"{way}; or set it by step or epoch (Job(on_eval=...)){meet}",
+                hint=f"{hint}; or set it by step or epoch (Job(on_eval=...)){sync_bn_hint}",
             )
         if self.is_bypassed:
             raise JobError(
-                f"{self.why}.",
+                f"{self.reason}.",
                 cause="F.batch_norm(x, layer.running_mean, ...), code that assigns to statistics, or a custom layer",
-                hint=f"call the layer itself; or {way}; or --train.buffers broadcast",
+                hint=f"call the layer itself; or {hint}; or --train.buffers broadcast",
             )
 
     @property
-    def stale(self) -> str:
+    def stale_note(self) -> str:
         """Return a note if other code reads the statistics, which differ from those of one process; else ""."""
-        if not self.is_shown:
+        if not self.is_read:
             return ""
-        return f"{self.why}: in a step, each rank's statistics contain only its own microbatches"
+        return f"{self.reason}: in a step, each rank's statistics contain only its own microbatches"

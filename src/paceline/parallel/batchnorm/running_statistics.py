@@ -19,24 +19,38 @@ from torch import Tensor, nn
 
 from paceline.comm.process_group import World
 from paceline.errors import DesyncError
-from paceline.parallel.batchnorm.norm_kernel_calls import KernelWatch, is_standard, standard_calls, statistics_of
+from paceline.parallel.batchnorm.norm_kernel_calls import (
+    KernelWatch,
+    copy_statistics,
+    has_torch_forward,
+    torch_norm_calls,
+)
 from paceline.parallel.batchnorm.norm_tape import (
     NormTape,
     TapedCalls,
-    batches_tracked,
-    folded_statistics,
+    copy_batch_count,
+    fold_statistics,
     norms_with_statistics,
     open_tape,
 )
-from paceline.parallel.batchnorm.order_dependence import OrderNeed
+from paceline.parallel.batchnorm.order_dependence import OrderDependence
 from paceline.parallel.batchnorm.sequential_forwards import StatisticsRelay
-from paceline.parallel.batchnorm.statistics_reads import AccessPlaces, StatisticsReads
+from paceline.parallel.batchnorm.statistics_reads import StatisticsAccesses, StatisticsReads
 from paceline.parallel.module_access.forward_counters import ForwardNumbers, NumberTape
 from paceline.parallel.module_access.tensor_access import equal_tensors
 from paceline.torch_internals.private_api import NormBase, in_backward
 
-_RESTS, _TRAINS, _READS, _MOVES, _MOVES_ON, _REPEATS, _BYPASSED, _SHOWS = range(8)
-_FLAGS = 8
+(
+    _EVAL_MODE,
+    _TRAIN_MODE,
+    _USES_EVAL_MODE,
+    _MOMENTUM_CHANGES,
+    _MOMENTUM_KEEPS_CHANGING,
+    _IS_RECOMPUTED,
+    _IS_BYPASSED,
+    _IS_READ,
+) = range(8)
+_NUM_FLAGS = 8
 
 
 class MicrobatchStatistics:
@@ -60,60 +74,65 @@ class MicrobatchStatistics:
         in_order: bool = True,
         can_wait: bool = False,
         over_batch: bool = False,
-        compiles: bool = False,
+        is_compiled: bool = False,
     ) -> None:
         self._world = world
         self._can_wait, self._over_batch = can_wait and not over_batch, over_batch
         self._relay: StatisticsRelay | None = None
         self._is_relayed = False
         self.notes: list[str] = []
-        self._told: set[str] = set()
-        self._has_new_place = False
-        self._now, self._counts = 0, True
+        self._reported_notes: set[str] = set()
+        self._has_new_access = False
+        self._microbatch, self._counts = 0, True
         self._has_run = self._is_checked = False
-        self._layers = [open_tape(name, module) for name, module in norms_with_statistics(model)]
+        self._norm_tapes = [open_tape(name, module) for name, module in norms_with_statistics(model)]
         self._records = world.world_size > 1 or exact or not in_order
-        self._numbers = _numbers_of(model, world=world, layers=self._layers) if self._records else None
+        self._numbers = (
+            _make_forward_numbers(model, world=world, norm_tapes=self._norm_tapes) if self._records else None
+        )
         self._reads: StatisticsReads | None = None
-        self._is_watched = bool(self._layers) and self._records and not compiles
-        watched = {layer.module: layer for layer in self._layers if self._is_watched}
+        self._is_watched = bool(self._norm_tapes) and self._records and not is_compiled
+        watched_tapes = {layer.module: layer for layer in self._norm_tapes if self._is_watched}
 
-        def seen(norm: NormBase) -> None:
-            watched[norm].is_shown = True  # stays set, because later steps may not be watched
+        def mark_read(norm: NormBase) -> None:
+            watched_tapes[norm].is_read = True  # stays set, because later steps may not be watched
 
-        self._seen = seen
-        self._accesses, self._is_used = AccessPlaces(watched, seen=seen), False
+        self._mark_read = mark_read
+        self._accesses, self._is_used = StatisticsAccesses(watched_tapes, on_read=mark_read), False
         self._handles = [
             handle
-            for layer in (self._layers if self._records else [])
+            for layer in (self._norm_tapes if self._records else [])
             for handle in (
-                layer.module.register_forward_pre_hook(self._before(layer)),
-                layer.module.register_forward_hook(self._after(layer), always_call=True),
+                layer.module.register_forward_pre_hook(self._make_pre_hook(layer)),
+                layer.module.register_forward_hook(self._make_post_hook(layer), always_call=True),
             )
         ]
 
     @property
     def is_sequential(self) -> bool:
-        """True if forwards run one after another over all ranks, in the order of one process."""
+        """Return whether forwards run one after another over all ranks, in the order of one process."""
         return self._relay is not None
 
     def begin_step(self, *, num_micro: int = 0) -> None:
-        """Start a step; when repeating one, restore statistics and numbers in module attributes first.
+        """Start a step; in a rerun, restore statistics and numbers in module attributes first.
 
         `num_micro` is the number of microbatches on all ranks; if it is 0, no forward waits for another.
         """
         if self._numbers is not None:
-            self._numbers.begin(num_micro=0 if self._over_batch else num_micro, again=self._has_run)
-        for layer in self._layers:
+            self._numbers.begin(num_micro=0 if self._over_batch else num_micro, is_rerun=self._has_run)
+        for norm_tape in self._norm_tapes:
             if self._has_run:
-                layer.write(layer.before, 0)
-            elif layer.module.running_mean is not None:
-                layer.before, layer.count = statistics_of(layer.module), batches_tracked(layer.module)
-            layer.begins_training = layer.module.training
-            layer.is_read = layer.is_repeated = layer.is_moved = False
-            layer.rows.clear()
-            layer.bumps.clear()
-            layer.look()
+                norm_tape.write_statistics(norm_tape.initial_statistics, 0)
+            elif norm_tape.module.running_mean is not None:
+                norm_tape.initial_statistics, norm_tape.initial_count = (
+                    copy_statistics(norm_tape.module),
+                    copy_batch_count(norm_tape.module),
+                )
+            norm_tape.begins_training = norm_tape.module.training
+            norm_tape.uses_eval_mode = norm_tape.is_recomputed = norm_tape.momentum_changed = False
+            norm_tape.calls.clear()
+            norm_tape.count_increments.clear()
+            norm_tape.record_version()
         self._has_run = False
         self._accesses.is_armed = num_micro > 0
         self._is_relayed = self._relay is not None and num_micro > 0
@@ -122,20 +141,20 @@ class MicrobatchStatistics:
 
     def set_microbatch(self, microbatch: int, *, has_samples: bool = True) -> None:
         """Set the microbatch of the next forward or backward; without samples its statistics are not recorded."""
-        is_other = not self._has_run or (has_samples and microbatch != self._now)
+        is_new_microbatch = not self._has_run or (has_samples and microbatch != self._microbatch)
         if self._is_relayed and has_samples:
             assert self._relay is not None
             self._relay.receive(microbatch)
-            for layer in self._layers:
-                layer.start_momentum()
-        elif self._records and is_other and has_samples:
-            for layer in self._layers:
-                self._leave(layer, by_value=not self._is_checked)
-                self._enter(layer, microbatch)
+            for norm_tape in self._norm_tapes:
+                norm_tape.record_momentum()
+        elif self._records and is_new_microbatch and has_samples:
+            for norm_tape in self._norm_tapes:
+                self._detect_writes(norm_tape, by_value=not self._is_checked)
+                self._start_microbatch(norm_tape, microbatch)
         if self._numbers is not None:
-            self._numbers.at(microbatch if has_samples else None, sets=not self._is_relayed)
+            self._numbers.set_microbatch(microbatch if has_samples else None, sets=not self._is_relayed)
         self._has_run = True
-        self._now, self._counts = microbatch if has_samples else self._now, has_samples
+        self._microbatch, self._counts = microbatch if has_samples else self._microbatch, has_samples
 
     def recording_context(self) -> AbstractContextManager[object]:
         """Return a context for a forward and its loss, or a backward, that detects reads of norm statistics.
@@ -146,16 +165,18 @@ class MicrobatchStatistics:
         self._reads = None
         if not self._is_watched or self._is_relayed or (self._is_checked and not self._is_used):
             return nullcontext()
-        layers = {layer.module: layer for layer in self._layers if layer.is_there}
-        self._reads = StatisticsReads(layers, is_inside=lambda norm: layers[norm].is_inside, seen=self._seen)
+        tapes_by_norm = {layer.module: layer for layer in self._norm_tapes if layer.has_statistics}
+        self._reads = StatisticsReads(
+            tapes_by_norm, is_inside=lambda norm: tapes_by_norm[norm].is_inside, on_read=self._mark_read
+        )
         return self._reads
 
     def end_forward(self, microbatch: int) -> None:
         """Send the statistics on after this microbatch's forward, if forwards run in order."""
         if self._is_relayed and self._counts:
             assert self._relay is not None
-            for layer in self._layers:
-                layer.end_momentum()
+            for norm_tape in self._norm_tapes:
+                norm_tape.compare_momentum()
             self._relay.send(microbatch)
 
     def fold(self, *, num_micro: int) -> bool:
@@ -169,22 +190,25 @@ class MicrobatchStatistics:
         """
         self._accesses.is_armed = False
         if self._numbers is not None:
-            for layer in self._layers:
-                self._leave(layer, by_value=not self._is_checked)
-                layer.end_momentum()
-            calls, is_settled = self._calls(num_micro)
-            if not (is_settled or self._numbers.agree(relayed=self._is_relayed)) or self._must_look_again():
+            for norm_tape in self._norm_tapes:
+                self._detect_writes(norm_tape, by_value=not self._is_checked)
+                norm_tape.compare_momentum()
+            calls, is_settled = self._gather_calls(num_micro)
+            if (
+                not (is_settled or self._numbers.agree_on_changes(is_relayed=self._is_relayed))
+                or self._must_rerun_watched()
+            ):
                 return False
-            if not self._is_settled(calls, num_micro=num_micro):
+            if not self._set_final_statistics(calls, num_micro=num_micro):
                 return False
-            self._tell(self._numbers.end(relayed=self._is_relayed))
+            self._add_note(self._numbers.finish_step(is_relayed=self._is_relayed))
         self._has_run = False
         return True
 
     def undo(self) -> None:
         """Restore the statistics from before the step, because it was skipped."""
-        for layer in self._layers:
-            layer.write(layer.before, 0)
+        for norm_tape in self._norm_tapes:
+            norm_tape.write_statistics(norm_tape.initial_statistics, 0)
         self._has_run = False
 
     def new_notes(self) -> list[str]:
@@ -198,180 +222,201 @@ class MicrobatchStatistics:
             handle.remove()
         self._accesses.close()
 
-    def _is_settled(self, calls: Sequence[TapedCalls], *, num_micro: int) -> bool:
+    def _set_final_statistics(self, calls: Sequence[TapedCalls], *, num_micro: int) -> bool:
         """Set all statistics to those after the step; return False if it must be rerun with sequential forwards."""
         assert self._numbers is not None
-        for one in calls:
-            if one.is_split:
-                self._refuse_modes(one.layer)
-        needs = [one.need for one in calls if one.need.is_any and (num_micro > 1 or one.need.is_bypassed)]
-        if not self._can_wait or any(need.is_repeated for need in needs):
-            for need in needs:
+        for taped_calls in calls:
+            if taped_calls.is_split:
+                self._refuse_mixed_modes(taped_calls.norm_tape)
+        dependences = [
+            one.dependence
+            for one in calls
+            if one.dependence.is_order_dependent and (num_micro > 1 or one.dependence.is_bypassed)
+        ]
+        if not self._can_wait or any(dependence.is_recomputed for dependence in dependences):
+            for need in dependences:
                 need.refuse(over_batch=self._over_batch)
-                self._tell(need.stale)
-        elif needs and not self._is_relayed:
-            modules = [layer.module for layer in self._layers]
+                self._add_note(need.stale_note)
+        elif dependences and not self._is_relayed:
+            modules = [layer.module for layer in self._norm_tapes]
             self._relay = StatisticsRelay(modules, numbers=self._numbers, world=self._world)
-            self._tell(f"{needs[0].why}: ranks run their forwards one after another, as one process does")
+            self._add_note(f"{dependences[0].reason}: ranks run their forwards one after another, as one process does")
             return False
-        self._meet(calls, still_ordered=bool(needs))
+        self._write_final_statistics(calls, stays_sequential=bool(dependences))
         return True
 
-    def _enter(self, layer: NormTape, microbatch: int) -> None:
+    def _start_microbatch(self, norm_tape: NormTape, microbatch: int) -> None:
         """Load the statistics that a microbatch starts or continues with."""
-        if layer.rows:
-            layer.write(layer.states(microbatch)[-1], layer.bumps.get(microbatch, 0))
-        if not layer.rows.get(microbatch):
-            layer.end_momentum()
-            layer.start_momentum()
+        if norm_tape.calls:
+            norm_tape.write_statistics(
+                norm_tape.statistics_during(microbatch)[-1], norm_tape.count_increments.get(microbatch, 0)
+            )
+        if not norm_tape.calls.get(microbatch):
+            norm_tape.compare_momentum()
+            norm_tape.record_momentum()
 
-    def _leave(self, layer: NormTape, *, by_value: bool = False) -> None:
+    def _detect_writes(self, norm_tape: NormTape, *, by_value: bool = False) -> None:
         """Detect writes by code around the norm.
 
         If the code restored the statistics from before a call, drop that call. Any other write can be reproduced only
         with sequential forwards. `by_value`: compare values, since `F.batch_norm` does not change versions; this is
         slow, so it is done only in the first step.
         """
-        if self._is_relayed or not layer.is_there or not (by_value or layer.was_touched()):
+        if self._is_relayed or not norm_tape.has_statistics or not (by_value or norm_tape.is_modified()):
             return
-        now, states = statistics_of(layer.module), layer.states(self._now)
-        kept = next((place for place in reversed(range(len(states))) if equal_tensors(states[place], now)), None)
-        if kept is None:
-            self._bypass(layer)
-        elif kept < len(states) - 1:
-            del layer.rows[self._now][kept:]
-            if layer.count is not None and layer.module.num_batches_tracked is not None:
-                layer.bumps[self._now] = int(layer.module.num_batches_tracked) - int(layer.count)
-        layer.look()
+        current, recorded = copy_statistics(norm_tape.module), norm_tape.statistics_during(self._microbatch)
+        num_kept_calls = next(
+            (place for place in reversed(range(len(recorded))) if equal_tensors(recorded[place], current)), None
+        )
+        if num_kept_calls is None:
+            self._mark_bypassed(norm_tape)
+        elif num_kept_calls < len(recorded) - 1:
+            del norm_tape.calls[self._microbatch][num_kept_calls:]
+            if norm_tape.initial_count is not None and norm_tape.module.num_batches_tracked is not None:
+                norm_tape.count_increments[self._microbatch] = int(norm_tape.module.num_batches_tracked) - int(
+                    norm_tape.initial_count
+                )
+        norm_tape.record_version()
 
-    def _bypass(self, layer: NormTape) -> None:
+    def _mark_bypassed(self, norm_tape: NormTape) -> None:
         """Record that the statistics were written by another rule than the running average."""
         if not self._can_wait:
-            OrderNeed(name=layer.name, is_bypassed=True).refuse(over_batch=self._over_batch)
-        layer.is_bypassed = True  # stays set, because only the first step compares values
+            OrderDependence(name=norm_tape.name, is_bypassed=True).refuse(over_batch=self._over_batch)
+        norm_tape.is_bypassed = True  # stays set, because only the first step compares values
 
-    def _calls(self, num_micro: int) -> tuple[list[TapedCalls], bool]:
+    def _gather_calls(self, num_micro: int) -> tuple[list[TapedCalls], bool]:
         """Return each norm's calls in each microbatch on all ranks, and whether all numbers changed as expected."""
         assert self._numbers is not None
-        told = torch.zeros(len(self._layers) + 1, 2 * num_micro + _FLAGS, dtype=torch.int64)
-        told[-1, 0] = int(not self._numbers.is_settled(relayed=self._is_relayed))
+        table = torch.zeros(len(self._norm_tapes) + 1, 2 * num_micro + _NUM_FLAGS, dtype=torch.int64)
+        table[-1, 0] = int(not self._numbers.changed_as_expected(is_relayed=self._is_relayed))
         was_watched = not self._is_checked or self._is_used
-        told[-1, 1] = int(self._accesses.is_new and not (was_watched or self._is_relayed))
+        table[-1, 1] = int(self._accesses.is_new and not (was_watched or self._is_relayed))
         self._is_used, self._is_checked = self._accesses.is_used, True
         self._accesses.is_new = self._accesses.is_used = False
-        for layer, row in zip(self._layers, told, strict=False):
+        for norm_tape, row in zip(self._norm_tapes, table, strict=False):
             flags = row[2 * num_micro :]
-            flags[_TRAINS if layer.begins_training else _RESTS] = 1
-            flags[_READS], flags[_REPEATS] = int(layer.is_read), int(layer.is_repeated)
-            flags[_MOVES], flags[_MOVES_ON] = int(layer.is_moved), int(layer.moves > 1)
-            flags[_BYPASSED], flags[_SHOWS] = int(layer.is_bypassed), int(layer.is_shown)
-            for index, calls in layer.rows.items():
-                row[index], row[num_micro + index] = len(calls), layer.bumps.get(index, 0)
-        if self._world.world_size > 1:
-            told = self._world.all_reduce(told.to(self._world.device), op="max").cpu()
-        is_unsettled, self._has_new_place, *_ = map(bool, told[-1].tolist())
-        found = []
-        for layer, row in zip(self._layers, told.tolist(), strict=False):
-            flags = row[2 * num_micro :]
-            ran = sum(row[:num_micro]) > 0
-            need = OrderNeed(
-                name=layer.name,
-                reads=ran and flags[_READS] > 0,
-                moves=ran and flags[_MOVES] > 0,
-                moves_on=ran and flags[_MOVES_ON] > 0,
-                is_shown=ran and flags[_SHOWS] > 0,
-                is_bypassed=flags[_BYPASSED] > 0,
-                is_repeated=flags[_REPEATS] > 0,
+            flags[_TRAIN_MODE if norm_tape.begins_training else _EVAL_MODE] = 1
+            flags[_USES_EVAL_MODE], flags[_IS_RECOMPUTED] = int(norm_tape.uses_eval_mode), int(norm_tape.is_recomputed)
+            flags[_MOMENTUM_CHANGES], flags[_MOMENTUM_KEEPS_CHANGING] = (
+                int(norm_tape.momentum_changed),
+                int(norm_tape.num_momentum_changes > 1),
             )
-            is_split = bool(flags[_RESTS] and flags[_TRAINS])
-            found.append(TapedCalls(layer, row[:num_micro], row[num_micro : 2 * num_micro], need, is_split))
-        return found, not is_unsettled
+            flags[_IS_BYPASSED], flags[_IS_READ] = int(norm_tape.is_bypassed), int(norm_tape.is_read)
+            for index, calls in norm_tape.calls.items():
+                row[index], row[num_micro + index] = len(calls), norm_tape.count_increments.get(index, 0)
+        if self._world.world_size > 1:
+            table = self._world.all_reduce(table.to(self._world.device), op="max").cpu()
+        has_unexpected_changes, self._has_new_access, *_ = map(bool, table[-1].tolist())
+        taped_calls = []
+        for norm_tape, row in zip(self._norm_tapes, table.tolist(), strict=False):
+            flags = row[2 * num_micro :]
+            has_run = sum(row[:num_micro]) > 0
+            dependence = OrderDependence(
+                name=norm_tape.name,
+                uses_eval_mode=has_run and flags[_USES_EVAL_MODE] > 0,
+                momentum_changes=has_run and flags[_MOMENTUM_CHANGES] > 0,
+                momentum_keeps_changing=has_run and flags[_MOMENTUM_KEEPS_CHANGING] > 0,
+                is_read=has_run and flags[_IS_READ] > 0,
+                is_bypassed=flags[_IS_BYPASSED] > 0,
+                is_recomputed=flags[_IS_RECOMPUTED] > 0,
+            )
+            is_split = bool(flags[_EVAL_MODE] and flags[_TRAIN_MODE])
+            taped_calls.append(
+                TapedCalls(norm_tape, row[:num_micro], row[num_micro : 2 * num_micro], dependence, is_split)
+            )
+        return taped_calls, not has_unexpected_changes
 
-    def _must_look_again(self) -> bool:
+    def _must_rerun_watched(self) -> bool:
         """Watch the next forwards if new code accessed statistics; return True if this step must be rerun for it."""
-        self._is_used = self._is_used or self._has_new_place
-        return self._has_new_place and self._can_wait
+        self._is_used = self._is_used or self._has_new_access
+        return self._has_new_access and self._can_wait
 
-    def _meet(self, calls: Sequence[TapedCalls], *, still_ordered: bool) -> None:
+    def _write_final_statistics(self, calls: Sequence[TapedCalls], *, stays_sequential: bool) -> None:
         if self._is_relayed and self._relay is not None:
-            self._relay.spread()
-            self._relay = self._relay if still_ordered else None
+            self._relay.broadcast_last()
+            self._relay = self._relay if stays_sequential else None
             return
-        uses = [one for one in calls if any(one.by_microbatch + one.bumps)]
-        for one, tape in zip(uses, self._gathered(uses), strict=True):
-            one.layer.write(folded_statistics(one, tape), sum(one.bumps))
+        changed = [taped_calls for taped_calls in calls if any(taped_calls.num_calls + taped_calls.count_increments)]
+        for one, tape in zip(changed, self._gather_tapes(changed), strict=True):
+            one.norm_tape.write_statistics(fold_statistics(one, tape), sum(one.count_increments))
 
-    def _tell(self, note: str) -> None:
-        if note and note not in self._told and self._world.world_size > 1:
-            self._told.add(note)
+    def _add_note(self, note: str) -> None:
+        if note and note not in self._reported_notes and self._world.world_size > 1:
+            self._reported_notes.add(note)
             self.notes.append(note)
 
-    def _refuse_modes(self, layer: NormTape) -> None:
-        modes = self._world.gather_json(layer.begins_training)
-        resting = [str(rank) for rank, is_live in enumerate(modes) if not is_live]
+    def _refuse_mixed_modes(self, norm_tape: NormTape) -> None:
+        modes = self._world.gather_json(norm_tape.begins_training)
+        eval_ranks = [str(rank) for rank, is_live in enumerate(modes) if not is_live]
         raise DesyncError(
-            f"{layer.name} is in eval mode on rank {', '.join(resting)} and in training mode on the others.",
+            f"{norm_tape.name} is in eval mode on rank {', '.join(eval_ranks)} and in training mode on the others.",
             cause="code that calls eval() or train() on some ranks only",
             hint="the same mode on every rank; to freeze its statistics, eval() on all",
         )
 
-    def _gathered(self, uses: Sequence[TapedCalls]) -> list[Tensor]:
+    def _gather_tapes(self, changed: Sequence[TapedCalls]) -> list[Tensor]:
         """Return the tapes with all ranks' rows. A row is zero on all ranks but one, so the sum is exact."""
-        if not uses:
+        if not changed:
             return []
-        first = uses[0].layer.before
-        widths = [[count * calls.layer.width for count in calls.by_microbatch] for calls in uses]
+        first = changed[0].norm_tape.initial_statistics
+        widths = [[count * calls.norm_tape.width for count in calls.num_calls] for calls in changed]
         dtype = torch.promote_types(first.dtype, torch.float32)
         flat = torch.zeros(sum(map(sum, widths)), dtype=dtype, device=first.device)
-        tapes = list(flat.split([sum(each) for each in widths]))
-        for calls, each, tape in zip(uses, widths, tapes, strict=True):
+        tapes = list(flat.split([sum(row_sizes) for row_sizes in widths]))
+        for calls, each, tape in zip(changed, widths, tapes, strict=True):
             for index, row in enumerate(tape.split(each)):
-                for place, (after, weight) in zip(
-                    row.view(-1, calls.layer.width), calls.layer.rows.get(index, ()), strict=False
+                for tape_row, (after, weight) in zip(
+                    row.view(-1, calls.norm_tape.width), calls.norm_tape.calls.get(index, ()), strict=False
                 ):
-                    place[:-1], place[-1] = after, weight
+                    tape_row[:-1], tape_row[-1] = after, weight
         self._world.all_reduce(flat)
         return tapes
 
-    def _before(self, layer: NormTape) -> Callable[[nn.Module, tuple[object, ...]], None]:
+    def _make_pre_hook(self, norm_tape: NormTape) -> Callable[[nn.Module, tuple[object, ...]], None]:
         def hook(module: nn.Module, inputs: tuple[object, ...]) -> None:
-            if module is not layer.module:
+            if module is not norm_tape.module:
                 return
-            layer.is_inside = True
-            if not (self._has_run and layer.is_there):
+            norm_tape.is_inside = True
+            if not (self._has_run and norm_tape.has_statistics):
                 return
             if self._counts and not torch.compiler.is_compiling():
-                self._leave(layer)
-            if not is_standard(layer.module):
-                layer.watches.append(KernelWatch(layer.module, () if self._is_checked else inputs))
+                self._detect_writes(norm_tape)
+            if not has_torch_forward(norm_tape.module):
+                norm_tape.watches.append(KernelWatch(norm_tape.module, () if self._is_checked else inputs))
 
         return hook
 
-    def _after(self, layer: NormTape) -> Callable[[nn.Module, object, object], None]:
+    def _make_post_hook(self, norm_tape: NormTape) -> Callable[[nn.Module, object, object], None]:
         def hook(module: nn.Module, _: object, output: object) -> None:
-            if module is layer.module:  # a copy of the model has the hooks of the original
-                self._take_down(layer, has_output=output is not None)
-                layer.is_inside = False
+            if module is norm_tape.module:  # a copy of the model has the hooks of the original
+                self._record_call(norm_tape, has_output=output is not None)
+                norm_tape.is_inside = False
                 if self._reads is not None:
-                    self._reads.leave(layer.module)
+                    self._reads.finish_call(norm_tape.module)
 
         return hook
 
-    def _take_down(self, layer: NormTape, *, has_output: bool) -> None:
-        watch = layer.watches.pop().ended() if layer.watches else None
+    def _record_call(self, norm_tape: NormTape, *, has_output: bool) -> None:
+        watch = norm_tape.watches.pop().stop() if norm_tape.watches else None
         has_run = has_output or in_backward()  # checkpointing may stop a recomputed forward before its end
-        if not (self._has_run and has_run and self._counts and layer.is_there):
+        if not (self._has_run and has_run and self._counts and norm_tape.has_statistics):
             return
-        calls, bumps, reads = standard_calls(layer.module) if watch is None else (watch.calls, watch.bumps, watch.reads)
-        layer.is_read = layer.is_read or reads
+        calls, num_increments, uses_statistics = (
+            torch_norm_calls(norm_tape.module)
+            if watch is None
+            else (watch.calls, watch.num_count_increments, watch.has_used_statistics)
+        )
+        norm_tape.uses_eval_mode = norm_tape.uses_eval_mode or uses_statistics
         if watch is not None and watch.is_unknown:
-            self._bypass(layer)
+            self._mark_bypassed(norm_tape)
         if calls:
-            layer.is_repeated = layer.is_repeated or in_backward()
-            layer.rows.setdefault(self._now, []).extend(calls)
-            layer.bumps[self._now] = layer.bumps.get(self._now, 0) + bumps
+            norm_tape.is_recomputed = norm_tape.is_recomputed or in_backward()
+            norm_tape.calls.setdefault(self._microbatch, []).extend(calls)
+            norm_tape.count_increments[self._microbatch] = (
+                norm_tape.count_increments.get(self._microbatch, 0) + num_increments
+            )
             if not torch.compiler.is_compiling():
-                layer.look()
+                norm_tape.record_version()
 
 
 def build_tapes(
@@ -383,7 +428,7 @@ def build_tapes(
     in_order: bool,
     can_wait: bool,
     over_batch: bool,
-    compiles: bool,
+    is_compiled: bool,
 ) -> list[MicrobatchStatistics | NumberTape]:
     """Return the tapes for this model's steps; an empty list if nothing can differ from one process."""
     if enabled and any(norms_with_statistics(model)):
@@ -394,12 +439,12 @@ def build_tapes(
             in_order=in_order,
             can_wait=can_wait,
             over_batch=over_batch,
-            compiles=compiles,
+            is_compiled=is_compiled,
         )
         return [tape]
     return [NumberTape(model, world=world, over_batch=over_batch)] if world.world_size > 1 or exact else []
 
 
-def _numbers_of(model: nn.Module, *, world: World, layers: Sequence[NormTape]) -> ForwardNumbers:
-    momentum = [f"{layer.name}.momentum" for layer in layers]
-    return ForwardNumbers(model, world=world, always=bool(layers), reported_elsewhere=momentum)
+def _make_forward_numbers(model: nn.Module, *, world: World, norm_tapes: Sequence[NormTape]) -> ForwardNumbers:
+    momentum_names = [f"{layer.name}.momentum" for layer in norm_tapes]
+    return ForwardNumbers(model, world=world, always=bool(norm_tapes), reported_elsewhere=momentum_names)

@@ -28,58 +28,58 @@ class StatisticsRelay:
         self._numbers = numbers
         self._world = world
         self._num_micro = 0
-        self._sent: Tensor | None = None
-        self._sending: PendingMessage | None = None
+        self._sent_values: Tensor | None = None
+        self._pending_send: PendingMessage | None = None
 
     def begin(self, *, num_micro: int) -> None:
         """Start a step of `num_micro` microbatches over all ranks."""
-        self._settle()
+        self._finish_send()
         self._num_micro = num_micro
 
     def receive(self, microbatch: int) -> None:
         """Wait for the statistics after the previous microbatch, and load them."""
         source = self._rank_of(microbatch - 1)
         if microbatch > 0 and source != self._world.rank:
-            values = self._packed()
+            values = self._pack()
             self._world.start_receive(values, source=source, tag=microbatch).wait()
             self._unpack(values)
 
     def send(self, microbatch: int) -> None:
         """Send the statistics after this microbatch to the rank of the next one."""
-        following = microbatch + 1
-        target = self._rank_of(following)
-        if following < self._num_micro and target != self._world.rank:
-            self._settle()
-            self._sent = self._packed()
-            self._sending = self._world.start_send(self._sent, to=target, tag=following)
+        next_microbatch = microbatch + 1
+        target = self._rank_of(next_microbatch)
+        if next_microbatch < self._num_micro and target != self._world.rank:
+            self._finish_send()
+            self._sent_values = self._pack()
+            self._pending_send = self._world.start_send(self._sent_values, to=target, tag=next_microbatch)
 
-    def spread(self) -> None:
+    def broadcast_last(self) -> None:
         """Broadcast the statistics after the last microbatch to every rank."""
-        self._settle()
+        self._finish_send()
         if self._num_micro:
-            self._unpack(self._world.broadcast(self._packed(), source=self._rank_of(self._num_micro - 1)))
+            self._unpack(self._world.broadcast(self._pack(), source=self._rank_of(self._num_micro - 1)))
 
     def _rank_of(self, microbatch: int) -> int:
         return microbatch % self._world.world_size
 
-    def _settle(self) -> None:
-        if self._sending is not None:
-            self._sending.wait()
-        self._sent, self._sending = None, None
+    def _finish_send(self) -> None:
+        if self._pending_send is not None:
+            self._pending_send.wait()
+        self._sent_values, self._pending_send = None, None
 
-    def _packed(self) -> Tensor:
+    def _pack(self) -> Tensor:
         """Return statistics and numbers as one float64 tensor, which represents all of them exactly."""
-        parts = [part.detach().reshape(-1).double() for part in self._parts()]
-        numbers = self._numbers.numbers.encode(self._numbers.carried)
+        parts = [part.detach().reshape(-1).double() for part in self._statistics()]
+        numbers = self._numbers.numbers.encode(self._numbers.names)
         return torch.cat([*parts, torch.tensor(numbers, dtype=torch.float64, device=self._world.device)])
 
     def _unpack(self, values: Tensor) -> None:
-        parts = self._parts()
-        *found, numbers = values.split([*(part.numel() for part in parts), WIDTH * len(self._numbers.carried)])
-        for part, value in zip(parts, found, strict=True):
+        parts = self._statistics()
+        *statistics, numbers = values.split([*(part.numel() for part in parts), WIDTH * len(self._numbers.names)])
+        for part, value in zip(parts, statistics, strict=True):
             part.data.copy_(value.view_as(part))  # `.data` bypasses autograd: no later backward uses these values
-        self._numbers.numbers.decode(self._numbers.carried, numbers.tolist())
+        self._numbers.numbers.decode(self._numbers.names, numbers.tolist())
 
-    def _parts(self) -> list[Tensor]:
-        each = [(module.running_mean, module.running_var, module.num_batches_tracked) for module in self._modules]
-        return [part for parts in each for part in parts if part is not None]
+    def _statistics(self) -> list[Tensor]:
+        statistics = [(module.running_mean, module.running_var, module.num_batches_tracked) for module in self._modules]
+        return [part for parts in statistics for part in parts if part is not None]

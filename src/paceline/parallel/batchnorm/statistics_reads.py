@@ -18,17 +18,17 @@ from torch.nn.modules import batchnorm, instancenorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
-from paceline.parallel.batchnorm.norm_kernel_calls import KernelWatch, is_norm_kernel
+from paceline.parallel.batchnorm.norm_kernel_calls import KernelWatch, is_norm_function
 from paceline.torch_internals.private_api import BufferAccess, NormBase, in_backward, storage_key
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-_ABOUT = frozenset(
+_METADATA_NAMES = frozenset(
     ("size", "dim", "numel", "stride", "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad")
 ) | frozenset(
     ("is_cuda", "is_meta", "is_floating_point", "is_complex", "is_contiguous", "is_sparse", "data_ptr", "get_device")
 )
 """Names of tensor attributes and methods that don't read the tensor's values."""
-_OF_TORCH = frozenset(module.__file__ for module in (batchnorm, instancenorm))
+_TORCH_NORM_FILES = frozenset(module.__file__ for module in (batchnorm, instancenorm))
 
 
 class StatisticsReads(TorchFunctionMode):
@@ -43,65 +43,70 @@ class StatisticsReads(TorchFunctionMode):
         norms: Iterable[NormBase],
         *,
         is_inside: Callable[[NormBase], bool],
-        seen: Callable[[NormBase], None],
+        on_read: Callable[[NormBase], None],
     ) -> None:
         super().__init__()
-        self._known = list(norms)
-        self._norms: dict[int, NormBase] = {}
-        self._is_inside, self._seen = is_inside, seen
+        self._all_norms = list(norms)
+        self._norm_by_storage: dict[int, NormBase] = {}
+        self._is_inside, self._on_read = is_inside, on_read
         self._derived: dict[int, tuple[TensorWeakRef, NormBase]] = {}
-        self._learn()
+        self._find_storages()
 
-    def leave(self, norm: NormBase) -> None:
+    def finish_call(self, norm: NormBase) -> None:
         """End a call of the norm; report a read if a value computed from its statistics outlives the call."""
-        self._learn()  # the norm may have assigned new tensors
+        self._find_storages()  # the norm may have assigned new tensors
         for key, (reference, source) in list(self._derived.items()):
             if source is norm:
                 tensor = reference()
-                if tensor is not None and _memory(tensor) not in self._norms:
-                    self._seen(norm)
+                if tensor is not None and _storage_key(tensor) not in self._norm_by_storage:
+                    self._on_read(norm)
                 del self._derived[key]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Report the norms whose statistics `func` reads, then run `func`."""
         kwargs = kwargs or {}
         caller = sys._getframe(1)
-        if torch.compiler.is_compiling() or _name(func) in _ABOUT or _is_ours(caller) or _is_passed_on(caller):
+        if (
+            torch.compiler.is_compiling()
+            or _function_name(func) in _METADATA_NAMES
+            or _is_package_code(caller)
+            or _is_forwarded(caller)
+        ):
             return func(*args, **kwargs)
-        norms = self._sources((*args, *kwargs.values()))
+        norms = self._source_norms((*args, *kwargs.values()))
         inside = [norm for norm in norms if self._is_inside(norm)]
         for norm in norms:
             if norm not in inside:
-                self._seen(norm)
+                self._on_read(norm)
         result = func(*args, **kwargs)
-        if inside and not is_norm_kernel(func):
-            self._follow(result, inside[0])
+        if inside and not is_norm_function(func):
+            self._record_derived(result, inside[0])
         return result
 
-    def _follow(self, result: Any, norm: NormBase) -> None:
+    def _record_derived(self, result: Any, norm: NormBase) -> None:
         """Record a result that the norm's call computed from its statistics; a Python number counts as a read."""
-        found = list(_tensors((result,)))
-        if not found and result is not None and _caller() not in _OF_TORCH:
-            self._seen(norm)
-        for tensor in found:
-            if _memory(tensor) not in self._norms:
+        tensors = list(_find_tensors((result,)))
+        if not tensors and result is not None and _caller_file() not in _TORCH_NORM_FILES:
+            self._on_read(norm)
+        for tensor in tensors:
+            if _storage_key(tensor) not in self._norm_by_storage:
                 self._derived[id(tensor)] = (TensorWeakRef(tensor), norm)
 
-    def _sources(self, values: Iterable[Any]) -> list[NormBase]:
-        return [norm for tensor in _tensors(values) if (norm := self._source(tensor)) is not None]
+    def _source_norms(self, values: Iterable[Any]) -> list[NormBase]:
+        return [norm for tensor in _find_tensors(values) if (norm := self._source_norm(tensor)) is not None]
 
-    def _source(self, tensor: Tensor) -> NormBase | None:
-        if (norm := self._norms.get(_memory(tensor))) is not None:
+    def _source_norm(self, tensor: Tensor) -> NormBase | None:
+        if (norm := self._norm_by_storage.get(_storage_key(tensor))) is not None:
             return norm
         reference, norm = self._derived.get(id(tensor), (None, None))
         return norm if reference is not None and reference() is tensor else None
 
-    def _learn(self) -> None:
-        parts = [(getattr(norm, name), norm) for norm in self._known for name in STATISTICS]
-        self._norms = {_memory(part): norm for part, norm in parts if part is not None}
+    def _find_storages(self) -> None:
+        parts = [(getattr(norm, name), norm) for norm in self._all_norms for name in STATISTICS]
+        self._norm_by_storage = {_storage_key(part): norm for part, norm in parts if part is not None}
 
 
-class AccessPlaces:
+class StatisticsAccesses:
     """The places in user code that access the statistics of norms while `is_armed`.
 
     An access costs a fraction of a microsecond, so this is always on, unlike `StatisticsReads`. `is_used`: an access
@@ -110,71 +115,71 @@ class AccessPlaces:
     called.
     """
 
-    def __init__(self, norms: Iterable[NormBase], *, seen: Callable[[NormBase], None]) -> None:
+    def __init__(self, norms: Iterable[NormBase], *, on_read: Callable[[NormBase], None]) -> None:
         self.is_armed = self.is_new = self.is_used = False
-        self._known: set[tuple[Any, int]] = set()
-        self._report = seen
-        self._accesses = [BufferAccess(norm, names=STATISTICS, seen=partial(self._seen, norm)) for norm in norms]
+        self._known_places: set[tuple[Any, int]] = set()
+        self._on_read = on_read
+        self._accesses = [BufferAccess(norm, names=STATISTICS, seen=partial(self._on_access, norm)) for norm in norms]
 
     def close(self) -> None:
         """Stop watching."""
         for access in self._accesses:
             access.close()
 
-    def _seen(self, norm: NormBase, code: CodeType, instruction: int) -> None:
-        if not self.is_armed or code.co_filename in _OF_TORCH or code.co_filename.startswith(_OUR_FOLDER):
+    def _on_access(self, norm: NormBase, code: CodeType, instruction: int) -> None:
+        if not self.is_armed or code.co_filename in _TORCH_NORM_FILES or code.co_filename.startswith(_PACKAGE_FOLDER):
             return
         self.is_used = True
-        if (code, instruction) not in self._known:
-            self._known.add((code, instruction))
+        if (code, instruction) not in self._known_places:
+            self._known_places.add((code, instruction))
             self.is_new = True
             if in_backward():
-                self._report(norm)
+                self._on_read(norm)
 
 
-def _caller() -> str:
+def _caller_file() -> str:
     """Return the file of the code that called the watched function, skipping this package's modes."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OUR_FOLDER):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
         frame = frame.f_back
     return frame.f_code.co_filename
 
 
-def _is_ours(frame: FrameType) -> bool:
+def _is_package_code(frame: FrameType) -> bool:
     """Return whether code of this package calls the function, except for the mode that forwards a user's call."""
     code = frame.f_code
-    return code.co_filename.startswith(_OUR_FOLDER) and code is not KernelWatch.__torch_function__.__code__
+    return code.co_filename.startswith(_PACKAGE_FOLDER) and code is not KernelWatch.__torch_function__.__code__
 
 
-def _is_passed_on(frame: FrameType | None) -> bool:
+def _is_forwarded(frame: FrameType | None) -> bool:
     """Return whether a dispatch mode forwards an operation to its kernel.
 
     The call of this operation has already been checked, except in a norm's own backward, which may read statistics.
     """
     caller = frame
-    while caller is not None and caller.f_code.co_filename == _OPERATIONS:
+    while caller is not None and caller.f_code.co_filename == _TORCH_OPS_FILE:
         caller = caller.f_back
     return caller is not None and caller is not frame and caller.f_code.co_name == "__torch_dispatch__"
 
 
-_OPERATIONS = torch._ops.__file__
-_OUR_FOLDER = __file__.rpartition("parallel")[0]
+_TORCH_OPS_FILE = torch._ops.__file__
+_PACKAGE_FOLDER = __file__.rpartition("parallel")[0]
 
 
-def _memory(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     """Return a key that is equal for all views of a tensor."""
     return storage_key(tensor) if type(tensor) is Tensor and tensor.layout is torch.strided else id(tensor)
 
 
-def _name(func: Any) -> str:
+def _function_name(func: Any) -> str:
     """Return a function's name; for an attribute access, a call of `__get__`, return the attribute's name."""
     name = str(getattr(func, "__name__", ""))
     return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name == "__get__" else name
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def _find_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from _find_tensors(value)

@@ -39,66 +39,66 @@ class SyncBatchNormWeights:
     weight: float = 1.0
 
 
-class _Synchronised:
+class _SynchronizedForward:
     """The forward of one BatchNorm layer, with moments over all ranks."""
 
-    def __init__(self, module: BatchNormBase, world: World, rounds: SyncBatchNormWeights) -> None:
-        self._rounds = rounds
+    def __init__(self, module: BatchNormBase, world: World, sample_weights: SyncBatchNormWeights) -> None:
+        self._sample_weights = sample_weights
         self._module = module
         self._world = world
-        self._alone = module.forward
+        self._local_forward = module.forward
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self._module
         if not module.training or self._world.world_size == 1:
-            return self._alone(x)
-        kind, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))  # half precision is too coarse for counts
+            return self._local_forward(x)
+        dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))  # half precision is too coarse for counts
         dims = [d for d in range(x.dim()) if d != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
         local = x.new_full((1,), x.numel() / x.shape[1])
-        weight = self._rounds.weight
+        weight = self._sample_weights.weight
         joint: Tensor = _JointMoments.apply(torch.cat([local, x.sum(dims)]) * weight, self._world)  # type: ignore[no-untyped-call]
         count, mean = joint[0], joint[1:] / joint[0]
-        apart = (x - mean.view(shape)).square().sum(dims) * weight
-        squares: Tensor = _JointMoments.apply(apart, self._world)  # type: ignore[no-untyped-call]
+        squared_deviations = (x - mean.view(shape)).square().sum(dims) * weight
+        squares: Tensor = _JointMoments.apply(squared_deviations, self._world)  # type: ignore[no-untyped-call]
         variance = squares / count
-        self._remember(mean.detach(), (variance * (count / (count - 1).clamp(min=1))).detach())
+        self._update_statistics(mean.detach(), (variance * (count / (count - 1).clamp(min=1))).detach())
         y = (x - mean.view(shape)) * torch.rsqrt(variance.view(shape) + module.eps)
         if module.affine:
             y = y * module.weight.view(shape) + module.bias.view(shape)
-        return y.to(kind)
+        return y.to(dtype)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Synchronised":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_SynchronizedForward":
         """Copy the layer but share the process group, so that the norms of a copied model are synchronized too."""
         module = copy.copy(self)
         module._module = copy.deepcopy(self._module, memo)
-        module._alone = partial(type(module._module).forward, module._module)
+        module._local_forward = partial(type(module._module).forward, module._module)
         return module
 
-    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+    def _update_statistics(self, mean: Tensor, variance: Tensor) -> None:
         module = self._module
         if module.running_mean is None or module.running_var is None or not module.track_running_stats:
             return
         with torch.no_grad():
             if module.num_batches_tracked is not None:
                 module.num_batches_tracked.add_(1)
-            weight = module.momentum
-            if weight is None:
-                weight = 0.0 if module.num_batches_tracked is None else 1.0 / float(module.num_batches_tracked)
-            module.running_mean.lerp_(mean, weight)
-            module.running_var.lerp_(variance, weight)
+            momentum = module.momentum
+            if momentum is None:
+                momentum = 0.0 if module.num_batches_tracked is None else 1.0 / float(module.num_batches_tracked)
+            module.running_mean.lerp_(mean, momentum)
+            module.running_var.lerp_(variance, momentum)
 
 
-def synchronise(model: nn.Module, *, world: World) -> SyncBatchNormWeights:
+def synchronize_batchnorms(model: nn.Module, *, world: World) -> SyncBatchNormWeights:
     """Synchronize every BatchNorm of the model over all replicas; names and parameters don't change.
 
     Raises:
         LayoutError: the model has no BatchNorm.
     """
-    layers = [module for module in model.modules() if isinstance(module, BatchNormBase)]
-    if not layers:
+    norms = [module for module in model.modules() if isinstance(module, BatchNormBase)]
+    if not norms:
         raise LayoutError("train.buffers=sync_bn, but the model has no BatchNorm.", hint="--train.buffers fold")
-    rounds = SyncBatchNormWeights()
-    for module in layers:
-        module.forward = _Synchronised(module, world, rounds)  # type: ignore[method-assign, assignment]
-    return rounds
+    sample_weights = SyncBatchNormWeights()
+    for module in norms:
+        module.forward = _SynchronizedForward(module, world, sample_weights)  # type: ignore[method-assign, assignment]
+    return sample_weights

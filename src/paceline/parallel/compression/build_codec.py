@@ -8,23 +8,26 @@ from paceline.config.compression import Compression, Method
 from paceline.console.formatting import format_size
 from paceline.errors import JobError
 from paceline.parallel.compression.codecs import Bf16, BlockScaledCodec, Codec
-from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackReducer, HeldBackBucket
+from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackBucket, ErrorFeedbackReducer
 from paceline.parallel.compression.powersgd import LowRankBucket
 from paceline.parallel.compression.quantized import QuantizedBucket
 from paceline.parallel.compression.topk import TopKBucket
 from paceline.parallel.data_parallel.reducer import BucketReducer
 from paceline.parallel.module_access.parameters import NamedParameter, num_bytes
 
-_GRAINS: Mapping[Method, Callable[[Compression], Codec]] = {
+_CODECS: Mapping[Method, Callable[[Compression], Codec]] = {
     Method.BF16: lambda how: Bf16(),
     Method.FP16: lambda how: BlockScaledCodec(block=how.block, is_float=True),
     Method.INT8: lambda how: BlockScaledCodec(block=how.block, is_float=False),
 }
-_HELD: Mapping[Method, Callable[..., HeldBackBucket]] = {Method.TOPK: TopKBucket, Method.POWERSGD: LowRankBucket}
+_ERROR_FEEDBACK_BUCKETS: Mapping[Method, Callable[..., ErrorFeedbackBucket]] = {
+    Method.TOPK: TopKBucket,
+    Method.POWERSGD: LowRankBucket,
+}
 
 
-def compressed_reducer(
-    how: Compression, *, named: Sequence[NamedParameter], world: World
+def build_compressed_reducer(
+    compression: Compression, *, named_parameters: Sequence[NamedParameter], world: World
 ) -> BucketReducer | ErrorFeedbackReducer:
     """Return the reducer of unsharded parameters that compresses gradients.
 
@@ -33,35 +36,41 @@ def compressed_reducer(
     Raises:
         JobError: a parameter is not floating point, so its numbers cannot be rounded or ordered.
     """
-    for member in named:
+    for member in named_parameters:
         if not member.parameter.is_floating_point():
             raise JobError(
-                f"--compress {how.method}: {member.name} is {str(member.parameter.dtype).removeprefix('torch.')}.",
+                f"--compress {compression.method}: {member.name} is "
+                f"{str(member.parameter.dtype).removeprefix('torch.')}.",
                 cause="compression rounds and sorts real numbers, but this dtype is not real",
                 hint="leave --compress out, or store real and imaginary parts in an extra dimension",
             )
-    if how.has_memory:
+    if compression.has_memory:
         return ErrorFeedbackReducer(
-            named=named, world=world, make_bucket=partial(_HELD[how.method], how=how), replica=world.rank
+            named_parameters=named_parameters,
+            world=world,
+            make_bucket=partial(_ERROR_FEEDBACK_BUCKETS[compression.method], compression=compression),
+            replica=world.rank,
         )
     return BucketReducer(
-        named=named, world=world, make_bucket=partial(QuantizedBucket, grain=grain_of(how), ranks=world.world_size)
+        named_parameters=named_parameters,
+        world=world,
+        make_bucket=partial(QuantizedBucket, codec=build_codec(compression), ranks=world.world_size),
     )
 
 
-def grain_of(how: Compression) -> Codec:
+def build_codec(compression: Compression) -> Codec:
     """Return the codec of an elementwise method (bf16, fp16, int8)."""
-    return _GRAINS[how.method](how)
+    return _CODECS[compression.method](compression)
 
 
 def compression_notes(
-    how: Compression, reducer: object, *, named: Sequence[NamedParameter], world: World
+    compression: Compression, reducer: object, *, named_parameters: Sequence[NamedParameter], world: World
 ) -> Iterator[str]:
     """Yield a note on the number of bytes that a rank sends, with and without compression."""
-    if not (how.is_on and isinstance(reducer, BucketReducer | ErrorFeedbackReducer)):
+    if not (compression.is_on and isinstance(reducer, BucketReducer | ErrorFeedbackReducer)):
         return
     ranks = world.world_size
-    plain = 2 * (ranks - 1) / ranks * sum(num_bytes(member.parameter) for member in named)
-    sent = reducer.sent_bytes(ranks)
-    sizes = format_size(round(sent)), format_size(round(plain))
-    yield f"compress: {how}; each rank sends {sizes[0]} of gradients per update, {sizes[1]} without"
+    uncompressed_bytes = 2 * (ranks - 1) / ranks * sum(num_bytes(member.parameter) for member in named_parameters)
+    sent_bytes = reducer.sent_bytes(ranks)
+    sizes = format_size(round(sent_bytes)), format_size(round(uncompressed_bytes))
+    yield f"compress: {compression}; each rank sends {sizes[0]} of gradients per update, {sizes[1]} without"

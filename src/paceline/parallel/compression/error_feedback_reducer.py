@@ -17,13 +17,13 @@ from paceline.parallel.module_access.parameters import NamedParameter, make_buck
 from paceline.torch_internals.private_api import divide_all
 
 
-class HeldBackBucket(Protocol):
+class ErrorFeedbackBucket(Protocol):
     """A bucket of gradients that are sent together, in one or two messages; `residuals` are the unsent parts."""
 
-    errors: ResidualBuffers
+    residuals: ResidualBuffers
 
     @property
-    def memories(self) -> tuple[ResidualBuffers, ...]:
+    def persistent_buffers(self) -> tuple[ResidualBuffers, ...]:
         """Return all buffers that persist from step to step."""
 
     def sent_bytes(self, ranks: int) -> float:
@@ -32,10 +32,10 @@ class HeldBackBucket(Protocol):
     def launch(self, world: World) -> None:
         """Select what to send, and start the first message."""
 
-    def pass_on(self) -> None:
+    def start_second_message(self) -> None:
         """Wait for the first message, and start the second if there is one."""
 
-    def land(self) -> Tensor:
+    def finish(self) -> Tensor:
         """Write the sums to each `.grad`, and return a float64 that is finite if all sums are.
 
         The float64 does not overflow where a float32 sum would.
@@ -50,24 +50,26 @@ class ErrorFeedbackReducer:
     def __init__(
         self,
         *,
-        named: Sequence[NamedParameter],
+        named_parameters: Sequence[NamedParameter],
         world: World,
-        make_bucket: Callable[[Sequence[NamedParameter]], HeldBackBucket],
+        make_bucket: Callable[[Sequence[NamedParameter]], ErrorFeedbackBucket],
         replica: int,
     ) -> None:
         self.replica = replica
-        self.replicas = world.world_size
+        self.num_replicas = world.world_size
         self._world = world
-        self._named = renumber_parameters(named)
-        self._buckets = [make_bucket(members) for members in make_buckets(self._named)]
+        self._named_parameters = renumber_parameters(named_parameters)
+        self._buckets = [make_bucket(members) for members in make_buckets(self._named_parameters)]
 
     def sent_bytes(self, ranks: int) -> float:
         """Return the bytes that a rank sends in a step."""
-        return sum(bucket.sent_bytes(ranks) for bucket in self._buckets) + 2 * (ranks - 1) / ranks * len(self._named)
+        return sum(bucket.sent_bytes(ranks) for bucket in self._buckets) + 2 * (ranks - 1) / ranks * len(
+            self._named_parameters
+        )
 
     def begin(self) -> None:
         """Clear the last step's gradients."""
-        for member in self._named:
+        for member in self._named_parameters:
             member.parameter.grad = None
 
     def before_backward(self, *, last: bool, counts: bool = True) -> None:
@@ -78,44 +80,48 @@ class ErrorFeedbackReducer:
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
         """Divide, send and sum the gradients; if a gradient is not finite, the residuals stay unchanged."""
-        grads = [member.parameter.grad for member in self._named]
+        grads = [member.parameter.grad for member in self._named_parameters]
         flags = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8, device=self._world.device)
-        flagged = self._world.start_all_reduce(flags, op="max")
+        wait_flags = self._world.start_all_reduce(flags, op="max")
         if divisor is not None:
             divide_all([grad for grad in grads if grad is not None], divisor)
         for bucket in self._buckets:
             bucket.launch(self._world)
         for bucket in self._buckets:
-            bucket.pass_on()
-        ok = torch.isfinite(torch.stack([bucket.land() for bucket in self._buckets]).sum())
-        flagged()
-        missing = [member for member, grad in zip(self._named, grads, strict=True) if grad is None]
-        absent = [member for member in missing if not flags[member.index]]
-        for member in absent:
+            bucket.start_second_message()
+        is_finite = torch.isfinite(torch.stack([bucket.finish() for bucket in self._buckets]).sum())
+        wait_flags()
+        members_without_grad = [
+            member for member, grad in zip(self._named_parameters, grads, strict=True) if grad is None
+        ]
+        unused_members = [member for member in members_without_grad if not flags[member.index]]
+        for member in unused_members:
             member.parameter.grad = None
-        for memory in self._memories():
-            memory.settle(ok=ok, absent=[member.name for member in absent])
+        for buffers in self._persistent_buffers():
+            buffers.commit(is_finite=is_finite, unused_names=[member.name for member in unused_members])
         return True
 
     def undo(self) -> None:
         """Restore the residuals from before a step that was skipped."""
-        for memory in self._memories():
-            memory.undo()
+        for buffers in self._persistent_buffers():
+            buffers.undo()
 
     def close(self) -> None:
         """Do nothing; there is nothing to remove."""
 
     @property
-    def errors(self) -> Mapping[str, Tensor]:
+    def residuals(self) -> Mapping[str, Tensor]:
         """Return this replica's residuals, by FQN."""
-        return {name: tensor for bucket in self._buckets for name, tensor in bucket.errors.now.items()}
+        return {name: tensor for bucket in self._buckets for name, tensor in bucket.residuals.current.items()}
 
     @property
-    def shared(self) -> Mapping[str, Tensor]:
+    def shared_state(self) -> Mapping[str, Tensor]:
         """Return the other persistent buffers, which are equal on every replica."""
-        others = [memory for bucket in self._buckets for memory in bucket.memories if memory is not bucket.errors]
-        return {name: tensor for memory in others for name, tensor in memory.now.items()}
+        shared_buffers = [
+            memory for bucket in self._buckets for memory in bucket.persistent_buffers if memory is not bucket.residuals
+        ]
+        return {name: tensor for memory in shared_buffers for name, tensor in memory.current.items()}
 
-    def _memories(self) -> Iterator[ResidualBuffers]:
+    def _persistent_buffers(self) -> Iterator[ResidualBuffers]:
         for bucket in self._buckets:
-            yield from bucket.memories
+            yield from bucket.persistent_buffers

@@ -24,16 +24,16 @@ class QuantizedBucket:
     The bucket also reduces `num_flags` flags, which mark the parameters that got a gradient on any rank.
     """
 
-    def __init__(self, members: Sequence[NamedParameter], *, grain: Codec, ranks: int, num_flags: int = 0) -> None:
+    def __init__(self, members: Sequence[NamedParameter], *, codec: Codec, ranks: int, num_flags: int = 0) -> None:
         self.members = list(members)
-        self.ready = 0
+        self.num_ready = 0
         self.wait: Callable[[], object] | None = None
         self._parameters = [member.parameter for member in members]
-        self._grain, self._ranks = grain, ranks
+        self._codec, self._ranks = codec, ranks
         first = self._parameters[0]
-        sizes = [_filled(p.numel(), grain.block) for p in self._parameters]
-        self._part = _filled(max(1, -(-sum(sizes) // ranks)), grain.block)
-        self._flat = torch.zeros(self._part * ranks, dtype=accumulation_dtype(first.dtype), device=first.device)
+        sizes = [_round_up(p.numel(), codec.block) for p in self._parameters]
+        self._chunk_numel = _round_up(max(1, -(-sum(sizes) // ranks)), codec.block)
+        self._flat = torch.zeros(self._chunk_numel * ranks, dtype=accumulation_dtype(first.dtype), device=first.device)
         starts = [0, *accumulate(sizes[:-1])]
         self._views = [
             self._flat[start : start + p.numel()].view(p.shape)
@@ -41,22 +41,22 @@ class QuantizedBucket:
         ]
         self.flags = torch.zeros(num_flags, dtype=torch.uint8, device=first.device) if num_flags else None
         self._world: World | None = None
-        self._packed = self._came = self._flat
-        self._second: Callable[[], object] | None = None
-        self._flagged: Callable[[], object] | None = None
-        self._landed = False
+        self._packed = self._received = self._flat
+        self._wait_second: Callable[[], object] | None = None
+        self._wait_flags: Callable[[], object] | None = None
+        self._is_finished = False
 
     def sent_bytes(self, ranks: int) -> float:
         """Return the bytes that a rank sends for this bucket."""
         flags = 0 if self.flags is None else self.flags.numel()
-        return 2 * (ranks - 1) * (self._grain.num_bytes(self._part) + flags / ranks)
+        return 2 * (ranks - 1) * (self._codec.num_bytes(self._chunk_numel) + flags / ranks)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset the bucket for a new step, after waiting for messages of a dropped step."""
-        for wait in (self.wait if self._second is None else self._second, self._flagged):
-            if wait is not None and not self._landed:
+        for wait in (self.wait if self._wait_second is None else self._wait_second, self._wait_flags):
+            if wait is not None and not self._is_finished:
                 wait()
-        self.ready, self.wait, self._second, self._flagged, self._landed = 0, None, None, None, False
+        self.num_ready, self.wait, self._wait_second, self._wait_flags, self._is_finished = 0, None, None, None, False
 
     def launch(self, world: World) -> None:
         """Pack the gradients and send each rank its chunk."""
@@ -67,37 +67,37 @@ class QuantizedBucket:
             parameter.grad = None
         self._world = world
         if self.flags is not None:
-            self._flagged = world.start_all_reduce(self.flags, op="max")
-        self._packed = self._grain.pack(self._flat.view(self._ranks, -1))
-        self._came = torch.empty_like(self._packed)
-        self.wait = world.start_all_to_all(self._came, self._packed)
+            self._wait_flags = world.start_all_reduce(self.flags, op="max")
+        self._packed = self._codec.pack(self._flat.view(self._ranks, -1))
+        self._received = torch.empty_like(self._packed)
+        self.wait = world.start_all_to_all(self._received, self._packed)
 
-    def pass_on(self) -> None:
+    def start_second_message(self) -> None:
         """Wait for this rank's chunk from all ranks, sum it, and send the sums to all ranks."""
-        if self._second is not None:
+        if self._wait_second is not None:
             return
         assert self.wait is not None and self._world is not None
         self.wait()
-        total, *others = self._grain.unpack(self._came, dtype=self._flat.dtype)
-        for other in others:
-            total += other
-        self._packed = self._grain.pack(total.unsqueeze(0))[0]
-        self._came = torch.empty(self._ranks, len(self._packed), dtype=torch.uint8, device=self._flat.device)
-        self._second = start_all_gather(self._packed, out=self._came, world=self._world)
+        total, *peer_chunks = self._codec.unpack(self._received, dtype=self._flat.dtype)
+        for peer_chunk in peer_chunks:
+            total += peer_chunk
+        self._packed = self._codec.pack(total.unsqueeze(0))[0]
+        self._received = torch.empty(self._ranks, len(self._packed), dtype=torch.uint8, device=self._flat.device)
+        self._wait_second = start_all_gather(self._packed, out=self._received, world=self._world)
 
-    def land(self, divisor: float | Tensor | None) -> None:
+    def finish(self, divisor: float | Tensor | None) -> None:
         """Write the sums, divided by `divisor`, to every `.grad`."""
-        assert self._second is not None
-        self._second()
-        if self._flagged is not None:
-            self._flagged()
-        self._landed = True
-        self._flat.view(self._ranks, -1).copy_(self._grain.unpack(self._came, dtype=self._flat.dtype))
+        assert self._wait_second is not None
+        self._wait_second()
+        if self._wait_flags is not None:
+            self._wait_flags()
+        self._is_finished = True
+        self._flat.view(self._ranks, -1).copy_(self._codec.unpack(self._received, dtype=self._flat.dtype))
         if divisor is not None:
             self._flat.div_(divisor)
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view.to(parameter.dtype)
 
 
-def _filled(numbers: int, block: int) -> int:
+def _round_up(numbers: int, block: int) -> int:
     return -(-numbers // block) * block

@@ -23,11 +23,11 @@ class ResidualBuffers:
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         size = sum(math.prod(shape) for shape in self._shapes.values())
         self._flats = [torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]
-        self._views = [self._cut(flat) for flat in self._flats]
-        self._is_settled = False
+        self._views = [self._make_views(flat) for flat in self._flats]
+        self._is_committed = False
 
     @property
-    def now(self) -> Mapping[str, Tensor]:
+    def current(self) -> Mapping[str, Tensor]:
         """Return the current tensors."""
         return self._views[0]
 
@@ -41,32 +41,32 @@ class ResidualBuffers:
         """Return the next tensors as one flat tensor."""
         return self._flats[1]
 
-    def corrected(self, gradients: Sequence[Tensor]) -> None:
+    def add_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Write the gradients plus the current tensors to `next`."""
         copy_all(list(self.next.values()), gradients)
         self._flats[1].add_(self._flats[0])
-        self._is_settled = False
+        self._is_committed = False
 
-    def settle(self, *, ok: Tensor, absent: Collection[str]) -> None:
-        """Make `next` current, except tensors in `absent`, and only if `ok` (which may be on a GPU) is true."""
-        torch.where(ok, self._flats[1], self._flats[0], out=self._flats[1])
-        for name in absent:
+    def commit(self, *, is_finite: Tensor, unused_names: Collection[str]) -> None:
+        """Make `next` current, except tensors in `unused_names`, and only if `is_finite` (on any device) is true."""
+        torch.where(is_finite, self._flats[1], self._flats[0], out=self._flats[1])
+        for name in unused_names:
             if name in self._shapes:
-                self.next[name].copy_(self.now[name])
-        self._turn()
-        self._is_settled = True
+                self.next[name].copy_(self.current[name])
+        self._swap()
+        self._is_committed = True
 
     def undo(self) -> None:
-        """Restore the tensors from before `settle`, after the step was skipped."""
-        if self._is_settled:
-            self._turn()
-            self._is_settled = False
+        """Restore the tensors from before `commit`, after the step was skipped."""
+        if self._is_committed:
+            self._swap()
+            self._is_committed = False
 
-    def _turn(self) -> None:
+    def _swap(self) -> None:
         self._flats.reverse()
         self._views.reverse()
 
-    def _cut(self, flat: Tensor) -> dict[str, Tensor]:
+    def _make_views(self, flat: Tensor) -> dict[str, Tensor]:
         sizes = [math.prod(shape) for shape in self._shapes.values()]
         parts = zip(self._shapes.items(), flat.split(sizes), strict=True)
         return {name: part.view(shape) for (name, shape), part in parts}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.process_group import World
-from paceline.parallel.activation_checkpointing.saved_ops import run_again_together
+from paceline.parallel.activation_checkpointing.saved_ops import recompute_together
 from paceline.parallel.context_parallel.sequence_sharding import SequencePiece, SequenceSharding
 
 BLOCK = 1024
@@ -55,7 +55,7 @@ def ring_attention(
     width); `keep` (batch, length), uint8, is zero at this rank's keys that no query may see; `drop` (batch, heads,
     length, whole length) is True where `ring.dropout` keeps a weight. A query that sees no key gives 0.
     """
-    with run_again_together():
+    with recompute_together():
         found: Tensor = _Ring.apply(query, key, value, keep, drop, ring)  # type: ignore[no-untyped-call]
     return found
 

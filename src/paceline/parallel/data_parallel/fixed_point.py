@@ -9,7 +9,7 @@ from torch import Tensor
 _CHUNK = 1 << 16
 
 
-def add_rounded(gradient: Tensor, *, to: Tensor, exponent: int, first: bool, scratch: Tensor) -> None:
+def add_rounded_gradient(gradient: Tensor, *, sums: Tensor, exponent: int, is_first: bool, scratch: Tensor) -> None:
     """Round to multiples of 2^exponent and add to the int64 sums, in chunks that fit in the cache.
 
     With `is_first`, for the step's first gradient, overwrite the sums.
@@ -17,19 +17,21 @@ def add_rounded(gradient: Tensor, *, to: Tensor, exponent: int, first: bool, scr
     constant = rounding_constant(exponent)
     offset = float_bits(constant)
     for start in range(0, gradient.numel(), _CHUNK):
-        piece, target = gradient[start : start + _CHUNK], to[start : start + _CHUNK]
-        rounded = target.view(torch.float64) if first else scratch[: piece.numel()]
+        piece, target = gradient[start : start + _CHUNK], sums[start : start + _CHUNK]
+        rounded = target.view(torch.float64) if is_first else scratch[: piece.numel()]
         rounded.copy_(piece)
         rounded.add_(constant)
-        if first:
+        if is_first:
             target.sub_(offset)
         else:
             target.add_(rounded.view(torch.int64).sub_(offset))
 
 
-def from_sums(sums: Tensor, *, to: Tensor, exponent: int, divisor: float | Tensor | None, scratch: Tensor) -> None:
+def write_scaled_sums(
+    sums: Tensor, *, out: Tensor, exponent: int, divisor: float | Tensor | None, scratch: Tensor
+) -> None:
     """Write `sums` times 2^exponent, divided by `divisor`, to `out` in its dtype, in chunks that fit in the cache."""
-    flat, unit = to.view(-1), 2.0**exponent
+    flat, unit = out.view(-1), 2.0**exponent
     for start in range(0, flat.numel(), _CHUNK):
         value = scratch[: flat[start : start + _CHUNK].numel()]
         value.copy_(sums[start : start + _CHUNK]).mul_(unit)
@@ -38,7 +40,7 @@ def from_sums(sums: Tensor, *, to: Tensor, exponent: int, divisor: float | Tenso
         flat[start : start + _CHUNK].copy_(value)
 
 
-def scratch_on(device: torch.device) -> Tensor:
+def make_scratch_buffer(device: torch.device) -> Tensor:
     """Return a scratch buffer for one chunk."""
     return torch.empty(_CHUNK, dtype=torch.float64, device=device)
 

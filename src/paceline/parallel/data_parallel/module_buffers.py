@@ -31,109 +31,117 @@ class BufferPolicy:
         self._world = world
         self._policy = policy
         self._exact = exact
-        folded = {f"{name}." for name, _ in norms_with_statistics(model)} if policy in ("fold", "sync_bn") else set()
+        folded_prefixes = (
+            {f"{name}." for name, _ in norms_with_statistics(model)} if policy in ("fold", "sync_bn") else set()
+        )
         self._watched = [
             (name, tensor)
             for name, tensor in model.named_buffers()
-            if not any(name.startswith(prefix) for prefix in folded) and not tensor.is_meta
+            if not any(name.startswith(prefix) for prefix in folded_prefixes) and not tensor.is_meta
         ]
-        self._can_restart = bool(folded) and policy == "fold" and world.world_size > 1
-        self._moving: set[str] = set()
-        self._before: dict[str, Tensor] = {}
+        self._can_restart = bool(folded_prefixes) and policy == "fold" and world.world_size > 1
+        self._restorable_names: set[str] = set()
+        self._previous_values: dict[str, Tensor] = {}
         self._versions: list[int] = []
-        self._first: list[Tensor] | None = None
-        self._traceless: list[str] = []
+        self._initial_values: list[Tensor] | None = None
+        self._changed_without_version: list[str] = []
         self.notes: list[str] = []
-        self._told = False
+        self._has_reported = False
         self.begin()
 
     @property
-    def watches(self) -> bool:
+    def has_watched_buffers(self) -> bool:
         """Return whether the model has buffers to watch."""
         return bool(self._watched)
 
     def begin(self) -> None:
         """Save the buffers' values at the start of a step, so that earlier writes are not attributed to a forward."""
-        self._versions = self._now()
-        self._first = [tensor.detach().clone() for _, tensor in self._watched]
+        self._versions = self._current_versions()
+        self._initial_values = [tensor.detach().clone() for _, tensor in self._watched]
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Return whether this rank's forward wrote to a watched buffer since the last step."""
-        return bool(self.written())
+        return bool(self.changed_names())
 
     def undo(self) -> None:
         """Restore the buffers that the step's forwards have changed, before the step is rerun.
 
         After the first step, a buffer that changes for the first time is not restored, because it has no saved value.
         """
-        pairs = zip(self._watched, self._first or (), strict=False)
-        before = {name: old for (name, _), old in pairs} or self._before
+        pairs = zip(self._watched, self._initial_values or (), strict=False)
+        saved_values = {name: old for (name, _), old in pairs} or self._previous_values
         with torch.no_grad():
             for name, tensor in self._watched:
-                if name in before:
-                    copy_into(tensor, before[name])
+                if name in saved_values:
+                    copy_into(tensor, saved_values[name])
 
-    def trust(self) -> None:
+    def stop_comparing_values(self) -> None:
         """Stop comparing values: by now all buffers that are written without a version change are known."""
-        self._first = None
+        self._initial_values = None
 
-    def settle(self, *, changed: bool) -> None:
+    def synchronize(self, *, is_changed: bool) -> None:
         """Synchronize the buffers if a forward has changed them on any rank.
 
         Raises:
             UsageError: a buffer changed in exact mode, where its value would differ from that of one process.
         """
-        if changed:
-            written = self.written()
-            self._tell(written)
-            self._moving.update(written if self._can_restart else ())
+        if is_changed:
+            changed_names = self.changed_names()
+            self._report(changed_names)
+            self._restorable_names.update(changed_names if self._can_restart else ())
             for _, tensor in self._watched:
-                self._spread(tensor)
-        self._versions, self._first = self._now(), None
-        self._before = {name: tensor.detach().clone() for name, tensor in self._watched if name in self._moving}
+                self._synchronize_buffer(tensor)
+        self._versions, self._initial_values = self._current_versions(), None
+        self._previous_values = {
+            name: tensor.detach().clone() for name, tensor in self._watched if name in self._restorable_names
+        }
 
     def new_notes(self) -> list[str]:
         """Return the notes for the user that were not returned before."""
         notes, self.notes = self.notes, []
         return notes
 
-    def _tell(self, names: list[str]) -> None:
+    def _report(self, names: list[str]) -> None:
         if self._exact and names:
             raise UsageError(
                 f"the forward changes the buffer {names[0]}, which exact mode can't keep equal to one process.",
                 hint="leave --train.exact out, or keep such state outside the forward",
             )
-        if names and not self._told and self._world.world_size > 1 and self._policy == "fold":
-            self._told = True
+        if names and not self._has_reported and self._world.world_size > 1 and self._policy == "fold":
+            self._has_reported = True
             self.notes.append(f"the forward changes {', '.join(names[:3])}; every rank gets rank 0's value")
 
-    def _spread(self, tensor: Tensor) -> None:
+    def _synchronize_buffer(self, tensor: Tensor) -> None:
         if self._world.world_size == 1:
             return
         with torch.no_grad():
-            whole = tensor.clone(memory_format=torch.contiguous_format)
+            contiguous = tensor.clone(memory_format=torch.contiguous_format)
             if self._policy == "mean" and tensor.is_floating_point():
-                self._world.all_reduce(whole).div_(self._world.world_size)
+                self._world.all_reduce(contiguous).div_(self._world.world_size)
             else:
-                self._world.broadcast(whole)
-            copy_into(tensor, whole)
+                self._world.broadcast(contiguous)
+            copy_into(tensor, contiguous)
 
-    def written(self) -> list[str]:
+    def changed_names(self) -> list[str]:
         """Return the names of changed buffers.
 
         `F.batch_norm` writes without a version change. A buffer that changes this way in the first step is assumed to
         change in every step.
         """
-        now = self._now()
-        if self._first is not None:
-            pairs = zip(self._watched, self._first, self._versions, now, strict=True)
-            self._traceless = [
+        current_versions = self._current_versions()
+        if self._initial_values is not None:
+            pairs = zip(self._watched, self._initial_values, self._versions, current_versions, strict=True)
+            self._changed_without_version = [
                 name
                 for (name, new), old, *versions in pairs
                 if versions[0] == versions[1] and not equal_tensors(old, new)
             ]
-        traced = [name for (name, _), old, new in zip(self._watched, self._versions, now, strict=True) if old != new]
-        return [*traced, *self._traceless]
+        changed_versions = [
+            name
+            for (name, _), old, new in zip(self._watched, self._versions, current_versions, strict=True)
+            if old != new
+        ]
+        return [*changed_versions, *self._changed_without_version]
 
-    def _now(self) -> list[int]:
+    def _current_versions(self) -> list[int]:
         return [tensor_version(tensor) for _, tensor in self._watched]

@@ -45,8 +45,8 @@ class LocalReducer:
 
     needs_equal_microbatches = False
 
-    def __init__(self, *, named: Sequence[NamedParameter]) -> None:
-        self._parameters = [member.parameter for member in named]
+    def __init__(self, *, named_parameters: Sequence[NamedParameter]) -> None:
+        self._parameters = [member.parameter for member in named_parameters]
 
     def begin(self) -> None:
         """Clear the gradients of the previous step."""
@@ -76,27 +76,27 @@ class Bucket(Protocol):
     """
 
     members: list[NamedParameter]
-    ready: int
+    num_ready: int
     wait: Callable[[], object] | None
     flags: Tensor | None
 
     def sent_bytes(self, ranks: int) -> float:
         """Return the bytes that one rank sends for this bucket."""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset the bucket for a new step, after waiting for messages still in flight from a dropped step."""
 
     def launch(self, world: World) -> None:
         """Copy the gradients to the buffer and start the first message."""
 
-    def pass_on(self) -> None:
+    def start_second_message(self) -> None:
         """Wait for the first message and start the second, if the bucket has a second one and has not started it."""
 
-    def land(self, divisor: float | Tensor | None) -> None:
+    def finish(self, divisor: float | Tensor | None) -> None:
         """Wait for the sums, divide them and store them in each `.grad`."""
 
 
-class _Bucket:
+class _AllReduceBucket:
     """A bucket of gradients reduced by one all-reduce. A single large gradient is reduced in place, without a copy.
 
     The last bucket has `num_flags` extra elements, one for each parameter of the model: 1 if it got a gradient.
@@ -105,9 +105,9 @@ class _Bucket:
     def __init__(self, members: Sequence[NamedParameter], *, num_flags: int = 0) -> None:
         self.members = list(members)
         self.parameters = [member.parameter for member in members]
-        self.ready = 0
+        self.num_ready = 0
         self.wait: Callable[[], object] | None = None
-        self.landed = False
+        self.is_finished = False
         self.flat: Tensor | None = None
         self.views: list[Tensor] = []
         self.flags: Tensor | None = None
@@ -125,12 +125,12 @@ class _Bucket:
 
     def launch(self, world: World) -> None:
         """Copy the gradients to the flat buffer and start its all-reduce."""
-        self.wait = world.start_all_reduce(self._payload())
+        self.wait = world.start_all_reduce(self._fill_payload())
 
-    def pass_on(self) -> None:
+    def start_second_message(self) -> None:
         """Do nothing: there is only one message."""
 
-    def _payload(self) -> Tensor:
+    def _fill_payload(self) -> Tensor:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         if self.flat is None:
             only = self.parameters[0]
@@ -141,17 +141,17 @@ class _Bucket:
             parameter.grad = None
         return self.flat
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset the bucket for a new step, after waiting for messages still in flight from a dropped step."""
-        if self.wait is not None and not self.landed:
+        if self.wait is not None and not self.is_finished:
             self.wait()
-        self.ready, self.wait, self.landed = 0, None, False
+        self.num_ready, self.wait, self.is_finished = 0, None, False
 
-    def land(self, divisor: float | Tensor | None) -> None:
+    def finish(self, divisor: float | Tensor | None) -> None:
         """Wait for the all-reduce, divide the sums and set each `.grad` to its view of the flat buffer."""
         assert self.wait is not None
         self.wait()
-        self.landed = True
+        self.is_finished = True
         result = self.flat if self.flat is not None else self.parameters[0].grad
         assert result is not None
         if divisor is not None:
@@ -166,18 +166,22 @@ class BucketReducer:
     needs_equal_microbatches = False
 
     def __init__(
-        self, *, named: Sequence[NamedParameter], world: World, make_bucket: Callable[..., Bucket] = _Bucket
+        self,
+        *,
+        named_parameters: Sequence[NamedParameter],
+        world: World,
+        make_bucket: Callable[..., Bucket] = _AllReduceBucket,
     ) -> None:
         self._world = world
-        self._named = named = renumber_parameters(named)
-        buckets = make_buckets(named)  # an empty list on a stage where all parameters are frozen
+        self._named_parameters = named_parameters = renumber_parameters(named_parameters)
+        buckets = make_buckets(named_parameters)  # an empty list on a stage where all parameters are frozen
         self._buckets = [make_bucket(members) for members in buckets[:-1]]
-        self._buckets += [make_bucket(last, num_flags=len(named)) for last in buckets[-1:]]
-        self._touched = [False] * len(named)
-        self._armed = False
-        self._next = 0
+        self._buckets += [make_bucket(last, num_flags=len(named_parameters)) for last in buckets[-1:]]
+        self._has_grad = [False] * len(named_parameters)
+        self._is_last_microbatch = False
+        self._next_bucket = 0
         self._handles = [
-            member.parameter.register_post_accumulate_grad_hook(self._hook(bucket, member))
+            member.parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, member))
             for bucket in self._buckets
             for member in bucket.members
         ]
@@ -188,33 +192,33 @@ class BucketReducer:
 
     def begin(self) -> None:
         """Clear the gradients of the previous step."""
-        for member in self._named:
+        for member in self._named_parameters:
             member.parameter.grad = None
         for bucket in self._buckets:
-            bucket.forget()
-        self._touched = [False] * len(self._named)
-        self._armed = False
-        self._next = 0
+            bucket.reset()
+        self._has_grad = [False] * len(self._named_parameters)
+        self._is_last_microbatch = False
+        self._next_bucket = 0
 
     def before_backward(self, *, last: bool, counts: bool = True) -> None:
         """Enable communication for the last microbatch; before it, gradients only accumulate locally."""
-        self._armed = last
+        self._is_last_microbatch = last
 
     def after_backward(self) -> None:
         """Do nothing: the hooks have already launched the full buckets."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
         """Launch the remaining buckets, wait for all buckets and divide the sums."""
-        while self._next < len(self._buckets):
+        while self._next_bucket < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:
-            bucket.pass_on()
+            bucket.start_second_message()
         for bucket in self._buckets:
-            bucket.land(divisor)
+            bucket.finish(divisor)
         flags = self._buckets[-1].flags if self._buckets else None
-        for member in self._named:
+        for member in self._named_parameters:
             assert flags is not None
-            if not self._touched[member.index] and not flags[member.index]:
+            if not self._has_grad[member.index] and not flags[member.index]:
                 member.parameter.grad = None
         return True
 
@@ -223,37 +227,37 @@ class BucketReducer:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, bucket: Bucket, member: NamedParameter) -> Callable[[Tensor], None]:
-        def ready(_: Tensor) -> None:
-            self._touched[member.index] = True
-            if not self._armed:
+    def _make_hook(self, bucket: Bucket, member: NamedParameter) -> Callable[[Tensor], None]:
+        def on_grad_ready(_: Tensor) -> None:
+            self._has_grad[member.index] = True
+            if not self._is_last_microbatch:
                 return
             if bucket.wait is not None:
-                raise second_gradient(member.name)
-            bucket.ready += 1
-            while self._next < len(self._buckets) and self._is_full(self._buckets[self._next]):
+                raise second_gradient_error(member.name)
+            bucket.num_ready += 1
+            while self._next_bucket < len(self._buckets) and self._is_full(self._buckets[self._next_bucket]):
                 self._launch_next()
 
-        return ready
+        return on_grad_ready
 
     @staticmethod
     def _is_full(bucket: Bucket) -> bool:
-        return bucket.ready == len(bucket.members)
+        return bucket.num_ready == len(bucket.members)
 
     def _launch_next(self) -> None:
-        bucket = self._buckets[self._next]
+        bucket = self._buckets[self._next_bucket]
         if bucket is self._buckets[-1] and bucket.flags is not None:
             bucket.flags.fill_(1.0)
-            absent = [member.index for member in self._named if not self._touched[member.index]]
-            if absent:
-                bucket.flags[absent] = 0.0
-        if self._next > 1:  # second messages overlap with backward too, in the same order on every rank
-            self._buckets[self._next - 2].pass_on()
+            missing_indices = [member.index for member in self._named_parameters if not self._has_grad[member.index]]
+            if missing_indices:
+                bucket.flags[missing_indices] = 0.0
+        if self._next_bucket > 1:  # second messages overlap with backward too, in the same order on every rank
+            self._buckets[self._next_bucket - 2].start_second_message()
         bucket.launch(self._world)
-        self._next += 1
+        self._next_bucket += 1
 
 
-def second_gradient(name: str) -> RunError:
+def second_gradient_error(name: str) -> RunError:
     """Return the error for a parameter that gets a gradient after its all-reduce has started."""
     return RunError(
         f"{name} received a second gradient after its all-reduce had started.",
@@ -262,9 +266,9 @@ def second_gradient(name: str) -> RunError:
     )
 
 
-def unused_parameters_note(named: Sequence[NamedParameter]) -> str:
+def unused_parameters_note(named_parameters: Sequence[NamedParameter]) -> str:
     """Return a note on parameters that got no gradient on any rank; empty if all got one."""
-    names = [member.name for member in named if member.parameter.grad is None]
+    names = [member.name for member in named_parameters if member.parameter.grad is None]
     if not names:
         return ""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

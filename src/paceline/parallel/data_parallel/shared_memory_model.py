@@ -12,8 +12,8 @@ from paceline.comm.process_group import World
 from paceline.errors import MachineError
 from paceline.parallel.module_access.parameters import trainable_parameters
 
-_MEMORY = Path("/dev/shm")
-_ALIGNED = 64
+_SHARED_MEMORY_FOLDER = Path("/dev/shm")
+_ALIGNMENT = 64
 
 
 class SharedModel:
@@ -29,32 +29,35 @@ class SharedModel:
         self._world = world
         weights = [member.parameter for member in trainable_parameters(model)]
         tensors = [*weights, *(buffer for buffer in model.buffers() if buffer.is_contiguous() and buffer.numel())]
-        sizes = [_aligned(tensor.nbytes) for tensor in tensors]
-        memory = _open(sum(sizes) + _aligned(8 * (world.world_size + len(weights))), world=world)
+        sizes = [_align(tensor.nbytes) for tensor in tensors]
+        memory = _open_shared_memory(sum(sizes) + _align(8 * (world.world_size + len(weights))), world=world)
         *parts, rows = memory.split([*sizes, memory.numel() - sum(sizes)])
         for tensor, part in zip(tensors, parts, strict=True):
-            _move(tensor, part[: tensor.nbytes], write=world.is_main)
+            _move_storage(tensor, part[: tensor.nbytes], write=world.is_main)
         counts = rows.view(torch.int64)
-        self.taken, self.shadow = counts[: world.world_size], counts[world.world_size :][: len(weights)]
+        self.worker_counts, self.parameter_counts = (
+            counts[: world.world_size],
+            counts[world.world_size :][: len(weights)],
+        )
         world.barrier()
 
-    def others(self) -> int:
+    def count_peer_updates(self) -> int:
         """Return the number of updates by the other workers so far."""
-        return int(self.taken.sum() - self.taken[self._world.rank])
+        return int(self.worker_counts.sum() - self.worker_counts[self._world.rank])
 
-    def count(self) -> None:
+    def record_update(self) -> None:
         """Count one update of this worker."""
-        self.taken[self._world.rank] += 1
-        self.shadow += 1
+        self.worker_counts[self._world.rank] += 1
+        self.parameter_counts += 1
 
     @property
-    def lost(self) -> tuple[int, int]:
+    def lost_additions(self) -> tuple[int, int]:
         """Return the number of lost and of all additions to `parameter_counts`; valid while no worker updates."""
-        made = int(self.taken.sum()) * len(self.shadow)
-        return made - int(self.shadow.sum()), made
+        num_additions = int(self.worker_counts.sum()) * len(self.parameter_counts)
+        return num_additions - int(self.parameter_counts.sum()), num_additions
 
 
-def _open(size: int, *, world: World) -> Tensor:
+def _open_shared_memory(size: int, *, world: World) -> Tensor:
     """Return memory of `size` bytes that all ranks of this machine share.
 
     Raises:
@@ -66,9 +69,9 @@ def _open(size: int, *, world: World) -> Tensor:
             f"--update hogwild needs all ranks on one machine, but they are on {', '.join(hosts)}.",
             hint="--update sync, or all ranks on one machine",
         )
-    handle, path = _shared_file(size, world=world, has_name=False)
+    handle, path = _create_shared_memory(size, world=world, has_name=False)
     if not all(world.gather_json(os.access(path, os.R_OK | os.W_OK))):  # ranks that don't see each other's processes
-        handle, path = _shared_file(size, world=world, has_name=True)
+        handle, path = _create_shared_memory(size, world=world, has_name=True)
     memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     world.barrier()
     if world.is_main:
@@ -78,7 +81,7 @@ def _open(size: int, *, world: World) -> Tensor:
     return memory
 
 
-def _shared_file(size: int, *, world: World, has_name: bool) -> tuple[int, str]:
+def _create_shared_memory(size: int, *, world: World, has_name: bool) -> tuple[int, str]:
     """Create memory on rank 0; return its file descriptor there, and its path on all ranks.
 
     Without `has_name`, the memory has no file name and is freed even if a rank is killed.
@@ -87,7 +90,9 @@ def _shared_file(size: int, *, world: World, has_name: bool) -> tuple[int, str]:
     if world.is_main:
         try:
             if has_name or not hasattr(os, "memfd_create"):
-                handle, path = tempfile.mkstemp(prefix="paceline-", dir=_MEMORY if _MEMORY.is_dir() else None)
+                handle, path = tempfile.mkstemp(
+                    prefix="paceline-", dir=_SHARED_MEMORY_FOLDER if _SHARED_MEMORY_FOLDER.is_dir() else None
+                )
             else:
                 handle = os.memfd_create("paceline-hogwild")
                 path = f"/proc/{os.getpid()}/fd/{handle}"
@@ -98,13 +103,13 @@ def _shared_file(size: int, *, world: World, has_name: bool) -> tuple[int, str]:
     if problem:
         raise MachineError(
             f"there is no room for {size} bytes of shared memory: {problem}.",
-            where=str(_MEMORY),
+            where=str(_SHARED_MEMORY_FOLDER),
             hint="a container with more of it (--shm-size)",
         )
     return handle, path
 
 
-def _move(tensor: Tensor, part: Tensor, *, write: bool) -> None:
+def _move_storage(tensor: Tensor, part: Tensor, *, write: bool) -> None:
     """Move a tensor's storage to `part`; with `write` (rank 0), copy its values there first."""
     view = part.view(tensor.dtype).view(tensor.shape)
     if write:
@@ -112,5 +117,5 @@ def _move(tensor: Tensor, part: Tensor, *, write: bool) -> None:
     tensor.data = view
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+def _align(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

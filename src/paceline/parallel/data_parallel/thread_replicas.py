@@ -26,14 +26,16 @@ class ThreadReplicas:
     """
 
     def __init__(self, *, models: Sequence[nn.Module], grids: Sequence[FixedPointGrid | None]) -> None:
-        self._first, *others = models
+        self._first, *other_models = models
         self._grids = list(grids)
-        for other in others:
-            _check_apart(self._first, other)
+        for other in other_models:
+            _check_separate(self._first, other)
         self._weights = [
-            pair for other in others for pair in zip(self._first.parameters(), other.parameters(), strict=True)
+            pair for other in other_models for pair in zip(self._first.parameters(), other.parameters(), strict=True)
         ]
-        self._modules = [pair for other in others for pair in zip(self._first.modules(), other.modules(), strict=True)]
+        self._modules = [
+            pair for other in other_models for pair in zip(self._first.modules(), other.modules(), strict=True)
+        ]
         self.refresh()
 
     def refresh(self) -> None:
@@ -46,14 +48,16 @@ class ThreadReplicas:
         for first, other in self._modules:
             if other.training != first.training:
                 other.training = first.training
-            for right, left in zip(first.buffers(recurse=False), other.buffers(recurse=False), strict=True):
-                copy_into(left.data, right.data, non_blocking=left.is_cuda)
+            for first_buffer, other_buffer in zip(
+                first.buffers(recurse=False), other.buffers(recurse=False), strict=True
+            ):
+                copy_into(other_buffer.data, first_buffer.data, non_blocking=other_buffer.is_cuda)
         first_grid, *grids = self._grids
         for grid in grids:
             if grid is not None and first_grid is not None:
                 grid.exponents = list(first_grid.exponents)
 
-    def keep(self) -> Callable[[], None]:
+    def save_step_state(self) -> Callable[[], None]:
         """Save the first replica's buffers and grid, which a step changes; return a function that restores them."""
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._first.buffers()]
         grid = self._grids[0]
@@ -76,9 +80,15 @@ class ThreadReducer:
 
     needs_equal_microbatches = False
 
-    def __init__(self, *, named: Sequence[NamedParameter], home: Sequence[NamedParameter], world: ThreadWorld) -> None:
-        self._parameters = [member.parameter for member in named]
-        self._home = [member.parameter for member in home]
+    def __init__(
+        self,
+        *,
+        named_parameters: Sequence[NamedParameter],
+        target_parameters: Sequence[NamedParameter],
+        world: ThreadWorld,
+    ) -> None:
+        self._parameters = [member.parameter for member in named_parameters]
+        self._target_parameters = [member.parameter for member in target_parameters]
         self._world = world
 
     def begin(self) -> None:
@@ -94,71 +104,74 @@ class ThreadReducer:
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
         """Wait until all replicas have run backward, then sum and divide the gradients assigned to this thread."""
-        everybody: list[list[Tensor | None]] = self._world.exchange([p.grad for p in self._parameters])
-        mine = range(self._world.rank, len(self._home), self._world.world_size)
+        all_gradients: list[list[Tensor | None]] = self._world.exchange([p.grad for p in self._parameters])
+        local_indices = range(self._world.rank, len(self._target_parameters), self._world.world_size)
         totals: dict[int, Tensor] = {}
-        for gradients in everybody:
-            self._add(totals, {i: g for i in mine if (g := gradients[i]) is not None})
+        for gradients in all_gradients:
+            self._add_gradients(totals, {i: g for i in local_indices if (g := gradients[i]) is not None})
         if divisor is not None:
-            divide_all(list(totals.values()), _beside(divisor, self._home))
+            divide_all(list(totals.values()), _move_divisor(divisor, self._target_parameters))
         self._world.exchange(None)
-        for index in mine:
-            self._home[index].grad = totals.get(index)
+        for index in local_indices:
+            self._target_parameters[index].grad = totals.get(index)
         self._world.exchange(None)
         return True
 
     def close(self) -> None:
         """Do nothing: there are no hooks to remove."""
 
-    def _add(self, totals: dict[int, Tensor], gradients: dict[int, Tensor]) -> None:
-        moved = {i: g.to(self._home[i].device, non_blocking=self._home[i].is_cuda) for i, g in gradients.items()}
-        both = [i for i in moved if i in totals]
-        add_all([totals[i] for i in both], [moved[i] for i in both])
-        totals.update({i: g for i, g in moved.items() if i not in totals})
+    def _add_gradients(self, totals: dict[int, Tensor], gradients: dict[int, Tensor]) -> None:
+        local_gradients = {
+            i: g.to(self._target_parameters[i].device, non_blocking=self._target_parameters[i].is_cuda)
+            for i, g in gradients.items()
+        }
+        shared_indices = [i for i in local_gradients if i in totals]
+        add_all([totals[i] for i in shared_indices], [local_gradients[i] for i in shared_indices])
+        totals.update({i: g for i, g in local_gradients.items() if i not in totals})
 
 
-def refuse_under_threads(*, buffers: str, compiled: bool) -> list[LayoutError]:
+def thread_layout_errors(*, buffers: str, compiled: bool) -> list[LayoutError]:
     """Return errors for settings that thread replicas don't support."""
-    found = []
+    errors = []
     if buffers == "sync_bn":
         cause = "replicas that draw random numbers run one at a time, but sync_bn synchronises them inside the forward"
-        found.append(LayoutError("train.buffers=sync_bn does not work with layout threads.", cause=cause, hint=_DDP))
+        errors.append(LayoutError("train.buffers=sync_bn does not work with layout threads.", cause=cause, hint=_DDP))
     if compiled:
         cause = "compiled code is cached per process, not per thread"
-        found.append(LayoutError("train.compile does not work with layout threads.", cause=cause, hint=_DDP))
-    return found
+        errors.append(LayoutError("train.compile does not work with layout threads.", cause=cause, hint=_DDP))
+    return errors
 
 
 _DDP = "--layout ddp"
 
 
-def _beside(divisor: float | Tensor, home: Sequence[nn.Parameter]) -> float | Tensor:
-    return divisor.to(home[0].device) if isinstance(divisor, Tensor) else divisor
+def _move_divisor(divisor: float | Tensor, target_parameters: Sequence[nn.Parameter]) -> float | Tensor:
+    return divisor.to(target_parameters[0].device) if isinstance(divisor, Tensor) else divisor
 
 
-def _check_apart(first: nn.Module, other: nn.Module) -> None:
-    theirs = {id(part) for part in (*other.modules(), *other.parameters(), *other.buffers())}
+def _check_separate(first: nn.Module, other: nn.Module) -> None:
+    other_ids = {id(part) for part in (*other.modules(), *other.parameters(), *other.buffers())}
     parts: list[tuple[str, object]] = [(name, part) for name, part in first.named_modules() if any(part.children())]
     parts = [*parts, *first.named_parameters(), *first.named_buffers()]
-    shared = [name or type(part).__name__ for name, part in parts if id(part) in theirs]
-    if shared:
+    shared_names = [name or type(part).__name__ for name, part in parts if id(part) in other_ids]
+    if shared_names:
         raise JobError(
-            f"model= returned {shared[0]} twice; with layout threads each replica needs its own model.",
+            f"model= returned {shared_names[0]} twice; with layout threads each replica needs its own model.",
             cause="a model, or a part of it, is built once and returned each time",
             hint="model=lambda: MyModel(), or --layout ddp",
         )
-    if _structure(first) != _structure(other):
+    if _model_structure(first) != _model_structure(other):
         raise JobError(
             "model= built two different models in two calls.",
             cause="it counts its calls, or depends on state that the first build changed",
             hint="build only from the arguments of make_job, or --layout ddp",
         )
-    for mine, its in zip(first.parameters(), other.parameters(), strict=True):
-        if mine.requires_grad != its.requires_grad:
-            its.requires_grad_(mine.requires_grad)
+    for first_parameter, other_parameter in zip(first.parameters(), other.parameters(), strict=True):
+        if first_parameter.requires_grad != other_parameter.requires_grad:
+            other_parameter.requires_grad_(first_parameter.requires_grad)
 
 
-def _structure(model: nn.Module) -> tuple[list[str], list[tuple[str, torch.Size]]]:
+def _model_structure(model: nn.Module) -> tuple[list[str], list[tuple[str, torch.Size]]]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [name for name, _ in model.named_modules()], [(name, tensor.shape) for name, tensor in tensors]
 

@@ -62,7 +62,7 @@ def split_experts(*, model: nn.Module, world: World | None = None, experts: str 
         kept = ranges[world.rank]
         parts |= _keep_stacked(one, kept) if one.listed is None else _keep_listed(one, kept)
         undo.append(_route(one, ranges, world))
-    held = frozenset(name for name, part in parts.items() if part.local is not None)
+    held = frozenset(name for name, part in parts.items() if part.local_shape is not None)
     return PlacedExperts(parts=parts, names=held, modules=tuple(one.name for one in found), _undo=undo)
 
 
@@ -70,7 +70,7 @@ def _keep_stacked(one: Experts, kept: tuple[int, int]) -> dict[str, ShardSpec]:
     parts: dict[str, ShardSpec] = {}
     for name in one.stacked:
         whole = getattr(one.module, name)
-        part = ShardSpec.of_ranges(whole.shape, dim=0, ranges=[kept])
+        part = ShardSpec.from_ranges(whole.shape, dim=0, ranges=[kept])
         mine = nn.Parameter(whole.detach()[kept[0] : kept[1]].clone(), requires_grad=whole.requires_grad)
         setattr(one.module, name, mine)
         parts[f"{one.name}.{name}"] = part
@@ -88,7 +88,7 @@ def _keep_listed(one: Experts, kept: tuple[int, int]) -> dict[str, ShardSpec]:
     for place, expert in enumerate(listed):
         mine = start <= place < stop
         for name, parameter in expert.named_parameters():
-            part = ShardSpec.all_of(parameter.shape) if mine else ShardSpec.none_of(parameter.shape)
+            part = ShardSpec.full(parameter.shape) if mine else ShardSpec.empty(parameter.shape)
             parts[f"{one.name}.{one.listed}.{place}.{name}"] = part
         if not mine:
             listed[place] = RemoteExpert()

@@ -39,8 +39,8 @@ class ComposedReducer:
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
         """Store the global gradients; return False if any reducer needs the step to be rerun."""
-        told = [reducer.finish(divisor=divisor) for reducer in self._reducers]
-        return all(told)
+        results = [reducer.finish(divisor=divisor) for reducer in self._reducers]
+        return all(results)
 
     def close(self) -> None:
         """Remove the gradient hooks."""

@@ -19,18 +19,18 @@ _ROW = 4096
 _TINY = 1e-30  # below it float32 squares may have underflowed
 
 
-def joint_norm(owned: Sequence[Tensor], *, worlds: Sequence[World], exact: bool = False) -> Tensor:
+def joint_norm(owned_tensors: Sequence[Tensor], *, worlds: Sequence[World], exact: bool = False) -> Tensor:
     """Return the Euclidean norm over all ranks: a float64 scalar, equal on every rank.
 
     `owned_tensors` are the tensors that this rank counts; if several ranks hold a tensor, one of them owns it. The
     tensors are distributed over the ranks of `worlds`. The norm is not finite if an element is not.
     """
-    device = next((world.device for world in worlds), owned[0].device if owned else torch.device("cpu"))
-    pieces = [piece.detach() for piece in owned if piece.numel()]
-    return _exact(pieces, worlds, device) if exact else _usual(pieces, worlds, device)
+    device = next((world.device for world in worlds), owned_tensors[0].device if owned_tensors else torch.device("cpu"))
+    pieces = [piece.detach() for piece in owned_tensors if piece.numel()]
+    return _integer_norm(pieces, worlds, device) if exact else _float_norm(pieces, worlds, device)
 
 
-def _usual(pieces: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> Tensor:
+def _float_norm(pieces: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> Tensor:
     total = _joint_square(pieces, worlds, device)
     if device.type != "cpu" or _TINY < total.item() < math.inf:
         return total.sqrt()  # the value is not checked on a GPU, because that would synchronize
@@ -53,29 +53,29 @@ def _joint_square(pieces: Sequence[Tensor], worlds: Sequence[World], device: tor
 def _square(piece: Tensor) -> Tensor:
     """Return the sum of squares in float64."""
     if piece.dtype != torch.float32 or piece.device.type != "cpu":
-        exact: Tensor = torch.linalg.vector_norm(piece, dtype=torch.float64).square()
-        return exact
+        square: Tensor = torch.linalg.vector_norm(piece, dtype=torch.float64).square()
+        return square
     flat = piece.reshape(-1)
-    whole = flat.numel() - flat.numel() % _ROW
-    total: Tensor = torch.linalg.vector_norm(flat[whole:]).double().square()
-    if whole:
-        total += torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1).double().square().sum()
+    num_row_elements = flat.numel() - flat.numel() % _ROW
+    total: Tensor = torch.linalg.vector_norm(flat[num_row_elements:]).double().square()
+    if num_row_elements:
+        total += torch.linalg.vector_norm(flat[:num_row_elements].view(-1, _ROW), dim=1).double().square().sum()
     return total
 
 
 def _joint_largest(pieces: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> float:
     """Return the largest magnitude over all ranks; NaN counts as infinite, because MAX over ranks would drop it."""
-    found = torch.zeros((), dtype=torch.float64, device=device)
+    largest = torch.zeros((), dtype=torch.float64, device=device)
     for piece in pieces:
         low, high = torch.aminmax(piece)
         size = torch.maximum(-low, high).double().nan_to_num(nan=math.inf, posinf=math.inf).to(device)
-        found = torch.maximum(found, size)
+        largest = torch.maximum(largest, size)
     for world in worlds:
-        world.all_reduce(found, op="max")
-    return float(found.item())
+        world.all_reduce(largest, op="max")
+    return float(largest.item())
 
 
-def _exact(pieces: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> Tensor:
+def _integer_norm(pieces: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> Tensor:
     """Return the norm from squares that are rounded to 2^-56 of the largest and summed as two 28-bit integers each.
 
     This is valid for up to 2^34 elements: then the sum of the higher integers is below 2^63.

@@ -10,17 +10,17 @@ from paceline.comm.process_group import World
 from paceline.config.compression import Compression
 from paceline.config.layout import Layout
 from paceline.config.settings import PlacementSettings
-from paceline.parallel.compression.build_codec import compressed_reducer
+from paceline.parallel.compression.build_codec import build_compressed_reducer
 from paceline.parallel.data_parallel.exact_reduction import ExactReducer, FixedPointGrid
 from paceline.parallel.data_parallel.reducer import BucketReducer, LocalReducer, Reducer
 from paceline.parallel.gradients.combined_reducer import ComposedReducer
 from paceline.parallel.module_access.parameters import NamedParameter
-from paceline.parallel.module_access.shard_spec import Parts, ShardSpec
+from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs
 from paceline.parallel.module_access.sharded_tensors import LocalTensor
-from paceline.parallel.sharding.fsdp_options import fsdp_options
-from paceline.parallel.sharding.fully_sharded import DeferredRows, shard_fully
+from paceline.parallel.sharding.fsdp_options import make_full_shard_options
+from paceline.parallel.sharding.fully_sharded import DeferredRows, shard_zero3
 from paceline.parallel.sharding.row_shards import RowShard
-from paceline.parallel.sharding.sharded_model import DataGroups, Sharded, shard_zero12
+from paceline.parallel.sharding.sharded_model import DataGroups, ShardedModel, shard_zero12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,36 +32,44 @@ class Partition:
     were copied into the model's tensors.
     """
 
-    named: Sequence[NamedParameter]
-    parts: Mapping[str, ShardSpec]
+    named_parameters: Sequence[NamedParameter]
+    shard_specs: Mapping[str, ShardSpec]
     tensors: Mapping[str, Tensor]
     reducer: Reducer
-    spread: Callable[[], None]
-    settle: Callable[[], None]
-    leaves: Sequence[nn.Parameter]
+    sync_after_update: Callable[[], None]
+    sync_after_load: Callable[[], None]
+    leaf_parameters: Sequence[nn.Parameter]
 
-    def share(self, name: str) -> NamedParameter | None:
+    def shard_of(self, name: str) -> NamedParameter | None:
         """Return the shard of a parameter that this rank's optimizer updates, or None."""
-        return self._shares.get(name)
+        return self._row_shards.get(name)
 
     @cached_property
-    def _shares(self) -> Mapping[str, NamedParameter]:
-        return {share.name: share for share in self.named}
+    def _row_shards(self) -> Mapping[str, NamedParameter]:
+        return {shard.name: shard for shard in self.named_parameters}
 
 
-def reducer_of(
-    named: Sequence[NamedParameter], world: World, grid: FixedPointGrid | None, *, compress: Compression | None = None
+def build_reducer(
+    named_parameters: Sequence[NamedParameter],
+    world: World,
+    grid: FixedPointGrid | None,
+    *,
+    compression: Compression | None = None,
 ) -> Reducer:
     """Return the reducer that sums the gradients of unsharded parameters over `world`."""
     if grid is not None:
-        return ExactReducer(named=named, world=world, grid=grid)
-    if compress is not None and compress.is_on and world.world_size > 1:
-        return compressed_reducer(compress, named=named, world=world)
-    return LocalReducer(named=named) if world.world_size == 1 else BucketReducer(named=named, world=world)
+        return ExactReducer(named_parameters=named_parameters, world=world, grid=grid)
+    if compression is not None and compression.is_on and world.world_size > 1:
+        return build_compressed_reducer(compression, named_parameters=named_parameters, world=world)
+    return (
+        LocalReducer(named_parameters=named_parameters)
+        if world.world_size == 1
+        else BucketReducer(named_parameters=named_parameters, world=world)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharding:
+class ShardingRequest:
     """The layout, groups and earlier splits that determine how parameters are partitioned over data-parallel ranks.
 
     `base_specs`: the shard specs of the parameters after tensor parallelism; empty if all are full tensors.
@@ -70,111 +78,145 @@ class Sharding:
     `deferred_rows`: this rank's rows of parameters that are still on the meta device.
     """
 
-    asked: Layout
-    how: PlacementSettings
-    data: DataGroups
+    layout: Layout
+    settings: PlacementSettings
+    data_groups: DataGroups
     grid: FixedPointGrid | None
-    base: Parts
-    hollow: Collection[str] | None
-    without: Collection[str]
-    whole: Sequence[str]
-    rows: DeferredRows | None
+    base_specs: ShardSpecs
+    absent_names: Collection[str] | None
+    expert_names: Collection[str]
+    full_tensor_names: Sequence[str]
+    deferred_rows: DeferredRows | None
 
 
-def replicate(named: Sequence[NamedParameter], by: Sharding) -> Partition:
+def replicate_parameters(named_parameters: Sequence[NamedParameter], request: ShardingRequest) -> Partition:
     """Keep all parameters on each data-parallel rank, and sum their gradients over these ranks."""
-    leaves = [member.parameter for member in named]
-    reducer = reducer_of(named, by.data.all, by.grid, compress=by.data.compress)
+    leaf_parameters = [member.parameter for member in named_parameters]
+    reducer = build_reducer(
+        named_parameters, request.data_groups.all_ranks, request.grid, compression=request.data_groups.compression
+    )
     return Partition(
-        named=named, parts=by.base, tensors={}, reducer=reducer, spread=do_nothing, settle=do_nothing, leaves=leaves
+        named_parameters=named_parameters,
+        shard_specs=request.base_specs,
+        tensors={},
+        reducer=reducer,
+        sync_after_update=do_nothing,
+        sync_after_load=do_nothing,
+        leaf_parameters=leaf_parameters,
     )
 
 
-def divide_rows(model: nn.Module, named: Sequence[NamedParameter], by: Sharding, *, stage: int) -> Partition:
+def partition_zero12(
+    model: nn.Module, named_parameters: Sequence[NamedParameter], request: ShardingRequest, *, stage: int
+) -> Partition:
     """Shard the optimizer state, and at ZeRO stage 2 the gradients, over the data-parallel ranks.
 
     Raises:
         LayoutError: a parameter can't be sharded.
     """
-    parts = by.base or None
+    base_specs = request.base_specs or None
     return _partition(
-        shard_zero12(stage=stage, model=model, named=named, data=by.data, grid=by.grid, parts=parts, whole=by.whole)
+        shard_zero12(
+            stage=stage,
+            model=model,
+            named_parameters=named_parameters,
+            data_groups=request.data_groups,
+            grid=request.grid,
+            base_specs=base_specs,
+            full_tensor_names=request.full_tensor_names,
+        )
     )
 
 
-def divide_fully(model: nn.Module, named: Sequence[NamedParameter], by: Sharding) -> Partition:
+def partition_zero3(
+    model: nn.Module, named_parameters: Sequence[NamedParameter], request: ShardingRequest
+) -> Partition:
     """Shard parameters, gradients and optimizer state over the data-parallel ranks.
 
     Raises:
         LayoutError: a parameter can't be sharded.
     """
     return _partition(
-        shard_fully(
+        shard_zero3(
             model,
-            named=named,
-            data=by.data,
-            grid=by.grid,
-            parts=by.base or None,
-            asked=fsdp_options(model, asked=by.asked, how=by.how),
-            hollow=by.hollow,
-            without=by.without,
-            rows=by.rows,
+            named_parameters=named_parameters,
+            data_groups=request.data_groups,
+            grid=request.grid,
+            base_specs=request.base_specs or None,
+            options=make_full_shard_options(model, layout=request.layout, settings=request.settings),
+            absent_names=request.absent_names,
+            expert_names=request.expert_names,
+            deferred_rows=request.deferred_rows,
         )
     )
 
 
-def _partition(sharded: Sharded) -> Partition:
+def _partition(sharded: ShardedModel) -> Partition:
     return Partition(
-        named=sharded.shares,
-        parts=sharded.parts,
-        tensors=sharded.locals,
+        named_parameters=sharded.row_shards,
+        shard_specs=sharded.shard_specs,
+        tensors=sharded.local_tensors,
         reducer=sharded.reducer,
-        spread=sharded.spread,
-        settle=sharded.settle,
-        leaves=sharded.sources,
+        sync_after_update=sharded.sync_after_update,
+        sync_after_load=sharded.sync_after_load,
+        leaf_parameters=sharded.leaf_parameters,
     )
 
 
-def with_experts(split: Partition, *, live: Sequence[NamedParameter], peers: World, routed: Parts) -> Partition:
+def add_expert_parameters(
+    partition: Partition,
+    *,
+    current_parameters: Sequence[NamedParameter],
+    expert_replicas: World,
+    expert_specs: ShardSpecs,
+) -> Partition:
     """Add this rank's expert parameters to a partition; they are not sharded.
 
     The experts get the tokens of all ranks, so their gradients are summed only over `expert_replicas`, the ranks that
     hold the same experts.
     """
-    theirs = [member for member in live if member.name in routed]
-    own = reducer_of(theirs, peers, None)
+    expert_parameters = [member for member in current_parameters if member.name in expert_specs]
+    expert_reducer = build_reducer(expert_parameters, expert_replicas, None)
     return replace(
-        split,
-        named=sorted([*split.named, *theirs], key=lambda member: member.index),
-        leaves=[*split.leaves, *(member.parameter for member in theirs)],
-        parts={**split.parts, **routed},
-        tensors={name: tensor for name, tensor in split.tensors.items() if name not in routed},
-        reducer=ComposedReducer([split.reducer, own], needs_equal_microbatches=True),
+        partition,
+        named_parameters=sorted([*partition.named_parameters, *expert_parameters], key=lambda member: member.index),
+        leaf_parameters=[*partition.leaf_parameters, *(member.parameter for member in expert_parameters)],
+        shard_specs={**partition.shard_specs, **expert_specs},
+        tensors={name: tensor for name, tensor in partition.tensors.items() if name not in expert_specs},
+        reducer=ComposedReducer([partition.reducer, expert_reducer], needs_equal_microbatches=True),
     )
 
 
-def held_now(before: LocalTensor, split: Partition, hollow: Collection[str]) -> LocalTensor:
+def model_tensor_after_placement(
+    tensor: LocalTensor, partition: Partition, absent_names: Collection[str]
+) -> LocalTensor:
     """Return the shard of a parameter or buffer that this rank's model holds after placement."""
-    if before.name in hollow:
-        return replace(before, part=ShardSpec.none_of(before.part.shape))
-    part = split.parts.get(before.name)
-    if part is None or before.is_buffer:
-        return before
-    if before.name not in split.tensors:
-        return replace(before, part=part)
-    return replace(before, part=part, find=partial(Tensor.detach, split.tensors[before.name]))
+    if tensor.name in absent_names:
+        return replace(tensor, shard_spec=ShardSpec.empty(tensor.shard_spec.shape))
+    shard_spec = partition.shard_specs.get(tensor.name)
+    if shard_spec is None or tensor.is_buffer:
+        return tensor
+    if tensor.name not in partition.tensors:
+        return replace(tensor, shard_spec=shard_spec)
+    return replace(tensor, shard_spec=shard_spec, get_tensor=partial(Tensor.detach, partition.tensors[tensor.name]))
 
 
-def kept_now(member: NamedParameter, share: NamedParameter | None, base: Parts) -> LocalTensor:
+def optimizer_tensor_after_placement(
+    member: NamedParameter, row_shard: NamedParameter | None, base_specs: ShardSpecs
+) -> LocalTensor:
     """Return the shard of a parameter that this rank's optimizer updates."""
     shape, dtype = member.parameter.shape, member.parameter.dtype
-    if share is None:
-        return LocalTensor(name=member.name, part=ShardSpec.none_of(shape), dtype=dtype, find=_absent)
-    part = share.part if isinstance(share, RowShard) else base.get(member.name, ShardSpec.all_of(shape))
-    return LocalTensor(name=member.name, part=part, dtype=dtype, find=partial(Tensor.detach, share.parameter))
+    if row_shard is None:
+        return LocalTensor(name=member.name, shard_spec=ShardSpec.empty(shape), dtype=dtype, get_tensor=_raise_absent)
+    shard_spec = (
+        row_shard.shard_spec if isinstance(row_shard, RowShard) else base_specs.get(member.name, ShardSpec.full(shape))
+    )
+    return LocalTensor(
+        name=member.name, shard_spec=shard_spec, dtype=dtype, get_tensor=partial(Tensor.detach, row_shard.parameter)
+    )
 
 
-def _absent() -> Tensor:
+def _raise_absent() -> Tensor:
     raise AssertionError("this rank has no shard of the parameter")
 
 

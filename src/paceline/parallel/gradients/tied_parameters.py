@@ -17,12 +17,12 @@ class ExactTies:
 
     def __init__(self, ties: Mapping[str, Sequence[int]], *, world: World) -> None:
         self._world = world
-        self._of = {name: (place, ranks) for place, (name, ranks) in enumerate(sorted(ties.items()))}
+        self._holders = {name: (place, ranks) for place, (name, ranks) in enumerate(sorted(ties.items()))}
 
-    def added(self, name: str, own: Tensor) -> Tensor:
+    def sum_over_stages(self, name: str, local_sum: Tensor) -> Tensor:
         """Return the sum over the ranks that hold the parameter; each calls this, in the same order of parameters."""
-        place, ranks = self._of.get(name, (0, ()))
-        return sum_in_rank_order(own, ranks=ranks, place=place, world=self._world) if ranks else own
+        index, ranks = self._holders.get(name, (0, ()))
+        return sum_in_rank_order(local_sum, ranks=ranks, index=index, world=self._world) if ranks else local_sum
 
 
 class TiedReducer:
@@ -33,13 +33,20 @@ class TiedReducer:
     """
 
     def __init__(
-        self, inner: Reducer, *, named: Sequence[NamedParameter], ties: Mapping[str, Sequence[int]], world: World
+        self,
+        inner: Reducer,
+        *,
+        named_parameters: Sequence[NamedParameter],
+        ties: Mapping[str, Sequence[int]],
+        world: World,
     ) -> None:
         self._inner = inner
         self._world = world
-        mine = {member.name: member.parameter for member in named}
-        places = [(place, name, ranks) for place, (name, ranks) in enumerate(sorted(ties.items()))]
-        self._tied = [(place, mine[name], ranks) for place, name, ranks in places if name in mine]
+        local_parameters = {member.name: member.parameter for member in named_parameters}
+        entries = [(place, name, ranks) for place, (name, ranks) in enumerate(sorted(ties.items()))]
+        self._tied = [
+            (place, local_parameters[name], ranks) for place, name, ranks in entries if name in local_parameters
+        ]
 
     @property
     def needs_equal_microbatches(self) -> bool:
@@ -62,8 +69,8 @@ class TiedReducer:
         """Finish the inner reducer, which divides each stage's gradient, then sum the tied gradients over stages."""
         if not self._inner.finish(divisor=divisor):
             return False
-        for place, parameter, ranks in self._tied:
-            parameter.grad = sum_tied_gradients(parameter, ranks=ranks, place=place, world=self._world)
+        for index, parameter, ranks in self._tied:
+            parameter.grad = sum_tied_gradients(parameter, ranks=ranks, index=index, world=self._world)
         return True
 
     def close(self) -> None:
@@ -71,25 +78,25 @@ class TiedReducer:
         self._inner.close()
 
 
-def sum_tied_gradients(parameter: nn.Parameter, *, ranks: Sequence[int], place: int, world: World) -> Tensor | None:
+def sum_tied_gradients(parameter: nn.Parameter, *, ranks: Sequence[int], index: int, world: World) -> Tensor | None:
     """Return the sum of a gradient over `ranks`, added in that order; None if no rank has one. All `ranks` call it."""
-    own = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
+    local_gradient = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype, device=parameter.device)
     if parameter.grad is not None:
-        own[:-1] = parameter.grad.flatten()
-        own[-1] = 1.0
-    total = sum_in_rank_order(own, ranks=ranks, place=place, world=world)
+        local_gradient[:-1] = parameter.grad.flatten()
+        local_gradient[-1] = 1.0
+    total = sum_in_rank_order(local_gradient, ranks=ranks, index=index, world=world)
     return total[:-1].view_as(parameter) if total[-1] > 0 else None
 
 
-def sum_in_rank_order(own: Tensor, *, ranks: Sequence[int], place: int, world: World) -> Tensor:
+def sum_in_rank_order(local_tensor: Tensor, *, ranks: Sequence[int], index: int, world: World) -> Tensor:
     """Return the sum over `ranks`, added in that order so that all get the same bits. All `ranks` call this."""
-    parts = {rank: own if rank == world.rank else torch.empty_like(own) for rank in ranks}
-    others, tag = [rank for rank in ranks if rank != world.rank], _TAG + place
-    works = [world.start_send(own, to=rank, tag=tag) for rank in others]
-    works += [world.start_receive(parts[rank], source=rank, tag=tag) for rank in others]
+    tensors = {rank: local_tensor if rank == world.rank else torch.empty_like(local_tensor) for rank in ranks}
+    peers, tag = [rank for rank in ranks if rank != world.rank], _TAG + index
+    works = [world.start_send(local_tensor, to=rank, tag=tag) for rank in peers]
+    works += [world.start_receive(tensors[rank], source=rank, tag=tag) for rank in peers]
     for work in works:
         work.wait()
-    total = parts[ranks[0]].clone()
+    total = tensors[ranks[0]].clone()
     for rank in ranks[1:]:
-        total += parts[rank]
+        total += tensors[rank]
     return total

@@ -22,33 +22,33 @@ class TiedUses:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        first = {id(p): name for name, p in model.named_parameters()}
-        places: dict[str, list[tuple[nn.Module, str]]] = {}
+        first_names = {id(p): name for name, p in model.named_parameters()}
+        locations: dict[str, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
-            for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                places.setdefault(first[id(parameter)], []).append((module, own))
+            for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                locations.setdefault(first_names[id(parameter)], []).append((module, attribute))
         count: dict[str, int] = {}
         for _, parameter in model.named_parameters(remove_duplicate=False):
-            count[first[id(parameter)]] = count.get(first[id(parameter)], 0) + 1
+            count[first_names[id(parameter)]] = count.get(first_names[id(parameter)], 0) + 1
         self.names = frozenset(name for name, number in count.items() if number > 1)
-        self._places = [(name, *place) for name in self.names for place in places[name]]
-        self._apart: dict[str, list[Tensor]] = {}
+        self._locations = [(name, *place) for name in self.names for place in locations[name]]
+        self._use_gradients: dict[str, list[Tensor]] = {}
         self._handles: list[Any] = []
-        self.crossing: Collection[str] = ()
+        self.multi_stage_names: Collection[str] = ()
 
-    def watch(self) -> None:
+    def register_hooks(self) -> None:
         """Register the hooks; call this after all code that inspects which module reads which parameter."""
-        for name, module, own in self._places:
+        for name, module, attribute in self._locations:
             self._handles += [
-                module.register_forward_pre_hook(partial(self._show, name=name, own=own)),
-                module.register_forward_hook(partial(_hide, own=own), always_call=True),
+                module.register_forward_pre_hook(partial(self._insert_view, name=name, attribute=attribute)),
+                module.register_forward_hook(partial(_remove_view, attribute=attribute), always_call=True),
             ]
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         """Drop the gradients of an unfinished step."""
-        self._apart.clear()
+        self._use_gradients.clear()
 
-    def summands(self, name: str, rest: Tensor) -> list[Tensor]:
+    def gradients_by_use(self, name: str, outside_gradient: Tensor) -> list[Tensor]:
         """Return a weight's gradients, one per use.
 
         `outside_gradient` is the gradient of reads outside the modules that hold the weight.
@@ -56,27 +56,27 @@ class TiedUses:
         Raises:
             LayoutError: a weight on several stages has such reads, whose gradients can't be separated.
         """
-        found = self._apart.pop(name, [])
-        if not found or bool(rest.any()):
-            if found and name in self.crossing:
+        gradients = self._use_gradients.pop(name, [])
+        if not gradients or bool(outside_gradient.any()):
+            if gradients and name in self.multi_stage_names:
                 raise LayoutError(
                     f"exact mode with pp: {name} is read on several stages, and by a module that does not hold it.",
                     cause="one process adds the gradients of such reads before they are rounded to the grid",
                     hint="read it where it is a module's own (head.weight = embed.weight), or leave --train.exact out",
                 )
-            found.append(rest)
-        return found
+            gradients.append(outside_gradient)
+        return gradients
 
-    def _show(self, module: nn.Module, _: Any, *, name: str, own: str) -> None:
-        parameter = module._parameters[own]
+    def _insert_view(self, module: nn.Module, _: Any, *, name: str, attribute: str) -> None:
+        parameter = module._parameters[attribute]
         if parameter is None or not (parameter.requires_grad and torch.is_grad_enabled()):
             return
         use = parameter.view_as(parameter)
-        use.register_hook(partial(self._keep, name))
-        module.__dict__[own] = use
+        use.register_hook(partial(self._store_gradient, name))
+        module.__dict__[attribute] = use
 
-    def _keep(self, name: str, gradient: Tensor) -> Tensor:
-        self._apart.setdefault(name, []).append(gradient)
+    def _store_gradient(self, name: str, gradient: Tensor) -> Tensor:
+        self._use_gradients.setdefault(name, []).append(gradient)
         return gradient.new_zeros(()).expand(gradient.shape)
 
     def close(self) -> None:
@@ -86,5 +86,5 @@ class TiedUses:
         self._handles.clear()
 
 
-def _hide(module: nn.Module, *_: Any, own: str) -> None:
-    module.__dict__.pop(own, None)
+def _remove_view(module: nn.Module, *_: Any, attribute: str) -> None:
+    module.__dict__.pop(attribute, None)

@@ -12,12 +12,12 @@ from paceline.comm.process_group import World
 from paceline.errors import user_line
 from paceline.parallel.initialization.deferred_init import DeferredInit
 from paceline.parallel.initialization.meta_forward import UnknownNumber, lend_parameters, meta_forward
-from paceline.parallel.initialization.meta_model import named_tensors, put_tensors, with_data
-from paceline.parallel.module_access.shard_spec import Parts, ShardSpec
-from paceline.parallel.sharding.fully_sharded import row_parts
+from paceline.parallel.initialization.meta_model import named_tensors, replace_tensors, with_data
+from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs
+from paceline.parallel.sharding.fully_sharded import row_shard_specs
 from paceline.torch_internals.private_api import storage_key
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 @dataclass(kw_only=True)
@@ -27,109 +27,138 @@ class DeferredModel:
     Create it before the model is sharded. `notes` says which runs needed real values, and why.
     """
 
-    draft: DeferredInit
+    deferred_init: DeferredInit
     device: torch.device
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Fill the buffers with their values."""
-        model, self._nothing = self.draft.model, self.draft.without_values()
-        values = self._values({name: ShardSpec.all_of(tensor.shape) for name, tensor in model.named_buffers()})
+        model, self._empty_specs = self.deferred_init.model, self.deferred_init.empty_specs()
+        values = self._values({name: ShardSpec.full(tensor.shape) for name, tensor in model.named_buffers()})
         old = named_tensors(model)
-        new = {n: values[n] if n in values else torch.empty_like(tensor, device="meta") for n, tensor in old.items()}
-        put_tensors(model, {name: with_data(old[name], tensor) for name, tensor in new.items()})
+        replacements = {
+            n: values[n] if n in values else torch.empty_like(tensor, device="meta") for n, tensor in old.items()
+        }
+        replace_tensors(model, {name: with_data(old[name], tensor) for name, tensor in replacements.items()})
 
-    def planned(self, work: Callable[[], T]) -> T:
+    def run_without_values(self, function: Callable[[], Result]) -> Result:
         """Return the result of `function`, which runs the model on the meta device.
 
         If `function` needs values, it is rerun with real values, which are created and freed parameter by parameter.
         """
         try:
             with meta_forward(self.device):
-                return work()
+                return function()
         except (
             Exception,
             UnknownNumber,
         ) as error:  # the rerun with real values reports any error, as it does for a small model
-            why, line = str(error).partition("\n")[0], user_line(error)
-            why = f"{type(error).__name__}: {why}" if isinstance(error, Exception) else f"the forward asks for {why}"
-            why += f" (at {line})" if line else ""
-        found = self.valued(work)
-        self.notes.append(f"start: planned with real values, each parameter created and freed in turn: {why}")
-        return found
+            reason, line = str(error).partition("\n")[0], user_line(error)
+            reason = (
+                f"{type(error).__name__}: {reason}"
+                if isinstance(error, Exception)
+                else f"the forward asks for {reason}"
+            )
+            reason += f" (at {line})" if line else ""
+        result = self.run_with_values(function)
+        self.notes.append(f"start: planned with real values, each parameter created and freed in turn: {reason}")
+        return result
 
-    def valued(self, work: Callable[[], T]) -> T:
+    def run_with_values(self, function: Callable[[], Result]) -> Result:
         """Return the result of `function`, which runs the model with values, created and freed one by one."""
-        with lend_parameters(self._lender(), device=self.device):
-            return work()
+        with lend_parameters(self._make_lender(), device=self.device):
+            return function()
 
     @contextmanager
-    def held(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    def temporary_values(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """Give these parameters real values inside this context, if they are on the meta device."""
-        asked = {id(parameter) for parameter in parameters if parameter.is_meta}
-        old = {name: tensor for name, tensor in self.draft.model.named_parameters() if id(tensor) in asked}
-        put_tensors(self.draft.model, {name: with_data(tensor, self._one(name)) for name, tensor in old.items()})
+        meta_ids = {id(parameter) for parameter in parameters if parameter.is_meta}
+        meta_parameters = {
+            name: tensor for name, tensor in self.deferred_init.model.named_parameters() if id(tensor) in meta_ids
+        }
+        replace_tensors(
+            self.deferred_init.model,
+            {name: with_data(tensor, self._full_value(name)) for name, tensor in meta_parameters.items()},
+        )
         try:
             yield
         finally:
-            put_tensors(self.draft.model, old)
+            replace_tensors(self.deferred_init.model, meta_parameters)
 
     def fill(
         self,
         model: nn.Module,
         *,
-        base: Parts,
-        hollow: Collection[str],
-        routed: Collection[str],
-        shard: World | None,
-    ) -> "LateRows":
+        base_specs: ShardSpecs,
+        absent_names: Collection[str],
+        expert_names: Collection[str],
+        shard_world: World | None,
+    ) -> "LazyRows":
         """Fill the model's parameters with the shards in `base_specs`, or with full tensors.
 
         Other ranks hold the parameters in `absent_names`. With `shard_world`, parameters that are not in `expert_names`
         stay on the meta device, and this rank's rows of them are returned.
         """
-        now = {name: parameter for name, parameter in model.named_parameters() if name not in hollow}
-        wanted = {name: base.get(name, ShardSpec.all_of(parameter.shape)) for name, parameter in now.items()}
-        cut = {name: part for name, part in wanted.items() if name not in routed}
-        rows = {} if shard is None else row_parts(model, world=shard, base=cut)
-        whole = {name: part for name, part in wanted.items() if name not in rows}
-        eager = {} if self.draft.source.apiece else rows
-        values = self._values({**whole, **eager})
-        put_tensors(model, {name: with_data(now[name], values[name]) for name in whole})
-        return LateRows(parts=rows, values={name: values[name] for name in eager}, make=self._values)
+        local_parameters = {name: parameter for name, parameter in model.named_parameters() if name not in absent_names}
+        wanted_specs = {
+            name: base_specs.get(name, ShardSpec.full(parameter.shape)) for name, parameter in local_parameters.items()
+        }
+        shardable_specs = {name: part for name, part in wanted_specs.items() if name not in expert_names}
+        row_specs = {} if shard_world is None else row_shard_specs(model, world=shard_world, base_specs=shardable_specs)
+        unsharded_specs = {name: part for name, part in wanted_specs.items() if name not in row_specs}
+        eager_row_specs = {} if self.deferred_init.source.is_local else row_specs
+        values = self._values({**unsharded_specs, **eager_row_specs})
+        replace_tensors(model, {name: with_data(local_parameters[name], values[name]) for name in unsharded_specs})
+        return LazyRows(
+            shard_specs=row_specs, values={name: values[name] for name in eager_row_specs}, create_values=self._values
+        )
 
-    def _lender(self) -> Callable[[int], Tensor]:
+    def _make_lender(self) -> Callable[[int], Tensor]:
         """Return a function from a storage key to its parameter's values, in the same memory layout."""
-        known = {storage_key(parameter): (name, parameter) for name, parameter in self.draft.model.named_parameters()}
+        parameters_by_storage = {
+            storage_key(parameter): (name, parameter) for name, parameter in self.deferred_init.model.named_parameters()
+        }
 
-        def make(memory: int) -> Tensor:
-            name, like = known[memory]
-            value = self._one(name)
-            if value.stride() == like.stride() and not value.storage_offset():
+        def create_tensor(storage: int) -> Tensor:
+            name, parameter = parameters_by_storage[storage]
+            value = self._full_value(name)
+            if value.stride() == parameter.stride() and not value.storage_offset():
                 return value
-            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=value.device).copy_(value)
+            return torch.empty_strided(
+                parameter.shape, parameter.stride(), dtype=parameter.dtype, device=value.device
+            ).copy_(value)
 
-        return make
+        return create_tensor
 
-    def _one(self, name: str) -> Tensor:
-        return self._values({name: ShardSpec.all_of(self._nothing[name].shape)})[name]
+    def _full_value(self, name: str) -> Tensor:
+        return self._values({name: ShardSpec.full(self._empty_specs[name].shape)})[name]
 
-    def _values(self, parts: Parts) -> dict[str, Tensor]:
-        values, notes = self.draft.source.values({**self._nothing, **parts})
+    def _values(self, shard_specs: ShardSpecs) -> dict[str, Tensor]:
+        values, notes = self.deferred_init.source.values({**self._empty_specs, **shard_specs})
         self.notes += [note for note in notes if note not in self.notes]
         return values
 
 
-class LateRows:
+class LazyRows:
     """A rank's rows by name; `pop` creates rows that do not exist yet."""
 
-    def __init__(self, *, parts: Parts, values: dict[str, Tensor], make: Callable[[Parts], dict[str, Tensor]]) -> None:
-        self._parts, self._values, self._make = parts, values, make
+    def __init__(
+        self,
+        *,
+        shard_specs: ShardSpecs,
+        values: dict[str, Tensor],
+        create_values: Callable[[ShardSpecs], dict[str, Tensor]],
+    ) -> None:
+        self._shard_specs, self._values, self._create_values = shard_specs, values, create_values
 
     def __contains__(self, name: object) -> bool:
         """Return True if this rank has rows of the parameter."""
-        return name in self._parts
+        return name in self._shard_specs
 
     def pop(self, name: str) -> Tensor:
         """Return the rows of a parameter, and remove them from this object."""
-        return self._values.pop(name) if name in self._values else self._make({name: self._parts[name]})[name]
+        return (
+            self._values.pop(name)
+            if name in self._values
+            else self._create_values({name: self._shard_specs[name]})[name]
+        )

@@ -18,27 +18,32 @@ from paceline.parallel.initialization.init_tape import Unrecordable
 from paceline.parallel.initialization.meta_model import (
     RecordedModel,
     named_tensors,
-    put_tensors,
-    record,
+    record_model,
     release_memory,
+    replace_tensors,
     tensor_bytes,
     with_data,
 )
-from paceline.parallel.initialization.node_broadcast import NodeBroadcast, first_of_node, refuse_unequal, same_models
-from paceline.parallel.initialization.pretrained import PretrainedModel, from_files
-from paceline.parallel.module_access.shard_spec import Parts, ShardSpec
+from paceline.parallel.initialization.node_broadcast import (
+    NodeBroadcast,
+    is_first_of_node,
+    match_rank_zero,
+    refuse_unequal_models,
+)
+from paceline.parallel.initialization.pretrained import PretrainedModel, open_pretrained
+from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs
 from paceline.torch_internals.rng import preserve_rng, seed_all, stream_key
 
-Wanted = Callable[[nn.Module], Parts]
+SpecsForModel = Callable[[nn.Module], ShardSpecs]
 
 
-class StartValues(Protocol):
+class InitialValues(Protocol):
     """A source of initial values. `is_local`: a rank may call `values` alone, and repeatedly for single tensors."""
 
     @property
-    def apiece(self) -> bool: ...
+    def is_local(self) -> bool: ...
 
-    def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
+    def values(self, shard_specs: ShardSpecs) -> tuple[dict[str, Tensor], list[str]]:
         """Return this rank's shards, by the first name of each tensor that it holds, and notes."""
 
 
@@ -47,48 +52,53 @@ class DeferredInit:
     """A model on the meta device, and the source of its values. All ranks must call `values`, once."""
 
     model: nn.Module
-    source: StartValues
+    source: InitialValues
     notes: tuple[str, ...] = ()
 
-    def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
+    def values(self, shard_specs: ShardSpecs) -> tuple[dict[str, Tensor], list[str]]:
         """Return this rank's shards of all parameters and buffers, on its device, and notes.
 
         Args:
             shard_specs: by the first name of each tensor; a tensor that is not listed is returned in full.
         """
-        whole = {name: ShardSpec.all_of(tensor.shape) for name, tensor in named_tensors(self.model).items()}
-        return self.source.values({**whole, **parts})
+        full_specs = {name: ShardSpec.full(tensor.shape) for name, tensor in named_tensors(self.model).items()}
+        return self.source.values({**full_specs, **shard_specs})
 
-    def without_values(self) -> Parts:
+    def empty_specs(self) -> ShardSpecs:
         """Return shard specs that select nothing of any tensor."""
-        return {name: ShardSpec.none_of(tensor.shape) for name, tensor in named_tensors(self.model).items()}
+        return {name: ShardSpec.empty(tensor.shape) for name, tensor in named_tensors(self.model).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replayed:
+class ReplayedValues:
     """Initial values that are replayed from the tape."""
 
     recorded: RecordedModel
     device: torch.device
-    apiece: bool = True
+    is_local: bool = True
 
-    def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
+    def values(self, shard_specs: ShardSpecs) -> tuple[dict[str, Tensor], list[str]]:
         """Compute one full tensor after another on this rank, and keep only its shard."""
-        found = {}
-        for name, part in parts.items():
-            if part.local is not None:
-                found[name] = self._part(name, part).to(self.device)
-        return found, []
+        values = {}
+        for name, shard_spec in shard_specs.items():
+            if shard_spec.local_shape is not None:
+                values[name] = self._replay_shard(name, shard_spec).to(self.device)
+        return values, []
 
-    def _part(self, name: str, part: ShardSpec) -> Tensor:
-        if name in self.recorded.real:
-            return part.take(self.recorded.real[name])
-        whole = self.recorded.tape.values(self.recorded.views[name])[0]
-        return whole if part.is_all and len(part.boxes) == 1 else part.take(whole)
+    def _replay_shard(self, name: str, shard_spec: ShardSpec) -> Tensor:
+        if name in self.recorded.real_tensors:
+            return shard_spec.extract(self.recorded.real_tensors[name])
+        full_tensor = self.recorded.tape.compute_values(self.recorded.views[name])[0]
+        return full_tensor if shard_spec.is_full and len(shard_spec.boxes) == 1 else shard_spec.extract(full_tensor)
 
 
 def defer_init(
-    build: Callable[[], nn.Module], *, seed: int, world: World, limit_bytes: int, stored: PretrainedModel | None = None
+    build: Callable[[], nn.Module],
+    *,
+    seed: int,
+    world: World,
+    limit_bytes: int,
+    pretrained: PretrainedModel | None = None,
 ) -> DeferredInit:
     """Return the model on the meta device, equal on all ranks.
 
@@ -101,30 +111,39 @@ def defer_init(
         UsageError: the model is above the limit, and the constructor cannot be recorded.
         JobError, DesyncError: `build` returns no model, or ranks have different models.
     """
-    if stored is not None:
+    if pretrained is not None:
         seed_all(stream_key(seed, "build"))
-        source, notes = from_files(stored, seed=stream_key(seed, "build"), device=world.device)
+        source, notes = open_pretrained(pretrained, seed=stream_key(seed, "build"), device=world.device)
         return DeferredInit(model=source.model, source=source, notes=tuple(notes))
-    recorded, reason = _tried(build, seed)
+    recorded, reason = _try_record(build, seed)
     reasons = world.gather_json(reason)
     if recorded is not None and recorded.num_bytes > limit_bytes and not any(reasons):
-        refuse_unequal(recorded.model, world=world)
-        return _replayed(recorded, world, limit_bytes)
-    refused = next((text for text in reasons if text), "")
-    is_first = first_of_node(world)
-    model = _checked(build()) if is_first or recorded is None else recorded.model
+        refuse_unequal_models(recorded.model, world=world)
+        return _make_replayed_init(recorded, world, limit_bytes)
+    refusal = next((text for text in reasons if text), "")
+    is_first = is_first_of_node(world)
+    model = _check_model(build()) if is_first or recorded is None else recorded.model
     num_bytes = tensor_bytes(model)
     if num_bytes > limit_bytes:
-        raise _too_large(num_bytes, limit_bytes, refused)
-    held = {name: tensor.detach() for name, tensor in named_tensors(model).items()} if is_first else {}
+        raise _too_large_error(num_bytes, limit_bytes, refusal)
+    tensors = {name: tensor.detach() for name, tensor in named_tensors(model).items()} if is_first else {}
     model = release_memory(model)
-    reason = reason or _loose(recorded)
-    model, notes = same_models(model, build=build, is_plain=is_first or recorded is None, reason=reason, world=world)
-    return DeferredInit(model=model, source=NodeBroadcast(model=model, held=held, world=world), notes=tuple(notes))
+    reason = reason or _difference_reason(recorded)
+    model, notes = match_rank_zero(
+        model, build=build, is_plain=is_first or recorded is None, reason=reason, world=world
+    )
+    return DeferredInit(
+        model=model, source=NodeBroadcast(model=model, tensors=tensors, world=world), notes=tuple(notes)
+    )
 
 
 def defer_large_model(
-    build: Callable[[], nn.Module], *, seed: int, world: World, limit_bytes: int, stored: PretrainedModel | None = None
+    build: Callable[[], nn.Module],
+    *,
+    seed: int,
+    world: World,
+    limit_bytes: int,
+    pretrained: PretrainedModel | None = None,
 ) -> DeferredInit | None:
     """Return the model on the meta device if it is above the limit; then each rank may get values alone, repeatedly.
 
@@ -134,21 +153,21 @@ def defer_large_model(
         DesyncError: ranks have different models.
         UsageError: the model has too many values that cannot be replayed.
     """
-    if stored is not None:
+    if pretrained is not None:
         seed_all(stream_key(seed, "build"))
-        source, notes = from_files(stored, seed=stream_key(seed, "build"), device=world.device)
+        source, notes = open_pretrained(pretrained, seed=stream_key(seed, "build"), device=world.device)
         if tensor_bytes(source.model) <= limit_bytes:
             return None
-        return DeferredInit(model=source.model, source=source.apart(), notes=tuple(notes))
+        return DeferredInit(model=source.model, source=source.with_unsharded_model(), notes=tuple(notes))
     with preserve_rng():
-        recorded, reason = _tried(build, seed)
+        recorded, reason = _try_record(build, seed)
     if any(world.gather_json(reason)) or recorded is None or recorded.num_bytes <= limit_bytes:
         return None
-    refuse_unequal(recorded.model, world=world)
-    return _replayed(recorded, world, limit_bytes)
+    refuse_unequal_models(recorded.model, world=world)
+    return _make_replayed_init(recorded, world, limit_bytes)
 
 
-def drawn_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) -> nn.Module:
+def build_full_model(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) -> nn.Module:
     """Return the full model in this process, for `single` and `ddp`.
 
     It is a plain build, or, above the limit, a model with one random stream per tensor name.
@@ -157,61 +176,67 @@ def drawn_start(build: Callable[[], nn.Module], *, seed: int, limit_bytes: int) 
         UsageError: the model is above the limit, and the constructor cannot be recorded.
     """
     with preserve_rng():
-        recorded, reason = _tried(build, seed)
+        recorded, reason = _try_record(build, seed)
     if recorded is not None and recorded.num_bytes > limit_bytes:
-        made = _replayed(recorded, World.alone(), limit_bytes)
-        fill_model(made.model, made.values({})[0])
-        return made.model
-    model = _checked(build())
+        deferred = _make_replayed_init(recorded, World.alone(), limit_bytes)
+        fill_model(deferred.model, deferred.values({})[0])
+        return deferred.model
+    model = _check_model(build())
     if tensor_bytes(model) > limit_bytes:
-        raise _too_large(tensor_bytes(model), limit_bytes, reason)
+        raise _too_large_error(tensor_bytes(model), limit_bytes, reason)
     return model
 
 
 def fill_model(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Put full tensors into a model on the meta device; ties, types and attributes of its tensors stay unchanged."""
-    old = named_tensors(model)
-    put_tensors(
+    meta_tensors = named_tensors(model)
+    replace_tensors(
         model,
         {
-            name: with_data(old[name], value)
+            name: with_data(meta_tensors[name], value)
             for name, value in values.items()
-            if old[name].is_meta and value.shape == old[name].shape
+            if meta_tensors[name].is_meta and value.shape == meta_tensors[name].shape
         },
     )
 
 
-def _tried(build: Callable[[], nn.Module], seed: int) -> tuple[RecordedModel | None, str]:
+def _try_record(build: Callable[[], nn.Module], seed: int) -> tuple[RecordedModel | None, str]:
     try:
-        return record(build, seed=seed), ""
+        return record_model(build, seed=seed), ""
     except Unrecordable as error:
         return None, str(error)
 
 
-def _loose(recorded: RecordedModel | None) -> str:
+def _difference_reason(recorded: RecordedModel | None) -> str:
     """Return the reason why a recorded model may differ from the plain one; an empty string if there is none."""
     if recorded is None:
         return ""
-    if recorded.loose:
-        return f"{recorded.loose[0]} is a random tensor that is neither parameter nor buffer"
+    if recorded.unregistered_names:
+        return f"{recorded.unregistered_names[0]} is a random tensor that is neither parameter nor buffer"
     return recorded.doubts[0] if recorded.doubts else ""
 
 
-def _replayed(recorded: RecordedModel, world: World, limit_bytes: int) -> DeferredInit:
-    kept = recorded.tape.constant_bytes + sum(tensor.nbytes for tensor in recorded.real.values())
-    if kept > limit_bytes:
-        raise _too_large(recorded.num_bytes, limit_bytes, f"{kept:,} bytes of it are created outside torch, or read")
-    loose = next(iter(recorded.loose), "")
-    if loose and recorded.num_bytes > limit_bytes:
-        raise _too_large(recorded.num_bytes, limit_bytes, f"{loose} is neither parameter nor buffer, and is random")
+def _make_replayed_init(recorded: RecordedModel, world: World, limit_bytes: int) -> DeferredInit:
+    num_stored_bytes = recorded.tape.constant_bytes + sum(tensor.nbytes for tensor in recorded.real_tensors.values())
+    if num_stored_bytes > limit_bytes:
+        raise _too_large_error(
+            recorded.num_bytes, limit_bytes, f"{num_stored_bytes:,} bytes of it are created outside torch, or read"
+        )
+    unregistered_name = next(iter(recorded.unregistered_names), "")
+    if unregistered_name and recorded.num_bytes > limit_bytes:
+        raise _too_large_error(
+            recorded.num_bytes, limit_bytes, f"{unregistered_name} is neither parameter nor buffer, and is random"
+        )
     note = (
         f"initial values: {recorded.num_bytes:,} bytes are above init.limit, so each tensor is drawn from a random "
         "stream of its name; below the limit the values equal those of a plain build"
     )
-    return DeferredInit(model=recorded.model, source=Replayed(recorded=recorded, device=world.device), notes=(note,))
+    return DeferredInit(
+        model=recorded.model, source=ReplayedValues(recorded=recorded, device=world.device), notes=(note,)
+    )
 
 
-def _too_large(num_bytes: int, limit_bytes: int, reason: str) -> UsageError:
+def _too_large_error(num_bytes: int, limit_bytes: int, reason: str) -> UsageError:
     return UsageError(
         f"the model has {num_bytes:,} bytes, init.limit is {limit_bytes:,}, and its constructor can't be recorded.",
         cause=reason,
@@ -219,7 +244,7 @@ def _too_large(num_bytes: int, limit_bytes: int, reason: str) -> UsageError:
     )
 
 
-def _checked(model: object) -> nn.Module:
+def _check_model(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise JobError(
             f"model= returned a {type(model).__name__}, expected a torch.nn.Module.", hint="model=lambda: MyModel()"

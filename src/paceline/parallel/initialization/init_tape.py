@@ -18,8 +18,8 @@ from torch import Tensor
 from paceline.torch_internals.private_api import storage_key
 from paceline.torch_internals.rng import preserve_rng, seed_torch, stream_key
 
-_DRAWING = ("random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_")
-OVERWRITING = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", *_DRAWING})
+_RANDOM_OPERATIONS = ("random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_")
+OVERWRITING_OPERATIONS = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", *_RANDOM_OPERATIONS})
 
 
 class Unrecordable(Exception):
@@ -30,28 +30,30 @@ class Unrecordable(Exception):
 class RecordedView:
     """The location of a recorded tensor: its storage, and its view of the storage."""
 
-    memory: int
+    storage: int
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     @staticmethod
-    def of(tensor: Tensor) -> "RecordedView":
+    def from_tensor(tensor: Tensor) -> "RecordedView":
         """Return the location of a strided tensor."""
         return RecordedView(
-            memory=storage_key(tensor),
+            storage=storage_key(tensor),
             dtype=tensor.dtype,
             size=tuple(tensor.shape),
             stride=tensor.stride(),
             offset=int(tensor.storage_offset()),
         )
 
-    def on(self, memory: Tensor) -> Tensor:
+    def view_of(self, storage_tensor: Tensor) -> Tensor:
         """Return the same view of real memory."""
-        return torch.empty(0, dtype=self.dtype).set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+        return torch.empty(0, dtype=self.dtype).set_(
+            storage_tensor.untyped_storage(), self.offset, self.size, self.stride
+        )
 
-    def new(self) -> Tensor:
+    def allocate(self) -> Tensor:
         """Allocate a tensor of this size, stride and dtype."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
 
@@ -63,11 +65,11 @@ class RecordedStep:
     call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    draws: bool
-    reads: frozenset[int]
-    writes: frozenset[int]
-    makes: tuple[RecordedView | None, ...] = ()
-    overwrites: int | None = None
+    is_random: bool
+    read_storages: frozenset[int]
+    written_storages: frozenset[int]
+    created_views: tuple[RecordedView | None, ...] = ()
+    overwritten_storage: int | None = None
 
     @property
     def name(self) -> str:
@@ -82,123 +84,133 @@ class InitTape:
     seed: int
     steps: list[RecordedStep] = field(default_factory=list)
     constant_bytes: int = 0
-    _touched: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    _keys: dict[int, int] = field(default_factory=dict)
-    _alive: list[Any] = field(default_factory=list)
+    _steps_by_storage: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    _stream_keys: dict[int, int] = field(default_factory=dict)
+    _live_storages: list[Any] = field(default_factory=list)
 
-    def hold(self, tensor: Tensor) -> None:
+    def keep_alive(self, tensor: Tensor) -> None:
         """Keep a recorded tensor's meta storage alive, so that its key stays unique."""
-        self._alive.append(tensor.untyped_storage())
+        self._live_storages.append(tensor.untyped_storage())
 
-    def knows(self, memory: int) -> bool:
+    def has_storage(self, storage: int) -> bool:
         """Return True if a step has created or written the storage."""
-        return memory in self._touched
+        return storage in self._steps_by_storage
 
-    def add(self, step: RecordedStep) -> None:
+    def append_step(self, step: RecordedStep) -> None:
         """Append an operation."""
-        for memory in {*step.writes, *(view.memory for view in step.makes if view is not None)}:
-            self._touched[memory].append(len(self.steps))
+        for storage in {*step.written_storages, *(view.storage for view in step.created_views if view is not None)}:
+            self._steps_by_storage[storage].append(len(self.steps))
         self.steps.append(step)
 
-    def name_draws(self, named: Sequence[tuple[str, RecordedView]]) -> None:
+    def assign_random_streams(self, named_views: Sequence[tuple[str, RecordedView]]) -> None:
         """Assign a random stream to each draw, keyed by the first tensor that needs it and the index of the draw."""
-        for name, view in named:
-            draws = [number for number in self.needed(view) if self.steps[number].draws and number not in self._keys]
-            for place, number in enumerate(draws):
-                self._keys[number] = stream_key(self.seed, "init", name, place)
+        for name, view in named_views:
+            step_indices = [
+                step_index
+                for step_index in self.required_steps(view)
+                if self.steps[step_index].is_random and step_index not in self._stream_keys
+            ]
+            for draw_index, number in enumerate(step_indices):
+                self._stream_keys[number] = stream_key(self.seed, "init", name, draw_index)
 
-    def draws(self, view: RecordedView) -> bool:
+    def depends_on_random(self, view: RecordedView) -> bool:
         """Return whether the values of the view depend on a random draw."""
-        return any(self.steps[number].draws for number in self.needed(view))
+        return any(self.steps[number].is_random for number in self.required_steps(view))
 
-    def needed(self, *views: RecordedView) -> list[int]:
+    def required_steps(self, *views: RecordedView) -> list[int]:
         """Return the steps that these values depend on, in order."""
-        chosen: set[int] = set()
-        seen: set[tuple[int, int]] = set()
-        queue = [(view.memory, len(self.steps)) for view in views]
+        required: set[int] = set()
+        visited: set[tuple[int, int]] = set()
+        queue = [(view.storage, len(self.steps)) for view in views]
         while queue:
-            memory, before = queue.pop()
-            if (memory, before) in seen:
+            storage, end = queue.pop()
+            if (storage, end) in visited:
                 continue
-            seen.add((memory, before))
-            for number in self._backwards(memory, before):
-                if number not in chosen:
-                    chosen.add(number)
-                    step = self.steps[number]
-                    queue += [(other, number) for other in step.reads | step.writes if other != memory]
-        return sorted(chosen)
+            visited.add((storage, end))
+            for step_index in self._effective_writes(storage, end):
+                if step_index not in required:
+                    required.add(step_index)
+                    step = self.steps[step_index]
+                    queue += [
+                        (other, step_index) for other in step.read_storages | step.written_storages if other != storage
+                    ]
+        return sorted(required)
 
-    def _backwards(self, memory: int, before: int) -> Iterator[int]:
+    def _effective_writes(self, storage: int, end: int) -> Iterator[int]:
         """Yield the writes that are not overwritten, last first, and the step that created the storage."""
-        touched = self._touched.get(memory, [])
-        for place in range(bisect_left(touched, before) - 1, -1, -1):
-            yield touched[place]
-            if self.steps[touched[place]].overwrites == memory:
-                if place:
-                    yield touched[0]
+        step_indices = self._steps_by_storage.get(storage, [])
+        for position in range(bisect_left(step_indices, end) - 1, -1, -1):
+            yield step_indices[position]
+            if self.steps[step_indices[position]].overwritten_storage == storage:
+                if position:
+                    yield step_indices[0]
                 return
 
-    def values(self, *views: RecordedView) -> list[Tensor]:
+    def compute_values(self, *views: RecordedView) -> list[Tensor]:
         """Compute the values of only these tensors."""
-        memories: dict[int, Tensor] = {}
-        numbers = self.needed(*views)
-        last = self._last_uses(numbers, kept={view.memory for view in views})
+        memory_by_storage: dict[int, Tensor] = {}
+        step_indices = self.required_steps(*views)
+        freed_after = self._storages_freed_after(step_indices, kept_storages={view.storage for view in views})
         with preserve_rng(), torch.no_grad():
-            for number in numbers:
-                self._run(number, memories)
-                for memory in last.get(number, ()):
-                    memories.pop(memory, None)
-        return [view.on(self._found(view, memories)) for view in views]
+            for step_index in step_indices:
+                self._replay_step(step_index, memory_by_storage)
+                for storage in freed_after.get(step_index, ()):
+                    memory_by_storage.pop(storage, None)
+        return [view.view_of(self._memory_of(view, memory_by_storage)) for view in views]
 
     @staticmethod
-    def _found(view: RecordedView, memories: dict[int, Tensor]) -> Tensor:
-        if view.memory not in memories:
+    def _memory_of(view: RecordedView, memory_by_storage: dict[int, Tensor]) -> Tensor:
+        if view.storage not in memory_by_storage:
             raise Unrecordable("a tensor without memory that was made before the model")
-        return memories[view.memory]
+        return memory_by_storage[view.storage]
 
-    def _last_uses(self, numbers: Sequence[int], *, kept: set[int]) -> dict[int, list[int]]:
+    def _storages_freed_after(self, step_indices: Sequence[int], *, kept_storages: set[int]) -> dict[int, list[int]]:
         """Return, for each step, the storages that can be freed after it."""
-        last: dict[int, int] = {}
-        for number in numbers:
-            step = self.steps[number]
-            for memory in (*step.reads, *step.writes, *(view.memory for view in step.makes if view is not None)):
-                last[memory] = number
-        found: dict[int, list[int]] = defaultdict(list)
-        for memory, number in last.items():
-            if memory not in kept:
-                found[number].append(memory)
-        return found
+        last_use: dict[int, int] = {}
+        for step_index in step_indices:
+            step = self.steps[step_index]
+            for storage in (
+                *step.read_storages,
+                *step.written_storages,
+                *(view.storage for view in step.created_views if view is not None),
+            ):
+                last_use[storage] = step_index
+        freed_after: dict[int, list[int]] = defaultdict(list)
+        for storage, step_index in last_use.items():
+            if storage not in kept_storages:
+                freed_after[step_index].append(storage)
+        return freed_after
 
-    def _run(self, number: int, memories: dict[int, Tensor]) -> None:
-        step = self.steps[number]
-        if step.draws:
-            seed_torch(self._keys.setdefault(number, stream_key(self.seed, "init", "#", number)))
+    def _replay_step(self, step_index: int, memory_by_storage: dict[int, Tensor]) -> None:
+        step = self.steps[step_index]
+        if step.is_random:
+            seed_torch(self._stream_keys.setdefault(step_index, stream_key(self.seed, "init", "#", step_index)))
 
-        def real(value: Any) -> Any:
+        def to_real(value: Any) -> Any:
             if isinstance(value, RecordedView):
-                return value.on(self._found(value, memories))
+                return value.view_of(self._memory_of(value, memory_by_storage))
             return value.clone() if isinstance(value, Tensor) else value
 
-        found = step.call(*map_arguments(step.args, real), **map_arguments(step.kwargs, real))
-        for view, tensor in zip(step.makes, tensors_in(found), strict=True):
+        result = step.call(*map_arguments(step.args, to_real), **map_arguments(step.kwargs, to_real))
+        for view, tensor in zip(step.created_views, find_tensors(result), strict=True):
             if view is None:
                 continue
             if tensor.stride() != view.stride or tensor.storage_offset() != view.offset:
-                tensor = view.new().copy_(tensor)
-            memories[view.memory] = tensor
+                tensor = view.allocate().copy_(tensor)
+            memory_by_storage[view.storage] = tensor
 
 
-def map_arguments(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the same nest of lists, tuples and dicts with `change` applied to every leaf."""
+def map_arguments(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Return the same nest of lists, tuples and dicts with `function` applied to every leaf."""
     if isinstance(tree, list | tuple):
-        return type(tree)(map_arguments(value, change) for value in tree)
+        return type(tree)(map_arguments(value, function) for value in tree)
     if isinstance(tree, dict):
-        return {name: map_arguments(value, change) for name, value in tree.items()}
-    return change(tree)
+        return {name: map_arguments(value, function) for name, value in tree.items()}
+    return function(tree)
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
+def find_tensors(tree: Any) -> list[Tensor]:
     """Return the tensors of a nest, in order."""
-    found: list[Tensor] = []
-    map_arguments(tree, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
-    return found
+    tensors: list[Tensor] = []
+    map_arguments(tree, lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None)
+    return tensors

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paceline.parallel.initialization.init_tape import OVERWRITING, RecordedView, map_arguments, tensors_in
+from paceline.parallel.initialization.init_tape import OVERWRITING_OPERATIONS, RecordedView, find_tensors, map_arguments
 from paceline.parallel.initialization.record_mode import (
-    AsIfOn,
-    arguments_of,
-    as_meta,
-    has_no_memory,
-    name_of,
+    ReportedDeviceMode,
+    argument_names,
+    is_on_meta,
+    operation_name,
     returns_numbers,
+    to_meta,
 )
 from paceline.torch_internals.dispatch_modes import TorchDispatchMode, hide_from_modes, written_tensors
 
-Make = Callable[[int], Tensor]
+CreateTensor = Callable[[int], Tensor]
 
 
 class UnknownNumber(BaseException):
@@ -40,114 +40,124 @@ def meta_forward(device: torch.device) -> Iterator[None]:
     Raises:
         UnknownNumber: the forward read a value that depends on a parameter.
     """
-    with _Sketch(device), AsIfOn(device, _refused):
+    with _MetaForwardMode(device), ReportedDeviceMode(device, _refuse_read):
         yield
 
 
 @contextmanager
-def lend_parameters(make: Make, *, device: torch.device) -> Iterator[None]:
+def lend_parameters(create_tensor: CreateTensor, *, device: torch.device) -> Iterator[None]:
     """Run forwards with real parameter values inside this context.
 
     `create_tensor` returns the full tensor for the key of a storage; the last one is cached.
     """
-    lender = _Lend(make, device)
-    with lender, AsIfOn(device, lender.read):
+    lender = _LendMode(create_tensor, device)
+    with lender, ReportedDeviceMode(device, lender.read_tensor):
         yield
 
 
-class _Sketch(TorchDispatchMode):
+class _MetaForwardMode(TorchDispatchMode):
     """A dispatch mode that runs operations on unknown values on the meta device, and all others on real tensors.
 
-    `_lost` contains the storages of real tensors that were overwritten with unknown values.
+    `_unknown_storages` contains the storages of real tensors that were overwritten with unknown values.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
-        self._lost = WeakIdKeyDictionary()
+        self._unknown_storages = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation, on real tensors or on the meta device."""
         kwargs = dict(kwargs or {})
-        given = tensors_in((args, kwargs))
-        if not any(self._is_unknown(tensor) for tensor in given):
-            return func(*args, **_here(kwargs, self._device))
+        inputs = find_tensors((args, kwargs))
+        if not any(self._is_unknown(tensor) for tensor in inputs):
+            return func(*args, **_replace_meta_device(kwargs, self._device))
         if returns_numbers(func):
             raise UnknownNumber("a number, as .item() and `if` do")
-        targets = [tensor for tensor in written_tensors(func, args, kwargs) if not has_no_memory(tensor)]
-        if targets and self._makes_known(func, given):
+        targets = [tensor for tensor in written_tensors(func, args, kwargs) if not is_on_meta(tensor)]
+        if targets and self._overwrites_with_known(func, inputs):
             return func(*args, **kwargs)
-        if not targets and not any(has_no_memory(tensor) for tensor in given) and _is_view(func):
+        if not targets and not any(is_on_meta(tensor) for tensor in inputs) and _is_view(func):
             return func(*args, **kwargs)  # a view of lost memory, which must see later writes
-        found = self._without_numbers(func, args, kwargs)
+        result = self._run_on_meta(func, args, kwargs)
         for tensor in targets:
-            self._lost[tensor.untyped_storage()] = True
-        return targets[0] if targets and isinstance(found, Tensor) and _is_written(func) else found
+            self._unknown_storages[tensor.untyped_storage()] = True
+        return targets[0] if targets and isinstance(result, Tensor) and _returns_written(func) else result
 
-    def _without_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if "device" in arguments_of(func):
+    def _run_on_meta(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if "device" in argument_names(func):
             kwargs = {**kwargs, "device": torch.device("meta")}
         try:
-            return func(*map_arguments(args, as_meta), **map_arguments(kwargs, as_meta))
+            return func(*map_arguments(args, to_meta), **map_arguments(kwargs, to_meta))
         except NotImplementedError as error:
-            raise UnknownNumber(f"what {name_of(func)} gives") from error
+            raise UnknownNumber(f"what {operation_name(func)} gives") from error
 
-    def _makes_known(self, func: Any, given: list[Tensor]) -> bool:
+    def _overwrites_with_known(self, func: Any, inputs: list[Tensor]) -> bool:
         """Return True if the operation overwrites a full tensor with known values."""
-        target, *others = given
+        target, *sources = inputs
         is_all = target.nbytes == target.untyped_storage().nbytes() and 0 not in target.stride()
-        if name_of(func) not in OVERWRITING or not is_all or any(self._is_unknown(tensor) for tensor in others):
+        if (
+            operation_name(func) not in OVERWRITING_OPERATIONS
+            or not is_all
+            or any(self._is_unknown(tensor) for tensor in sources)
+        ):
             return False
-        self._lost.pop(target.untyped_storage(), None)
+        self._unknown_storages.pop(target.untyped_storage(), None)
         return True
 
     def _is_unknown(self, tensor: Tensor) -> bool:
-        return has_no_memory(tensor) or (bool(self._lost) and tensor.untyped_storage() in self._lost)
+        return is_on_meta(tensor) or (
+            bool(self._unknown_storages) and tensor.untyped_storage() in self._unknown_storages
+        )
 
 
-class _Lend(TorchDispatchMode):
+class _LendMode(TorchDispatchMode):
     """A dispatch mode that passes real tensors to each operation; views of parameters stay on the meta device."""
 
-    def __init__(self, make: Make, device: torch.device) -> None:
+    def __init__(self, create_tensor: CreateTensor, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._make, self._device = make, device
-        self._last: tuple[int, Tensor] | None = None
+        self._create_tensor, self._device = create_tensor, device
+        self._cached: tuple[int, Tensor] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation with real parameters."""
-        kwargs = _here(dict(kwargs or {}), self._device)
-        if _is_view(func) or not any(has_no_memory(tensor) for tensor in tensors_in((args, kwargs))):
+        kwargs = _replace_meta_device(dict(kwargs or {}), self._device)
+        if _is_view(func) or not any(is_on_meta(tensor) for tensor in find_tensors((args, kwargs))):
             return func(*args, **kwargs)
-        return func(*map_arguments(args, self._real), **map_arguments(kwargs, self._real))
+        return func(*map_arguments(args, self._real_argument), **map_arguments(kwargs, self._real_argument))
 
-    def real(self, tensor: Tensor) -> Tensor:
+    def real_tensor(self, tensor: Tensor) -> Tensor:
         """Return the values of a parameter, or of a view of one."""
-        view = RecordedView.of(tensor)
-        if self._last is None or self._last[0] != view.memory:
-            self._last = None
-            self._last = (view.memory, self._make(view.memory))
-        memory = self._last[1]
+        view = RecordedView.from_tensor(tensor)
+        if self._cached is None or self._cached[0] != view.storage:
+            self._cached = None
+            self._cached = (view.storage, self._create_tensor(view.storage))
+        memory = self._cached[1]
         return torch.empty(0, dtype=view.dtype, device=memory.device).set_(
             memory.untyped_storage(), view.offset, view.size, view.stride
         )
 
-    def read(self, tensor: Tensor) -> Tensor:
+    def read_tensor(self, tensor: Tensor) -> Tensor:
         """Return the values of a parameter that Python reads directly, hidden from other dispatch modes."""
         with hide_from_modes():
-            return self.real(tensor)
+            return self.real_tensor(tensor)
 
-    def _real(self, value: Any) -> Any:
-        return self.real(value) if isinstance(value, Tensor) and has_no_memory(value) else value
+    def _real_argument(self, value: Any) -> Any:
+        return self.real_tensor(value) if isinstance(value, Tensor) and is_on_meta(value) else value
 
 
-def _refused(_: Tensor) -> Tensor:
+def _refuse_read(_: Tensor) -> Tensor:
     raise UnknownNumber("numbers, as .tolist() does")
 
 
-def _here(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def _replace_meta_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Replace the meta device by `device`, since a forward creates new tensors on a parameter's device."""
-    where = kwargs.get("device")
-    return {**kwargs, "device": device} if isinstance(where, torch.device) and where.type == "meta" else kwargs
+    device_argument = kwargs.get("device")
+    return (
+        {**kwargs, "device": device}
+        if isinstance(device_argument, torch.device) and device_argument.type == "meta"
+        else kwargs
+    )
 
 
 def _is_view(func: Any) -> bool:
@@ -156,6 +166,6 @@ def _is_view(func: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def _is_written(func: Any) -> bool:
+def _returns_written(func: Any) -> bool:
     """Return True if the operation returns the tensors that it writes to."""
     return all(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from paceline.errors import user_line
 from paceline.parallel.initialization.init_tape import InitTape, RecordedView, Unrecordable
-from paceline.parallel.initialization.record_mode import has_no_memory, record_init
+from paceline.parallel.initialization.record_mode import is_on_meta, record_init
 from paceline.parallel.module_access.user_hooks import refuse_hooks
 from paceline.torch_internals.private_api import module_registries, of_type
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_DEEPEST = 4
+_PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
+_MAX_DEPTH = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class RecordedModel:
     model: nn.Module
     tape: InitTape
     views: Mapping[str, RecordedView]
-    real: Mapping[str, Tensor]
-    loose: tuple[str, ...]
+    real_tensors: Mapping[str, Tensor]
+    unregistered_names: tuple[str, ...]
     doubts: tuple[str, ...]
 
     @property
@@ -38,7 +38,7 @@ class RecordedModel:
         return tensor_bytes(self.model)
 
 
-def record(build: Callable[[], nn.Module], *, seed: int) -> RecordedModel:
+def record_model(build: Callable[[], nn.Module], *, seed: int) -> RecordedModel:
     """Build a model on the meta device, and record the operations.
 
     Raises:
@@ -52,12 +52,21 @@ def record(build: Callable[[], nn.Module], *, seed: int) -> RecordedModel:
         line = user_line(error)
         raise Unrecordable(f"{type(error).__name__}: {error}" + (f" (at {line})" if line else "")) from error
     tensors = named_tensors(model)
-    views = {name: RecordedView.of(tensor) for name, tensor in tensors.items() if has_no_memory(tensor)}
-    tape.name_draws(list(views.items()))
-    real = {name: tensor.detach() for name, tensor in tensors.items() if not has_no_memory(tensor)}
-    loose = tuple(_filled(model, tape, own={id(tensor) for tensor in tensors.values()}))
+    views = {name: RecordedView.from_tensor(tensor) for name, tensor in tensors.items() if is_on_meta(tensor)}
+    tape.assign_random_streams(list(views.items()))
+    real_tensors = {name: tensor.detach() for name, tensor in tensors.items() if not is_on_meta(tensor)}
+    unregistered_names = tuple(
+        _fill_attributes(model, tape, registered_ids={id(tensor) for tensor in tensors.values()})
+    )
     release_memory(model)
-    return RecordedModel(model=model, tape=tape, views=views, real=real, loose=loose, doubts=tuple(doubts))
+    return RecordedModel(
+        model=model,
+        tape=tape,
+        views=views,
+        real_tensors=real_tensors,
+        unregistered_names=unregistered_names,
+        doubts=tuple(doubts),
+    )
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -74,7 +83,7 @@ def release_memory(model: nn.Module) -> nn.Module:
     """Move the model to the meta device; the tensors' types, attributes and ties stay unchanged."""
     tensors = named_tensors(model)
     refuse_hooks(tensors)
-    put_tensors(model, {name: empty_like(tensor) for name, tensor in tensors.items()})
+    replace_tensors(model, {name: empty_like(tensor) for name, tensor in tensors.items()})
     return model
 
 
@@ -85,89 +94,91 @@ def empty_like(tensor: Tensor) -> Tensor:
 
 def with_data(like: Tensor, data: Tensor) -> Tensor:
     """Return `data` as a parameter or buffer with the type and attributes of `like`."""
-    found = of_type(data, like=like)
-    vars(found).update(vars(like))
-    return found
+    tensor = of_type(data, like=like)
+    vars(tensor).update(vars(like))
+    return tensor
 
 
-def put_tensors(model: nn.Module, news: Mapping[str, Tensor]) -> None:
+def replace_tensors(model: nn.Module, replacements: Mapping[str, Tensor]) -> None:
     """Replace the tensors with these first names everywhere: also tied ones, and those in lists and dicts."""
     old = named_tensors(model)
-    change = {id(old[name]): tensor for name, tensor in news.items()}
+    replacement_by_id = {id(old[name]): tensor for name, tensor in replacements.items()}
     for module in model.modules():
         for holder in module_registries(module):
             for name, tensor in list(holder.items()):
-                if tensor is not None and id(tensor) in change:
-                    holder[name] = change[id(tensor)]
-        for _, held, place, tensor in _attributes(module):
-            if id(tensor) in change:
-                held[place] = change[id(tensor)]
+                if tensor is not None and id(tensor) in replacement_by_id:
+                    holder[name] = replacement_by_id[id(tensor)]
+        for _, container, key, tensor in _attribute_tensors(module):
+            if id(tensor) in replacement_by_id:
+                container[key] = replacement_by_id[id(tensor)]
 
 
-def _filled(model: nn.Module, tape: InitTape, *, own: set[int]) -> Iterator[str]:
+def _fill_attributes(model: nn.Module, tape: InitTape, *, registered_ids: set[int]) -> Iterator[str]:
     """Compute the tensors in plain attributes, and yield the names of those that depend on random draws."""
     for prefix, module in model.named_modules():
-        for name, holder, place, tensor in list(_attributes(module)):
-            if id(tensor) in own or not has_no_memory(tensor):
+        for name, container, key, tensor in list(_attribute_tensors(module)):
+            if id(tensor) in registered_ids or not is_on_meta(tensor):
                 continue
-            view = RecordedView.of(tensor)
-            if tape.draws(view) or tensor.grad_fn is not None:
+            view = RecordedView.from_tensor(tensor)
+            if tape.depends_on_random(view) or tensor.grad_fn is not None:
                 yield f"{prefix}.{name}" if prefix else name
-            holder[place] = tape.values(view)[0]
+            container[key] = tape.compute_values(view)[0]
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any, Any, Tensor]]:
+def _attribute_tensors(module: nn.Module) -> Iterator[tuple[str, Any, Any, Tensor]]:
     """Yield tensors in plain attributes of a module, also in lists and dicts: name, holder, place, tensor."""
     for name, value in list(vars(module).items()):
         if name not in ("_parameters", "_buffers", "_modules"):
-            yield from _held(name, vars(module), name, value, depth=0)
+            yield from _nested_tensors(name, vars(module), name, value, depth=0)
 
 
-def _held(name: str, holder: Any, place: Any, value: Any, *, depth: int) -> Iterator[tuple[str, Any, Any, Tensor]]:
+def _nested_tensors(
+    name: str, container: Any, key: Any, value: Any, *, depth: int
+) -> Iterator[tuple[str, Any, Any, Tensor]]:
     if isinstance(value, Tensor):
-        yield name, holder, place, value
-    elif depth < _DEEPEST and isinstance(value, list):
+        yield name, container, key, value
+    elif depth < _MAX_DEPTH and isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from _held(f"{name}[{index}]", value, index, inner, depth=depth + 1)
-    elif depth < _DEEPEST and isinstance(value, MutableMapping):
+            yield from _nested_tensors(f"{name}[{index}]", value, index, inner, depth=depth + 1)
+    elif depth < _MAX_DEPTH and isinstance(value, MutableMapping):
         for key, inner in list(value.items()):
-            yield from _held(f"{name}[{key!r}]", value, key, inner, depth=depth + 1)
+            yield from _nested_tensors(f"{name}[{key!r}]", value, key, inner, depth=depth + 1)
 
 
-def described(model: nn.Module) -> dict[str, str]:
+def describe_model(model: nn.Module) -> dict[str, str]:
     """Return a description for comparing builds: types, shapes and ties of tensors, classes and values of modules."""
-    first: dict[int, str] = {}
-    found: dict[str, str] = {}
+    first_names: dict[int, str] = {}
+    description: dict[str, str] = {}
     for name, tensor in [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]:
-        if id(tensor) in first:
-            found[name] = f"tied to {first[id(tensor)]}"
+        if id(tensor) in first_names:
+            description[name] = f"tied to {first_names[id(tensor)]}"
             continue
-        first[id(tensor)] = name
-        trains = "trainable" if tensor.requires_grad else "constant"
-        found[name] = f"{type(tensor).__name__}, {str(tensor.dtype)[6:]}{list(tensor.shape)}, {trains}"
+        first_names[id(tensor)] = name
+        trainability = "trainable" if tensor.requires_grad else "constant"
+        description[name] = f"{type(tensor).__name__}, {str(tensor.dtype)[6:]}{list(tensor.shape)}, {trainability}"
     for prefix, module in model.named_modules():
-        found[f"{prefix}()"] = type(module).__qualname__
+        description[f"{prefix}()"] = type(module).__qualname__
         for name, value in vars(module).items():
-            text = _plain(value, _DEEPEST)
+            text = _plain_text(value, _MAX_DEPTH)
             if text:
-                found[f"{prefix}.{name}"] = text
-    return found
+                description[f"{prefix}.{name}"] = text
+    return description
 
 
-def digest(description: Mapping[str, str]) -> str:
+def hash_description(description: Mapping[str, str]) -> str:
     """Return a short hash, equal only for equal descriptions."""
     return hashlib.blake2b(repr(sorted(description.items())).encode(), digest_size=16).hexdigest()
 
 
-def _plain(value: Any, depth: int) -> str:
+def _plain_text(value: Any, depth: int) -> str:
     """Return a value as text if it is a number, a string, or a nested container of them; else an empty string."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _PLAIN_TYPES):
         return repr(value)
     if depth and isinstance(value, list | tuple):
-        return "[" + ", ".join(_plain(inner, depth - 1) for inner in value) + "]"
+        return "[" + ", ".join(_plain_text(inner, depth - 1) for inner in value) + "]"
     if depth and isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {_plain(inner, depth - 1)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {_plain_text(inner, depth - 1)}" for key, inner in value.items()) + "}"
     return ""

@@ -12,25 +12,25 @@ from torch import Tensor, nn
 
 from paceline.comm.process_group import World
 from paceline.errors import DesyncError
-from paceline.parallel.initialization.meta_model import described, digest, named_tensors, release_memory
-from paceline.parallel.module_access.shard_spec import Parts, ShardSpec
+from paceline.parallel.initialization.meta_model import describe_model, hash_description, named_tensors, release_memory
+from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs
 
 
-def nodes_of(world: World) -> list[list[int]]:
+def ranks_by_node(world: World) -> list[list[int]]:
     """Return the ranks of each node; the first one builds the model.
 
     Two ranks are on the same node if global rank minus local rank is equal.
     """
-    starts = world.gather_json(_global_rank(world) - world.local_rank)
-    return [[rank for rank, start in enumerate(starts) if start == node] for node in dict.fromkeys(starts)]
+    node_ids = world.gather_json(_global_rank(world) - world.local_rank)
+    return [[rank for rank, start in enumerate(node_ids) if start == node] for node in dict.fromkeys(node_ids)]
 
 
-def first_of_node(world: World) -> bool:
+def is_first_of_node(world: World) -> bool:
     """Return whether this rank builds the model for its node."""
-    return any(ranks[0] == world.rank for ranks in nodes_of(world))
+    return any(ranks[0] == world.rank for ranks in ranks_by_node(world))
 
 
-def same_models(
+def match_rank_zero(
     model: nn.Module, *, build: Callable[[], nn.Module], is_plain: bool, reason: str, world: World
 ) -> tuple[nn.Module, list[str]]:
     """Return a model on the meta device that is equal to rank 0's.
@@ -40,51 +40,54 @@ def same_models(
     Raises:
         DesyncError: the models still differ.
     """
-    told = world.gather_json([digest(described(model)), reason])
-    if all(mark == told[0][0] for mark, _ in told) and not any(text for _, text in told):
+    gathered = world.gather_json([hash_description(describe_model(model)), reason])
+    if all(mark == gathered[0][0] for mark, _ in gathered) and not any(text for _, text in gathered):
         return model, []
-    theirs = world.share_json(described(model) if world.rank == 0 else None)
-    mine = described(model)
-    if mine != theirs and not reason:
-        name = _first_difference(mine, theirs)
-        reason = f"{name} is {mine.get(name, 'absent')} without memory, and {theirs.get(name, 'absent')} with it"
+    expected = world.share_json(describe_model(model) if world.rank == 0 else None)
+    description = describe_model(model)
+    if description != expected and not reason:
+        name = _first_difference(description, expected)
+        reason = (
+            f"{name} is {description.get(name, 'absent')} without memory, and {expected.get(name, 'absent')} with it"
+        )
     if reason and not is_plain:
         model = release_memory(build())
-    _refuse_others(_tensors(described(model)), _tensors(theirs), world)
+    _refuse_differences(_only_tensors(describe_model(model)), _only_tensors(expected), world)
     reasons = [text for text in world.gather_json(reason) if text]
     return model, [f"start: every rank builds the whole model, because {reasons[0]}"] if reasons else []
 
 
-def refuse_unequal(model: nn.Module, *, world: World) -> None:
+def refuse_unequal_models(model: nn.Module, *, world: World) -> None:
     """Check that all ranks have recorded the same model.
 
     Raises:
         DesyncError: the models differ; the message names the difference.
     """
-    mine = _tensors(described(model))
-    if len(set(world.gather_json(digest(mine)))) > 1:
-        _refuse_others(mine, world.share_json(mine if world.rank == 0 else None), world)
+    tensors = _only_tensors(describe_model(model))
+    if len(set(world.gather_json(hash_description(tensors)))) > 1:
+        _refuse_differences(tensors, world.share_json(tensors if world.rank == 0 else None), world)
 
 
-def _refuse_others(mine: dict[str, str], theirs: dict[str, str], world: World) -> None:
-    told = world.gather_json(_first_difference(mine, theirs) if mine != theirs else "")
-    rank = next((rank for rank, name in enumerate(told) if name), None)
+def _refuse_differences(local_tensors: dict[str, str], expected: dict[str, str], world: World) -> None:
+    differences = world.gather_json(_first_difference(local_tensors, expected) if local_tensors != expected else "")
+    rank = next((rank for rank, name in enumerate(differences) if name), None)
     if rank is not None:
         raise DesyncError(
-            f"the ranks have built different models: {told[rank]} on rank {rank} differs from rank 0.",
+            f"the ranks have built different models: {differences[rank]} on rank {rank} differs from rank 0.",
             cause="code that builds, ties or freezes layers on some ranks only, or in a different order",
             hint="build the same model on every rank",
         )
 
 
-def _tensors(description: dict[str, str]) -> dict[str, str]:
+def _only_tensors(description: dict[str, str]) -> dict[str, str]:
     """Return only the tensors of a description; other values may be specific to a process (an id, a path)."""
     return {n: v for n, v in description.items() if v.startswith("tied to ") or v.endswith(("trainable", "constant"))}
 
 
-def _first_difference(mine: dict[str, str], theirs: dict[str, str]) -> str:
+def _first_difference(local_description: dict[str, str], expected: dict[str, str]) -> str:
     return next(
-        (name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)), "the order of its parameters"
+        (name for name in {**expected, **local_description} if local_description.get(name) != expected.get(name)),
+        "the order of its parameters",
     )
 
 
@@ -93,96 +96,104 @@ class NodeBroadcast:
     """Initial values that the node's first rank holds, and frees as it sends them."""
 
     model: nn.Module
-    held: dict[str, Tensor]
+    tensors: dict[str, Tensor]
     world: World
-    apiece: bool = False
+    is_local: bool = False
 
-    def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
+    def values(self, shard_specs: ShardSpecs) -> tuple[dict[str, Tensor], list[str]]:
         """Return this rank's shards, received one by one; only the node's first rank holds full tensors."""
         world = self.world
         if world.world_size == 1:
-            return {name: self._own(name, part) for name, part in parts.items() if part.local is not None}, []
-        nodes = nodes_of(world)
-        mine = next(ranks for ranks in nodes if world.rank in ranks)
-        self._level(nodes)
-        everybody = self._asked(mine, parts)
-        found = {}
-        for name, part in parts.items():
-            if world.rank == mine[0]:
-                for rank in mine[1:]:
-                    self._send(name, everybody[rank][name], to=rank)
-                if part.local is not None:
-                    found[name] = self._own(name, part)
-                self.held.pop(name)
-            elif part.local is not None:
-                found[name] = self._receive(name, part, source=mine[0])
-        return found, []
+            return {
+                name: self._local_shard(name, shard_spec)
+                for name, shard_spec in shard_specs.items()
+                if shard_spec.local_shape is not None
+            }, []
+        nodes = ranks_by_node(world)
+        node_ranks = next(ranks for ranks in nodes if world.rank in ranks)
+        self._equalize_nodes(nodes)
+        specs_by_rank = self._gather_specs(node_ranks, shard_specs)
+        values = {}
+        for name, part in shard_specs.items():
+            if world.rank == node_ranks[0]:
+                for rank in node_ranks[1:]:
+                    self._send_shard(name, specs_by_rank[rank][name], target=rank)
+                if part.local_shape is not None:
+                    values[name] = self._local_shard(name, part)
+                self.tensors.pop(name)
+            elif part.local_shape is not None:
+                values[name] = self._receive_shard(name, part, source=node_ranks[0])
+        return values, []
 
-    def _asked(self, ranks: list[int], parts: Parts) -> dict[int, dict[str, ShardSpec]]:
+    def _gather_specs(self, node_ranks: list[int], shard_specs: ShardSpecs) -> dict[int, dict[str, ShardSpec]]:
         """Send this rank's shard specs to the node's first rank, which returns the specs of all its ranks."""
-        if self.world.rank != ranks[0]:
-            text = json.dumps({name: part.as_json() for name, part in parts.items()}).encode()
-            self._to(torch.tensor([len(text)]), ranks[0])
-            self._to(torch.frombuffer(bytearray(text), dtype=torch.uint8), ranks[0])
+        if self.world.rank != node_ranks[0]:
+            text = json.dumps({name: part.as_json() for name, part in shard_specs.items()}).encode()
+            self._send_tensor(torch.tensor([len(text)]), node_ranks[0])
+            self._send_tensor(torch.frombuffer(bytearray(text), dtype=torch.uint8), node_ranks[0])
             return {}
-        found = {}
-        for rank in ranks[1:]:
-            size = int(self._from(torch.empty(1, dtype=torch.int64), rank))
-            text = bytes(self._from(torch.empty(size, dtype=torch.uint8), rank).numpy())
-            found[rank] = {name: ShardSpec.from_json(value) for name, value in json.loads(text).items()}
-        return found
+        specs_by_rank = {}
+        for rank in node_ranks[1:]:
+            size = int(self._receive_tensor(torch.empty(1, dtype=torch.int64), rank))
+            text = bytes(self._receive_tensor(torch.empty(size, dtype=torch.uint8), rank).numpy())
+            specs_by_rank[rank] = {name: ShardSpec.from_json(value) for name, value in json.loads(text).items()}
+        return specs_by_rank
 
-    def _to(self, tensor: Tensor, rank: int) -> None:
-        dist.send(_as_bytes(tensor.to(self._wire)), group=self.world.group, group_dst=rank)
+    def _send_tensor(self, tensor: Tensor, rank: int) -> None:
+        dist.send(_as_bytes(tensor.to(self._message_device)), group=self.world.group, group_dst=rank)
 
-    def _from(self, tensor: Tensor, rank: int) -> Tensor:
-        found = tensor.to(self._wire)
-        dist.recv(_as_bytes(found), group=self.world.group, group_src=rank)
-        return found.to(tensor.device)
+    def _receive_tensor(self, tensor: Tensor, rank: int) -> Tensor:
+        received = tensor.to(self._message_device)
+        dist.recv(_as_bytes(received), group=self.world.group, group_src=rank)
+        return received.to(tensor.device)
 
     @property
-    def _wire(self) -> torch.device:
+    def _message_device(self) -> torch.device:
         """Return the device to send tensors from: the CPU for gloo, which supports no other device."""
         return torch.device("cpu") if "gloo" in self.world.backend else self.world.device
 
-    def _own(self, name: str, part: ShardSpec) -> Tensor:
-        return self._taken(name, part).to(self.world.device)
+    def _local_shard(self, name: str, shard_spec: ShardSpec) -> Tensor:
+        return self._extract_shard(name, shard_spec).to(self.world.device)
 
-    def _taken(self, name: str, part: ShardSpec) -> Tensor:
-        whole = self.held[name]
-        return whole.contiguous() if part.is_all and len(part.boxes) == 1 else part.take(whole)
+    def _extract_shard(self, name: str, shard_spec: ShardSpec) -> Tensor:
+        full_tensor = self.tensors[name]
+        return (
+            full_tensor.contiguous()
+            if shard_spec.is_full and len(shard_spec.boxes) == 1
+            else shard_spec.extract(full_tensor)
+        )
 
-    def _send(self, name: str, part: ShardSpec, *, to: int) -> None:
-        if part.local is not None and part.numel:
-            self._to(self._taken(name, part), to)
+    def _send_shard(self, name: str, shard_spec: ShardSpec, *, target: int) -> None:
+        if shard_spec.local_shape is not None and shard_spec.numel:
+            self._send_tensor(self._extract_shard(name, shard_spec), target)
 
-    def _receive(self, name: str, part: ShardSpec, *, source: int) -> Tensor:
-        assert part.local is not None
-        found = torch.empty(part.local, dtype=named_tensors(self.model)[name].dtype)
-        return (self._from(found, source) if part.numel else found).to(self.world.device)
+    def _receive_shard(self, name: str, shard_spec: ShardSpec, *, source: int) -> Tensor:
+        assert shard_spec.local_shape is not None
+        shard = torch.empty(shard_spec.local_shape, dtype=named_tensors(self.model)[name].dtype)
+        return (self._receive_tensor(shard, source) if shard_spec.numel else shard).to(self.world.device)
 
-    def _level(self, nodes: list[list[int]]) -> None:
+    def _equalize_nodes(self, nodes: list[list[int]]) -> None:
         """Overwrite values that differ between nodes, where the CPU type changes random bits, by the first node's."""
         if len(nodes) == 1:
             return
-        world, firsts = self.world, [ranks[0] for ranks in nodes]
-        told = world.gather_json({name: _sum(tensor) for name, tensor in self.held.items()})
-        for name in told[0]:
-            for rank in firsts[1:]:
-                if told[rank][name] == told[0][name]:
+        world, first_ranks = self.world, [ranks[0] for ranks in nodes]
+        checksums = world.gather_json({name: _checksum(tensor) for name, tensor in self.tensors.items()})
+        for name in checksums[0]:
+            for rank in first_ranks[1:]:
+                if checksums[rank][name] == checksums[0][name]:
                     continue
                 if world.rank == 0:
-                    self._send(name, ShardSpec.all_of(self.held[name].shape), to=rank)
+                    self._send_shard(name, ShardSpec.full(self.tensors[name].shape), target=rank)
                 elif world.rank == rank:
-                    part = ShardSpec.all_of(self.held[name].shape)
-                    self.held[name] = self._receive(name, part, source=0).cpu()
+                    shard_spec = ShardSpec.full(self.tensors[name].shape)
+                    self.tensors[name] = self._receive_shard(name, shard_spec, source=0).cpu()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def _sum(tensor: Tensor) -> str:
+def _checksum(tensor: Tensor) -> str:
     array: Any = _as_bytes(tensor.contiguous()).numpy()
     return hashlib.blake2b(array, digest_size=16).hexdigest()
 

@@ -8,10 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from paceline.parallel.initialization.init_tape import InitTape, RecordedView, Unrecordable
-from paceline.parallel.initialization.meta_model import named_tensors, put_tensors, record, release_memory, with_data
-from paceline.parallel.module_access.shard_spec import Parts, ShardSpec
+from paceline.parallel.initialization.meta_model import (
+    named_tensors,
+    record_model,
+    release_memory,
+    replace_tensors,
+    with_data,
+)
+from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs
 
-Loaded = tuple[dict[str, Tensor], list[str]]
+LoadedShards = tuple[dict[str, Tensor], list[str]]
 
 
 @runtime_checkable
@@ -21,7 +27,7 @@ class PretrainedModel(Protocol):
     def skeleton(self) -> nn.Module:
         """Return the model as its constructor leaves it."""
 
-    def load(self, model: nn.Module, parts: Parts) -> Loaded:
+    def load(self, model: nn.Module, parts: ShardSpecs) -> LoadedShards:
         """Return this rank's shards of the tensors in the files, by the first name of each, and notes."""
 
     def __call__(self) -> nn.Module:
@@ -29,51 +35,64 @@ class PretrainedModel(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FromFiles:
+class PretrainedValues:
     """A source of values from files; tensors that the files lack (buffers, new heads) get the constructor's values."""
 
-    stored: PretrainedModel
+    pretrained: PretrainedModel
     model: nn.Module
     tape: InitTape
     views: dict[str, RecordedView]
-    real: dict[str, Tensor]
+    real_tensors: dict[str, Tensor]
     device: torch.device
-    apiece: bool = False
+    is_local: bool = False
 
-    def apart(self) -> "FromFiles":
+    def with_unsharded_model(self) -> "PretrainedValues":
         """Return the same source with an unsharded copy of the model, from which it reads names and shapes."""
         return replace(self, model=copy.deepcopy(self.model))
 
-    def values(self, parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
+    def values(self, shard_specs: ShardSpecs) -> tuple[dict[str, Tensor], list[str]]:
         """Return this rank's shards, and notes."""
-        found, notes = self.stored.load(self.model, parts)
-        found = {name: value.to(self.device) for name, value in found.items()}
-        for name, part in parts.items():
-            if name not in found and part.local is not None:
-                whole = self.real[name] if name in self.real else self.tape.values(self.views[name])[0]
-                found[name] = part.take(whole).to(self.device)
-        return found, notes
+        values, notes = self.pretrained.load(self.model, shard_specs)
+        values = {name: value.to(self.device) for name, value in values.items()}
+        for name, shard_spec in shard_specs.items():
+            if name not in values and shard_spec.local_shape is not None:
+                full_tensor = (
+                    self.real_tensors[name]
+                    if name in self.real_tensors
+                    else self.tape.compute_values(self.views[name])[0]
+                )
+                values[name] = shard_spec.extract(full_tensor).to(self.device)
+        return values, notes
 
 
-def from_files(stored: PretrainedModel, *, seed: int, device: torch.device) -> tuple[FromFiles, list[str]]:
+def open_pretrained(
+    pretrained: PretrainedModel, *, seed: int, device: torch.device
+) -> tuple[PretrainedValues, list[str]]:
     """Return the source of a model on the meta device; if it can't be recorded, each rank builds the skeleton once."""
     tape, views, notes = InitTape(seed=seed), dict[str, RecordedView](), list[str]()
     try:
-        recorded = record(stored.skeleton, seed=seed)
-        model, tape, views, real = recorded.model, recorded.tape, dict(recorded.views), dict(recorded.real)
+        recorded = record_model(pretrained.skeleton, seed=seed)
+        model, tape, views, real_tensors = (
+            recorded.model,
+            recorded.tape,
+            dict(recorded.views),
+            dict(recorded.real_tensors),
+        )
     except Unrecordable as error:
-        model = stored.skeleton()
-        real = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
+        model = pretrained.skeleton()
+        real_tensors = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
         notes.append(f"start: every rank builds the model once before it reads its weights, because {error}")
         release_memory(model)
-    return FromFiles(stored=stored, model=model, tape=tape, views=views, real=real, device=device), notes
+    return PretrainedValues(
+        pretrained=pretrained, model=model, tape=tape, views=views, real_tensors=real_tensors, device=device
+    ), notes
 
 
-def whole_model(stored: PretrainedModel, *, seed: int) -> nn.Module:
+def load_full_model(pretrained: PretrainedModel, *, seed: int) -> nn.Module:
     """Return the full model with its weights in this process."""
-    source, _ = from_files(stored, seed=seed, device=torch.device("cpu"))
+    source, _ = open_pretrained(pretrained, seed=seed, device=torch.device("cpu"))
     tensors = named_tensors(source.model)
-    wanted = {name: ShardSpec.all_of(tensor.shape) for name, tensor in tensors.items()}
-    values, _ = source.values(wanted)
-    put_tensors(source.model, {name: with_data(tensors[name], value) for name, value in values.items()})
+    full_specs = {name: ShardSpec.full(tensor.shape) for name, tensor in tensors.items()}
+    values, _ = source.values(full_specs)
+    replace_tensors(source.model, {name: with_data(tensors[name], value) for name, value in values.items()})
     return source.model

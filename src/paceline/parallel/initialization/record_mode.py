@@ -13,30 +13,30 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from paceline.parallel.initialization.init_tape import (
-    OVERWRITING,
+    OVERWRITING_OPERATIONS,
     InitTape,
     RecordedStep,
     RecordedView,
     Unrecordable,
+    find_tensors,
     map_arguments,
-    tensors_in,
 )
 from paceline.torch_internals.dispatch_modes import TorchDispatchMode
 
 _CPU = torch.device("cpu")
-_ELSEWHERE = {"generator": None, "device": _CPU}  # replay is on the CPU, with this package's random streams
-_READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+_REPLAY_ARGUMENTS = {"generator": None, "device": _CPU}  # replay is on the CPU, with this package's random streams
+_READ_METHODS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 
 @contextmanager
 def record_init(tape: InitTape) -> Iterator[list[str]]:
     """Record a build inside this context; yield a list of reasons why a plain build may differ."""
     doubts: list[str] = []
-    with _Record(tape, doubts) as record, AsIfOn(_CPU, record.read):
+    with _RecordMode(tape, doubts) as record, ReportedDeviceMode(_CPU, record.read):
         yield doubts
 
 
-class AsIfOn(TorchFunctionMode):
+class ReportedDeviceMode(TorchFunctionMode):
     """A function mode in which meta tensors report a real device, and reads call `read`."""
 
     def __init__(self, device: torch.device, read: Callable[[Tensor], Tensor]) -> None:
@@ -46,13 +46,13 @@ class AsIfOn(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        if first is None or not has_no_memory(first):
+        if first is None or not is_on_meta(first):
             return func(*args, **kwargs)
         if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
             return False
         if func == Tensor.device.__get__:
             return self._device
-        if func in _READING:
+        if func in _READ_METHODS:
             return func(self._read(first), *args[1:], **kwargs)
         if func is Tensor.cpu:
             return first
@@ -69,101 +69,103 @@ class AsIfOn(TorchFunctionMode):
         return isinstance(value, str) and value in ("cpu", str(self._device))
 
 
-class _Record(TorchDispatchMode):
+class _RecordMode(TorchDispatchMode):
     """A dispatch mode that creates tensors on the meta device, and records operations."""
 
     def __init__(self, tape: InitTape, doubts: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape, self._doubts = tape, doubts
-        self._is_reading = False
+        self._is_replaying = False
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return the real values of a tensor at this point."""
-        view = RecordedView.of(tensor)
-        self._is_reading = True
+        view = RecordedView.from_tensor(tensor)
+        self._is_replaying = True
         try:
-            return self._tape.values(view)[0]
+            return self._tape.compute_values(view)[0]
         finally:
-            self._is_reading = False
+            self._is_replaying = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if self._is_reading:
+        if self._is_replaying:
             return func(*args, **kwargs)
-        given = tensors_in((args, kwargs))
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        if given and not any(has_no_memory(tensor) for tensor in given):
-            if draws:
-                self._doubts.append(f"it draws into a tensor that was made elsewhere ({name_of(func)})")
+        inputs = find_tensors((args, kwargs))
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if inputs and not any(is_on_meta(tensor) for tensor in inputs):
+            if is_random:
+                self._doubts.append(f"it draws into a tensor that was made elsewhere ({operation_name(func)})")
             return func(*args, **kwargs)
-        is_seen = name_of(func) == "_to_copy" and kwargs.get("device") == _CPU  # code inside torch reads the values
-        if is_seen or returns_numbers(func):
-            return self._for_real(func, args, kwargs)
-        if name_of(func) == "resize_":
+        is_read = (
+            operation_name(func) == "_to_copy" and kwargs.get("device") == _CPU
+        )  # code inside torch reads the values
+        if is_read or returns_numbers(func):
+            return self._run_on_real(func, args, kwargs)
+        if operation_name(func) == "resize_":
             raise Unrecordable("resize_ changes how much memory a tensor has")
-        written = _written(func, args, kwargs)
-        if any(not has_no_memory(tensor) for tensor in written):
-            return self._for_real(func, args, kwargs)
-        return self._recorded(func, args, kwargs, given, written, draws)
+        written = _written_arguments(func, args, kwargs)
+        if any(not is_on_meta(tensor) for tensor in written):
+            return self._run_on_real(func, args, kwargs)
+        return self._record_operation(func, args, kwargs, inputs, written, is_random)
 
-    def _for_real(self, func: Any, args: Any, kwargs: Any) -> Any:
-        def real(value: Any) -> Any:
-            return self.read(value) if isinstance(value, Tensor) and has_no_memory(value) else value
+    def _run_on_real(self, func: Any, args: Any, kwargs: Any) -> Any:
+        def to_real(value: Any) -> Any:
+            return self.read(value) if isinstance(value, Tensor) and is_on_meta(value) else value
 
-        return func(*map_arguments(args, real), **map_arguments(kwargs, real))
+        return func(*map_arguments(args, to_real), **map_arguments(kwargs, to_real))
 
-    def _recorded(
-        self, func: Any, args: Any, kwargs: Any, given: list[Tensor], written: list[Tensor], draws: bool
+    def _record_operation(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], written: list[Tensor], is_random: bool
     ) -> Any:
-        if "device" in arguments_of(func):
+        if "device" in argument_names(func):
             on_meta: dict[str, Any] = {**kwargs, "device": torch.device("meta")}
         else:
             on_meta = dict(kwargs)
         try:
-            found = func(*map_arguments(args, as_meta), **map_arguments(on_meta, as_meta))
+            result = func(*map_arguments(args, to_meta), **map_arguments(on_meta, to_meta))
         except NotImplementedError as error:
             if written:
-                raise Unrecordable(f"{name_of(func)} has no form without memory") from error
-            return self._for_real(func, args, kwargs)
-        reads = frozenset(RecordedView.of(tensor).memory for tensor in given if has_no_memory(tensor))
-        makes = tuple(self._made(tensor, reads) for tensor in tensors_in(found))
-        if name_of(func).startswith("set_") or not (written or any(makes)):
-            return found
-        kept_kwargs = {**kwargs, **{name: value for name, value in _ELSEWHERE.items() if name in kwargs}}
-        overwrites = _overwritten(func, given)
-        self._tape.add(
+                raise Unrecordable(f"{operation_name(func)} has no form without memory") from error
+            return self._run_on_real(func, args, kwargs)
+        read_storages = frozenset(RecordedView.from_tensor(tensor).storage for tensor in inputs if is_on_meta(tensor))
+        created_views = tuple(self._created_view(tensor, read_storages) for tensor in find_tensors(result))
+        if operation_name(func).startswith("set_") or not (written or any(created_views)):
+            return result
+        replay_kwargs = {**kwargs, **{name: value for name, value in _REPLAY_ARGUMENTS.items() if name in kwargs}}
+        overwritten_storage = _find_overwritten(func, inputs)
+        self._tape.append_step(
             RecordedStep(
                 call=func,
-                args=map_arguments(args, self._kept),
-                kwargs=map_arguments(kept_kwargs, self._kept),
-                draws=draws,
-                reads=reads - {overwrites},
-                writes=frozenset(RecordedView.of(tensor).memory for tensor in written),
-                makes=makes,
-                overwrites=overwrites,
+                args=map_arguments(args, self._to_recorded),
+                kwargs=map_arguments(replay_kwargs, self._to_recorded),
+                is_random=is_random,
+                read_storages=read_storages - {overwritten_storage},
+                written_storages=frozenset(RecordedView.from_tensor(tensor).storage for tensor in written),
+                created_views=created_views,
+                overwritten_storage=overwritten_storage,
             )
         )
-        return found
+        return result
 
-    def _made(self, tensor: Tensor, reads: frozenset[int]) -> RecordedView | None:
+    def _created_view(self, tensor: Tensor, read_storages: frozenset[int]) -> RecordedView | None:
         if tensor.layout is not torch.strided:
             raise Unrecordable(f"a tensor of layout {tensor.layout}")
-        view = RecordedView.of(tensor)
-        if view.memory in reads or self._tape.knows(view.memory):
+        view = RecordedView.from_tensor(tensor)
+        if view.storage in read_storages or self._tape.has_storage(view.storage):
             return None
-        self._tape.hold(tensor)
+        self._tape.keep_alive(tensor)
         return view
 
-    def _kept(self, value: Any) -> Any:
+    def _to_recorded(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if has_no_memory(value):
-            return RecordedView.of(value)
+        if is_on_meta(value):
+            return RecordedView.from_tensor(value)
         self._tape.constant_bytes += value.nbytes
         return value.detach().clone()
 
 
-def has_no_memory(tensor: Tensor) -> bool:
+def is_on_meta(tensor: Tensor) -> bool:
     """Return True if the tensor is on the meta device, whatever device it reports."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.layout is torch.strided and tensor.untyped_storage().device.type == "meta"
@@ -174,36 +176,38 @@ def returns_numbers(func: Any) -> bool:
     return any("Tensor" not in str(value.type) for value in func._schema.returns)
 
 
-def arguments_of(func: Any) -> set[str]:
+def argument_names(func: Any) -> set[str]:
     """Return the argument names of an operation."""
     return {argument.name for argument in func._schema.arguments}
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that an operation changes."""
-    found: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
+    written: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
-    return found
+            written += find_tensors(args[position] if position < len(args) else kwargs.get(argument.name))
+    return written
 
 
-def _overwritten(func: Any, given: list[Tensor]) -> int | None:
+def _find_overwritten(func: Any, inputs: list[Tensor]) -> int | None:
     """Return the storage that the operation fully overwrites, or None."""
-    target = given[0] if given else None
-    if target is None or not has_no_memory(target) or name_of(func) not in OVERWRITING:
+    output = inputs[0] if inputs else None
+    if output is None or not is_on_meta(output) or operation_name(func) not in OVERWRITING_OPERATIONS:
         return None
-    view = RecordedView.of(target)
-    is_all = target.nbytes == target.untyped_storage().nbytes() and 0 not in view.stride
-    reads_itself = any(RecordedView.of(other).memory == view.memory for other in given[1:] if has_no_memory(other))
-    return view.memory if is_all and not reads_itself else None
+    view = RecordedView.from_tensor(output)
+    is_all = output.nbytes == output.untyped_storage().nbytes() and 0 not in view.stride
+    reads_itself = any(
+        RecordedView.from_tensor(other).storage == view.storage for other in inputs[1:] if is_on_meta(other)
+    )
+    return view.storage if is_all and not reads_itself else None
 
 
-def as_meta(value: Any) -> Any:
-    if isinstance(value, Tensor) and not has_no_memory(value):
+def to_meta(value: Any) -> Any:
+    if isinstance(value, Tensor) and not is_on_meta(value):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return value
 
 
-def name_of(func: Callable[..., Any]) -> str:
+def operation_name(func: Callable[..., Any]) -> str:
     return str(getattr(func, "__name__", func)).partition(".")[0]

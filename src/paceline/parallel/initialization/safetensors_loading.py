@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
 from paceline.parallel.initialization.meta_model import named_tensors
-from paceline.parallel.module_access.shard_spec import Parts, ShardSpec
+from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -23,45 +23,45 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[str, Any] = {}
-        self._where = self._found()
+        self._file_by_tensor = self._find_files()
 
     @property
     def names(self) -> list[str]:
         """Return the names of all tensors."""
-        return list(self._where)
+        return list(self._file_by_tensor)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of one tensor."""
         return tuple(self._slice(name).get_shape())
 
-    def whole(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         """Return one full tensor."""
-        found: Tensor = self._open(self._where[name]).get_tensor(name)
-        return found
+        tensor: Tensor = self._open(self._file_by_tensor[name]).get_tensor(name)
+        return tensor
 
-    def part(self, name: str, part: ShardSpec) -> Tensor:
+    def read_shard(self, name: str, shard_spec: ShardSpec) -> Tensor:
         """Return one shard of a tensor."""
-        assert part.local is not None
-        if not part.shape:
-            return self.whole(name)
+        assert shard_spec.local_shape is not None
+        if not shard_spec.shape:
+            return self.read_tensor(name)
         source = self._slice(name)
-        pieces = [(box, source[tuple(slice(w, w + n) for w, n in zip(box.whole, box.size, strict=True))])
-                  for box in part.boxes]  # fmt: skip
-        if len(pieces) == 1 and tuple(pieces[0][1].shape) == part.local:
-            only: Tensor = pieces[0][1]
-            return only
+        pieces = [(box, source[tuple(slice(w, w + n) for w, n in zip(box.full_offset, box.size, strict=True))])
+                  for box in shard_spec.boxes]  # fmt: skip
+        if len(pieces) == 1 and tuple(pieces[0][1].shape) == shard_spec.local_shape:
+            single: Tensor = pieces[0][1]
+            return single
         dtype = pieces[0][1].dtype if pieces else self._dtype(name)
-        found = torch.empty(part.local, dtype=dtype)
+        shard = torch.empty(shard_spec.local_shape, dtype=dtype)
         for box, piece in pieces:
-            box.of_local(found).copy_(piece)
-        return found
+            box.view_local(shard).copy_(piece)
+        return shard
 
     def _dtype(self, name: str) -> torch.dtype:
         dtype: torch.dtype = self._slice(name)[tuple(slice(0, 0) for _ in self.shape(name))].dtype
         return dtype
 
     def _slice(self, name: str) -> Any:
-        return self._open(self._where[name]).get_slice(name)
+        return self._open(self._file_by_tensor[name]).get_slice(name)
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
@@ -72,34 +72,35 @@ class SafetensorsFolder:
                 raise CheckpointError(f"{path} can't be read: {error}.", hint="download or copy it again") from error
         return self._files[file]
 
-    def _found(self) -> dict[str, str]:
+    def _find_files(self) -> dict[str, str]:
         index = self.folder / INDEX
         if index.is_file():
-            found = _weight_map(index)
-            absent = sorted({file for file in found.values() if not (self.folder / file).is_file()})
-            if absent:
+            weight_map = _read_weight_map(index)
+            missing_files = sorted({file for file in weight_map.values() if not (self.folder / file).is_file()})
+            if missing_files:
                 raise CheckpointError(
-                    f"{self.folder} lacks {', '.join(absent[:3])}, which its index names.", hint="copy the whole folder"
+                    f"{self.folder} lacks {', '.join(missing_files[:3])}, which its index names.",
+                    hint="copy the whole folder",
                 )
-            return {str(name): str(file) for name, file in found.items()}
+            return {str(name): str(file) for name, file in weight_map.items()}
         if not (self.folder / SINGLE).is_file():
-            has = sorted(path.name for path in self.folder.glob("*"))[:6] if self.folder.is_dir() else []
+            examples = sorted(path.name for path in self.folder.glob("*"))[:6] if self.folder.is_dir() else []
             raise CheckpointError(
                 f"{self.folder} holds neither {SINGLE} nor {INDEX}.",
-                cause=f"it has {', '.join(has)}" if has else "the folder does not exist, or it is empty",
+                cause=f"it has {', '.join(examples)}" if examples else "the folder does not exist, or it is empty",
                 hint="a folder that save_pretrained or `paceline ckpt consolidate` has written",
             )
         return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _read_weight_map(index: Path) -> dict[str, str]:
     try:
-        found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{index} can't be read: {type(error).__name__}: {error}.", hint="download or copy it again"
         ) from None
-    return found
+    return weight_map
 
 
 class WeightSource(Protocol):
@@ -113,7 +114,7 @@ class WeightSource(Protocol):
     def sources(self) -> Sequence[str]:
         """Return the names of the tensors in the files that it reads."""
 
-    def read(self, shelf: SafetensorsFolder, parts: Parts) -> dict[str, Tensor]:
+    def read(self, folder: SafetensorsFolder, shard_specs: ShardSpecs) -> dict[str, Tensor]:
         """Return this rank's shards of the tensors that it computes."""
 
 
@@ -135,25 +136,25 @@ class CopiedTensor:
         """Return the name of the one tensor in the files."""
         return [self.source]
 
-    def read(self, shelf: SafetensorsFolder, parts: Parts) -> dict[str, Tensor]:
+    def read(self, folder: SafetensorsFolder, shard_specs: ShardSpecs) -> dict[str, Tensor]:
         """Return this rank's shard of the tensor."""
-        return {self.name: shelf.part(self.source, parts[self.name])}
+        return {self.name: folder.read_shard(self.source, shard_specs[self.name])}
 
 
 Recipes = Callable[[SafetensorsFolder], Sequence[WeightSource]]
 
 
-def as_they_are(shelf: SafetensorsFolder) -> Sequence[WeightSource]:
+def identity_recipes(folder: SafetensorsFolder) -> Sequence[WeightSource]:
     """Return the rules for files whose tensors have the model's names."""
-    return [CopiedTensor(name=name, source=name, shape=shelf.shape(name)) for name in shelf.names]
+    return [CopiedTensor(name=name, source=name, shape=folder.shape(name)) for name in folder.names]
 
 
-def load_into(
+def load_shards(
     model: nn.Module,
     *,
-    parts: Parts,
+    shard_specs: ShardSpecs,
     folder: Path,
-    recipes: Recipes = as_they_are,
+    recipes: Recipes = identity_recipes,
     new: Sequence[str] = (),
     ignored: Callable[[str], bool] = lambda _: False,
 ) -> tuple[dict[str, Tensor], list[str]]:
@@ -167,50 +168,54 @@ def load_into(
     Raises:
         CheckpointError: tensors are missing, unexpected, or of another shape; the message lists them.
     """
-    shelf, tensors = SafetensorsFolder(folder), named_tensors(model)
-    first = _first_names(model, tensors)
-    wanted = {name: parts.get(name, ShardSpec.all_of(tensor.shape)) for name, tensor in tensors.items()}
+    weights, tensors = SafetensorsFolder(folder), named_tensors(model)
+    first_names = _first_names(model, tensors)
+    wanted_specs = {name: shard_specs.get(name, ShardSpec.full(tensor.shape)) for name, tensor in tensors.items()}
     chosen: list[WeightSource] = []
-    given: dict[str, tuple[int, ...]] = {}
+    file_shapes: dict[str, tuple[int, ...]] = {}
     unexpected: list[str] = []
-    for recipe in recipes(shelf):
-        if not any(name in first for name in recipe.shapes):
+    for recipe in recipes(weights):
+        if not any(name in first_names for name in recipe.shapes):
             unexpected += [name for name in recipe.sources if not ignored(name)]
-        elif not all(first.get(name) in given for name in recipe.shapes):
-            given |= {first[name]: shape for name, shape in recipe.shapes.items() if name in first}
+        elif not all(first_names.get(name) in file_shapes for name in recipe.shapes):
+            file_shapes |= {first_names[name]: shape for name, shape in recipe.shapes.items() if name in first_names}
             chosen.append(recipe)
-    missing = [n for n in _expected(model, tensors) if n not in given and not n.startswith(tuple(new))]
-    others = [
+    missing = [n for n in _state_dict_names(model, tensors) if n not in file_shapes and not n.startswith(tuple(new))]
+    mismatched = [
         f"{name} is {list(shape)} in the files and {list(tensors[name].shape)} in the model"
-        for name, shape in given.items()
+        for name, shape in file_shapes.items()
         if shape != tuple(tensors[name].shape)
     ]
-    problems = {"missing: ": missing, "unexpected: ": unexpected, "": others}
+    problems = {"missing: ": missing, "unexpected: ": unexpected, "": mismatched}
     if any(problems.values()):
-        raise _unlike(folder, problems)
-    return _read(shelf, chosen, first, wanted, tensors)
+        raise _mismatch_error(folder, problems)
+    return _read_shards(weights, chosen, first_names, wanted_specs, tensors)
 
 
-def _read(
-    shelf: SafetensorsFolder,
+def _read_shards(
+    folder: SafetensorsFolder,
     chosen: Sequence[WeightSource],
-    first: Mapping[str, str],
-    wanted: Parts,
+    first_names: Mapping[str, str],
+    wanted_specs: ShardSpecs,
     tensors: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], list[str]]:
-    found: dict[str, Tensor] = {}
-    changed: dict[str, str] = {}
+    values: dict[str, Tensor] = {}
+    casts: dict[str, str] = {}
     for recipe in chosen:
-        names = [name for name in recipe.shapes if name in first and wanted[first[name]].local is not None]
+        names = [
+            name
+            for name in recipe.shapes
+            if name in first_names and wanted_specs[first_names[name]].local_shape is not None
+        ]
         if not names:
             continue
-        for name, value in recipe.read(shelf, {name: wanted[first[name]] for name in names}).items():
-            dtype = tensors[first[name]].dtype
+        for name, value in recipe.read(folder, {name: wanted_specs[first_names[name]] for name in names}).items():
+            dtype = tensors[first_names[name]].dtype
             if value.dtype != dtype:
-                changed.setdefault(f"{str(value.dtype)[6:]} to {str(dtype)[6:]}", name)
-            found[first[name]] = value.to(dtype)
-    notes = [f"weights: cast from {kinds} while loading ({name}, ...)" for kinds, name in changed.items()]
-    return found, notes
+                casts.setdefault(f"{str(value.dtype)[6:]} to {str(dtype)[6:]}", name)
+            values[first_names[name]] = value.to(dtype)
+    notes = [f"weights: cast from {kinds} while loading ({name}, ...)" for kinds, name in casts.items()]
+    return values, notes
 
 
 def _first_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -220,22 +225,22 @@ def _first_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, s
     return {name: by_id[id(tensor)] for name, tensor in all_names}
 
 
-def _expected(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
+def _state_dict_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of tensors in the state dict; other buffers are computed by the constructor."""
     listed = set(model.state_dict(keep_vars=True))
     return [name for name in tensors if name in listed]
 
 
-def _unlike(folder: Path, problems: Mapping[str, Sequence[str]]) -> CheckpointError:
-    told = "; ".join(
+def _mismatch_error(folder: Path, problems: Mapping[str, Sequence[str]]) -> CheckpointError:
+    description = "; ".join(
         kind + ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         for kind, names in problems.items()
         if names
     )
     prefixes = list(dict.fromkeys(name.rpartition(".")[0] for name in problems["missing: "]))
-    fresh = f"new={prefixes[:4]} to initialise these freshly, or " if 0 < len(prefixes) <= 4 else ""
+    new_hint = f"new={prefixes[:4]} to initialise these freshly, or " if 0 < len(prefixes) <= 4 else ""
     return CheckpointError(
-        f"the weights in {folder} do not fit this model: {told}.",
+        f"the weights in {folder} do not fit this model: {description}.",
         cause="a different config, a different head, or different names",
-        hint=f"{fresh}the class that config.json names",
+        hint=f"{new_hint}the class that config.json names",
     )

@@ -17,12 +17,12 @@ def refuse_tensors(model: nn.Module) -> None:
         JobError: a tensor is not supported; the message names it.
     """
     _refuse_kinds(model)
-    parameters = [(name, p) for name, p in model.named_parameters() if _has_numbers(p)]
-    _refuse_overlap([*parameters, *((name, buffer) for name, buffer in model.named_buffers() if _has_numbers(buffer))])
+    parameters = [(name, p) for name, p in model.named_parameters() if _has_elements(p)]
+    _refuse_overlap([*parameters, *((name, buffer) for name, buffer in model.named_buffers() if _has_elements(buffer))])
     _refuse_nan(parameters)
 
 
-def _has_numbers(tensor: Tensor) -> bool:
+def _has_elements(tensor: Tensor) -> bool:
     """Return False for an empty tensor, and for a lazy one, which is refused later by name."""
     return not is_lazy(tensor) and tensor.numel() > 0
 
@@ -30,17 +30,17 @@ def _has_numbers(tensor: Tensor) -> bool:
 def _refuse_kinds(model: nn.Module) -> None:
     tensors: list[tuple[str, str, Tensor]] = [("parameter", *named) for named in model.named_parameters()]
     tensors += [("buffer", *named) for named in model.named_buffers()]
-    for word, name, tensor in tensors:
+    for kind, name, tensor in tensors:
         if tensor.is_nested:
             raise JobError(
-                f"the {word} {name} is a nested tensor, which can't be sent or saved.",
+                f"the {kind} {name} is a nested tensor, which can't be sent or saved.",
                 cause="torch.nested.nested_tensor(...) kept in the model",
                 hint="store its values and lengths as two tensors, and build the nested tensor in the forward",
             )
         if tensor.layout != torch.strided:
-            kind = str(tensor.layout).removeprefix("torch.")
+            layout = str(tensor.layout).removeprefix("torch.")
             raise JobError(
-                f"the {word} {name} is sparse ({kind}), which can't be sent or saved.",
+                f"the {kind} {name} is sparse ({layout}), which can't be sent or saved.",
                 cause="an adjacency matrix or a pruned weight registered as a sparse tensor",
                 hint="store its indices and values as two tensors, and torch.sparse_coo_tensor(indices, values, size) "
                 "in the forward",
@@ -52,17 +52,17 @@ def _refuse_overlap(tensors: Sequence[tuple[str, Tensor]]) -> None:
 
     A buffer that shares memory with a parameter is refused too. Two buffers may share memory.
     """
-    by_memory: dict[int, list[tuple[str, Tensor]]] = {}
+    tensors_by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors:
-        by_memory.setdefault(storage_key(tensor), []).append((name, tensor))
-    for members in by_memory.values():
-        for place, (second, other) in enumerate(members):
-            for first, one in members[:place]:
-                if isinstance(one, nn.Parameter) and _overlap(one, other):
-                    raise _shares(first, second, is_buffer=not isinstance(other, nn.Parameter))
+        tensors_by_storage.setdefault(storage_key(tensor), []).append((name, tensor))
+    for members in tensors_by_storage.values():
+        for position, (second, second_tensor) in enumerate(members):
+            for first, first_tensor in members[:position]:
+                if isinstance(first_tensor, nn.Parameter) and _overlap(first_tensor, second_tensor):
+                    raise _shared_memory_error(first, second, is_buffer=not isinstance(second_tensor, nn.Parameter))
 
 
-def _shares(first: str, second: str, *, is_buffer: bool) -> JobError:
+def _shared_memory_error(first: str, second: str, *, is_buffer: bool) -> JobError:
     if is_buffer:
         return JobError(
             f"the buffer {second} shares the memory of the parameter {first}: layouts that move weights separate them.",
@@ -78,20 +78,20 @@ def _shares(first: str, second: str, *, is_buffer: bool) -> JobError:
     )
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def _overlap(first: Tensor, second: Tensor) -> bool:
     """Return True if two tensors of one storage have an element in common."""
-    (low, high), (least, most) = _range(one), _range(other)
-    size = one.element_size()
-    if one.dtype != other.dtype or (one.shape, one.stride(), low) == (other.shape, other.stride(), least):
-        return low * size < most * other.element_size() and least * other.element_size() < high * size
-    if high <= least or most <= low:
+    (low, high), (second_low, second_high) = _storage_range(first), _storage_range(second)
+    size = first.element_size()
+    if first.dtype != second.dtype or (first.shape, first.stride(), low) == (second.shape, second.stride(), second_low):
+        return low * size < second_high * second.element_size() and second_low * second.element_size() < high * size
+    if high <= second_low or second_high <= low:
         return False
-    marks = torch.zeros(max(high, most), dtype=torch.bool)
-    torch.as_strided(marks, one.shape, one.stride(), low).fill_(True)
-    return bool(torch.as_strided(marks, other.shape, other.stride(), least).any())
+    marks = torch.zeros(max(high, second_high), dtype=torch.bool)
+    torch.as_strided(marks, first.shape, first.stride(), low).fill_(True)
+    return bool(torch.as_strided(marks, second.shape, second.stride(), second_low).any())
 
 
-def _range(tensor: Tensor) -> tuple[int, int]:
+def _storage_range(tensor: Tensor) -> tuple[int, int]:
     """Return the range of storage offsets that a tensor spans: its first element, and one past its last."""
     start = int(tensor.storage_offset())
     return start, start + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paceline.parallel.module_access.tensor_access import bits_checksum
 from paceline.parallel.module_access.user_call_isolation import plain_state, plain_value
 
-_MODULES_OWN = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def attribute_fingerprints(model: nn.Module) -> dict[str, Any]:
@@ -22,17 +22,19 @@ def attribute_fingerprints(model: nn.Module) -> dict[str, Any]:
     """
     modules = dict(model.named_modules())
     return plain_state(modules) | {
-        f"{name}.{key}".lstrip("."): value for name, module in modules.items() for key, value in _values(module)
+        f"{name}.{key}".lstrip("."): value
+        for name, module in modules.items()
+        for key, value in _attribute_values(module)
     }
 
 
-def _values(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _attribute_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for key, value in vars(module).items():
-        if key in _MODULES_OWN or isinstance(value, nn.Module | nn.Parameter):
+        if key in _MODULE_ATTRIBUTES or isinstance(value, nn.Module | nn.Parameter):
             continue
-        found = _fingerprint(value)
-        if found is not None:
-            yield key, found
+        fingerprint = _fingerprint(value)
+        if fingerprint is not None:
+            yield key, fingerprint
 
 
 def _fingerprint(value: Any) -> Any:

@@ -25,8 +25,8 @@ class Block:
     module: nn.Module
 
 
-def find_blocks(model: nn.Module, *, listed: Sequence[str] | None = None) -> tuple[Block, ...]:
-    """Return the model's blocks in registration order, or the modules that `listed` names, in its order.
+def find_blocks(model: nn.Module, *, listed_names: Sequence[str] | None = None) -> tuple[Block, ...]:
+    """Return the model's blocks in registration order, or the modules in `listed_names`, in that order.
 
     A block is an entry of an outermost `nn.ModuleList` or `nn.Sequential` in which a class with submodules occurs at
     least twice: decoder layers, encoder layers followed by decoder layers, the stages of a ResNet. If there is no such
@@ -36,21 +36,23 @@ def find_blocks(model: nn.Module, *, listed: Sequence[str] | None = None) -> tup
     Raises:
         LayoutError: no block repeats; or a listed name is no module, is listed twice, or is inside another listed one.
     """
-    if listed is not None:
-        return _listed(model, listed)
-    lists = list(_outermost(model, ""))
-    chosen = [(name, entries) for name, entries in lists if _repeats(entries)] or _largest(lists)
-    found = [(f"{name}.{key}".lstrip("."), child) for name, entries in chosen for key, child in _entries(entries)]
-    return tuple(Block(index=index, name=name, module=child) for index, (name, child) in enumerate(found))
+    if listed_names is not None:
+        return _find_listed(model, listed_names)
+    block_lists = list(_outermost_lists(model, ""))
+    chosen = [(name, entries) for name, entries in block_lists if _has_repeated_class(entries)] or _largest_list(
+        block_lists
+    )
+    blocks = [(f"{name}.{key}".lstrip("."), child) for name, entries in chosen for key, child in _entries(entries)]
+    return tuple(Block(index=index, name=name, module=child) for index, (name, child) in enumerate(blocks))
 
 
 def has_blocks(model: nn.Module) -> bool:
     """Return whether `find_blocks` finds a chain."""
-    lists = list(_outermost(model, ""))
-    return any(_repeats(entries) for _, entries in lists) or bool(_candidates(lists))
+    block_lists = list(_outermost_lists(model, ""))
+    return any(_has_repeated_class(entries) for _, entries in block_lists) or bool(_lists_with_parameters(block_lists))
 
 
-def _listed(model: nn.Module, names: Sequence[str]) -> tuple[Block, ...]:
+def _find_listed(model: nn.Module, names: Sequence[str]) -> tuple[Block, ...]:
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in names:
         if name not in modules:
@@ -59,24 +61,25 @@ def _listed(model: nn.Module, names: Sequence[str]) -> tuple[Block, ...]:
                 cause=did_you_mean(name, modules),
                 hint="the names that model.named_modules() gives",
             )
-        other = next((o for o in names if name.startswith(f"{o}.")), None)
-        if other is not None or list(names).count(name) > 1:
+        enclosing = next((o for o in names if name.startswith(f"{o}.")), None)
+        if enclosing is not None or list(names).count(name) > 1:
             raise LayoutError(
-                f"the blocks list {name!r} " + ("twice." if other is None else f"and {other!r}, which holds it."),
+                f"the blocks list {name!r} "
+                + ("twice." if enclosing is None else f"and {enclosing!r}, which holds it."),
                 cause="each block is a separate module, and no block contains another",
                 hint="each module once; the forward calls them one after another",
             )
     return tuple(Block(index=index, name=name, module=modules[name]) for index, name in enumerate(names))
 
 
-def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+def _outermost_lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield the lists that are not inside a repeating list; entries of non-repeating lists are searched too."""
     if isinstance(module, _LISTS) and len(module) > 1:
         yield name, module
-        if _repeats(module):
+        if _has_repeated_class(module):
             return
     for key, child in module.named_children():
-        yield from _outermost(child, f"{name}.{key}".lstrip("."))
+        yield from _outermost_lists(child, f"{name}.{key}".lstrip("."))
 
 
 def _entries(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -84,16 +87,16 @@ def _entries(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(key, child) for key, child in module._modules.items() if child is not None]
 
 
-def _repeats(module: nn.Module) -> bool:
-    kinds = Counter(type(child) for _, child in _entries(module) if _is_composite(child))
-    return any(number > 1 for number in kinds.values())
+def _has_repeated_class(module: nn.Module) -> bool:
+    class_counts = Counter(type(child) for _, child in _entries(module) if _is_composite(child))
+    return any(number > 1 for number in class_counts.values())
 
 
 def _is_composite(module: nn.Module) -> bool:
     return next(module.children(), None) is not None and next(module.parameters(), None) is not None
 
 
-def _candidates(lists: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+def _lists_with_parameters(lists: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     """Return the lists with at least two entries that hold parameters."""
     return [
         (name, entries)
@@ -102,12 +105,12 @@ def _candidates(lists: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module
     ]
 
 
-def _largest(lists: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    found = _candidates(lists)
-    if not found:
+def _largest_list(lists: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    candidates = _lists_with_parameters(lists)
+    if not candidates:
         raise NoChain(
             "no chain of blocks: no nn.ModuleList or nn.Sequential has two entries that hold parameters.",
             cause="layers stored as separate attributes (self.layer1, ...), or one layer used repeatedly",
             hint="name them in the order of the forward: --place.blocks layer1,layer2",
         )
-    return [max(found, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))]
+    return [max(candidates, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))]

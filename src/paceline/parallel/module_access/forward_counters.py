@@ -22,15 +22,15 @@ from torch import Tensor, nn
 
 from paceline.comm.process_group import World
 from paceline.parallel.module_access.attribute_fingerprints import attribute_fingerprints
-from paceline.parallel.module_access.installed_hooks import Hook, new_handles, new_hooks, remove_hooks
+from paceline.parallel.module_access.installed_hooks import Hook, find_new_handles, find_new_hooks, remove_hooks
 from paceline.torch_internals.private_api import next_hook_number
 
 _FIRST_STEPS = 2
-_MOST_REPEATS = 3
-_TORCHS = frozenset({"_is_full_backward_hook"})
-_KINDS: tuple[type, ...] = (type(None), bool, int, float)
+_MAX_RERUNS = 3
+_TORCH_ATTRIBUTES = frozenset({"_is_full_backward_hook"})
+_NUMBER_TYPES: tuple[type, ...] = (type(None), bool, int, float)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
-_LARGEST = 2**53  # float64 can't represent all larger integers
+_MAX_INTEGER = 2**53  # float64 can't represent all larger integers
 MISSING = "missing"
 WIDTH = 2
 
@@ -47,141 +47,151 @@ class ModuleNumbers:
     a module to ignore.
     """
 
-    def __init__(self, model: nn.Module, *, but: Callable[[nn.Module], Container[str]] = lambda _: ()) -> None:
+    def __init__(self, model: nn.Module, *, ignored: Callable[[nn.Module], Container[str]] = lambda _: ()) -> None:
         self._modules = {f"{name}.".lstrip("."): vars(module) for name, module in model.named_modules()}
-        self._ignored = {f"{name}.".lstrip("."): but(module) for name, module in model.named_modules()}
-        self._sizes: list[int] = []
-        self._places: dict[str, tuple[dict[str, Any], str]] = {}
-        self._objects: dict[str, Any] = {}
-        self._of_tensors: dict[str, Number | str] = {}
+        self._ignored = {f"{name}.".lstrip("."): ignored(module) for name, module in model.named_modules()}
+        self._attribute_counts: list[int] = []
+        self._locations: dict[str, tuple[dict[str, Any], str]] = {}
+        self._saved_objects: dict[str, Any] = {}
+        self._saved_tensor_values: dict[str, Number | str] = {}
         self._model = model
         self._hook_number = 0
         self._contents: dict[str, frozenset[str]] = {}
-        self._kept_contents = self._contents
-        self.keep()
+        self._saved_contents = self._contents
+        self.snapshot()
 
-    def keep(self) -> None:
+    def snapshot(self) -> None:
         """Save the current values."""
-        self._find()
-        self._objects = {name: attributes.get(key, MISSING) for name, (attributes, key) in self._places.items()}
-        self._of_tensors = {n: _number(value) for n, value in self._objects.items() if type(value) is Tensor}
-        self._hook_number, self._kept_contents = next_hook_number(), self._contents
+        self._find_numbers()
+        self._saved_objects = {
+            name: attributes.get(key, MISSING) for name, (attributes, key) in self._locations.items()
+        }
+        self._saved_tensor_values = {
+            n: _as_number(value) for n, value in self._saved_objects.items() if type(value) is Tensor
+        }
+        self._hook_number, self._saved_contents = next_hook_number(), self._contents
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the saved values, and remove attributes that were added since."""
-        hooks = self._take_handles_back()
-        for name in self.changed():
-            if self._is_set_since(name):
-                hooks += self._new_hooks_with(name)
-            if name in self._of_tensors:  # other modules may hold the same tensor
-                attributes, key = self._places[name]
-                attributes[key] = self._objects[name]
-            self.assign(name, self.kept(name))
+        hooks = self._restore_handles()
+        for name in self.changed_names():
+            if self._is_newly_set_flag(name):
+                hooks += self._new_hooks_of_module(name)
+            if name in self._saved_tensor_values:  # other modules may hold the same tensor
+                attributes, key = self._locations[name]
+                attributes[key] = self._saved_objects[name]
+            self.set_value(name, self.saved_value(name))
         remove_hooks(hooks)
 
-    def installs(self, name: str) -> bool:
+    def is_install_flag(self, name: str) -> bool:
         """Return whether a forward has set this flag since `snapshot`, and has installed hooks, buffers or objects.
 
         Such a flag must not be copied to a rank that has not installed them.
         """
-        if not self._is_set_since(name):
+        if not self._is_newly_set_flag(name):
             return False
-        attributes, kept = self._modules[_module_of(name)], self._kept_contents[_module_of(name)]
-        added = _contents(attributes) - kept
-        has_object = any(_number(attributes.get(each, MISSING)) == MISSING for each in added)
-        return has_object or bool(self._new_hooks_with(name))
+        attributes, saved_contents = self._modules[_module_of(name)], self._saved_contents[_module_of(name)]
+        added_names = _attribute_names(attributes) - saved_contents
+        has_object = any(_as_number(attributes.get(each, MISSING)) == MISSING for each in added_names)
+        return has_object or bool(self._new_hooks_of_module(name))
 
-    def changed(self) -> list[str]:
+    def changed_names(self) -> list[str]:
         """Return the names of the attributes that are new or have a different number than the saved one."""
-        self._find()
-        kept = self._objects
-        others = [  # a number that is the same object has not changed
+        self._find_numbers()
+        saved_objects = self._saved_objects
+        candidates = [  # a number that is the same object has not changed
             name
-            for name, (attributes, key) in self._places.items()
-            if attributes.get(key, MISSING) is not kept.get(name, MISSING) or name in self._of_tensors
+            for name, (attributes, key) in self._locations.items()
+            if attributes.get(key, MISSING) is not saved_objects.get(name, MISSING) or name in self._saved_tensor_values
         ]
-        return [name for name in others if self.value(name) != MISSING and not _same(self.kept(name), self.value(name))]
+        return [
+            name
+            for name in candidates
+            if self.current_value(name) != MISSING
+            and not _is_same_number(self.saved_value(name), self.current_value(name))
+        ]
 
-    def kept(self, name: str) -> Number | str:
+    def saved_value(self, name: str) -> Number | str:
         """Return the saved value of an attribute, `MISSING` if it did not exist."""
-        return self._of_tensors[name] if name in self._of_tensors else _number(self._objects.get(name, MISSING))
+        return (
+            self._saved_tensor_values[name]
+            if name in self._saved_tensor_values
+            else _as_number(self._saved_objects.get(name, MISSING))
+        )
 
-    def value(self, name: str) -> Number | str:
+    def current_value(self, name: str) -> Number | str:
         """Return the value of an attribute, `MISSING` if it does not exist or is not a number."""
-        attributes, attribute = self._places[name] if name in self._places else self._place(name)
-        return _number(attributes.get(attribute, MISSING))
+        attributes, attribute = self._locations[name] if name in self._locations else self._locate(name)
+        return _as_number(attributes.get(attribute, MISSING))
 
-    def assign(self, name: str, value: Number | str) -> None:
+    def set_value(self, name: str, value: Number | str) -> None:
         """Set an attribute; `MISSING` removes it."""
-        attributes, attribute = self._place(name)
-        now = attributes.get(attribute)
+        attributes, attribute = self._locate(name)
+        current = attributes.get(attribute)
         if value == MISSING:
             attributes.pop(attribute, None)
-        elif isinstance(value, tuple) and type(now) is Tensor and now.dtype == _DTYPES[value[0]]:
-            now.data.fill_(value[1])
+        elif isinstance(value, tuple) and type(current) is Tensor and current.dtype == _DTYPES[value[0]]:
+            current.data.fill_(value[1])
         elif isinstance(value, tuple):
             attributes[attribute] = torch.tensor(value[1], dtype=_DTYPES[value[0]])
         else:
             attributes[attribute] = value
 
     def encode(self, names: Sequence[str]) -> list[float]:
-        """Return `WIDTH` numbers for each attribute, exact in float64: its type and its value.
-
-        The type is -1 for an attribute that is missing.
-        """
-        found: list[float] = []
-        for value in map(self.value, names):
+        """Return `WIDTH` numbers for each attribute, exact in float64: its type (-1 if it is missing) and its value."""
+        encoded: list[float] = []
+        for value in map(self.current_value, names):
             if isinstance(value, tuple):
-                found += [float(len(_KINDS) + value[0]), value[1]]
+                encoded += [float(len(_NUMBER_TYPES) + value[0]), value[1]]
             elif isinstance(value, str):
-                found += [-1.0, 0.0]
+                encoded += [-1.0, 0.0]
             else:
-                kind = next(place for place, kind in enumerate(_KINDS) if isinstance(value, kind))
-                found += [float(kind), float(value or 0)]
-        return found
+                type_index = next(place for place, kind in enumerate(_NUMBER_TYPES) if isinstance(value, kind))
+                encoded += [float(type_index), float(value or 0)]
+        return encoded
 
     def decode(self, names: Sequence[str], values: Sequence[float]) -> None:
         """Set the values that another rank's `encode` returned for the same names."""
         for index, name in enumerate(names):
-            kind, value = int(values[index * WIDTH]), values[index * WIDTH + 1]
-            if kind >= len(_KINDS):
-                self.assign(name, (kind - len(_KINDS), value))
-            elif kind >= 0:
-                self.assign(name, None if kind == 0 else _KINDS[kind](value))
+            type_index, value = int(values[index * WIDTH]), values[index * WIDTH + 1]
+            if type_index >= len(_NUMBER_TYPES):
+                self.set_value(name, (type_index - len(_NUMBER_TYPES), value))
+            elif type_index >= 0:
+                self.set_value(name, None if type_index == 0 else _NUMBER_TYPES[type_index](value))
 
-    def _find(self) -> None:
+    def _find_numbers(self) -> None:
         """Find the attributes that are numbers; search again only if a module has more or fewer attributes."""
-        sizes = [_size(attributes) for attributes in self._modules.values()]
-        if sizes != self._sizes:
-            self._sizes = sizes
-            self._contents = {module: _contents(attributes) for module, attributes in self._modules.items()}
-            found = {
+        sizes = [_count_attributes(attributes) for attributes in self._modules.values()]
+        if sizes != self._attribute_counts:
+            self._attribute_counts = sizes
+            self._contents = {module: _attribute_names(attributes) for module, attributes in self._modules.items()}
+            locations = {
                 f"{module}{name}": (attributes, name)
                 for module, attributes in self._modules.items()
                 for name, value in attributes.items()
-                if name not in _TORCHS and name not in self._ignored[module] and _number(value) != MISSING
+                if name not in _TORCH_ATTRIBUTES and name not in self._ignored[module] and _as_number(value) != MISSING
             }
-            self._places = {**self._places, **found}
+            self._locations = {**self._locations, **locations}
 
-    def _is_set_since(self, name: str) -> bool:
+    def _is_newly_set_flag(self, name: str) -> bool:
         """Return whether the attribute is a flag that was set since `snapshot`; `training` is no such flag."""
         is_mode = name.rpartition(".")[2] == "training"
-        return not is_mode and self.value(name) is True and self.kept(name) in (MISSING, False)
+        return not is_mode and self.current_value(name) is True and self.saved_value(name) in (MISSING, False)
 
-    def _take_handles_back(self) -> list[Hook]:
+    def _restore_handles(self) -> list[Hook]:
         """Restore attributes that now hold the handle of a new hook instead of None, and return those hooks."""
-        hooks, taken = new_hooks(self._model, since=self._hook_number), set[int]()
-        for name, number in [*new_handles(self._modules, since=self._hook_number)] if hooks else []:
-            if self.kept(name) in (MISSING, None):
-                self.assign(name, self.kept(name))
-                taken.add(number)
-        return [(table, number) for table, number in hooks if number in taken]
+        hooks, hook_numbers = find_new_hooks(self._model, since=self._hook_number), set[int]()
+        for name, number in [*find_new_handles(self._modules, since=self._hook_number)] if hooks else []:
+            if self.saved_value(name) in (MISSING, None):
+                self.set_value(name, self.saved_value(name))
+                hook_numbers.add(number)
+        return [(table, number) for table, number in hooks if number in hook_numbers]
 
-    def _new_hooks_with(self, flag: str) -> list[Hook]:
+    def _new_hooks_of_module(self, flag: str) -> list[Hook]:
         """Return the hooks that were registered on the attribute's module or its submodules since `snapshot`."""
-        return new_hooks(self._model, since=self._hook_number, under=_module_of(flag))
+        return find_new_hooks(self._model, since=self._hook_number, prefix=_module_of(flag))
 
-    def _place(self, name: str) -> tuple[dict[str, Any], str]:
+    def _locate(self, name: str) -> tuple[dict[str, Any], str]:
         module, _, attribute = name.rpartition(".")
         return self._modules[f"{module}.".lstrip(".")], attribute
 
@@ -202,116 +212,116 @@ class ForwardNumbers:
         self._world, self._always = world, always and world.world_size > 1
         self._silent = frozenset(reported_elsewhere)
         self._increments: dict[str, int] = {}
-        self._others: list[str] = []
-        self._num_micro = self._steps = self._repeats = 0
-        self._ran: set[int | None] = set()
-        self._current: int | None = None
+        self._untracked: list[str] = []
+        self._num_micro = self._num_steps = self._num_reruns = 0
+        self._microbatches: set[int | None] = set()
+        self._microbatch: int | None = None
         self._values: dict[tuple[str, int], Any] = {}
-        self._found: dict[str, int | None] = {}
-        self._broken: list[str] = []
+        self._new_increments: dict[str, int | None] = {}
+        self._broken_names: list[str] = []
         self._touched: set[str] = set()
         self._fingerprints: Mapping[str, Any] = {}
-        self._changed: set[str] = set()
-        self._told: set[str] = set()
+        self._changed_names: set[str] = set()
+        self._reported: set[str] = set()
 
     @property
-    def carried(self) -> list[str]:
+    def names(self) -> list[str]:
         """The names of the attributes that forwards change; the list is the same on every rank."""
-        return [*self._increments, *self._others]
+        return [*self._increments, *self._untracked]
 
     @property
     def is_watched(self) -> bool:
         """Return whether this step's changes must be checked; the result is the same on all ranks."""
         if self._world.world_size == 1:
             return False
-        return self._always or bool(self._increments) or self._is_early(self._steps + 1)
+        return self._always or bool(self._increments) or self._is_early(self._num_steps + 1)
 
-    def begin(self, *, num_micro: int, again: bool) -> None:
+    def begin(self, *, num_micro: int, is_rerun: bool) -> None:
         """Start a step of `num_micro` microbatches over all ranks; if it is a rerun, restore the numbers first."""
-        if again:
-            self.numbers.put_back()
+        if is_rerun:
+            self.numbers.restore()
         else:
-            self._repeats = 0
-            self.numbers.keep()
-        self._num_micro, self._current = num_micro if self._world.world_size > 1 else 0, None
-        self._ran, self._values, self._touched, self._changed = set(), {}, set(), set()
-        if self._num_micro and self._steps == _FIRST_STEPS - 1:
+            self._num_reruns = 0
+            self.numbers.snapshot()
+        self._num_micro, self._microbatch = num_micro if self._world.world_size > 1 else 0, None
+        self._microbatches, self._values, self._touched, self._changed_names = set(), {}, set(), set()
+        if self._num_micro and self._num_steps == _FIRST_STEPS - 1:
             self._fingerprints = attribute_fingerprints(self._model)
 
-    def at(self, microbatch: int | None, *, sets: bool = True) -> None:
+    def set_microbatch(self, microbatch: int | None, *, sets: bool = True) -> None:
         """Set the numbers to those of one process before this microbatch; None for a stand-in that doesn't count.
 
         Without `sets` the numbers were received from the rank of the previous microbatch.
         """
         if not self._num_micro:
             return
-        self._leave()
-        self._ran.add(microbatch)
-        self._current = microbatch
+        self._record_changes()
+        self._microbatches.add(microbatch)
+        self._microbatch = microbatch
         if microbatch is not None and sets:
             for name in self._increments:
-                self.numbers.assign(name, self._values.get((name, microbatch), self._expected(name, microbatch)))
+                self.numbers.set_value(name, self._values.get((name, microbatch), self._expected(name, microbatch)))
 
-    def is_settled(self, *, relayed: bool = False) -> bool:
+    def changed_as_expected(self, *, is_relayed: bool = False) -> bool:
         """Return whether this rank's forwards changed numbers as expected. `is_relayed`: other ranks sent them."""
-        self._leave()
-        names = self._increments if not relayed else ()
-        self._broken = [
+        self._record_changes()
+        names = self._increments if not is_relayed else ()
+        self._broken_names = [
             name
             for name in names
             if any(value != self._expected(key, j + 1) for (key, j), value in self._values.items() if key == name)
         ]
-        self._found = {}
+        self._new_increments = {}
         if self._num_micro:
-            self._touched |= set(self.numbers.changed())
-        if self._always or self._is_early(self._steps + 1):
-            known = set(self.carried)
-            new = sorted(name for name in self._touched - known if not self.numbers.installs(name))
-            self._found = {name: self._increment(name) for name in new}
-        return not (self._broken or self._found)
+            self._touched |= set(self.numbers.changed_names())
+        if self._always or self._is_early(self._num_steps + 1):
+            known = set(self.names)
+            new_names = sorted(name for name in self._touched - known if not self.numbers.is_install_flag(name))
+            self._new_increments = {name: self._infer_increment(name) for name in new_names}
+        return not (self._broken_names or self._new_increments)
 
-    def agree(self, *, relayed: bool = False) -> bool:
+    def agree_on_changes(self, *, is_relayed: bool = False) -> bool:
         """Agree with all ranks on how each new number changes; return False if the step must be rerun."""
-        told = self._world.gather_json([len(self._ran), self._found, self._broken])
-        seen = [found for runs, found, _ in told if runs]
-        broken = sorted({name for *_, names in told for name in names})
-        counts = False
-        for name in sorted({name for found in seen for name in found}):
-            increment, *rest = [found.get(name) for found in seen]
-            is_first = self._always or self._steps < _FIRST_STEPS  # later, ranks may already have different counts
-            if increment and is_first and all(other == increment for other in rest) and self._repeats < _MOST_REPEATS:
+        gathered = self._world.gather_json([len(self._microbatches), self._new_increments, self._broken_names])
+        increments_by_rank = [found for runs, found, _ in gathered if runs]
+        broken_names = sorted({name for *_, names in gathered for name in names})
+        has_new_counter = False
+        for name in sorted({name for found in increments_by_rank for name in found}):
+            increment, *rest = [found.get(name) for found in increments_by_rank]
+            is_first = self._always or self._num_steps < _FIRST_STEPS  # later, ranks may already have different counts
+            if increment and is_first and all(other == increment for other in rest) and self._num_reruns < _MAX_RERUNS:
                 self._increments[name] = increment
-                counts = True
+                has_new_counter = True
             else:
-                self._others.append(name)
-        for name in broken:
+                self._untracked.append(name)
+        for name in broken_names:
             del self._increments[name]
-            self._others.append(name)
-        self._repeats += 1
-        return not (counts or broken or relayed)
+            self._untracked.append(name)
+        self._num_reruns += 1
+        return not (has_new_counter or broken_names or is_relayed)
 
-    def end(self, *, relayed: bool = False) -> str:
+    def finish_step(self, *, is_relayed: bool = False) -> str:
         """Set the numbers to those after all microbatches; return a note about those that differ between ranks."""
         if not self._num_micro:
             return ""
-        self._leave()
-        self._steps += 1
-        self._current = None
-        own = [] if relayed else sorted((self._touched | set(self.numbers.changed())) - {*self._increments})
-        if not relayed:
+        self._record_changes()
+        self._num_steps += 1
+        self._microbatch = None
+        names = [] if is_relayed else sorted((self._touched | set(self.numbers.changed_names())) - {*self._increments})
+        if not is_relayed:
             for name in self._increments:
-                self.numbers.assign(name, self._expected(name, self._num_micro))
-        own += sorted(self._changed)
-        if self._steps < _FIRST_STEPS:  # an attribute that only the first forward sets is harmless
+                self.numbers.set_value(name, self._expected(name, self._num_micro))
+        names += sorted(self._changed_names)
+        if self._num_steps < _FIRST_STEPS:  # an attribute that only the first forward sets is harmless
             return ""
-        own = [name for name in dict.fromkeys(own) if name not in self._silent and name not in self._told]
-        self._told |= set(own)
-        if not own:
+        names = [name for name in dict.fromkeys(names) if name not in self._silent and name not in self._reported]
+        self._reported |= set(names)
+        if not names:
             return ""
         return (
-            f"the forward changes {', '.join(own[:3])}{' and others' if len(own) > 3 else ''}, and each rank has its "
-            "own value: a later forward that depends on it differs from one process (a counter such as "
-            "self.calls += 1 is kept equal; Job(on_update=...) runs once a step on every rank)"
+            f"the forward changes {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}, and each rank has "
+            "its own value: a later forward that depends on it differs from one process (a counter such as self.calls "
+            "+= 1 is kept equal; Job(on_update=...) runs once a step on every rank)"
         )
 
     @staticmethod
@@ -319,29 +329,34 @@ class ForwardNumbers:
         """Return True for the first steps, and then for the powers of two."""
         return step <= _FIRST_STEPS or step & (step - 1) == 0
 
-    def _leave(self) -> None:
+    def _record_changes(self) -> None:
         """Record the numbers after a microbatch, to detect those that change back before the end of the step."""
-        if self._current is not None:
-            self._values |= {(name, self._current): self.numbers.value(name) for name in self._increments}
-        if self._num_micro and self._ran and self._is_early(self._steps + 1):
-            self._touched |= set(self.numbers.changed())
-        if self._num_micro and self._ran and self._steps == _FIRST_STEPS - 1:
+        if self._microbatch is not None:
+            self._values |= {(name, self._microbatch): self.numbers.current_value(name) for name in self._increments}
+        if self._num_micro and self._microbatches and self._is_early(self._num_steps + 1):
+            self._touched |= set(self.numbers.changed_names())
+        if self._num_micro and self._microbatches and self._num_steps == _FIRST_STEPS - 1:
             now, before = attribute_fingerprints(self._model), self._fingerprints
-            self._changed |= {name for name, value in now.items() if before.get(name) != value} - set(self.carried)
+            self._changed_names |= {name for name, value in now.items() if before.get(name) != value} - set(self.names)
 
     def _expected(self, name: str, microbatch: int) -> Any:
-        start = self.numbers.kept(name)
-        if start != MISSING:
-            return start + self._increments[name] * microbatch  # type: ignore[operator]
+        saved = self.numbers.saved_value(name)
+        if saved != MISSING:
+            return saved + self._increments[name] * microbatch  # type: ignore[operator]
         return self._increments[name] * microbatch if microbatch else MISSING
 
-    def _increment(self, name: str) -> int | None:
+    def _infer_increment(self, name: str) -> int | None:
         """Return the integer that each forward of this rank may have added; None if it can't have."""
-        start, now = self.numbers.kept(name), self.numbers.value(name)
+        start, end = self.numbers.saved_value(name), self.numbers.current_value(name)
         start = 0 if start == MISSING else start
-        if type(start) is not int or type(now) is not int or not self._ran or (now - start) % len(self._ran):
+        if (
+            type(start) is not int
+            or type(end) is not int
+            or not self._microbatches
+            or (end - start) % len(self._microbatches)
+        ):
             return None
-        return (now - start) // len(self._ran)
+        return (end - start) // len(self._microbatches)
 
 
 class NumberTape:
@@ -359,17 +374,17 @@ class NumberTape:
         self._notes: list[str] = []
 
     def begin_step(self, *, num_micro: int = 0) -> None:
-        """Start a step of `num_micro` microbatches over all ranks; when repeating one, restore the numbers first."""
-        self._numbers.begin(num_micro=0 if self._over_batch else num_micro, again=self._has_run)
+        """Start a step of `num_micro` microbatches over all ranks; in a rerun, restore the numbers first."""
+        self._numbers.begin(num_micro=0 if self._over_batch else num_micro, is_rerun=self._has_run)
         self._has_run = False
 
     def set_microbatch(self, microbatch: int, *, has_samples: bool = True) -> None:
         """Set the numbers for the next forward or backward; without samples it is a stand-in that doesn't count."""
-        self._numbers.at(microbatch if has_samples else None)
+        self._numbers.set_microbatch(microbatch if has_samples else None)
         self._has_run = True
 
     def recording_context(self) -> AbstractContextManager[object]:
-        """Return an empty context: no statistics are folded, so no read of them differs."""
+        """Return an empty context: the model has no norm statistics to watch."""
         return nullcontext()
 
     def end_forward(self, microbatch: int) -> None:
@@ -380,15 +395,15 @@ class NumberTape:
 
         Return False, on all ranks, if a forward changes a number in an unexpected way: the step must be rerun.
         """
-        if self._numbers.is_watched and not self._are_settled():
+        if self._numbers.is_watched and not self._changed_as_expected():
             return False
-        self._notes += filter(None, [self._numbers.end()])
+        self._notes += filter(None, [self._numbers.finish_step()])
         self._has_run = False
         return True
 
-    def _are_settled(self) -> bool:
-        unsettled = torch.tensor(int(not self._numbers.is_settled()), device=self._world.device)
-        return not int(self._world.all_reduce(unsettled, op="max")) or self._numbers.agree()
+    def _changed_as_expected(self) -> bool:
+        has_unexpected_changes = torch.tensor(int(not self._numbers.changed_as_expected()), device=self._world.device)
+        return not int(self._world.all_reduce(has_unexpected_changes, op="max")) or self._numbers.agree_on_changes()
 
     def undo(self) -> None:
         """Keep the numbers: a skipped step has run its forwards."""
@@ -411,23 +426,23 @@ def _module_of(name: str) -> str:
     return f"{name.rpartition('.')[0]}.".lstrip(".")
 
 
-def _size(attributes: Mapping[str, Any]) -> int:
+def _count_attributes(attributes: Mapping[str, Any]) -> int:
     return len(attributes) + sum(len(attributes.get(key, ())) for key in _REGISTRIES)
 
 
-def _contents(attributes: Mapping[str, Any]) -> frozenset[str]:
+def _attribute_names(attributes: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of a module's attributes, parameters, buffers and submodules."""
     return frozenset(attributes).union(*(attributes.get(key, ()) for key in _REGISTRIES))
 
 
-def _number(value: Any) -> Number | str:
-    if type(value) in _KINDS:  # a subclass, such as an IntEnum, is more than its number
-        return value if not isinstance(value, int) or abs(value) <= _LARGEST else MISSING
+def _as_number(value: Any) -> Number | str:
+    if type(value) in _NUMBER_TYPES:  # a subclass, such as an IntEnum, is more than its number
+        return value if not isinstance(value, int) or abs(value) <= _MAX_INTEGER else MISSING
     if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in _DTYPES and type(value) is Tensor:
         is_plain = value.device.type == "cpu" and not value.requires_grad
         return (_DTYPES.index(value.dtype), float(value)) if is_plain else MISSING
     return MISSING
 
 
-def _same(old: Number | str, new: Number | str) -> bool:
+def _is_same_number(old: Number | str, new: Number | str) -> bool:
     return old is new or (type(old) is type(new) and (old == new or (old != old and new != new)))

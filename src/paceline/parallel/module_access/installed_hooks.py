@@ -16,7 +16,7 @@ Hook = tuple[dict[int, Callable[..., Any]], int]
 """The table that contains the hook, and the hook's number in it."""
 
 
-def new_hooks(model: nn.Module, *, since: int, under: str = "") -> list[Hook]:
+def find_new_hooks(model: nn.Module, *, since: int, prefix: str = "") -> list[Hook]:
     """Return the hooks with numbers from `since` on, of a module and its submodules, without this package's hooks.
 
     `prefix` is the module's FQN followed by a dot; it is empty for the model itself.
@@ -26,14 +26,14 @@ def new_hooks(model: nn.Module, *, since: int, under: str = "") -> list[Hook]:
     return [
         (table, number)
         for name, module in model.named_modules()
-        if f"{name}.".lstrip(".").startswith(under)
+        if f"{name}.".lstrip(".").startswith(prefix)
         for table in hook_tables(module)
         for number, hook in table.items()
         if number >= since and not str(getattr(hook, "__module__", "")).startswith("paceline.")
     ]
 
 
-def new_handles(modules: Mapping[str, dict[str, Any]], *, since: int) -> Iterator[tuple[str, int]]:
+def find_new_handles(modules: Mapping[str, dict[str, Any]], *, since: int) -> Iterator[tuple[str, int]]:
     """Yield the name of each attribute that holds the handle of a hook with a number from `since` on, and the number.
 
     `modules` are the attributes of each module, by its FQN followed by a dot.

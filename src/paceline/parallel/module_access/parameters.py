@@ -9,10 +9,10 @@ from torch import nn
 
 from paceline.comm.process_group import World
 
-LARGE_BYTES = 16 << 20
-FIRST_BYTES = 1 << 20
+LARGE_PARAMETER_BYTES = 16 << 20
+FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
-PASSING_BYTES = 10 << 20
+TRANSIENT_BUCKET_BYTES = 10 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,53 +26,57 @@ class NamedParameter:
 
 def trainable_parameters(model: nn.Module) -> list[NamedParameter]:
     """Return the model's trainable parameters; a tied one appears once, under its first name."""
-    found = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return [NamedParameter(index=index, name=name, parameter=p) for index, (name, p) in enumerate(found)]
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [NamedParameter(index=index, name=name, parameter=p) for index, (name, p) in enumerate(parameters)]
 
 
-def renumber_parameters(named: Sequence[NamedParameter]) -> list[NamedParameter]:
+def renumber_parameters(named_parameters: Sequence[NamedParameter]) -> list[NamedParameter]:
     """Return the parameters with `index` counted from 0."""
-    return [NamedParameter(index=index, name=m.name, parameter=m.parameter) for index, m in enumerate(named)]
+    return [NamedParameter(index=index, name=m.name, parameter=m.parameter) for index, m in enumerate(named_parameters)]
 
 
-def make_buckets(named: Sequence[NamedParameter], *, bucket_bytes: int = BUCKET_BYTES) -> list[list[NamedParameter]]:
+def make_buckets(
+    named_parameters: Sequence[NamedParameter], *, bucket_bytes: int = BUCKET_BYTES
+) -> list[list[NamedParameter]]:
     """Group parameters into buckets, last layers first, since backward computes their gradients first.
 
     A large parameter gets a separate bucket and is reduced in place. The others share buckets of DDP's default sizes: a
     small first one, so that communication starts early, then few large ones.
     """
-    units: list[list[NamedParameter]] = []
-    backwards = list(reversed(named))
-    for alone, members in groupby(backwards, key=_travels_alone):
-        if alone:
-            units += [[member] for member in members]
+    buckets: list[list[NamedParameter]] = []
+    backwards = list(reversed(named_parameters))
+    for is_large, members in groupby(backwards, key=_needs_own_bucket):
+        if is_large:
+            buckets += [[member] for member in members]
         else:
-            units += _buckets(list(members), started=bool(units), full=bucket_bytes)
-    return units
+            buckets += _group_by_size(list(members), has_earlier_bucket=bool(buckets), bucket_bytes=bucket_bytes)
+    return buckets
 
 
-def passing_bytes(world: World) -> int:
+def transient_bucket_bytes(world: World) -> int:
     """Return the bucket size in bytes for buffers that are allocated and freed in every step.
 
     It is smaller on a CPU, since glibc returns blocks of more than 32 MiB to the system at every free, and the system
     then has to clear all pages in every step. Simulated ranks with the nccl backend count as GPUs.
     """
-    return PASSING_BYTES if world.device.type == "cpu" and world.backend != "nccl" else BUCKET_BYTES
+    return TRANSIENT_BUCKET_BYTES if world.device.type == "cpu" and world.backend != "nccl" else BUCKET_BYTES
 
 
-def _travels_alone(member: NamedParameter) -> tuple[bool, ...]:
-    return (True,) if num_bytes(member.parameter) > LARGE_BYTES else ()
+def _needs_own_bucket(member: NamedParameter) -> tuple[bool, ...]:
+    return (True,) if num_bytes(member.parameter) > LARGE_PARAMETER_BYTES else ()
 
 
-def _buckets(members: Sequence[NamedParameter], *, started: bool, full: int) -> list[list[NamedParameter]]:
+def _group_by_size(
+    members: Sequence[NamedParameter], *, has_earlier_bucket: bool, bucket_bytes: int
+) -> list[list[NamedParameter]]:
     buckets: list[list[NamedParameter]] = []
-    for _, alike in groupby(members, key=lambda m: (m.parameter.dtype, m.parameter.device)):
+    for _, similar_members in groupby(members, key=lambda m: (m.parameter.dtype, m.parameter.device)):
         bucket: list[NamedParameter] = []
         size = 0
-        for member in alike:
+        for member in similar_members:
             bucket.append(member)
             size += num_bytes(member.parameter)
-            if size >= (full if buckets or started else FIRST_BYTES):
+            if size >= (bucket_bytes if buckets or has_earlier_bucket else FIRST_BUCKET_BYTES):
                 buckets.append(bucket)
                 bucket, size = [], 0
         if bucket:

@@ -11,92 +11,92 @@ from typing import Any
 
 from torch import Tensor
 
-Place = tuple[int, ...]
+Dims = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
     """A box of shape `size`, at `full_offset` in the full tensor and at `local_offset` in this rank's local tensor."""
 
-    whole: Place
-    local: Place
-    size: Place
+    full_offset: Dims
+    local_offset: Dims
+    size: Dims
 
-    def of_whole(self, tensor: Tensor) -> Tensor:
+    def view_full(self, full_tensor: Tensor) -> Tensor:
         """Return the box's view of the full tensor."""
-        return _view(tensor, self.whole, self.size)
+        return _view(full_tensor, self.full_offset, self.size)
 
-    def of_local(self, tensor: Tensor) -> Tensor:
+    def view_local(self, local_tensor: Tensor) -> Tensor:
         """Return the box's view of this rank's local tensor."""
-        return _view(tensor, self.local, self.size)
+        return _view(local_tensor, self.local_offset, self.size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
     """A rank's shard of a full tensor of shape `shape`. `local_shape` is None if the rank holds nothing."""
 
-    shape: Place
-    local: Place | None
+    shape: Dims
+    local_shape: Dims | None
     boxes: tuple[Box, ...]
 
     @staticmethod
-    def all_of(shape: Sequence[int]) -> "ShardSpec":
+    def full(shape: Sequence[int]) -> "ShardSpec":
         """Return the spec of a rank that holds the full tensor."""
         size = tuple(shape)
         start = (0,) * len(size)
-        return ShardSpec(shape=size, local=size, boxes=(Box(whole=start, local=start, size=size),))
+        return ShardSpec(shape=size, local_shape=size, boxes=(Box(full_offset=start, local_offset=start, size=size),))
 
     @staticmethod
-    def none_of(shape: Sequence[int]) -> "ShardSpec":
+    def empty(shape: Sequence[int]) -> "ShardSpec":
         """Return the spec of a rank that holds nothing, such as another pipeline stage."""
-        return ShardSpec(shape=tuple(shape), local=None, boxes=())
+        return ShardSpec(shape=tuple(shape), local_shape=None, boxes=())
 
     @staticmethod
-    def of_ranges(shape: Sequence[int], *, dim: int, ranges: Sequence[tuple[int, int]]) -> "ShardSpec":
+    def from_ranges(shape: Sequence[int], *, dim: int, ranges: Sequence[tuple[int, int]]) -> "ShardSpec":
         """Return the spec of `[start, stop)` ranges along `dim`, concatenated in the local tensor."""
-        whole = ShardSpec.all_of(shape)
+        full = ShardSpec.full(shape)
         boxes: list[Box] = []
         offset = 0
         for start, stop in ranges:
-            boxes += _moved(whole.narrowed(dim=dim, start=start, stop=stop), dim=dim, by=offset)
+            boxes += _shift_boxes(full.narrow(dim=dim, start=start, stop=stop), dim=dim, by=offset)
             offset += stop - start
-        local = tuple(offset if d == dim else n for d, n in enumerate(shape))
-        return ShardSpec(shape=tuple(shape), local=local, boxes=tuple(boxes))
+        local_shape = tuple(offset if d == dim else n for d, n in enumerate(shape))
+        return ShardSpec(shape=tuple(shape), local_shape=local_shape, boxes=tuple(boxes))
 
     @property
-    def is_all(self) -> bool:
+    def is_full(self) -> bool:
         """Return whether the rank holds the full tensor."""
-        return self.local is not None and self.numel == math.prod(self.shape)
+        return self.local_shape is not None and self.numel == math.prod(self.shape)
 
     @property
     def numel(self) -> int:
         """Return the number of elements that the rank holds."""
-        return 0 if self.local is None else math.prod(self.local)
+        return 0 if self.local_shape is None else math.prod(self.local_shape)
 
-    def narrowed(self, *, dim: int, start: int, stop: int) -> "ShardSpec":
+    def narrow(self, *, dim: int, start: int, stop: int) -> "ShardSpec":
         """Return the spec of the rows `[start, stop)` of the local tensor along `dim`."""
-        assert self.local is not None
-        boxes = [cut for box in self.boxes if (cut := _narrowed(box, dim, start, stop)) is not None]
-        local = tuple(max(stop - start, 0) if d == dim else n for d, n in enumerate(self.local))
-        return ShardSpec(shape=self.shape, local=local, boxes=tuple(boxes))
+        assert self.local_shape is not None
+        boxes = [cut for box in self.boxes if (cut := _narrow_box(box, dim, start, stop)) is not None]
+        local_shape = tuple(max(stop - start, 0) if d == dim else n for d, n in enumerate(self.local_shape))
+        return ShardSpec(shape=self.shape, local_shape=local_shape, boxes=tuple(boxes))
 
-    def take(self, whole: Tensor) -> Tensor:
+    def extract(self, full_tensor: Tensor) -> Tensor:
         """Return a copy of this rank's shard of the full tensor."""
-        assert self.local is not None
-        found = whole.new_empty(self.local)
+        assert self.local_shape is not None
+        local_tensor = full_tensor.new_empty(self.local_shape)
         for box in self.boxes:
-            box.of_local(found).copy_(box.of_whole(whole))
-        return found
+            box.view_local(local_tensor).copy_(box.view_full(full_tensor))
+        return local_tensor
 
-    def put(self, local: Tensor, *, into: Tensor) -> None:
+    def write_into(self, local_tensor: Tensor, *, full_tensor: Tensor) -> None:
         """Copy this rank's shard into the full tensor."""
         for box in self.boxes:
-            box.of_whole(into).copy_(box.of_local(local))
+            box.view_full(full_tensor).copy_(box.view_local(local_tensor))
 
     def as_json(self) -> list[Any]:
         """Return the spec as JSON values, for the other ranks and the manifest."""
-        boxes = [[list(box.whole), list(box.local), list(box.size)] for box in self.boxes]
-        return [list(self.shape), None if self.local is None else list(self.local), boxes]
+        boxes = [[list(box.full_offset), list(box.local_offset), list(box.size)] for box in self.boxes]
+        return [list(self.shape), None if self.local_shape is None else list(self.local_shape), boxes]
 
     @staticmethod
     def from_json(value: Sequence[Any]) -> "ShardSpec":
@@ -104,52 +104,56 @@ class ShardSpec:
         shape, local, boxes = value
         return ShardSpec(
             shape=tuple(shape),
-            local=None if local is None else tuple(local),
-            boxes=tuple(Box(whole=tuple(w), local=tuple(o), size=tuple(s)) for w, o, s in boxes),
+            local_shape=None if local is None else tuple(local),
+            boxes=tuple(Box(full_offset=tuple(w), local_offset=tuple(o), size=tuple(s)) for w, o, s in boxes),
         )
 
 
-Parts = Mapping[str, ShardSpec]
+ShardSpecs = Mapping[str, ShardSpec]
 
 
-def row_range(rows: int, *, place: int, places: int) -> tuple[int, int]:
+def row_range(num_rows: int, *, shard_rank: int, num_shards: int) -> tuple[int, int]:
     """Return a rank's row range, as in `torch.chunk` and `fully_shard`: the last ranks may have fewer rows or none."""
-    each = -(-rows // places) if rows else 0
-    return min(place * each, rows), min((place + 1) * each, rows)
+    rows_per_shard = -(-num_rows // num_shards) if num_rows else 0
+    return min(shard_rank * rows_per_shard, num_rows), min((shard_rank + 1) * rows_per_shard, num_rows)
 
 
-def shard_rows(part: ShardSpec, *, place: int, places: int) -> ShardSpec:
+def shard_rows(shard_spec: ShardSpec, *, shard_rank: int, num_shards: int) -> ShardSpec:
     """Return the spec of a rank's rows of the local tensor; a scalar counts as one row."""
-    assert part.local is not None
-    if not part.local:
-        return part if place == 0 else ShardSpec(shape=part.shape, local=None, boxes=())
-    start, stop = row_range(part.local[0], place=place, places=places)
-    return part.narrowed(dim=0, start=start, stop=stop)
+    assert shard_spec.local_shape is not None
+    if not shard_spec.local_shape:
+        return shard_spec if shard_rank == 0 else ShardSpec(shape=shard_spec.shape, local_shape=None, boxes=())
+    start, stop = row_range(shard_spec.local_shape[0], shard_rank=shard_rank, num_shards=num_shards)
+    return shard_spec.narrow(dim=0, start=start, stop=stop)
 
 
-def _view(tensor: Tensor, start: Place, size: Place) -> Tensor:
+def _view(tensor: Tensor, start: Dims, size: Dims) -> Tensor:
     for dim, (begin, length) in enumerate(zip(start, size, strict=True)):
         tensor = tensor.narrow(dim, begin, length)
     return tensor
 
 
-def _narrowed(box: Box, dim: int, start: int, stop: int) -> Box | None:
-    begin = max(box.local[dim], start)
-    end = min(box.local[dim] + box.size[dim], stop)
-    if end <= begin:
+def _narrow_box(box: Box, dim: int, start: int, stop: int) -> Box | None:
+    overlap_start = max(box.local_offset[dim], start)
+    overlap_stop = min(box.local_offset[dim] + box.size[dim], stop)
+    if overlap_stop <= overlap_start:
         return None
-    skipped = begin - box.local[dim]
+    skipped = overlap_start - box.local_offset[dim]
     return Box(
-        whole=_set(box.whole, dim, box.whole[dim] + skipped),
-        local=_set(box.local, dim, begin - start),
-        size=_set(box.size, dim, end - begin),
+        full_offset=_set(box.full_offset, dim, box.full_offset[dim] + skipped),
+        local_offset=_set(box.local_offset, dim, overlap_start - start),
+        size=_set(box.size, dim, overlap_stop - overlap_start),
     )
 
 
-def _moved(part: ShardSpec, *, dim: int, by: int) -> Iterator[Box]:
-    for box in part.boxes:
-        yield Box(whole=box.whole, local=_set(box.local, dim, box.local[dim] + by), size=box.size)
+def _shift_boxes(shard_spec: ShardSpec, *, dim: int, by: int) -> Iterator[Box]:
+    for box in shard_spec.boxes:
+        yield Box(
+            full_offset=box.full_offset,
+            local_offset=_set(box.local_offset, dim, box.local_offset[dim] + by),
+            size=box.size,
+        )
 
 
-def _set(place: Place, dim: int, value: int) -> Place:
-    return tuple(value if d == dim else n for d, n in enumerate(place))
+def _set(dims: Dims, dim: int, value: int) -> Dims:
+    return tuple(value if d == dim else n for d, n in enumerate(dims))

@@ -20,13 +20,17 @@ def equal_tensors(old: Tensor, new: Tensor) -> bool:
 def local_elements(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor; return any other tensor unchanged."""
     to_local = getattr(tensor, "to_local", None)
-    found: Tensor = tensor if to_local is None else to_local()
-    return found
+    local_tensor: Tensor = tensor if to_local is None else to_local()
+    return local_tensor
 
 
 def bits_checksum(tensor: Tensor) -> Tensor:
     """Return the sum of the raw bits modulo 2^64, computed on the tensor's device: a cheap checksum."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    total = flat[:whole].view(torch.int64).sum() if whole else torch.zeros((), dtype=torch.int64, device=tensor.device)
-    return total + flat[whole:].to(torch.int64).sum()
+    num_word_bytes = flat.numel() // 8 * 8
+    total = (
+        flat[:num_word_bytes].view(torch.int64).sum()
+        if num_word_bytes
+        else torch.zeros((), dtype=torch.int64, device=tensor.device)
+    )
+    return total + flat[num_word_bytes:].to(torch.int64).sum()

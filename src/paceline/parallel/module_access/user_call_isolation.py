@@ -17,12 +17,12 @@ from paceline.torch_internals.dispatch_modes import DispatchMode, hide_from_mode
 from paceline.torch_internals.private_api import storage_key
 from paceline.torch_internals.rng import preserve_rng
 
-_TORCH = frozenset(vars(nn.Module()))
-_MOST = 1 << 16
-_SHORT = 256
-_NUMBERS = (bool, int, float, complex, str, np.generic, tuple, frozenset)
-_FOREIGN = {"torch", "numpy", "paceline"}
-_PLAIN = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_MAX_NUMEL = 1 << 16
+_MAX_COMPARED_LENGTH = 256
+_IMMUTABLE_TYPES = (bool, int, float, complex, str, np.generic, tuple, frozenset)
+_FOREIGN_PACKAGES = {"torch", "numpy", "paceline"}
+_CONTAINER_TYPES = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
 
 
 @contextmanager
@@ -35,20 +35,20 @@ def side_effect_free(model: nn.Module, *, parameters: bool = True) -> Iterator[l
     writes to parameters are not detected.
     """
     weights = list(model.parameters()) if parameters else []
-    memory = [(parameter, parameter.data) for parameter in weights]
-    kept = _Kept(storage_key(parameter) for parameter in weights)
-    kept.keep(model)
+    old_data = [(parameter, parameter.data) for parameter in weights]
+    snapshot = _Snapshot(storage_key(parameter) for parameter in weights)
+    snapshot.save(model)
     with preserve_rng(), ExitStack() as stack:
-        before = stack.enter_context(_Writes(weights)).before if weights else []
+        old_values = stack.enter_context(_WriteRecorder(weights)).old_values if weights else []
         try:
-            yield before
+            yield old_values
         finally:
             with hide_from_modes():
-                kept.put_back()
-                for parameter, data in memory:
+                snapshot.restore()
+                for parameter, data in old_data:
                     if storage_key(parameter) != storage_key(data):
                         parameter.data = data
-                for parameter, value in before:
+                for parameter, value in old_values:
                     copy_into(parameter.data, value)
 
 
@@ -59,16 +59,16 @@ def call_stateless(function: object) -> Iterator[None]:
     The state is the function's closure, or its object's attributes. Modules and large tensors and containers are
     assumed to be read only.
     """
-    kept = _Small()
+    snapshot = _SmallSnapshot()
     owner = getattr(function, "__self__", function)
     if not isinstance(owner, type | ModuleType) and hasattr(owner, "__dict__"):
-        kept.keep(vars(owner))
-    kept.keep_cells(getattr(function, "__closure__", None) or ())
+        snapshot.save(vars(owner))
+    snapshot.save_cells(getattr(function, "__closure__", None) or ())
     try:
         yield
     finally:
         with hide_from_modes():
-            kept.put_back()
+            snapshot.restore()
 
 
 def plain_state(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
@@ -78,16 +78,18 @@ def plain_state(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
         f"{name}.{key}".lstrip("."): plain_value(value, known)
         for name, module in modules.items()
         for key, value in {**vars(type(module)), **vars(module)}.items()
-        if not (key in _TORCH or key.startswith("__")) and is_plain(value)
+        if not (key in _MODULE_ATTRIBUTES or key.startswith("__")) and is_plain(value)
     }
 
 
 def is_plain(value: Any) -> bool:
     """Return whether a value is a number, a string, None, a container, or a non-callable object with attributes."""
-    if value is None or isinstance(value, (*_PLAIN, *_NUMBERS)):
+    if value is None or isinstance(value, (*_CONTAINER_TYPES, *_IMMUTABLE_TYPES)):
         return True
     kind = type(value)
-    is_foreign = kind.__module__.partition(".")[0] in _FOREIGN or isinstance(value, type | ModuleType | nn.Module)
+    is_foreign = kind.__module__.partition(".")[0] in _FOREIGN_PACKAGES or isinstance(
+        value, type | ModuleType | nn.Module
+    )
     return hasattr(value, "__dict__") and not is_foreign and not callable(value)
 
 
@@ -103,73 +105,73 @@ def plain_value(value: Any, known: dict[int, Any]) -> Any:
         return type(value).__name__
     if id(value) not in known:
         known[id(value)] = type(value).__name__  # for a container that contains itself
-        inner = value if isinstance(value, (*_PLAIN, tuple, frozenset)) else vars(value)
-        if len(inner) > _SHORT:
-            known[id(value)] = len(inner)
-        elif isinstance(inner, dict):
-            known[id(value)] = {key: plain_value(part, known) for key, part in inner.items()}
-        elif isinstance(inner, set | frozenset):
-            known[id(value)] = {str(part) for part in inner}
+        contents = value if isinstance(value, (*_CONTAINER_TYPES, tuple, frozenset)) else vars(value)
+        if len(contents) > _MAX_COMPARED_LENGTH:
+            known[id(value)] = len(contents)
+        elif isinstance(contents, dict):
+            known[id(value)] = {key: plain_value(part, known) for key, part in contents.items()}
+        elif isinstance(contents, set | frozenset):
+            known[id(value)] = {str(part) for part in contents}
         else:
-            known[id(value)] = [plain_value(part, known) for part in inner]
+            known[id(value)] = [plain_value(part, known) for part in contents]
     return known[id(value)]
 
 
-class _Writes(DispatchMode):
+class _WriteRecorder(DispatchMode):
     """A dispatch mode that copies a parameter before the first operation that writes to its memory."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.before: list[tuple[nn.Parameter, Tensor]] = []
-        self._sharing: dict[int, list[nn.Parameter]] = {}
+        self.old_values: list[tuple[nn.Parameter, Tensor]] = []
+        self._parameters_by_storage: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
-            self._sharing.setdefault(storage_key(parameter), []).append(parameter)
+            self._parameters_by_storage.setdefault(storage_key(parameter), []).append(parameter)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Copy the parameters that `func` writes to, then run it."""
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
             for tensor in written_tensors(func, args, kwargs or {}):
-                for parameter in self._sharing.pop(storage_key(tensor), ()):
-                    self.before.append((parameter, parameter.detach().clone()))
+                for parameter in self._parameters_by_storage.pop(storage_key(tensor), ()):
+                    self.old_values.append((parameter, parameter.detach().clone()))
         return func(*args, **(kwargs or {}))
 
 
-class _Kept:
-    """A snapshot of module attributes, with a function to restore each. `without`: storages that are skipped."""
+class _Snapshot:
+    """A snapshot of module attributes, with a function to restore each; `skipped_storages` are not saved."""
 
-    def __init__(self, without: Iterator[int]) -> None:
-        self._known: dict[int, object] = {}
+    def __init__(self, skipped_storages: Iterator[int]) -> None:
+        self._saved: dict[int, object] = {}
         self._undos: list[Callable[[], object]] = []
-        self._without = frozenset(without)
+        self._skipped_storages = frozenset(skipped_storages)
 
-    def keep(self, value: Any) -> None:
+    def save(self, value: Any) -> None:
         """Save a module, or an attribute's value, with all values inside it."""
-        if id(value) in self._known:
+        if id(value) in self._saved:
             return
         if isinstance(value, nn.Module):
-            self._known[id(value)] = value
-            self.keep(vars(value))
-        elif type(value) in _PLAIN or isinstance(value, tuple):
-            self._known[id(value)] = value
-            inner = _inner(value)
+            self._saved[id(value)] = value
+            self.save(vars(value))
+        elif type(value) in _CONTAINER_TYPES or isinstance(value, tuple):
+            self._saved[id(value)] = value
+            contents = _contents(value)
             if not isinstance(value, tuple):
-                self._undos.append(lambda: _refill(value, inner))
-            for part in inner:
-                self.keep(part)
-        elif (undo := self._undo(value)) is not None:
-            self._known[id(value)] = value
+                self._undos.append(lambda: _restore_container(value, contents))
+            for part in contents:
+                self.save(part)
+        elif (undo := self._restore_function(value)) is not None:
+            self._saved[id(value)] = value
             self._undos.append(undo)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore all saved values."""
         for undo in self._undos:
             undo()
 
-    def _undo(self, value: Any) -> Callable[[], object] | None:
+    def _restore_function(self, value: Any) -> Callable[[], object] | None:
         if isinstance(value, Tensor):
             if isinstance(value, nn.Parameter) or value.layout is not torch.strided:
                 return None
-            if storage_key(value) in self._without:
+            if storage_key(value) in self._skipped_storages:
                 return None
             old = value.detach().clone()
             return lambda: None if not old.is_meta and torch.equal(value, old) else copy_into(value.data, old)
@@ -180,57 +182,57 @@ class _Kept:
             state = value.getstate()
             return lambda: value.setstate(state)
         if isinstance(value, np.random.Generator):
-            drawn = value.bit_generator.state
-            return lambda: setattr(value.bit_generator, "state", drawn)
+            generator_state = value.bit_generator.state
+            return lambda: setattr(value.bit_generator, "state", generator_state)
         if isinstance(value, torch.Generator):
-            at = value.get_state()
-            return lambda: value.set_state(at)
+            torch_state = value.get_state()
+            return lambda: value.set_state(torch_state)
         return None
 
 
-class _Small(_Kept):
+class _SmallSnapshot(_Snapshot):
     """A snapshot without modules and without large values; the total size is limited too."""
 
     def __init__(self) -> None:
         super().__init__(iter(()))
-        self._left = 16 * _MOST
+        self._remaining_numel = 16 * _MAX_NUMEL
 
-    def keep(self, value: Any) -> None:
+    def save(self, value: Any) -> None:
         """Save a value with all values inside it, unless it is too large."""
-        size = _size(value)
-        if not isinstance(value, nn.Module) and size <= min(_MOST, self._left):
-            self._left -= size
-            super().keep(value)
+        size = _num_elements(value)
+        if not isinstance(value, nn.Module) and size <= min(_MAX_NUMEL, self._remaining_numel):
+            self._remaining_numel -= size
+            super().save(value)
 
-    def keep_cells(self, cells: Sequence[CellType]) -> None:
+    def save_cells(self, cells: Sequence[CellType]) -> None:
         """Save the contents of a function's closure cells."""
         for cell in cells:
             with suppress(ValueError):  # a cell that has no value yet
                 value = cell.cell_contents
                 self._undos.append(partial(setattr, cell, "cell_contents", value))
-                self.keep(value)
+                self.save(value)
 
 
-def _inner(value: Any) -> list[Any]:
+def _contents(value: Any) -> list[Any]:
     return [*value, *value.values()] if isinstance(value, dict) else list(value)
 
 
-def _size(value: Any) -> int:
+def _num_elements(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel()
-    return int(value.size) if isinstance(value, np.ndarray) else len(value) if type(value) in _PLAIN else 0
+    return int(value.size) if isinstance(value, np.ndarray) else len(value) if type(value) in _CONTAINER_TYPES else 0
 
 
-def _refill(value: Any, inner: list[Any]) -> None:
+def _restore_container(value: Any, contents: list[Any]) -> None:
     """Restore a container's contents in the same order, unless they are unchanged."""
-    now = _inner(value)
-    if len(now) == len(inner) and all(new is old for new, old in zip(now, inner, strict=True)):
+    current = _contents(value)
+    if len(current) == len(contents) and all(new is old for new, old in zip(current, contents, strict=True)):
         return
     value.clear()
     if isinstance(value, dict):
-        half = len(inner) // 2
-        value.update(zip(inner[:half], inner[half:], strict=True))
+        half = len(contents) // 2
+        value.update(zip(contents[:half], contents[half:], strict=True))
     elif isinstance(value, set):
-        value.update(inner)
+        value.update(contents)
     else:
-        value.extend(inner)
+        value.extend(contents)

@@ -11,18 +11,18 @@ from paceline.torch_internals.private_api import has_hooks
 _CAUSE = "register_hook or register_post_accumulate_grad_hook on a parameter in model="
 
 
-def hooked_in(model: nn.Module) -> dict[str, nn.Parameter]:
+def find_hooked_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters with hooks, by name; call this before Paceline registers its own hooks."""
     return {name: parameter for name, parameter in model.named_parameters() if has_hooks(parameter)}
 
 
-def hook_notes(hooked: Collection[str], *, counts_first: bool) -> list[str]:
+def hook_notes(hooked_names: Collection[str], *, counts_first: bool) -> list[str]:
     """Return a warning about hooks on parameters if the gradient is divided by the sample count after backward."""
-    if not hooked or counts_first:
+    if not hooked_names or counts_first:
         return []
     return [
-        f"warning: the hook on {first_names(list(hooked))} gets the gradient of one microbatch's loss sum, which is "
-        "divided by the count later: a mask or a factor is right, a threshold such as clamp is not. "
+        f"warning: the hook on {first_names(list(hooked_names))} gets the gradient of one microbatch's loss sum, "
+        "which is divided by the count later: a mask or a factor is right, a threshold such as clamp is not. "
         "count=lambda batch: ... divides before backward (docs/refusals.md)"
     ]
 
@@ -43,15 +43,17 @@ def refuse_hooks(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def refuse_lost(hooked: Mapping[str, nn.Parameter], model: nn.Module, *, without: Collection[str], layout: str) -> None:
+def refuse_lost_hooks(
+    hooked_parameters: Mapping[str, nn.Parameter], model: nn.Module, *, absent_names: Collection[str], layout: str
+) -> None:
     """Refuse a layout that replaced a parameter with hooks by another tensor. `absent_names` are on other ranks.
 
     Raises:
         LayoutError: a hooked parameter was replaced; the message names it.
     """
-    now = dict(model.named_parameters())
-    for name, parameter in hooked.items():
-        if name not in without and now.get(name) is not parameter:
+    parameters = dict(model.named_parameters())
+    for name, parameter in hooked_parameters.items():
+        if name not in absent_names and parameters.get(name) is not parameter:
             raise LayoutError(
                 f"{layout} replaces {name} by a new tensor, and the hook on it would never be called.",
                 cause=_CAUSE,

@@ -139,12 +139,12 @@ def _chain(
         return None
     blocks, bounds = how.blocks or None, how.stages or None
     try:
-        chain = {block.name: block.module for block in find_blocks(model, listed=blocks)}
+        chain = {block.name: block.module for block in find_blocks(model, listed_names=blocks)}
         weights = None if seconds is None else seconds(chain)
         plan = partial(plan_cut, model, num_stages=num_stages, call=call, blocks=blocks, bounds=bounds, weights=weights)
 
         if late is not None:  # a whole stagewise forward would need more memory than allowed
-            return late.planned(plan)
+            return late.run_without_values(plan)
         cut = plan()
         compare_stagewise(model, cut=cut, call=call, compares=compares)
         return cut

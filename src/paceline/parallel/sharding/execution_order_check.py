@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.comm.process_group import World
 from paceline.errors import DesyncError
 
-_KEPT = 4096
+_MAX_RECORDED = 4096
 
 
 class UnitOrderCheck:
@@ -22,16 +22,16 @@ class UnitOrderCheck:
 
     def __init__(self, names: Sequence[str], *, world: World) -> None:
         self._names, self._world = tuple(names), world
-        self._sum, self._count, self._first = 0, 0, list[int]()
-        self._sent: tuple[Tensor, torch.cuda.Event | None, list[int]] | None = None
+        self._checksum, self._count, self._recorded = 0, 0, list[int]()
+        self._pending: tuple[Tensor, torch.cuda.Event | None, list[int]] | None = None
 
-    def saw(self, number: int, *, backward: bool = False) -> None:
+    def record_gather(self, number: int, *, backward: bool = False) -> None:
         """Record that unit `number` is gathered, for its forward or its backward."""
-        word = 2 * number + backward
-        self._sum = zlib.crc32(word.to_bytes(4, "little"), self._sum)
+        event_code = 2 * number + backward
+        self._checksum = zlib.crc32(event_code.to_bytes(4, "little"), self._checksum)
         self._count += 1
-        if len(self._first) < _KEPT:
-            self._first.append(word)
+        if len(self._recorded) < _MAX_RECORDED:
+            self._recorded.append(event_code)
 
     def compare(self) -> None:
         """Compare the ranks' checksums; every rank calls this once a step.
@@ -41,48 +41,57 @@ class UnitOrderCheck:
         Raises:
             DesyncError: the ranks have gathered different units, or in a different order.
         """
-        self.hear()
-        vector = torch.tensor([self._sum, -self._sum], dtype=torch.int64).to(self._world.device)
+        self.check_pending()
+        vector = torch.tensor([self._checksum, -self._checksum], dtype=torch.int64).to(self._world.device)
         self._world.all_reduce(vector, op="max")
-        event, host = None, vector
+        cuda_event, host_vector = None, vector
         if vector.device.type == "cuda":
-            host = torch.empty(2, dtype=torch.int64, pin_memory=True)
-            host.copy_(vector, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._sent = host, event, self._first
-        self._sum, self._count, self._first = 0, 0, []
-        if event is None:
-            self.hear()
+            host_vector = torch.empty(2, dtype=torch.int64, pin_memory=True)
+            host_vector.copy_(vector, non_blocking=True)
+            cuda_event = torch.cuda.Event()
+            cuda_event.record()
+        self._pending = host_vector, cuda_event, self._recorded
+        self._checksum, self._count, self._recorded = 0, 0, []
+        if cuda_event is None:
+            self.check_pending()
 
-    def hear(self) -> None:
+    def check_pending(self) -> None:
         """Read the result of the last comparison.
 
         Raises:
             DesyncError: the ranks have gathered different units, or in a different order.
         """
-        if self._sent is None:
+        if self._pending is None:
             return
-        (host, event, mine), self._sent = self._sent, None
+        (host, event, recorded), self._pending = self._pending, None
         if event is not None:
             event.synchronize()
         largest, smallest = host.tolist()
         if largest != -smallest:
-            raise self._apart(self._world.gather_json(mine))
+            raise self._order_error(self._world.gather_json(recorded))
 
-    def told(self) -> str:
+    def describe_progress(self) -> str:
         """Return a description of this rank's progress in the step, for the report on a hang."""
-        last = f", the last {self._said(self._first[-1])}" if self._first and self._count <= _KEPT else ""
-        return f"has gathered units {self._count} times in this step{last}"
+        last_gather = (
+            f", the last {self._describe(self._recorded[-1])}"
+            if self._recorded and self._count <= _MAX_RECORDED
+            else ""
+        )
+        return f"has gathered units {self._count} times in this step{last_gather}"
 
-    def _apart(self, every: Sequence[Sequence[int]]) -> DesyncError:
+    def _order_error(self, all_recorded: Sequence[Sequence[int]]) -> DesyncError:
         """Return the error for the first rank that differs from rank 0; all ranks return the same error."""
-        rank = next((r for r, own in enumerate(every) if list(own) != list(every[0])), 0)
-        pairs = zip(every[0], every[rank], strict=False)
-        place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(every[0]), len(every[rank])))
-        found = [self._said(own[place]) if place < len(own) else "nothing" for own in (every[0], every[rank])]
+        rank = next((r for r, recorded in enumerate(all_recorded) if list(recorded) != list(all_recorded[0])), 0)
+        pairs = zip(all_recorded[0], all_recorded[rank], strict=False)
+        position = next(
+            (n for n, (a, b) in enumerate(pairs) if a != b), min(len(all_recorded[0]), len(all_recorded[rank]))
+        )
+        descriptions = [
+            self._describe(own[position]) if position < len(own) else "nothing"
+            for own in (all_recorded[0], all_recorded[rank])
+        ]
         return DesyncError(
-            f"fsdp gathered different units on different ranks: {found[0]} on one, {found[1]} on another "
+            f"fsdp gathered different units on different ranks: {descriptions[0]} on one, {descriptions[1]} on another "
             f"(ranks 0 and {rank} of those that hold each other's rows).",
             cause="a branch of the forward that depends on a rank's samples, or on a random draw: a "
             "block that is skipped, "
@@ -90,6 +99,6 @@ class UnitOrderCheck:
             hint="--layout zero2 or ddp, where each rank may run different blocks",
         )
 
-    def _said(self, word: int) -> str:
-        number, backward = divmod(word, 2)
+    def _describe(self, event_code: int) -> str:
+        number, backward = divmod(event_code, 2)
         return f"{self._names[number]}{' in backward' if backward else ''}"

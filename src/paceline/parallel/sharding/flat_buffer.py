@@ -20,75 +20,90 @@ from paceline.torch_internals.private_api import copy_all
 class FlatBufferLayout:
     """The layout of the parameters of one bucket in a flat buffer. `chunk_numel` is the size of one rank's chunk."""
 
-    def __init__(self, members: Sequence[NamedParameter], *, cut: Mapping[str, RowSplit], places: int) -> None:
+    def __init__(
+        self, members: Sequence[NamedParameter], *, row_splits: Mapping[str, RowSplit], num_shards: int
+    ) -> None:
         self.members = list(members)
-        self.cuts = [cut[member.name] for member in members]
-        self.places = places
-        by_rows = [each.numel(0) if each.owner is None else 0 for each in self.cuts]
-        shared = list(accumulate(by_rows, initial=0))
-        ends = [shared[-1]] * places
-        self._offsets = shared[:-1]
-        for position, each in enumerate(self.cuts):
+        self.row_splits = [row_splits[member.name] for member in members]
+        self.num_shards = num_shards
+        shared_sizes = [split.numel(0) if split.owner is None else 0 for split in self.row_splits]
+        shared_offsets = list(accumulate(shared_sizes, initial=0))
+        ends = [shared_offsets[-1]] * num_shards
+        self._offsets = shared_offsets[:-1]
+        for position, each in enumerate(self.row_splits):
             if each.owner is not None:
                 self._offsets[position] = ends[each.owner]
                 ends[each.owner] += each.numel(each.owner)
-        self.chunk = max(ends)
+        self.chunk_numel = max(ends)
 
-    def empty(self, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a zero-filled buffer of shape (num_shards, chunk_numel)."""
-        return torch.zeros(self.places, self.chunk, dtype=dtype, device=device)
+        return torch.zeros(self.num_shards, self.chunk_numel, dtype=dtype, device=device)
 
-    def pieces(self, chunk: Tensor, *, place: int) -> list[Tensor]:
+    def member_views(self, chunk: Tensor, *, shard_rank: int) -> list[Tensor]:
         """Return flat views of a rank's rows in its chunk, one per parameter."""
-        sizes = [each.numel(place) for each in self.cuts]
+        sizes = [each.numel(shard_rank) for each in self.row_splits]
         return [chunk.narrow(0, o if n else 0, n) for o, n in zip(self._offsets, sizes, strict=True)]
 
-    def pairs(self, position: int, buffer: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def matching_views(self, position: int, buffer: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of matching views of the buffer and of a parameter's contiguous tensor, as few as possible."""
-        cut, offset, flat = self.cuts[position], self._offsets[position], tensor.view(-1)
-        if cut.owner is not None:
-            return [(buffer[cut.owner].narrow(0, offset, flat.numel()), flat)] if flat.numel() else []
-        each = cut.numel(0)
-        full = flat.numel() // each if each else 0
-        found = [(buffer[:full, offset : offset + each], flat[: full * each].view(full, each))] if full else []
-        rest = flat[full * each :]
-        return [*found, (buffer[full].narrow(0, offset, rest.numel()), rest)] if rest.numel() else found
+        row_split, offset, flat = self.row_splits[position], self._offsets[position], tensor.view(-1)
+        if row_split.owner is not None:
+            return [(buffer[row_split.owner].narrow(0, offset, flat.numel()), flat)] if flat.numel() else []
+        shard_numel = row_split.numel(0)
+        num_full_shards = flat.numel() // shard_numel if shard_numel else 0
+        pairs = (
+            [
+                (
+                    buffer[:num_full_shards, offset : offset + shard_numel],
+                    flat[: num_full_shards * shard_numel].view(num_full_shards, shard_numel),
+                )
+            ]
+            if num_full_shards
+            else []
+        )
+        rest = flat[num_full_shards * shard_numel :]
+        return [*pairs, (buffer[num_full_shards].narrow(0, offset, rest.numel()), rest)] if rest.numel() else pairs
 
-    def by_place(self, position: int, buffer: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def views_by_rank(self, position: int, buffer: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield flat (buffer, tensor) views of a parameter's elements, rank by rank; strided rows are copied first."""
-        for place, cut in enumerate([self.cuts[position]] * self.places):
-            if cut.numel(place):
-                room = buffer[place].narrow(0, self._offsets[position], cut.numel(place))
-                yield room, cut.rows(tensor, place).reshape(-1)
+        for shard_rank, row_split in enumerate([self.row_splits[position]] * self.num_shards):
+            if row_split.numel(shard_rank):
+                buffer_view = buffer[shard_rank].narrow(0, self._offsets[position], row_split.numel(shard_rank))
+                yield buffer_view, row_split.shard_view(tensor, shard_rank).reshape(-1)
 
-    def put(self, chunk: Tensor, locals_: Sequence[Tensor], *, place: int) -> None:
+    def pack_chunk(self, chunk: Tensor, local_tensors: Sequence[Tensor], *, shard_rank: int) -> None:
         """Copy a rank's local tensors into its chunk."""
-        pairs = [(p, t) for p, t in zip(self.pieces(chunk, place=place), locals_, strict=True) if t.numel()]
+        pairs = [
+            (p, t)
+            for p, t in zip(self.member_views(chunk, shard_rank=shard_rank), local_tensors, strict=True)
+            if t.numel()
+        ]
         copy_all([piece.view(tensor.shape) for piece, tensor in pairs], [tensor for _, tensor in pairs])
 
-    def spread(self, buffer: Tensor, holders: Sequence[Tensor]) -> None:
+    def unpack_into(self, buffer: Tensor, full_tensors: Sequence[Tensor]) -> None:
         """Copy all ranks' rows from the buffer into the full tensors."""
         pairs = []
-        for position, holder in enumerate(holders):
-            if holder.is_contiguous():
-                pairs += self.pairs(position, buffer, holder)
+        for position, full_tensor in enumerate(full_tensors):
+            if full_tensor.is_contiguous():
+                pairs += self.matching_views(position, buffer, full_tensor)
             else:
-                self._spread_strided(position, buffer, holder)
+                self._unpack_strided(position, buffer, full_tensor)
         copy_all([target for _, target in pairs], [source for source, _ in pairs])
 
-    def _spread_strided(self, position: int, buffer: Tensor, holder: Tensor) -> None:
-        cut = self.cuts[position]
-        for place in range(self.places):
-            rows = cut.rows(holder, place)
+    def _unpack_strided(self, position: int, buffer: Tensor, full_tensor: Tensor) -> None:
+        row_split = self.row_splits[position]
+        for shard_rank in range(self.num_shards):
+            rows = row_split.shard_view(full_tensor, shard_rank)
             if rows.numel():
-                rows.copy_(self.pieces(buffer[place], place=place)[position].view(rows.shape))
+                rows.copy_(self.member_views(buffer[shard_rank], shard_rank=shard_rank)[position].view(rows.shape))
 
 
 def start_reduce_scatter(buffer: Tensor, *, out: Tensor, world: World) -> Callable[[], object]:
     """Start the reduce-scatter of `buffer`, of shape (num_shards, chunk_numel), to `out`; return the wait function."""
     if world.group is None:
         out.copy_(buffer.view(-1))
-        return _nothing
+        return _no_wait
     world.sends("reduce_scatter", buffer)
     work = REDUCE_SCATTER(out, buffer.view(-1), group=world.group, async_op=True)
     wait: Callable[[], object] = work.wait
@@ -99,12 +114,12 @@ def start_all_gather(chunk: Tensor, *, out: Tensor, world: World) -> Callable[[]
     """Start the all-gather of all chunks to `out`, of shape (num_shards, chunk_numel); return the wait function."""
     if world.group is None:
         out.view(-1).copy_(chunk)
-        return _nothing
+        return _no_wait
     world.sends("all_gather", chunk)
     work = ALL_GATHER(out.view(-1), chunk, group=world.group, async_op=True)
     wait: Callable[[], object] = work.wait
     return wait
 
 
-def _nothing() -> None:
+def _no_wait() -> None:
     return None

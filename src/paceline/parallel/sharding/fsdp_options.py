@@ -7,11 +7,11 @@ from torch import nn
 
 from paceline.config.layout import Layout
 from paceline.config.settings import PlacementSettings
-from paceline.parallel.sharding.units import UnitChoice, units_of
+from paceline.parallel.sharding.units import UnitChoice, parse_units
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullySharded:
+class FullShardOptions:
     """Options of full sharding. `units` chooses the modules whose parameters are gathered together.
 
     `reshard`: whether a unit's parameters are freed between forward and backward; None frees those of all units but
@@ -23,16 +23,16 @@ class FullySharded:
     units: UnitChoice = field(default_factory=UnitChoice)
     reshard: bool | None = None
     prefetch: int = 0
-    params: torch.dtype | None = None
+    param_dtype: torch.dtype | None = None
     offload: bool = False
 
 
-def fsdp_options(model: nn.Module, *, asked: Layout, how: PlacementSettings) -> FullySharded:
+def make_full_shard_options(model: nn.Module, *, layout: Layout, settings: PlacementSettings) -> FullShardOptions:
     """Return the full-sharding options of a layout and its placement settings."""
-    return FullySharded(
-        units=units_of(how.units, model=model),
-        reshard=how.reshard,
-        prefetch=how.prefetch,
-        params=torch.bfloat16 if asked.params == "bf16" else None,
-        offload="parameters" in asked.offload,
+    return FullShardOptions(
+        units=parse_units(settings.units, model=model),
+        reshard=settings.reshard,
+        prefetch=settings.prefetch,
+        param_dtype=torch.bfloat16 if layout.params == "bf16" else None,
+        offload="parameters" in layout.offload,
     )

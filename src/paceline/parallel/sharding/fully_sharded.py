@@ -20,12 +20,12 @@ from paceline.comm.process_group import World
 from paceline.errors import LayoutError
 from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
 from paceline.parallel.module_access.parameters import NamedParameter
-from paceline.parallel.module_access.shard_spec import Parts, ShardSpec
-from paceline.parallel.sharding.fsdp_options import FullySharded
+from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs
+from paceline.parallel.sharding.fsdp_options import FullShardOptions
 from paceline.parallel.sharding.reduce_scatter import ScatterReducer
-from paceline.parallel.sharding.row_shards import RowShard, RowSplit, cut_rows, shares_of, view_of
-from paceline.parallel.sharding.sharded_model import DataGroups, Sharded, shard_zero12
-from paceline.parallel.sharding.unit_gradient_order import one_input
+from paceline.parallel.sharding.row_shards import RowShard, RowSplit, make_row_shards, make_row_splits, parameter_view
+from paceline.parallel.sharding.sharded_model import DataGroups, ShardedModel, shard_zero12
+from paceline.parallel.sharding.unit_gradient_order import pass_first_input
 from paceline.parallel.sharding.unit_guard import UnitGuards
 from paceline.parallel.sharding.units import find_units
 from paceline.parallel.sharding.zero1_zero2_reducers import ParameterAllGather
@@ -41,67 +41,69 @@ class DeferredRows(Protocol):
     def pop(self, name: str, /) -> Tensor: ...
 
 
-def shard_fully(
-    model: nn.Module,
-    *,
-    named: Sequence[NamedParameter],
-    data: DataGroups,
-    grid: FixedPointGrid | None = None,
-    parts: Parts | None = None,
-    asked: FullySharded | None = None,
-    hollow: Collection[str] | None = None,
-    without: Collection[str] = (),
-    rows: DeferredRows | None = None,
-) -> Sharded:
+def shard_zero3(
+    model: nn.Module, *, named_parameters: Sequence[NamedParameter], data_groups: DataGroups,
+    grid: FixedPointGrid | None = None, base_specs: ShardSpecs | None = None, options: FullShardOptions | None = None,
+    absent_names: Collection[str] | None = None, expert_names: Collection[str] = (),
+    deferred_rows: DeferredRows | None = None,
+) -> ShardedModel:  # fmt: skip
     """Shard the model in place; before, every rank holds the same full weights. On one rank nothing is sharded.
 
-    `absent_names` are the parameters that other pipeline stages hold; None without a pipeline. In a pipeline the
-    model's forward stops before its end, and other forwards run before its backward; so parameters outside all units
-    stay gathered until the end of the step. `expert_names` are not sharded. With `base_specs`, the model is
-    tensor-parallel, and activations between units may be sharded too. `deferred_rows` are this rank's rows if the
-    parameters are on the meta device; they are removed as they are used.
+    `absent_names`: the parameters of other pipeline stages, None without a pipeline. In a pipeline, other forwards run
+    before the model's backward, so parameters outside all units stay gathered until the end of the step.
+    `base_specs`: the specs under tensor parallelism. `deferred_rows`: this rank's rows of a model on the meta device.
 
     Raises:
         LayoutError: a parameter can't be sharded, or the model does not have a named unit.
     """
-    asked = asked or FullySharded()
-    if data.shard.world_size == 1:
-        _refuse_alone(asked)
-        return shard_zero12(stage=2, model=model, named=named, data=data, grid=grid, parts=parts)
-    apart = {*(hollow or ()), *without}
-    every = _held(model, apart)
-    cut = cut_rows(every, places=data.shard.world_size)
-    base = parts or {m.name: ShardSpec.all_of(m.parameter.shape) for m in every}
-    kept = {m.name: m.parameter for m in every if not m.parameter.dim()}
-    gone = {p for n, p in model.named_parameters() if n in apart}
-    around = [*([expose_local_shards] if parts else []), *([one_input] if grid is not None else [])]
-    guards = _wrap(model, data, asked, ignored=gone | set(kept.values()), is_left=hollow is not None, around=around)
-    if rows is not None:
-        where = torch.device("cpu") if asked.offload else data.shard.device
-        _fill(model, rows, device=where, without={id(p) for p in gone})
-    sources = {**kept, **_gathered(model, guards)}
-    guards.begin()
-    now = {n: p for n, p in model.named_parameters() if n not in apart}
-    shares = [_share(member, now[member.name], cut, data.shard.rank, base) for member in named]
-    whole = [share for share in shares if share.name in kept]
-    settle = _Settle(model, ParameterAllGather(whole, cut=cut, world=data.shard), is_left=hollow is not None)
-    leaves = [sources[share.name] for share in shares]
+    options = options or FullShardOptions()
+    if data_groups.shard_world.world_size == 1:
+        _refuse_single_rank(options)
+        return shard_zero12(
+            stage=2, model=model, named_parameters=named_parameters, data_groups=data_groups,
+            grid=grid, base_specs=base_specs,
+        )  # fmt: skip
+    excluded = {*(absent_names or ()), *expert_names}
+    parameters = _contiguous_parameters(model, excluded)
+    splits = make_row_splits(parameters, num_shards=data_groups.shard_world.world_size)
+    specs = base_specs or {m.name: ShardSpec.full(m.parameter.shape) for m in parameters}
+    scalars = {m.name: m.parameter for m in parameters if not m.parameter.dim()}
+    ignored = {p for n, p in model.named_parameters() if n in excluded}
+    contexts = [*([expose_local_shards] if base_specs else []), *([pass_first_input] if grid is not None else [])]
+    guards = _apply_fully_shard(
+        model, data_groups, options, ignored=ignored | set(scalars.values()),
+        is_pipelined=absent_names is not None, contexts=contexts,
+    )  # fmt: skip
+    if deferred_rows is not None:
+        device = torch.device("cpu") if options.offload else data_groups.shard_world.device
+        _fill_deferred_rows(model, deferred_rows, device=device, excluded_ids={id(p) for p in ignored})
+    leaf_by_name = {**scalars, **_find_unsharded_parameters(model, guards)}
+    guards.intercept_calls()
+    local = {n: p for n, p in model.named_parameters() if n not in excluded}
+    row_shards = [
+        _make_row_shard(m, local[m.name], splits, data_groups.shard_world.rank, specs) for m in named_parameters
+    ]
+    scalar_shards = [shard for shard in row_shards if shard.name in scalars]
+    sync = _PostUpdateSync(
+        model, ParameterAllGather(scalar_shards, row_splits=splits, world=data_groups.shard_world),
+        is_pipelined=absent_names is not None,
+    )  # fmt: skip
+    leaves = [leaf_by_name[shard.name] for shard in row_shards]
     reducer = ScatterReducer(
-        shares=shares, sources=leaves, cut=cut, shard=data.shard, replicas=data.replicas, grid=grid, order=guards.order
-    )
-    return Sharded(
-        shares=shares,
-        reducer=reducer,
-        spread=settle,
-        settle=settle,
-        parts={n: base[n] if n in kept else cut[n].part(base[n], data.shard.rank) for n in now},
-        locals={name: _local(p) for name, p in now.items()},
-        sources=leaves,
-        data=data,
-    )
+        row_shards=row_shards, leaf_parameters=leaves, row_splits=splits, shard_world=data_groups.shard_world,
+        replica_world=data_groups.replica_world, grid=grid, order_check=guards.order,
+    )  # fmt: skip
+    return ShardedModel(
+        row_shards=row_shards, reducer=reducer, sync_after_update=sync, sync_after_load=sync,
+        shard_specs={
+            n: specs[n] if n in scalars else splits[n].shard_spec(specs[n], data_groups.shard_world.rank) for n in local
+        },
+        local_tensors={name: _local_tensor(p) for name, p in local.items()},
+        leaf_parameters=leaves, data_groups=data_groups,
+    )  # fmt: skip
 
 
-class _Settle:
+class _PostUpdateSync:
     """The synchronization after an update: send scalars to every rank, and reshard units that are still gathered.
 
     Backward usually reshards them. After an evaluation, or if the model's output hides its tensors, the root unit stays
@@ -109,138 +111,146 @@ class _Settle:
     reshards only units with `reshard_after_forward`; so this option is on during the call.
     """
 
-    def __init__(self, model: nn.Module, spread: ParameterAllGather, *, is_left: bool) -> None:
-        self._left = model if is_left and isinstance(model, FSDPModule) else None
+    def __init__(self, model: nn.Module, all_gather_scalars: ParameterAllGather, *, is_pipelined: bool) -> None:
+        self._pipelined_model = model if is_pipelined and isinstance(model, FSDPModule) else None
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._spread = spread
+        self._all_gather_scalars = all_gather_scalars
 
     def __call__(self) -> None:
-        self._spread()
-        if self._left is not None:
-            self._left.set_reshard_after_forward(True, recurse=False)
+        self._all_gather_scalars()
+        if self._pipelined_model is not None:
+            self._pipelined_model.set_reshard_after_forward(True, recurse=False)
         for module in self._sharded:
             module.reshard()
-        if self._left is not None:
-            self._left.set_reshard_after_forward(False, recurse=False)
+        if self._pipelined_model is not None:
+            self._pipelined_model.set_reshard_after_forward(False, recurse=False)
 
 
-def _wrap(
+def _apply_fully_shard(
     model: nn.Module,
-    data: DataGroups,
-    asked: FullySharded,
+    data_groups: DataGroups,
+    options: FullShardOptions,
     *,
     ignored: set[nn.Parameter],
-    is_left: bool,
-    around: Sequence[Callable[[nn.Module], AbstractContextManager[None]]],
+    is_pipelined: bool,
+    contexts: Sequence[Callable[[nn.Module], AbstractContextManager[None]]],
 ) -> UnitGuards:
-    """Apply `fully_shard` to the units and the model; it registers each unit's hooks inside the contexts `around`."""
-    device = data.shard.device.type
-    assert data.shard.group is not None
-    mesh = DeviceMesh.from_group(data.shard.group, device, mesh_dim_names=("dp_shard",))
-    offload = CPUOffloadPolicy(pin_memory=device == "cuda") if asked.offload else OffloadPolicy()
-    units = [unit for unit in find_units(model, by=asked.units).values() if not ignored.issuperset(unit.parameters())]
-    _refuse_mixed([*units, model], model, ignored)
-    guards = UnitGuards(model, [*units, model], world=data.shard, is_left=is_left)
+    """Apply `fully_shard` to the units and the model; it registers each unit's hooks inside `contexts`."""
+    device = data_groups.shard_world.device.type
+    assert data_groups.shard_world.group is not None
+    mesh = DeviceMesh.from_group(data_groups.shard_world.group, device, mesh_dim_names=("dp_shard",))
+    offload = CPUOffloadPolicy(pin_memory=device == "cuda") if options.offload else OffloadPolicy()
+    units = [
+        unit for unit in find_units(model, choice=options.units).values() if not ignored.issuperset(unit.parameters())
+    ]
+    _refuse_mixed_dtypes([*units, model], model, ignored)
+    guards = UnitGuards(model, [*units, model], world=data_groups.shard_world, is_pipelined=is_pipelined)
     for unit in [*units, model]:
-        output = torch.float32 if asked.params is not None and unit is model else None
+        output = torch.float32 if options.param_dtype is not None and unit is model else None
         with ExitStack() as stack:
-            for each in (guards.around, *around):
-                stack.enter_context(each(unit))
-            unit.register_forward_hook(lambda unit, _, output: guards.watched(unit, _own_memory(output)))
+            for context in (guards.add_hooks_around, *contexts):
+                stack.enter_context(context(unit))
+            unit.register_forward_hook(lambda unit, _, output: guards.watch_output(unit, _clone_views(output)))
             fully_shard(
                 unit,
                 mesh=mesh,
-                reshard_after_forward=False if is_left and unit is model else asked.reshard,
-                mp_policy=MixedPrecisionPolicy(param_dtype=asked.params, output_dtype=output),
+                reshard_after_forward=False if is_pipelined and unit is model else options.reshard,
+                mp_policy=MixedPrecisionPolicy(param_dtype=options.param_dtype, output_dtype=output),
                 offload_policy=offload,
                 ignored_params=ignored,
             )
-    if is_left and isinstance(model, FSDPModule):
+    if is_pipelined and isinstance(model, FSDPModule):
         model.set_reshard_after_backward(False, recurse=False)
-    _prefetch(model, asked.prefetch)
+    _set_prefetch(model, options.prefetch)
     return guards
 
 
-def row_parts(model: nn.Module, *, world: World, base: Parts | None = None) -> Parts:
+def row_shard_specs(model: nn.Module, *, world: World, base_specs: ShardSpecs | None = None) -> ShardSpecs:
     """Return the shard spec of each parameter on this rank of `world`, without scalars, which are not sharded.
 
     `base_specs`: the parameters to shard, with their shard specs after tensor parallelism; None: all parameters, each
     a full tensor.
     """
-    before = {n: ShardSpec.all_of(p.shape) for n, p in model.named_parameters()} if base is None else base
-    some = [(n, p) for n, p in model.named_parameters() if p.dim() and n in before]
-    every = [NamedParameter(index=i, name=n, parameter=p) for i, (n, p) in enumerate(some)]
-    cut = cut_rows(every, places=world.world_size)
-    return {m.name: cut[m.name].part(before[m.name], world.rank) for m in every}
+    specs_before = (
+        {n: ShardSpec.full(p.shape) for n, p in model.named_parameters()} if base_specs is None else base_specs
+    )
+    shardable = [(n, p) for n, p in model.named_parameters() if p.dim() and n in specs_before]
+    parameters = [NamedParameter(index=i, name=n, parameter=p) for i, (n, p) in enumerate(shardable)]
+    row_splits = make_row_splits(parameters, num_shards=world.world_size)
+    return {m.name: row_splits[m.name].shard_spec(specs_before[m.name], world.rank) for m in parameters}
 
 
-def _fill(model: nn.Module, rows: DeferredRows, *, device: torch.device, without: set[int]) -> None:
+def _fill_deferred_rows(
+    model: nn.Module, deferred_rows: DeferredRows, *, device: torch.device, excluded_ids: set[int]
+) -> None:
     allocate_meta_tensors(
-        model, device=device, without=without | {id(buffer) for buffer in model.buffers() if buffer.is_meta}
+        model, device=device, without=excluded_ids | {id(buffer) for buffer in model.buffers() if buffer.is_meta}
     )
     for name, parameter in model.named_parameters():
-        if name in rows:
-            _local(parameter).copy_(rows.pop(name))
+        if name in deferred_rows:
+            _local_tensor(parameter).copy_(deferred_rows.pop(name))
 
 
-def _own_memory(output: Any) -> Any:
+def _clone_views(output: Any) -> Any:
     """Return `output` with views cloned: a write to a view would drop the hook that gathers the unit for backward."""
     if isinstance(output, Tensor):
         return output.clone() if output.requires_grad and is_view(output) else output
     if type(output) in (tuple, list):
-        return type(output)(_own_memory(item) for item in output)
+        return type(output)(_clone_views(item) for item in output)
     if isinstance(output, dict):
         for name, item in list(output.items()):
-            own = _own_memory(item)
-            if own is not item:
-                output[name] = own
+            cloned = _clone_views(item)
+            if cloned is not item:
+                output[name] = cloned
     return output
 
 
-def _refuse_mixed(units: Sequence[nn.Module], model: nn.Module, ignored: set[nn.Parameter]) -> None:
+def _refuse_mixed_dtypes(units: Sequence[nn.Module], model: nn.Module, ignored: set[nn.Parameter]) -> None:
     """Raise LayoutError if a unit has parameters of several dtypes: a unit is gathered in one buffer."""
     names = {p: name for name, p in model.named_parameters()}
-    taken = set(ignored)
+    assigned = set(ignored)
     for unit in units:
-        own = [p for p in unit.parameters() if p not in taken]
-        taken.update(own)
-        kinds = {p.dtype: names[p] for p in reversed(own) if p.requires_grad}
-        if len(kinds) > 1:
-            some = " and ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in kinds.items())
+        unit_parameters = [p for p in unit.parameters() if p not in assigned]
+        assigned.update(unit_parameters)
+        names_by_dtype = {p.dtype: names[p] for p in reversed(unit_parameters) if p.requires_grad}
+        if len(names_by_dtype) > 1:
+            description = " and ".join(
+                f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in names_by_dtype.items()
+            )
             raise LayoutError(
-                f"fsdp gathers parameters of one dtype together, but one unit has {some}.",
+                f"fsdp gathers parameters of one dtype together, but one unit has {description}.",
                 cause="some layers were cast in model=",
                 hint="--train.precision bf16 and one dtype in model=; or --layout zero2",
             )
 
 
-def _prefetch(model: nn.Module, ahead: int) -> None:
+def _set_prefetch(model: nn.Module, num_units: int) -> None:
     """Set prefetching of `num_units` units in module order, which is the forward order if blocks form a chain."""
     units: list[FSDPModule] = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
-    for place, unit in enumerate(units if ahead else ()):
-        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
-        unit.set_modules_to_backward_prefetch(units[max(place - ahead, 0) : place][::-1])
+    for position, unit in enumerate(units if num_units else ()):
+        unit.set_modules_to_forward_prefetch(units[position + 1 : position + 1 + num_units])
+        unit.set_modules_to_backward_prefetch(units[max(position - num_units, 0) : position][::-1])
 
 
-def _gathered(model: nn.Module, guards: UnitGuards) -> dict[str, nn.Parameter]:
+def _find_unsharded_parameters(model: nn.Module, guards: UnitGuards) -> dict[str, nn.Parameter]:
     """Return the unsharded parameters, to which autograd writes; each unit is gathered once to find them."""
-    holders = dict(model.named_parameters())
-    first = {id(p): name for name, p in holders.items()}
-    found: dict[str, nn.Parameter] = {}
+    model_parameters = dict(model.named_parameters())
+    first_names = {id(p): name for name, p in model_parameters.items()}
+    unsharded: dict[str, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            own = [(owner, name, first[id(p)]) for owner, name, p in _sharded_in(module)]
+            sharded = [(owner, name, first_names[id(p)]) for owner, name, p in _sharded_parameters(module)]
             module.unshard()
-            for owner, name, known_as in own:
+            for owner, name, full_name in sharded:
                 parameter = getattr(owner, name)
                 if not isinstance(parameter, DTensor):
-                    found[known_as] = parameter
-                    guards.know(module, known_as, owner, name, [holders[known_as], parameter])
+                    unsharded[full_name] = parameter
+                    guards.register_parameter(module, full_name, owner, name, [model_parameters[full_name], parameter])
             module.reshard()
-    return found
+    return unsharded
 
 
-def _sharded_in(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+def _sharded_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     return [
         (owner, name, parameter)
         for owner in module.modules()
@@ -249,45 +259,49 @@ def _sharded_in(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     ]
 
 
-def _share(
-    member: NamedParameter, holder: nn.Parameter, cut: Mapping[str, RowSplit], place: int, base: Parts
+def _make_row_shard(
+    member: NamedParameter,
+    model_parameter: nn.Parameter,
+    row_splits: Mapping[str, RowSplit],
+    shard_rank: int,
+    base_specs: ShardSpecs,
 ) -> RowShard:
     """Return this rank's shard of a parameter: a view of the local storage that `fully_shard` gathers from."""
-    if not isinstance(holder, DTensor):
-        return shares_of([member], cut=dict(cut), place=place, parts=base)[0]
-    local = _local(holder)
-    assert tuple(local.shape) == cut[member.name].shape_of(place), member.name
+    if not isinstance(model_parameter, DTensor):
+        return make_row_shards([member], row_splits=dict(row_splits), shard_rank=shard_rank, base_specs=base_specs)[0]
+    local = _local_tensor(model_parameter)
+    assert tuple(local.shape) == row_splits[member.name].shard_shape(shard_rank), member.name
     return RowShard(
         index=member.index,
         name=member.name,
-        parameter=view_of(local),
-        part=cut[member.name].part(base[member.name], place),
-        holder=holder,
+        parameter=parameter_view(local),
+        shard_spec=row_splits[member.name].shard_spec(base_specs[member.name], shard_rank),
+        model_parameter=model_parameter,
     )
 
 
-def _local(parameter: Tensor) -> Tensor:
+def _local_tensor(parameter: Tensor) -> Tensor:
     local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.detach()
 
 
-def _held(model: nn.Module, apart: Collection[str]) -> list[NamedParameter]:
-    held = [(n, p) for n, p in model.named_parameters() if n not in apart]
-    every = [NamedParameter(index=i, name=n, parameter=p) for i, (n, p) in enumerate(held)]
-    for member in every:
+def _contiguous_parameters(model: nn.Module, excluded_names: Collection[str]) -> list[NamedParameter]:
+    local_parameters = [(n, p) for n, p in model.named_parameters() if n not in excluded_names]
+    parameters = [NamedParameter(index=i, name=n, parameter=p) for i, (n, p) in enumerate(local_parameters)]
+    for member in parameters:
         if not member.parameter.is_contiguous():
             raise LayoutError(
                 f"fsdp can't shard {member.name}: its memory is not contiguous.",
                 cause="a transposed or channels_last weight",
                 hint="parameter.data = parameter.data.contiguous() at the end of model=, or --layout zero2",
             )
-    return every
+    return parameters
 
 
-def _refuse_alone(asked: FullySharded) -> None:
-    if asked.params is not None or asked.offload:
-        what = f"params={asked.params}" if asked.params is not None else "offload"
+def _refuse_single_rank(options: FullShardOptions) -> None:
+    if options.param_dtype is not None or options.offload:
+        option = f"params={options.param_dtype}" if options.param_dtype is not None else "offload"
         raise LayoutError(
-            f"fsdp on one rank gathers nothing, so {what} has no effect.",
+            f"fsdp on one rank gathers nothing, so {option} has no effect.",
             hint="--ranks 2 or more, or leave it out",
         )

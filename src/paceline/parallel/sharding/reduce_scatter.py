@@ -15,56 +15,58 @@ from torch import Tensor, nn
 
 from paceline.comm.process_group import World
 from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid, GradientMagnitudes
-from paceline.parallel.data_parallel.fixed_point import add_rounded, from_sums, scratch_on
-from paceline.parallel.data_parallel.reducer import second_gradient
-from paceline.parallel.module_access.parameters import NamedParameter, make_buckets, passing_bytes
+from paceline.parallel.data_parallel.fixed_point import add_rounded_gradient, make_scratch_buffer, write_scaled_sums
+from paceline.parallel.data_parallel.reducer import second_gradient_error
+from paceline.parallel.module_access.parameters import NamedParameter, make_buckets, transient_bucket_bytes
 from paceline.parallel.sharding.execution_order_check import UnitOrderCheck
 from paceline.parallel.sharding.flat_buffer import FlatBufferLayout, start_reduce_scatter
 from paceline.parallel.sharding.row_shards import RowShard, RowSplit
 from paceline.torch_internals.private_api import add_all, copy_all
 
-IN_FLIGHT = 2
+MAX_IN_FLIGHT = 2
 
 
-class _Unit:
+class _ScatterBucket:
     """Gradients that are reduce-scattered together, and this rank's rows of their sums over the microbatches."""
 
-    def __init__(self, packing: FlatBufferLayout, *, place: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.packing = packing
-        self.place = place
-        self.ready = 0
-        self.launched = False
+    def __init__(self, layout: FlatBufferLayout, *, shard_rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        self.shard_rank = shard_rank
+        self.num_ready = 0
+        self.is_launched = False
         self.buffer: Tensor | None = None
-        self._sizes = [cut.numel(place) for cut in packing.cuts]
+        self._sizes = [cut.numel(shard_rank) for cut in layout.row_splits]
         self._dtype, self._device = dtype, device
 
     @cached_property
-    def sums(self) -> Tensor:
+    def grad_sums(self) -> Tensor:
         """This rank's gradient sums, allocated in the first step, so that evaluation does not need this memory."""
         return torch.zeros(sum(self._sizes), dtype=self._dtype, device=self._device)
 
     @cached_property
-    def parts(self) -> list[Tensor]:
+    def member_sums(self) -> list[Tensor]:
         """The views of `grad_sums`, one per parameter."""
-        return list(self.sums.split(self._sizes))
+        return list(self.grad_sums.split(self._sizes))
 
-    def open(self) -> Tensor:
+    def get_buffer(self) -> Tensor:
         """Return the buffer for the microbatch's gradients; allocate it if needed."""
         if self.buffer is None:
-            self.buffer = self.packing.empty(dtype=self._dtype, device=self._device)
+            self.buffer = self.layout.allocate(dtype=self._dtype, device=self._device)
         return self.buffer
 
-    def send(self, world: World, *, first: bool) -> Callable[[], None]:
+    def launch(self, world: World, *, is_first: bool) -> Callable[[], None]:
         """Start the reduce-scatter; return a function that waits for it and adds the result to the sums."""
-        buffer, self.buffer = self.open(), None
-        out = torch.empty(self.packing.chunk, dtype=buffer.dtype, device=buffer.device)
+        buffer, self.buffer = self.get_buffer(), None
+        out = torch.empty(self.layout.chunk_numel, dtype=buffer.dtype, device=buffer.device)
         wait = start_reduce_scatter(buffer, out=out, world=world)
 
-        def land() -> None:
+        def finish() -> None:
             wait()
-            (copy_all if first else add_all)(self.parts, self.packing.pieces(out, place=self.place))
+            (copy_all if is_first else add_all)(
+                self.member_sums, self.layout.member_views(out, shard_rank=self.shard_rank)
+            )
 
-        return land
+        return finish
 
 
 class ScatterReducer:
@@ -78,60 +80,64 @@ class ScatterReducer:
     def __init__(
         self,
         *,
-        shares: Sequence[RowShard],
-        sources: Sequence[nn.Parameter],
-        cut: Mapping[str, RowSplit],
-        shard: World,
-        replicas: World | None = None,
+        row_shards: Sequence[RowShard],
+        leaf_parameters: Sequence[nn.Parameter],
+        row_splits: Mapping[str, RowSplit],
+        shard_world: World,
+        replica_world: World | None = None,
         grid: FixedPointGrid | None = None,
-        order: UnitOrderCheck | None = None,
+        order_check: UnitOrderCheck | None = None,
     ) -> None:
-        self._shares = list(shares)
-        self._sources = list(sources)
-        self._shard = shard
-        self._worlds = [world for world in (shard, replicas) if world is not None and world.world_size > 1]
-        self._replicas = replicas if replicas is not None and replicas.world_size > 1 else None
+        self._row_shards = list(row_shards)
+        self._leaf_parameters = list(leaf_parameters)
+        self._shard_world = shard_world
+        self._worlds = [world for world in (shard_world, replica_world) if world is not None and world.world_size > 1]
+        self._replica_world = replica_world if replica_world is not None and replica_world.world_size > 1 else None
         self._grid = grid
-        self.order = order
-        self._scratch = scratch_on(shard.device)
-        named = [NamedParameter(index=i, name=s.name, parameter=s.holder) for i, s in enumerate(shares)]
-        units = make_buckets(named, bucket_bytes=passing_bytes(shard))
-        self._units = [self._unit(members, cut) for members in units]
-        self._forget()
+        self.order_check = order_check
+        self._scratch = make_scratch_buffer(shard_world.device)
+        named_parameters = [
+            NamedParameter(index=i, name=s.name, parameter=s.model_parameter) for i, s in enumerate(row_shards)
+        ]
+        buckets = make_buckets(named_parameters, bucket_bytes=transient_bucket_bytes(shard_world))
+        self._buckets = [self._make_bucket(members, row_splits) for members in buckets]
+        self._reset()
         self._handles = [
-            self._sources[member.index].register_post_accumulate_grad_hook(self._hook(unit, position, member))
-            for unit in self._units
-            for position, member in enumerate(unit.packing.members)
+            self._leaf_parameters[member.index].register_post_accumulate_grad_hook(
+                self._make_hook(bucket, position, member)
+            )
+            for bucket in self._buckets
+            for position, member in enumerate(bucket.layout.members)
         ]
 
     @property
     def needs_equal_microbatches(self) -> bool:
         """Return whether a rank without samples must run backward too, with `counts=False`."""
-        return self._shard.world_size > 1
+        return self._shard_world.world_size > 1
 
     def begin(self) -> None:
         """Clear the gradients of the previous step, and wait for its messages if it was dropped."""
-        self._land(keep=0)
-        self._forget()
+        self._finish_pending(max_pending=0)
+        self._reset()
         if self._grid is not None:
             self._grid.begin()
-        for share, source in zip(self._shares, self._sources, strict=True):
+        for share, source in zip(self._row_shards, self._leaf_parameters, strict=True):
             share.parameter.grad = None
             source.grad = None
 
     def before_backward(self, *, last: bool, counts: bool = True) -> None:
         """Prepare for a microbatch's backward; with `counts=False` it contributes zeros."""
         self._counts = counts
-        self._next = 0
-        for unit in self._units:
-            unit.ready, unit.launched = 0, False
-        self._taken = [False] * len(self._shares)
+        self._next_bucket = 0
+        for bucket in self._buckets:
+            bucket.num_ready, bucket.is_launched = 0, False
+        self._has_microbatch_grad = [False] * len(self._row_shards)
 
     def after_backward(self) -> None:
         """Launch the buckets that backward did not fill."""
-        while self._next < len(self._units):
+        while self._next_bucket < len(self._buckets):
             self._launch_next()
-        self._rounds += 1
+        self._num_backwards += 1
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
         """Set the row shards' `.grad`. If a gradient did not fit exact mode's grid, choose new exponents, return False.
@@ -140,15 +146,15 @@ class ScatterReducer:
             RunError: a gradient is too large for any exponent; raised on every rank.
             DesyncError: the ranks have gathered different units.
         """
-        if self.order is not None:
-            self.order.compare()
-        self._land(keep=0)
+        if self.order_check is not None:
+            self.order_check.compare()
+        self._finish_pending(max_pending=0)
         waits = []
-        for unit in self._units:
-            if self._rounds == 0:
-                unit.sums.zero_()
-            if self._replicas is not None and unit.sums.numel():
-                waits.append(self._replicas.start_all_reduce(unit.sums))
+        for bucket in self._buckets:
+            if self._num_backwards == 0:
+                bucket.grad_sums.zero_()
+            if self._replica_world is not None and bucket.grad_sums.numel():
+                waits.append(self._replica_world.start_all_reduce(bucket.grad_sums))
         for wait in waits:
             wait()
         return self._finish_exact(self._grid, divisor) if self._grid is not None else self._finish(divisor)
@@ -160,102 +166,111 @@ class ScatterReducer:
         for handle in self._handles:
             handle.remove()
 
-    def _unit(self, members: Sequence[NamedParameter], cut: Mapping[str, RowSplit]) -> _Unit:
-        packing = FlatBufferLayout(members, cut=cut, places=self._shard.world_size)
+    def _make_bucket(self, members: Sequence[NamedParameter], row_splits: Mapping[str, RowSplit]) -> _ScatterBucket:
+        layout = FlatBufferLayout(members, row_splits=row_splits, num_shards=self._shard_world.world_size)
         dtype = members[0].parameter.dtype if self._grid is None else torch.int64
-        return _Unit(packing, place=self._shard.rank, dtype=dtype, device=self._shard.device)
+        return _ScatterBucket(layout, shard_rank=self._shard_world.rank, dtype=dtype, device=self._shard_world.device)
 
-    def _forget(self) -> None:
-        self._rounds = 0
-        self._next = 0
+    def _reset(self) -> None:
+        self._num_backwards = 0
+        self._next_bucket = 0
         self._counts = True
-        self._under_way: list[Callable[[], None]] = []
-        self._taken = [False] * len(self._shares)
-        self._touched = [False] * len(self._shares)
-        self._sizes = GradientMagnitudes(num_parameters=0 if self._grid is None else len(self._grid.names))
-        for unit in self._units:
-            unit.buffer = None
+        self._pending: list[Callable[[], None]] = []
+        self._has_microbatch_grad = [False] * len(self._row_shards)
+        self._has_grad = [False] * len(self._row_shards)
+        self._magnitudes = GradientMagnitudes(num_parameters=0 if self._grid is None else len(self._grid.names))
+        for bucket in self._buckets:
+            bucket.buffer = None
 
-    def _hook(self, unit: _Unit, position: int, member: NamedParameter) -> Callable[[Tensor], None]:
-        def take(parameter: Tensor) -> None:
+    def _make_hook(self, bucket: _ScatterBucket, position: int, member: NamedParameter) -> Callable[[Tensor], None]:
+        def on_grad_ready(parameter: Tensor) -> None:
             gradient = parameter.grad
             assert gradient is not None
             parameter.grad = None
-            if unit.launched or self._taken[member.index]:
-                raise second_gradient(member.name)
-            self._taken[member.index] = True
+            if bucket.is_launched or self._has_microbatch_grad[member.index]:
+                raise second_gradient_error(member.name)
+            self._has_microbatch_grad[member.index] = True
             if self._counts:
-                self._touched[member.index] = True
-                self._put(unit, position, member, gradient)
-            unit.ready += 1
-            while self._next < len(self._units) and self._units[self._next].ready == len(self._units[self._next].parts):
+                self._has_grad[member.index] = True
+                self._copy_to_buffer(bucket, position, member, gradient)
+            bucket.num_ready += 1
+            while self._next_bucket < len(self._buckets) and self._buckets[self._next_bucket].num_ready == len(
+                self._buckets[self._next_bucket].member_sums
+            ):
                 self._launch_next()
 
-        return take
+        return on_grad_ready
 
-    def _put(self, unit: _Unit, position: int, member: NamedParameter, gradient: Tensor) -> None:
+    def _copy_to_buffer(self, bucket: _ScatterBucket, position: int, member: NamedParameter, gradient: Tensor) -> None:
         if self._grid is not None:
-            self._put_rounded(unit, position, member, self._grid.summands(member.name, gradient), self._grid)
+            self._add_rounded(bucket, position, member, self._grid.gradients_by_use(member.name, gradient), self._grid)
         else:
-            pairs = unit.packing.pairs(position, unit.open(), gradient.contiguous())
+            pairs = bucket.layout.matching_views(position, bucket.get_buffer(), gradient.contiguous())
             copy_all([target for target, _ in pairs], [rows for _, rows in pairs])
 
-    def _put_rounded(
-        self, unit: _Unit, position: int, member: NamedParameter, summands: Sequence[Tensor], grid: FixedPointGrid
+    def _add_rounded(
+        self,
+        bucket: _ScatterBucket,
+        position: int,
+        member: NamedParameter,
+        gradients: Sequence[Tensor],
+        grid: FixedPointGrid,
     ) -> None:
-        index = self._shares[member.index].index
+        index = self._row_shards[member.index].index
         exponent = grid.exponents[index]
-        for number, gradient in enumerate(summands):
-            self._sizes.see(index, gradient)
+        for number, gradient in enumerate(gradients):
+            self._magnitudes.record(index, gradient)
             if exponent is None:
                 continue
-            for target, rows in unit.packing.by_place(position, unit.open(), gradient):
-                add_rounded(rows, to=target, exponent=exponent, first=number == 0, scratch=self._scratch)
+            for target, rows in bucket.layout.views_by_rank(position, bucket.get_buffer(), gradient):
+                add_rounded_gradient(rows, sums=target, exponent=exponent, is_first=number == 0, scratch=self._scratch)
 
     def _launch_next(self) -> None:
-        unit = self._units[self._next]
-        self._land(keep=IN_FLIGHT - 1)
-        self._under_way.append(unit.send(self._shard, first=self._rounds == 0))
-        unit.launched = True
-        self._next += 1
+        bucket = self._buckets[self._next_bucket]
+        self._finish_pending(max_pending=MAX_IN_FLIGHT - 1)
+        self._pending.append(bucket.launch(self._shard_world, is_first=self._num_backwards == 0))
+        bucket.is_launched = True
+        self._next_bucket += 1
 
-    def _land(self, *, keep: int) -> None:
-        while len(self._under_way) > keep:
-            self._under_way.pop(0)()
+    def _finish_pending(self, *, max_pending: int) -> None:
+        while len(self._pending) > max_pending:
+            self._pending.pop(0)()
 
     def _finish(self, divisor: float | Tensor | None) -> bool:
-        flags = torch.ones(len(self._shares), device=self._shard.device)
-        absent = [index for index, touched in enumerate(self._touched) if not touched]
-        if absent:
-            flags[absent] = 0.0
+        flags = torch.ones(len(self._row_shards), device=self._shard_world.device)
+        missing_indices = [index for index, touched in enumerate(self._has_grad) if not touched]
+        if missing_indices:
+            flags[missing_indices] = 0.0
         for world in self._worlds:
             world.all_reduce(flags, op="max")
-        for unit in self._units:
+        for bucket in self._buckets:
             if divisor is not None:
-                unit.sums.div_(divisor)
-            for member, part in zip(unit.packing.members, unit.parts, strict=True):
-                if self._touched[member.index] or flags[member.index]:
-                    parameter = self._shares[member.index].parameter
-                    parameter.grad = part.view(parameter.shape).to(parameter.device)
+                bucket.grad_sums.div_(divisor)
+            for member, local_sum in zip(bucket.layout.members, bucket.member_sums, strict=True):
+                if self._has_grad[member.index] or flags[member.index]:
+                    parameter = self._row_shards[member.index].parameter
+                    parameter.grad = local_sum.view(parameter.shape).to(parameter.device)
         return True
 
     def _finish_exact(self, grid: FixedPointGrid, divisor: float | Tensor | None) -> bool:
-        largest = grid.joint(self._sizes, self._worlds)
-        fits = grid.holds(largest)
-        for unit in self._units if fits else ():
-            for member, part in zip(unit.packing.members, unit.parts, strict=True):
-                share = self._shares[member.index]
-                size, touched = largest[share.index]
-                total = grid.over_stages(share.name, part)
-                if touched:
-                    self._leave(share.parameter, total, size, grid.exponents[share.index] or 0, divisor)
-        grid.move(largest)
+        largest = grid.max_magnitudes(self._magnitudes, self._worlds)
+        fits = grid.fits_all(largest)
+        for bucket in self._buckets if fits else ():
+            for member, local_sum in zip(bucket.layout.members, bucket.member_sums, strict=True):
+                row_shard = self._row_shards[member.index]
+                size, has_grad = largest[row_shard.index]
+                total = grid.sum_over_stages(row_shard.name, local_sum)
+                if has_grad:
+                    self._store_gradient(
+                        row_shard.parameter, total, size, grid.exponents[row_shard.index] or 0, divisor
+                    )
+        grid.update_exponents(largest)
         return fits
 
-    def _leave(
-        self, parameter: nn.Parameter, part: Tensor, size: float, exponent: int, divisor: float | Tensor | None
+    def _store_gradient(
+        self, parameter: nn.Parameter, sums: Tensor, magnitude: float, exponent: int, divisor: float | Tensor | None
     ) -> None:
-        gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device=part.device)
-        from_sums(part, to=gradient, exponent=exponent, divisor=divisor, scratch=self._scratch)
-        gradient = gradient if math.isfinite(size) else gradient.fill_(math.nan)
+        gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device=sums.device)
+        write_scaled_sums(sums, out=gradient, exponent=exponent, divisor=divisor, scratch=self._scratch)
+        gradient = gradient if math.isfinite(magnitude) else gradient.fill_(math.nan)
         parameter.grad = gradient.to(parameter.device)

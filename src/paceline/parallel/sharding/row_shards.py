@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.parallel.module_access.parameters import NamedParameter, num_bytes
-from paceline.parallel.module_access.shard_spec import Parts, ShardSpec, row_range
+from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs, row_range
 
-Rows = tuple[int, int]
+RowRange = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class RowSplit:
     """
 
     shape: tuple[int, ...]
-    ranges: tuple[Rows, ...]
+    ranges: tuple[RowRange, ...]
     owner: int | None = None
 
     @property
@@ -32,31 +32,31 @@ class RowSplit:
         """Return the number of elements in one row."""
         return int(torch.Size(self.shape[1:]).numel()) if self.shape else 1
 
-    def numel(self, place: int) -> int:
+    def numel(self, shard_rank: int) -> int:
         """Return the number of elements in a rank's shard."""
-        start, stop = self.ranges[place]
+        start, stop = self.ranges[shard_rank]
         return (stop - start) * self.row_numel
 
-    def shape_of(self, place: int) -> tuple[int, ...]:
+    def shard_shape(self, shard_rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's shard; (0,) for a scalar that another rank has."""
-        start, stop = self.ranges[place]
+        start, stop = self.ranges[shard_rank]
         if not self.shape:
             return () if stop > start else (0,)
         return (stop - start, *self.shape[1:])
 
-    def rows(self, tensor: Tensor, place: int) -> Tensor:
+    def shard_view(self, tensor: Tensor, shard_rank: int) -> Tensor:
         """Return the view of a rank's rows in a tensor of the parameter's shape."""
-        start, stop = self.ranges[place]
+        start, stop = self.ranges[shard_rank]
         if not self.shape:
             return tensor if stop > start else tensor.view(1).narrow(0, 0, 0)
         return tensor.narrow(0, start, stop - start)
 
-    def part(self, base: ShardSpec, place: int) -> ShardSpec:
+    def shard_spec(self, base_spec: ShardSpec, shard_rank: int) -> ShardSpec:
         """Return the spec of a rank's rows in the full tensor; `base_spec` is the parameter's spec before the split."""
-        start, stop = self.ranges[place]
+        start, stop = self.ranges[shard_rank]
         if not self.shape:
-            return base if stop > start else ShardSpec.none_of(base.shape)
-        return base.narrowed(dim=0, start=start, stop=stop)
+            return base_spec if stop > start else ShardSpec.empty(base_spec.shape)
+        return base_spec.narrow(dim=0, start=start, stop=stop)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,31 +67,46 @@ class RowShard(NamedParameter):
     `shard_spec` locates them in the full tensor; `model_parameter` is the parameter in the model.
     """
 
-    part: ShardSpec
-    holder: nn.Parameter
+    shard_spec: ShardSpec
+    model_parameter: nn.Parameter
 
 
-def cut_rows(named: Sequence[NamedParameter], *, places: int, whole: Collection[str] = ()) -> dict[str, RowSplit]:
+def make_row_splits(
+    named_parameters: Sequence[NamedParameter], *, num_shards: int, full_tensor_names: Collection[str] = ()
+) -> dict[str, RowSplit]:
     """Split parameters by rows. Those in `full_tensor_names` get one owner each, to balance the bytes per rank."""
-    found = {m.name: _by_rows(tuple(m.parameter.shape), places) for m in named if m.name not in whole}
-    load = [0] * places
-    for member in sorted((m for m in named if m.name in whole), key=lambda m: (-num_bytes(m.parameter), m.index)):
-        owner = load.index(min(load))
-        load[owner] += num_bytes(member.parameter)
+    row_splits = {
+        m.name: _split_by_rows(tuple(m.parameter.shape), num_shards)
+        for m in named_parameters
+        if m.name not in full_tensor_names
+    }
+    bytes_by_rank = [0] * num_shards
+    for member in sorted(
+        (m for m in named_parameters if m.name in full_tensor_names), key=lambda m: (-num_bytes(m.parameter), m.index)
+    ):
+        owner = bytes_by_rank.index(min(bytes_by_rank))
+        bytes_by_rank[owner] += num_bytes(member.parameter)
         shape = tuple(member.parameter.shape)
         rows = shape[0] if shape else 1
-        ranges = tuple((0, rows) if place == owner else (0, 0) for place in range(places))
-        found[member.name] = RowSplit(shape=shape, ranges=ranges, owner=owner)
-    return found
+        ranges = tuple((0, rows) if place == owner else (0, 0) for place in range(num_shards))
+        row_splits[member.name] = RowSplit(shape=shape, ranges=ranges, owner=owner)
+    return row_splits
 
 
-def _by_rows(shape: tuple[int, ...], places: int) -> RowSplit:
+def _split_by_rows(shape: tuple[int, ...], num_shards: int) -> RowSplit:
     rows = shape[0] if shape else 1
-    return RowSplit(shape=shape, ranges=tuple(row_range(rows, place=place, places=places) for place in range(places)))
+    return RowSplit(
+        shape=shape,
+        ranges=tuple(row_range(rows, shard_rank=place, num_shards=num_shards) for place in range(num_shards)),
+    )
 
 
-def shares_of(
-    named: Sequence[NamedParameter], *, cut: dict[str, RowSplit], place: int, parts: Parts | None = None
+def make_row_shards(
+    named_parameters: Sequence[NamedParameter],
+    *,
+    row_splits: dict[str, RowSplit],
+    shard_rank: int,
+    base_specs: ShardSpecs | None = None,
 ) -> list[RowShard]:
     """Return views of this rank's rows, in the storage of the model's parameters.
 
@@ -101,18 +116,18 @@ def shares_of(
         RowShard(
             index=member.index,
             name=member.name,
-            parameter=view_of(cut[member.name].rows(member.parameter.detach(), place)),
-            part=cut[member.name].part(_base(member, parts), place),
-            holder=member.parameter,
+            parameter=parameter_view(row_splits[member.name].shard_view(member.parameter.detach(), shard_rank)),
+            shard_spec=row_splits[member.name].shard_spec(_base_spec(member, base_specs), shard_rank),
+            model_parameter=member.parameter,
         )
-        for member in named
+        for member in named_parameters
     ]
 
 
-def view_of(tensor: Tensor) -> nn.Parameter:
+def parameter_view(tensor: Tensor) -> nn.Parameter:
     """Return a trainable parameter in the tensor's storage."""
     return nn.Parameter(tensor.detach(), requires_grad=True)
 
 
-def _base(member: NamedParameter, parts: Parts | None) -> ShardSpec:
-    return ShardSpec.all_of(member.parameter.shape) if parts is None else parts[member.name]
+def _base_spec(member: NamedParameter, base_specs: ShardSpecs | None) -> ShardSpec:
+    return ShardSpec.full(member.parameter.shape) if base_specs is None else base_specs[member.name]

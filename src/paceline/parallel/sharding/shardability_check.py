@@ -16,59 +16,81 @@ from torch.optim import Optimizer
 from paceline.errors import JobError
 from paceline.torch_internals.dispatch_modes import hide_from_modes
 
-FIELDS = ("state", "param_groups")
-_SMALL = (7, 5, 3, 2, 2)
-_LARGE = ((301,), (161, 143), (137, 12, 11), (137, 11, 4, 3))  # some optimizers use another rule for small matrices
-_SCALES = (*(1.0,) * 8, 1e-4, 1e4, 1.0, 1e4)  # of the gradients in each step; large ones, to detect clipping
-_BARE = 5  # the step in which one half has a zero gradient
-_FEW = 10_000
-_RATE = 1e-3  # the minimum: with a learning rate of 0, which a schedule raises later, nothing would be detected
+OPTIMIZER_FIELDS = ("state", "param_groups")
+_SMALL_SHAPE = (7, 5, 3, 2, 2)
+_LARGE_SHAPES = (
+    (301,),
+    (161, 143),
+    (137, 12, 11),
+    (137, 11, 4, 3),
+)  # some optimizers use another rule for small matrices
+_GRADIENT_SCALES = (*(1.0,) * 8, 1e-4, 1e4, 1.0, 1e4)  # of the gradients in each step; large ones, to detect clipping
+_ZERO_GRADIENT_STEP = 5  # the step in which one half has a zero gradient
+_SMALL_NUMEL = 10_000
+_MIN_LR = 1e-3  # the minimum: with a learning rate of 0, which a schedule raises later, nothing would be detected
 
 
 def merge_equal_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the optimizer's non-empty groups; groups that differ only in learning rate or name are merged."""
-    found: dict[str, dict[str, Any]] = {}
+    merged: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
-        own = ("params", "param_names", "lr", "initial_lr", "name")
-        one = found.setdefault(repr([*((k, v) for k, v in group.items() if k not in own)]), {**group, "params": []})
-        one["params"].extend(group["params"])
-    return [group for group in found.values() if group["params"]]
+        ignored_keys = ("params", "param_names", "lr", "initial_lr", "name")
+        group_of_key = merged.setdefault(
+            repr([*((k, v) for k, v in group.items() if k not in ignored_keys)]), {**group, "params": []}
+        )
+        group_of_key["params"].extend(group["params"])
+    return [group for group in merged.values() if group["params"]]
 
 
 def shardability_error(optimizer: Optimizer, group: Mapping[str, Any], *, exact: bool, dim: int) -> str:
     """Return the reason why the rule is wrong on tensors split along `dim`; empty if it is correct."""
     kind = type(optimizer).__name__
-    for shape in (shape for dims in sorted({p.dim() for p in group["params"] if p.dim()}) for shape in _shapes(dims)):
-        whole, gradients = _drawn(shape, exact)
-        sizes = [(whole.shape[dim] + 1) // 2, whole.shape[dim] // 2]
-        starts, steps = whole.split(sizes, dim), [g.split(sizes, dim) for g in gradients]
-        steps[_BARE][1].zero_()
+    for shape in (
+        shape for dims in sorted({p.dim() for p in group["params"] if p.dim()}) for shape in _trial_shapes(dims)
+    ):
+        full_tensor, gradients = _make_trial(shape, exact)
+        sizes = [(full_tensor.shape[dim] + 1) // 2, full_tensor.shape[dim] // 2]
+        starts, steps = full_tensor.split(sizes, dim), [g.split(sizes, dim) for g in gradients]
+        steps[_ZERO_GRADIENT_STEP][1].zero_()
         try:
-            alone = _stepped(optimizer, group, [whole], [[g] for g in gradients])[0]
-            halves = [_stepped(optimizer, group, [starts[n]], [[g[n]] for g in steps])[0] for n in (0, 1)]
+            full_result = _run_steps(optimizer, group, [full_tensor], [[g] for g in gradients])[0]
+            half_results = [_run_steps(optimizer, group, [starts[n]], [[g[n]] for g in steps])[0] for n in (0, 1)]
         except Exception as error:
             return f"{kind} could not be tried on a small matrix ({type(error).__name__}: {error})"
-        if not _same(alone, torch.cat(halves, dim if dim < 0 else dim + 1), exact):
+        if not _results_agree(full_result, torch.cat(half_results, dim if dim < 0 else dim + 1), exact):
             rows = "bits" if exact else "values"
             return f"{kind} gives different {rows} on the two halves of a matrix than on the whole"
     return ""
 
 
-def refuse_across(optimizer: Optimizer) -> None:
+def refuse_combining_rule(optimizer: Optimizer) -> None:
     """Refuse a rule that combines several parameters, for layouts in which a rank has only some of them.
 
     Raises:
         JobError: the rule updates a parameter differently if the optimizer has a second one.
     """
     for group in merge_equal_groups(optimizer):
-        shape = _shapes(max(p.dim() for p in group["params"]))[0]
-        (one, first), (two, second) = _drawn(shape, False), _drawn(shape, False, seed=1)
+        shape = _trial_shapes(max(p.dim() for p in group["params"]))[0]
+        (first_start, first_gradients), (second_start, second_gradients) = (
+            _make_trial(shape, False),
+            _make_trial(shape, False, seed=1),
+        )
         try:
-            both = _stepped(optimizer, group, [one, two], [[a, b] for a, b in zip(first, second, strict=True)])
-            apart = [_stepped(optimizer, group, [s], [[g] for g in gs])[0] for s, gs in ((one, first), (two, second))]
+            joint_results = _run_steps(
+                optimizer,
+                group,
+                [first_start, second_start],
+                [[a, b] for a, b in zip(first_gradients, second_gradients, strict=True)],
+            )
+            separate_results = [
+                _run_steps(optimizer, group, [s], [[g] for g in gs])[0]
+                for s, gs in ((first_start, first_gradients), (second_start, second_gradients))
+            ]
         except Exception:
             return  # `shardability_error` reports it
-        if not all(_same(here, alone, False) for here, alone in zip(both, apart, strict=True)):
+        if not all(
+            _results_agree(here, alone, False) for here, alone in zip(joint_results, separate_results, strict=True)
+        ):
             raise JobError(
                 f"{type(optimizer).__name__} updates a parameter differently when a second one is present.",
                 cause="it combines several parameters, or draws random numbers",
@@ -76,7 +98,7 @@ def refuse_across(optimizer: Optimizer) -> None:
             )
 
 
-def refuse_unmoved(optimizer: Optimizer) -> None:
+def refuse_ignored_groups(optimizer: Optimizer) -> None:
     """Refuse an optimizer that ignores its groups, for layouts that replace the parameters passed to the factory.
 
     Raises:
@@ -84,98 +106,102 @@ def refuse_unmoved(optimizer: Optimizer) -> None:
     """
     groups = merge_equal_groups(optimizer)
     for group in groups:
-        start, gradients = _drawn(_shapes(max(p.dim() for p in group["params"]))[0], False)
+        start, gradients = _make_trial(_trial_shapes(max(p.dim() for p in group["params"]))[0], False)
         try:
-            way = _stepped(optimizer, group, [start], [[g] for g in gradients])[0]
+            values = _run_steps(optimizer, group, [start], [[g] for g in gradients])[0]
         except Exception:
             return  # `shardability_error` reports it
-        if not torch.equal(way[-1], start):
+        if not torch.equal(values[-1], start):
             return
     if groups:
         raise JobError(
             f"{type(optimizer).__name__} does not update the parameters in its param_groups.",
-            cause=f"{len(_SCALES)} steps did not change them: it updates others, which it stores elsewhere",
+            cause=f"{len(_GRADIENT_SCALES)} steps did not change them: it updates others, which it stores elsewhere",
             hint="read self.param_groups in step(), or --layout ddp",
         )
 
 
-def takes_nothing(optimizer: Optimizer) -> bool:
+def accepts_empty_tensor(optimizer: Optimizer) -> bool:
     """Return whether the optimizer can step on an empty tensor; True also if it can't step on any single tensor."""
     for group in merge_equal_groups(optimizer):
-        some = torch.zeros(_shapes(max(p.dim() for p in group["params"]))[0])
-        none = some[:0] if some.dim() else some.new_zeros(0)  # another rank's scalar is an empty vector here
-        for start in (some, none):
+        non_empty = torch.zeros(_trial_shapes(max(p.dim() for p in group["params"]))[0])
+        empty = (
+            non_empty[:0] if non_empty.dim() else non_empty.new_zeros(0)
+        )  # another rank's scalar is an empty vector here
+        for start in (non_empty, empty):
             try:
-                _stepped(optimizer, group, [start], [[start]])
+                _run_steps(optimizer, group, [start], [[start]])
             except Exception:
-                return start is some  # it fails on any single tensor, so this says nothing about empty ones
+                return start is non_empty  # it fails on any single tensor, so this says nothing about empty ones
     return True
 
 
-def built_again(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
+def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
     """Return a new optimizer on `groups` with the same defaults, so that it creates its state for these tensors."""
     kind = type(optimizer)
-    plain = [{k: v for k, v in group.items() if k != "param_names"} for group in groups]
+    unnamed_groups = [{k: v for k, v in group.items() if k != "param_names"} for group in groups]
     try:
-        made = kind(plain, **optimizer.defaults)
+        rebuilt = kind(unnamed_groups, **optimizer.defaults)
     except (TypeError, ValueError, RuntimeError) as error:
         raise JobError(
             f"{kind.__name__} creates its state when it is built, and can't be rebuilt from its defaults: {error}",
             cause="its state must be sharded like each rank's rows",
             hint="create the state in step(), as torch's own optimizers do",
         ) from error
-    made.param_groups[:] = list(groups)
-    return made
+    rebuilt.param_groups[:] = list(groups)
+    return rebuilt
 
 
-def _shapes(dims: int) -> list[tuple[int, ...]]:
-    small = _SMALL[:dims] if dims <= len(_SMALL) else (_SMALL[0], *(2,) * (dims - 1))
-    return [small, *_LARGE[max(dims, 1) - 1 : dims]]
+def _trial_shapes(dims: int) -> list[tuple[int, ...]]:
+    small_shape = _SMALL_SHAPE[:dims] if dims <= len(_SMALL_SHAPE) else (_SMALL_SHAPE[0], *(2,) * (dims - 1))
+    return [small_shape, *_LARGE_SHAPES[max(dims, 1) - 1 : dims]]
 
 
-def _drawn(shape: Sequence[int], exact: bool, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
+def _make_trial(shape: Sequence[int], exact: bool, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
     """Return a random tensor and its gradients, one per step; a large tensor gets only the last few."""
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float32 if exact else torch.float64
-    start, drawn = (torch.randn(tuple(shape), generator=generator).to(dtype) for _ in range(2))
-    scales = _SCALES if start.numel() < _FEW else _SCALES[-_BARE - 1 :]
-    return start, [drawn.roll(step) * scale for step, scale in enumerate(scales)]
+    start, gradient = (torch.randn(tuple(shape), generator=generator).to(dtype) for _ in range(2))
+    scales = _GRADIENT_SCALES if start.numel() < _SMALL_NUMEL else _GRADIENT_SCALES[-_ZERO_GRADIENT_STEP - 1 :]
+    return start, [gradient.roll(step) * scale for step, scale in enumerate(scales)]
 
 
-def _stepped(
+def _run_steps(
     optimizer: Optimizer, group: Mapping[str, Any], starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
     """Step a copy of the optimizer on `starts`; return for each tensor its values after every step, stacked."""
     parameters = [nn.Parameter(start.clone()) for start in starts]
     options = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
-    if isinstance(options.get("lr"), int | float | Tensor) and abs(options["lr"]) < _RATE:
-        options["lr"] = options["lr"] * 0 + _RATE
-    ways: list[list[Tensor]] = [[] for _ in starts]
+    if isinstance(options.get("lr"), int | float | Tensor) and abs(options["lr"]) < _MIN_LR:
+        options["lr"] = options["lr"] * 0 + _MIN_LR
+    histories: list[list[Tensor]] = [[] for _ in starts]
     with hide_from_modes(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        probe = _copied(optimizer, {**options, "params": parameters})
+        optimizer_copy = _copy_optimizer(optimizer, {**options, "params": parameters})
         for step in gradients:
             for parameter, gradient in zip(parameters, step, strict=True):
                 parameter.grad = gradient.clone()
-            type(probe).step(probe)  # a scheduler's wrapper in the instance would step the original optimizer
-            for way, parameter in zip(ways, parameters, strict=True):
-                way.append(parameter.detach().clone())
-    return [torch.stack(way) for way in ways]
+            type(optimizer_copy).step(
+                optimizer_copy
+            )  # a scheduler's wrapper in the instance would step the original optimizer
+            for history, parameter in zip(histories, parameters, strict=True):
+                history.append(parameter.detach().clone())
+    return [torch.stack(way) for way in histories]
 
 
-def _copied(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
+def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
     """Return a copy with separate groups and state; an inner optimizer that shares them shares those of the copy."""
     if optimizer.state:
-        return built_again(optimizer, [group])
-    probe = object.__new__(type(optimizer))
+        return rebuild_optimizer(optimizer, [group])
+    optimizer_copy = object.__new__(type(optimizer))
     groups, state = [group], defaultdict[Any, Any](dict)
-    own = {k: v for k, v in vars(optimizer).items() if k not in (*FIELDS, "step")}
-    own = copy.deepcopy(own, {id(optimizer.param_groups): groups, id(optimizer.state): state})
-    vars(probe).update({**own, "param_groups": groups, "state": state})
-    return probe
+    attributes = {k: v for k, v in vars(optimizer).items() if k not in (*OPTIMIZER_FIELDS, "step")}
+    attributes = copy.deepcopy(attributes, {id(optimizer.param_groups): groups, id(optimizer.state): state})
+    vars(optimizer_copy).update({**attributes, "param_groups": groups, "state": state})
+    return optimizer_copy
 
 
-def _same(one: Tensor, other: Tensor, exact: bool) -> bool:
+def _results_agree(one: Tensor, other: Tensor, exact: bool) -> bool:
     """Return whether two results agree; non-finite values count as equal, since large gradients may overflow."""
     if torch.equal(one, other):
         return True

@@ -10,10 +10,10 @@ from paceline.config.compression import Compression
 from paceline.parallel.data_parallel.exact_reduction import ExactReducer, FixedPointGrid
 from paceline.parallel.data_parallel.reducer import BucketReducer, LocalReducer, Reducer
 from paceline.parallel.module_access.parameters import NamedParameter
-from paceline.parallel.module_access.shard_spec import Parts, ShardSpec
+from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs
 from paceline.parallel.sharding.reduce_scatter import ScatterReducer
-from paceline.parallel.sharding.row_shards import RowShard, RowSplit, cut_rows, shares_of
-from paceline.parallel.sharding.zero1_zero2_reducers import ParameterAllGather, RowsReducer
+from paceline.parallel.sharding.row_shards import RowShard, RowSplit, make_row_shards, make_row_splits
+from paceline.parallel.sharding.zero1_zero2_reducers import ParameterAllGather, RowShardReducer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +24,14 @@ class DataGroups:
     same rows. `compression` is the gradient compression for ranks with unsharded parameters.
     """
 
-    all: World
-    shard: World
-    replicas: World | None = None
-    compress: Compression | None = None
+    all_ranks: World
+    shard_world: World
+    replica_world: World | None = None
+    compression: Compression | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharded:
+class ShardedModel:
     """This rank's part of a model sharded by ZeRO stage 1, 2 or 3.
 
     `shard_specs` and `local_tensors` describe each parameter, trainable or frozen, as this rank's model holds it
@@ -39,14 +39,14 @@ class Sharded:
     update of the row shards, and `sync_after_load` after new values were copied into `local_tensors` on all ranks.
     """
 
-    shares: Sequence[RowShard]
+    row_shards: Sequence[RowShard]
     reducer: Reducer
-    spread: Callable[[], None]
-    settle: Callable[[], None]
-    parts: Parts
-    locals: Mapping[str, Tensor]
-    sources: Sequence[nn.Parameter]
-    data: DataGroups
+    sync_after_update: Callable[[], None]
+    sync_after_load: Callable[[], None]
+    shard_specs: ShardSpecs
+    local_tensors: Mapping[str, Tensor]
+    leaf_parameters: Sequence[nn.Parameter]
+    data_groups: DataGroups
 
     @property
     def needs_equal_microbatches(self) -> bool:
@@ -58,51 +58,60 @@ def shard_zero12(
     *,
     stage: int,
     model: nn.Module,
-    named: Sequence[NamedParameter],
-    data: DataGroups,
+    named_parameters: Sequence[NamedParameter],
+    data_groups: DataGroups,
     grid: FixedPointGrid | None = None,
-    parts: Parts | None = None,
-    whole: Sequence[str] = (),
-) -> Sharded:
+    base_specs: ShardSpecs | None = None,
+    full_tensor_names: Sequence[str] = (),
+) -> ShardedModel:
     """Shard for ZeRO stage 1 or 2: the model keeps full parameters. One rank each updates `full_tensor_names`."""
-    cut = cut_rows(named, places=data.shard.world_size, whole=whole)
-    shares = shares_of(named, cut=cut, place=data.shard.rank, parts=parts)
-    every = {name: p.detach() for name, p in model.named_parameters()}
-    return Sharded(
-        shares=shares,
-        reducer=_reducer(stage, named, shares, cut, data, grid),
-        spread=ParameterAllGather(shares, cut=cut, world=data.shard),
-        settle=lambda: None,  # the row shards are views of the model's full parameters
-        parts=parts or whole_parts(every),
-        locals=every,
-        sources=[share.holder for share in shares],
-        data=data,
+    row_splits = make_row_splits(
+        named_parameters, num_shards=data_groups.shard_world.world_size, full_tensor_names=full_tensor_names
+    )
+    row_shards = make_row_shards(
+        named_parameters, row_splits=row_splits, shard_rank=data_groups.shard_world.rank, base_specs=base_specs
+    )
+    full_parameters = {name: p.detach() for name, p in model.named_parameters()}
+    return ShardedModel(
+        row_shards=row_shards,
+        reducer=_build_reducer(stage, named_parameters, row_shards, row_splits, data_groups, grid),
+        sync_after_update=ParameterAllGather(row_shards, row_splits=row_splits, world=data_groups.shard_world),
+        sync_after_load=lambda: None,  # the row shards are views of the model's full parameters
+        shard_specs=base_specs or make_full_specs(full_parameters),
+        local_tensors=full_parameters,
+        leaf_parameters=[share.model_parameter for share in row_shards],
+        data_groups=data_groups,
     )
 
 
-def _reducer(
+def _build_reducer(
     stage: int,
-    named: Sequence[NamedParameter],
-    shares: Sequence[RowShard],
-    cut: Mapping[str, RowSplit],
-    data: DataGroups,
+    named_parameters: Sequence[NamedParameter],
+    row_shards: Sequence[RowShard],
+    row_splits: Mapping[str, RowSplit],
+    data_groups: DataGroups,
     grid: FixedPointGrid | None,
 ) -> Reducer:
     if stage == 2:
-        sources = [share.holder for share in shares]
+        leaf_parameters = [share.model_parameter for share in row_shards]
         return ScatterReducer(
-            shares=shares, sources=sources, cut=cut, shard=data.shard, replicas=data.replicas, grid=grid
+            row_shards=row_shards,
+            leaf_parameters=leaf_parameters,
+            row_splits=row_splits,
+            shard_world=data_groups.shard_world,
+            replica_world=data_groups.replica_world,
+            grid=grid,
         )
     inner: Reducer
     if grid is not None:
-        inner = ExactReducer(named=named, world=data.all, grid=grid)
-    elif data.all.world_size > 1:
-        inner = BucketReducer(named=named, world=data.all)
+        inner = ExactReducer(named_parameters=named_parameters, world=data_groups.all_ranks, grid=grid)
+    elif data_groups.all_ranks.world_size > 1:
+        inner = BucketReducer(named_parameters=named_parameters, world=data_groups.all_ranks)
     else:
-        inner = LocalReducer(named=named)
-    return RowsReducer(inner, shares=shares, cut=cut, place=data.shard.rank)
+        inner = LocalReducer(named_parameters=named_parameters)
+    return RowShardReducer(inner, row_shards=row_shards, row_splits=row_splits, shard_rank=data_groups.shard_world.rank)
 
 
-def whole_parts(tensors: Mapping[str, Tensor]) -> Parts:
+def make_full_specs(tensors: Mapping[str, Tensor]) -> ShardSpecs:
     """Return the shard specs of full tensors."""
-    return {name: ShardSpec.all_of(tensor.shape) for name, tensor in tensors.items()}
+    return {name: ShardSpec.full(tensor.shape) for name, tensor in tensors.items()}

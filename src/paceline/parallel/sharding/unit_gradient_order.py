@@ -17,33 +17,37 @@ from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 
 
 @contextmanager
-def one_input(module: nn.Module) -> Iterator[None]:
+def pass_first_input(module: nn.Module) -> Iterator[None]:
     """Pass only the first differentiable input to the forward pre-hook that the `with` body registers."""
-    past = _Past()
-    module.register_forward_pre_hook(past.put_back, prepend=True, with_kwargs=True)
+    detached_inputs = _DetachedInputs()
+    module.register_forward_pre_hook(detached_inputs.restore, prepend=True, with_kwargs=True)
     yield
-    module.register_forward_pre_hook(past.take, prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(detached_inputs.detach, prepend=True, with_kwargs=True)
 
 
-class _Past:
+class _DetachedInputs:
     """The differentiable inputs of one call after the first, by position, stored while the hook runs."""
 
     def __init__(self) -> None:
-        self._held: dict[int, Tensor] = {}
+        self._inputs: dict[int, Tensor] = {}
 
-    def take(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    def detach(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """Detach all differentiable inputs but the first; a forward pre-hook."""
-        leaves, shape = tree_flatten((args, kwargs))
-        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        self._held = {n: leaves[n] for n in places[1:]} if torch.is_grad_enabled() else {}
-        if not self._held:
+        leaves, structure = tree_flatten((args, kwargs))
+        positions = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._inputs = {n: leaves[n] for n in positions[1:]} if torch.is_grad_enabled() else {}
+        if not self._inputs:
             return None
-        return tree_unflatten([leaf.detach() if n in self._held else leaf for n, leaf in enumerate(leaves)], shape)
+        return tree_unflatten(
+            [leaf.detach() if n in self._inputs else leaf for n, leaf in enumerate(leaves)], structure
+        )
 
-    def put_back(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    def restore(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         """Restore the stored inputs, cast as `fully_shard` cast the detached ones; a forward pre-hook after its own."""
-        if not self._held:
+        if not self._inputs:
             return None
-        leaves, shape = tree_flatten((args, kwargs))
-        held, self._held = self._held, {}
-        return tree_unflatten([held[n].to(leaf.dtype) if n in held else leaf for n, leaf in enumerate(leaves)], shape)
+        leaves, structure = tree_flatten((args, kwargs))
+        inputs, self._inputs = self._inputs, {}
+        return tree_unflatten(
+            [inputs[n].to(leaf.dtype) if n in inputs else leaf for n, leaf in enumerate(leaves)], structure
+        )

@@ -11,29 +11,31 @@ from torch import Tensor
 
 from paceline.comm.process_group import World
 from paceline.parallel.data_parallel.reducer import Reducer
-from paceline.parallel.module_access.parameters import NamedParameter, make_buckets, passing_bytes
+from paceline.parallel.module_access.parameters import NamedParameter, make_buckets, transient_bucket_bytes
 from paceline.parallel.sharding.flat_buffer import FlatBufferLayout, start_all_gather
 from paceline.parallel.sharding.row_shards import RowShard, RowSplit
 
-IN_FLIGHT = 2
+MAX_IN_FLIGHT = 2
 
 
-class RowsReducer:
+class RowShardReducer:
     """The ZeRO-1 reducer: an inner reducer all-reduces full gradients, and each row shard gets a view of its rows."""
 
     needs_equal_microbatches = False
 
-    def __init__(self, inner: Reducer, *, shares: Sequence[RowShard], cut: Mapping[str, RowSplit], place: int) -> None:
+    def __init__(
+        self, inner: Reducer, *, row_shards: Sequence[RowShard], row_splits: Mapping[str, RowSplit], shard_rank: int
+    ) -> None:
         self._inner = inner
-        self._shares = list(shares)
-        self._cuts = [cut[share.name] for share in shares]
-        self._place = place
+        self._row_shards = list(row_shards)
+        self._row_splits = [row_splits[share.name] for share in row_shards]
+        self._shard_rank = shard_rank
 
     def begin(self) -> None:
         """Clear the gradients of the previous step."""
         self._inner.begin()
-        for share in self._shares:
-            share.parameter.grad = None
+        for row_shard in self._row_shards:
+            row_shard.parameter.grad = None
 
     def before_backward(self, *, last: bool, counts: bool = True) -> None:
         """Prepare the inner reducer. `counts` is ignored: a microbatch that does not count adds zeros."""
@@ -48,9 +50,9 @@ class RowsReducer:
         """Set the `.grad` of each row shard to its rows of the global gradient."""
         if not self._inner.finish(divisor=divisor):
             return False
-        for share, cut in zip(self._shares, self._cuts, strict=True):
-            if share.holder.grad is not None:
-                share.parameter.grad = cut.rows(share.holder.grad, self._place)
+        for row_shard, row_split in zip(self._row_shards, self._row_splits, strict=True):
+            if row_shard.model_parameter.grad is not None:
+                row_shard.parameter.grad = row_split.shard_view(row_shard.model_parameter.grad, self._shard_rank)
         return True
 
     def close(self) -> None:
@@ -61,58 +63,67 @@ class RowsReducer:
 class ParameterAllGather:
     """The all-gather after an update, which copies all ranks' updated rows into the full parameters."""
 
-    def __init__(self, shares: Sequence[RowShard], *, cut: Mapping[str, RowSplit], world: World) -> None:
-        self._shares = list(shares)
+    def __init__(self, row_shards: Sequence[RowShard], *, row_splits: Mapping[str, RowSplit], world: World) -> None:
+        self._row_shards = list(row_shards)
         self._world = world
-        named = [NamedParameter(index=i, name=s.name, parameter=s.holder) for i, s in enumerate(shares)]
-        units = make_buckets(named, bucket_bytes=passing_bytes(world)) if shares and world.world_size > 1 else []
-        self._packings = [FlatBufferLayout(members, cut=cut, places=world.world_size) for members in reversed(units)]
+        named_parameters = [
+            NamedParameter(index=i, name=s.name, parameter=s.model_parameter) for i, s in enumerate(row_shards)
+        ]
+        buckets = (
+            make_buckets(named_parameters, bucket_bytes=transient_bucket_bytes(world))
+            if row_shards and world.world_size > 1
+            else []
+        )
+        self._layouts = [
+            FlatBufferLayout(members, row_splits=row_splits, num_shards=world.world_size)
+            for members in reversed(buckets)
+        ]
 
     @torch.no_grad()
     def __call__(self) -> None:
         """Gather the updated rows, a few buckets at a time, so that memory never holds a second copy of the model."""
-        rooms = [_Room(self._packings[turn::IN_FLIGHT]) for turn in range(IN_FLIGHT)]
-        under_way: list[Callable[[], None]] = []
-        for turn, packing in enumerate(self._packings):
-            if len(under_way) == IN_FLIGHT:
-                under_way.pop(0)()
-            under_way.append(self._start(packing, rooms[turn % IN_FLIGHT]))
-        for land in under_way:
-            land()
+        staging_buffers = [_StagingBuffer(self._layouts[index::MAX_IN_FLIGHT]) for index in range(MAX_IN_FLIGHT)]
+        pending: list[Callable[[], None]] = []
+        for turn, layout in enumerate(self._layouts):
+            if len(pending) == MAX_IN_FLIGHT:
+                pending.pop(0)()
+            pending.append(self._start(layout, staging_buffers[turn % MAX_IN_FLIGHT]))
+        for finish in pending:
+            finish()
 
-    def _start(self, packing: FlatBufferLayout, room: "_Room") -> Callable[[], None]:
-        shares = [self._shares[member.index] for member in packing.members]
-        out, chunk = room.lay(packing)
-        packing.put(chunk, [share.parameter.detach() for share in shares], place=self._world.rank)
+    def _start(self, layout: FlatBufferLayout, staging_buffer: "_StagingBuffer") -> Callable[[], None]:
+        row_shards = [self._row_shards[member.index] for member in layout.members]
+        out, chunk = staging_buffer.make_views(layout)
+        layout.pack_chunk(chunk, [share.parameter.detach() for share in row_shards], shard_rank=self._world.rank)
         wait = start_all_gather(chunk, out=out, world=self._world)
 
-        def land() -> None:
+        def finish() -> None:
             wait()
-            packing.spread(out, [share.holder.detach() for share in shares])
+            layout.unpack_into(out, [share.model_parameter.detach() for share in row_shards])
 
-        return land
+        return finish
 
 
-class _Room:
+class _StagingBuffer:
     """A buffer that successive all-gathers reuse.
 
     gloo's thread frees the tensors of a message some time after the wait: with new tensors for each bucket, three
     buckets would sometimes be in memory instead of two.
     """
 
-    def __init__(self, packings: Sequence[FlatBufferLayout]) -> None:
-        self._num_bytes = max((_bytes(packing) * (packing.places + 1) for packing in packings), default=0)
+    def __init__(self, layouts: Sequence[FlatBufferLayout]) -> None:
+        self._num_bytes = max((_chunk_bytes(packing) * (packing.num_shards + 1) for packing in layouts), default=0)
         self._memory: Tensor | None = None
 
-    def lay(self, packing: FlatBufferLayout) -> tuple[Tensor, Tensor]:
+    def make_views(self, layout: FlatBufferLayout) -> tuple[Tensor, Tensor]:
         """Return a buffer for all ranks' chunks, and a zeroed one for this rank's chunk."""
-        first = packing.members[0].parameter
+        first = layout.members[0].parameter
         if self._memory is None:
             self._memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=first.device)
-        each, places = _bytes(packing), packing.places
-        out = self._memory[: each * places].view(first.dtype).view(places, packing.chunk)
-        return out, self._memory[each * places : each * (places + 1)].view(first.dtype).zero_()
+        chunk_bytes, num_shards = _chunk_bytes(layout), layout.num_shards
+        out = self._memory[: chunk_bytes * num_shards].view(first.dtype).view(num_shards, layout.chunk_numel)
+        return out, self._memory[chunk_bytes * num_shards : chunk_bytes * (num_shards + 1)].view(first.dtype).zero_()
 
 
-def _bytes(packing: FlatBufferLayout) -> int:
-    return packing.chunk * packing.members[0].parameter.element_size()
+def _chunk_bytes(layout: FlatBufferLayout) -> int:
+    return layout.chunk_numel * layout.members[0].parameter.element_size()

@@ -14,22 +14,23 @@ from torch.optim import Optimizer
 from paceline.errors import JobError, LayoutError
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.sharding.shardability_check import (
-    FIELDS,
-    built_again,
+    OPTIMIZER_FIELDS,
+    accepts_empty_tensor,
     merge_equal_groups,
-    refuse_across,
-    refuse_unmoved,
+    rebuild_optimizer,
+    refuse_combining_rule,
+    refuse_ignored_groups,
     shardability_error,
-    takes_nothing,
 )
 
 Pairs = list[tuple[str, nn.Parameter]]
 
 
-def meta_pairs(named: Sequence[NamedParameter]) -> Pairs:
+def make_meta_parameters(named_parameters: Sequence[NamedParameter]) -> Pairs:
     """Return the full model's parameters as meta tensors, for the job's optimizer factory."""
     return [
-        (m.name, nn.Parameter(torch.empty(m.parameter.shape, dtype=m.parameter.dtype, device="meta"))) for m in named
+        (m.name, nn.Parameter(torch.empty(m.parameter.shape, dtype=m.parameter.dtype, device="meta")))
+        for m in named_parameters
     ]
 
 
@@ -40,21 +41,21 @@ class ShardedOptimizerFactory:
     pairs: Pairs
     optimizers: Sequence[Optimizer]
 
-    def whole(self, *, exact: bool = False) -> dict[str, str]:
+    def full_tensor_reasons(self, *, exact: bool = False) -> dict[str, str]:
         """Return the names of the parameters whose update rule needs full tensors, each with the reason.
 
         Raises:
             JobError: a rule combines several parameters, so it is correct on no shard.
         """
         names = {id(p): name for name, p in self.pairs}
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for optimizer in self.optimizers:
-            refuse_across(optimizer)
+            refuse_combining_rule(optimizer)
             for group in merge_equal_groups(optimizer):
                 reason = shardability_error(optimizer, group, exact=exact, dim=0)
                 if reason:
-                    found |= {names[id(p)]: reason for p in group["params"] if p.dim()}
-        return found
+                    reasons |= {names[id(p)]: reason for p in group["params"] if p.dim()}
+        return reasons
 
     def refuse_rows(self, *, layout: str, exact: bool = False) -> None:
         """Refuse rules that need full tensors, for layouts that shard every parameter by rows.
@@ -62,8 +63,8 @@ class ShardedOptimizerFactory:
         Raises:
             LayoutError: a rule is not correct on rows; the message names it.
         """
-        whole = self.whole(exact=exact)
-        for name, reason in whole.items():
+        reasons = self.full_tensor_reasons(exact=exact)
+        for name, reason in reasons.items():
             raise LayoutError(
                 f"{reason}, and {layout} shards {name} by rows.",
                 cause="the update rule needs a whole tensor",
@@ -71,16 +72,16 @@ class ShardedOptimizerFactory:
                 f"torch.optim.AdamW{' without fused=True' if exact else ''}",
             )
 
-    def refuse_apart(self) -> None:
+    def refuse_combining_rules(self) -> None:
         """Refuse rules that combine parameters, for layouts in which a rank's optimizer has only some of them.
 
         Raises:
             JobError: a rule combines several parameters.
         """
         for optimizer in self.optimizers:
-            refuse_across(optimizer)
+            refuse_combining_rule(optimizer)
 
-    def refuse_pieces(self, cut: Collection[str], *, layout: str) -> None:
+    def refuse_slices(self, split_names: Collection[str], *, layout: str) -> None:
         """Refuse rules that are wrong on the parameters in `split_names`, which are split along any dimension.
 
         Raises:
@@ -89,79 +90,85 @@ class ShardedOptimizerFactory:
         names = {id(p): name for name, p in self.pairs}
         for optimizer in self.optimizers:
             for group in merge_equal_groups(optimizer):
-                cut_here = [p for p in group["params"] if names[id(p)] in cut and p.dim()]
+                split_parameters = [p for p in group["params"] if names[id(p)] in split_names and p.dim()]
                 if any(
-                    shardability_error(optimizer, {**group, "params": cut_here}, exact=False, dim=dim)
+                    shardability_error(optimizer, {**group, "params": split_parameters}, exact=False, dim=dim)
                     for dim in (0, -1)
                 ):
-                    first = max(cut_here, key=Tensor.dim)
-                    what = "matrices" if first.dim() > 1 else "vectors"
+                    first = max(split_parameters, key=Tensor.dim)
+                    kind = "matrices" if first.dim() > 1 else "vectors"
                     raise LayoutError(
-                        f"{type(optimizer).__name__} needs whole {what}, and {layout} leaves pieces of "
+                        f"{type(optimizer).__name__} needs whole {kind}, and {layout} leaves pieces of "
                         f"{names[id(first)]}.",
-                        cause=f"its step on a piece of {what} differs from its step on the whole",
+                        cause=f"its step on a piece of {kind} differs from its step on the whole",
                         hint="--layout ddp, zero1, zero2 or pp, where a matrix stays whole; or torch.optim.AdamW",
                     )
 
-    def on(self, shares: Sequence[NamedParameter]) -> list[Optimizer]:
+    def make_optimizers(self, row_shards: Sequence[NamedParameter]) -> list[Optimizer]:
         """Return the optimizers with the same groups and options over the row shards.
 
         Parameters without a row shard are left out, and so are empty row shards if the rule fails on empty tensors.
         Call this once: it changes the optimizers in place.
         """
-        local = {share.name: share.parameter for share in shares}
+        local_parameters = {share.name: share.parameter for share in row_shards}
         names = {id(p): name for name, p in self.pairs}
-        return [_moved(optimizer, local, names) for optimizer in self.optimizers]
+        return [_replace_parameters(optimizer, local_parameters, names) for optimizer in self.optimizers]
 
 
-def try_optimizer_factory(factory: Callable[[Pairs], Any], named: Sequence[NamedParameter]) -> ShardedOptimizerFactory:
+def try_optimizer_factory(
+    factory: Callable[[Pairs], Any], named_parameters: Sequence[NamedParameter]
+) -> ShardedOptimizerFactory:
     """Call the job's optimizer factory once, on meta tensors.
 
     Raises:
         JobError: the factory reads values, hooks the optimizer's step, or returns one that updates other tensors.
     """
-    pairs = meta_pairs(named)
+    pairs = make_meta_parameters(named_parameters)
     try:
-        made = factory(pairs)
+        result = factory(pairs)
     except (NotImplementedError, RuntimeError) as error:
         raise JobError(
             f"optimizer= failed on parameters without memory: {error}",
             cause="it reads their values; a sharded layout derives groups from names and shapes only",
             hint="optimizer=lambda named: torch.optim.AdamW([p for _, p in named])",
         ) from error
-    optimizers = list(made) if isinstance(made, list | tuple) else [made]
+    optimizers = list(result) if isinstance(result, list | tuple) else [result]
     for optimizer in optimizers:
         if isinstance(optimizer, Optimizer):
             _refuse_hooked(optimizer)
-            refuse_unmoved(optimizer)
+            refuse_ignored_groups(optimizer)
     return ShardedOptimizerFactory(pairs=pairs, optimizers=optimizers)
 
 
-def _moved(optimizer: Optimizer, local: Mapping[str, nn.Parameter], names: Mapping[int, str]) -> Optimizer:
+def _replace_parameters(
+    optimizer: Optimizer, local_parameters: Mapping[str, nn.Parameter], names: Mapping[int, str]
+) -> Optimizer:
     """Replace the optimizer's parameters by the row shards, in place, since a new optimizer refuses empty groups."""
-    empty = [name for name, share in local.items() if not share.numel()]
-    if empty and not takes_nothing(optimizer):
-        local = {name: share for name, share in local.items() if share.numel()}
-    groups = [_group(group, local, names) for group in optimizer.param_groups]
+    empty_names = [name for name, share in local_parameters.items() if not share.numel()]
+    if empty_names and not accepts_empty_tensor(optimizer):
+        local_parameters = {name: share for name, share in local_parameters.items() if share.numel()}
+    groups = [_make_group(group, local_parameters, names) for group in optimizer.param_groups]
     if optimizer.state:
-        return built_again(optimizer, groups)
-    _refuse_own_references(optimizer, names)
+        return rebuild_optimizer(optimizer, groups)
+    _refuse_parameter_references(optimizer, names)
     optimizer.param_groups[:] = groups
     return optimizer
 
 
-def _group(group: Mapping[str, Any], local: Mapping[str, nn.Parameter], names: Mapping[int, str]) -> dict[str, Any]:
-    here = [names[id(p)] for p in group["params"] if names[id(p)] in local]
-    found = {**group, "params": [local[name] for name in here]}
+def _make_group(
+    group: Mapping[str, Any], local_parameters: Mapping[str, nn.Parameter], names: Mapping[int, str]
+) -> dict[str, Any]:
+    local_names = [names[id(p)] for p in group["params"] if names[id(p)] in local_parameters]
+    new_group = {**group, "params": [local_parameters[name] for name in local_names]}
     if "param_names" in group:
-        found["param_names"] = here
-    return found
+        new_group["param_names"] = local_names
+    return new_group
 
 
 def _refuse_hooked(optimizer: Optimizer) -> None:
-    own = vars(optimizer)
-    hooks = [h for when in ("pre", "post") for h in own.get(f"_optimizer_step_{when}_hooks", {}).values()]
-    step = own.get("step")
+    attributes = vars(optimizer)
+    hooks = [h for when in ("pre", "post") for h in attributes.get(f"_optimizer_step_{when}_hooks", {}).values()]
+    step = attributes.get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # an LR scheduler's wrapper has no own effect
         hooks.append(step)
     for hook in hooks:
@@ -173,12 +180,12 @@ def _refuse_hooked(optimizer: Optimizer) -> None:
         )
 
 
-def _refuse_own_references(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+def _refuse_parameter_references(optimizer: Optimizer, names: Mapping[int, str]) -> None:
     for field, value in vars(optimizer).items():
-        inside = value.param_groups if isinstance(value, Optimizer) else value
-        if field in FIELDS or inside is optimizer.param_groups:
+        referenced = value.param_groups if isinstance(value, Optimizer) else value
+        if field in OPTIMIZER_FIELDS or referenced is optimizer.param_groups:
             continue
-        if any(id(tensor) in names or tensor.is_meta for tensor in _tensors(inside)):
+        if any(id(tensor) in names or tensor.is_meta for tensor in _tensors(referenced)):
             raise JobError(
                 f"{type(optimizer).__name__}.{field} holds parameters of its own.",
                 cause="each rank steps on its own rows, which such a reference does not follow",

@@ -65,9 +65,9 @@ def split_over(model: nn.Module, *, plan: TensorPlan, wire: TensorParallelGroup)
             if id(parameter) in {id(p) for p in made.values()}:
                 continue  # the module occurs twice
             if cut is None:
-                parts[name] = ShardSpec.all_of(parameter.shape)
+                parts[name] = ShardSpec.full(parameter.shape)
                 continue
-            parts[name] = ShardSpec.of_ranges(parameter.shape, dim=cut.dim, ranges=cut.ranges(wire.rank))
+            parts[name] = ShardSpec.from_ranges(parameter.shape, dim=cut.dim, ranges=cut.ranges(wire.rank))
             if id(parameter) not in made:
                 made[id(parameter)] = _own(parameter, parts[name])
             module.register_parameter(own, made[id(parameter)])
@@ -77,10 +77,12 @@ def split_over(model: nn.Module, *, plan: TensorPlan, wire: TensorParallelGroup)
 
 def _own(parameter: nn.Parameter, part: ShardSpec) -> nn.Parameter:
     whole = parameter.detach()
-    if whole.dim() and not any(whole.stride()) and part.local is not None:  # strides 0: another stage has the memory
-        piece = whole[(0,) * whole.dim()].expand(part.local) if whole.numel() else whole
+    if (
+        whole.dim() and not any(whole.stride()) and part.local_shape is not None
+    ):  # strides 0: another stage has the memory
+        piece = whole[(0,) * whole.dim()].expand(part.local_shape) if whole.numel() else whole
     else:
-        piece = part.take(whole)
+        piece = part.extract(whole)
     own = nn.Parameter(piece, requires_grad=parameter.requires_grad)
     own.__dict__.update(parameter.__dict__)
     return own

@@ -47,7 +47,11 @@ class FragmentSchedule:
         self._on_write = wrote
         self._sites = SiteGroup(peers)
         self._has_diverged = False
-        shapes = {name: weights.mine[name].part.shape for name in weights.names if name in weights.parameters}
+        shapes = {
+            name: weights.local_tensors[name].shard_spec.shape
+            for name in weights.names
+            if name in weights.parameter_names
+        }
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         fragment_index = assign_fragments(sizes, fragments=rule.fragments)
         self.fragments = [
@@ -202,7 +206,7 @@ class FragmentSchedule:
         }
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for name, entry in self._weights.mine.items():
+        for name, entry in self._weights.local_tensors.items():
             tensor = entry.tensor if entry.is_buffer else None
             if tensor is not None:
                 yield name, tensor

@@ -51,13 +51,15 @@ class LocalSgdRule(StepRule):
             request.parallelized_model,
             request.replica_world,
         )
-        forward_backward = None if placed.piped is None else PipelineForwardBackward(replica, piped=placed.piped)
+        forward_backward = (
+            None if placed.pipeline_model is None else PipelineForwardBackward(replica, piped=placed.pipeline_model)
+        )
         fragment_schedule = FragmentSchedule(
             rule=plan.update_rule,
-            named=placed.named,
+            named=placed.named_parameters,
             weights=placed.weights,
             peers=replace(replicas, traffic=Traffic()),
-            spread=placed.spread,
+            spread=placed.sync_after_update,
             wrote=replica.buffers.begin,
         )
         return LocalStep(

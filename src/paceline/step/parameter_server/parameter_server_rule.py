@@ -97,7 +97,7 @@ class ParameterServerRule(StepRule):
             rule=plan.update_rule,
             shares=plan.replicas,
             micro_batch_size=plan.micro_batch_size,
-            spread=request.parallelized_model.spread,
+            spread=request.parallelized_model.sync_after_update,
         )
 
     def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:

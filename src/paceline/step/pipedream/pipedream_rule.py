@@ -21,7 +21,7 @@ class WeightStashingRule(StepRule):
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return the step of this rank's stage; without a pipeline, the synchronous step."""
-        plan, piped = request.plan, request.parallelized_model.piped
+        plan, piped = request.plan, request.parallelized_model.pipeline_model
         if piped is None:
             return SynchronousStep(request.contexts[0])
         _refuse_unsupported_model(request.contexts[0], request.parallelized_model, piped, plan)
@@ -60,7 +60,7 @@ def _refuse_unsupported_model(
                 hint="use a model without weights tied over stages, or --update sync",
             )
         )
-    for name in placed.hooked[:1]:
+    for name in placed.hooked_names[:1]:
         errors.append(
             LayoutError(
                 f"--update {plan.update} replaces {name} by other weight versions, and the hook on it would "

@@ -64,7 +64,7 @@ class PipeDreamStep(SynchronousStep):
             self.replica.buffers.begin()  # since the last step, only other code has written to buffers
             self._is_drained, self._num_checked_steps = False, 0
         elif self._num_checked_steps == 2:
-            self.replica.buffers.trust()
+            self.replica.buffers.stop_comparing_values()
         self._num_checked_steps += 1
         batch = self._add_batch(step_batch)
         actions = self._with_messages(self._stage_order.batch_actions())
@@ -207,7 +207,7 @@ class PipeDreamStep(SynchronousStep):
         self._stream.drop_old_batches(num_kept=2 * self._stash.stages + 2)
 
     def _buffer_write_error(self) -> JobError:
-        names = self.replica.buffers.written()
+        names = self.replica.buffers.changed_names()
         return JobError(
             f"the forward writes to {f'the buffer {names[0]}' if names else 'a buffer'}: there is no single order of "
             "microbatches in a pipeline without flush.",

@@ -62,4 +62,4 @@ def sum_tied_gradients_over_stages(
     for position, (name, stages) in enumerate(sorted(cut.ties.items())):
         ranks = sorted({rank_of_stage[stage] for stage in stages})
         if world.rank in ranks and len(ranks) > 1:
-            parameters[name].grad = sum_tied_gradients(parameters[name], ranks=ranks, place=position, world=world)
+            parameters[name].grad = sum_tied_gradients(parameters[name], ranks=ranks, index=position, world=world)

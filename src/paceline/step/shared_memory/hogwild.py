@@ -28,7 +28,9 @@ class HogwildStep(SynchronousStep):
         replica.reducer.close()
         for tape in replica.state_recorders:
             tape.close()
-        replica = replace(replica, reducer=LocalReducer(named=replica.update.named_parameters), state_recorders=())
+        replica = replace(
+            replica, reducer=LocalReducer(named_parameters=replica.update.named_parameters), state_recorders=()
+        )
         super().__init__(replica, forward_backward=MicrobatchForwardBackward(replica, divides_locally=True))
         self._shared = shared
         self._staleness_counts: dict[int, int] = {}
@@ -42,7 +44,7 @@ class HogwildStep(SynchronousStep):
         if not self.replica.model.training:
             self.replica.model.train()
         start_time = time.perf_counter()
-        updates_before = self._shared.others()
+        updates_before = self._shared.count_peer_updates()
         self.replica.reducer.begin()
         totals, needs_division = self.forward_backward.run(step_batch, step=self.steps_done, stop=stop)
         count = totals.local_count()
@@ -50,8 +52,8 @@ class HogwildStep(SynchronousStep):
             self.replica.reducer.finish(divisor=count if needs_division else None)
             _, is_applied = self.replica.update.commit(step=self.steps_done + 1, loss=totals.local_loss(), counts=None)
             if is_applied:
-                self._shared.count()
-                staleness = self._shared.others() - updates_before
+                self._shared.record_update()
+                staleness = self._shared.count_peer_updates() - updates_before
                 self._staleness_counts[staleness] = self._staleness_counts.get(staleness, 0) + 1
         else:
             self.replica.update.step_schedules()
@@ -72,7 +74,7 @@ class HogwildStep(SynchronousStep):
 
     def collect_staleness(self) -> list[dict[str, Any]]:
         """Return how many updates other workers made between this worker's read and its write."""
-        lost, made = self._shared.lost
+        lost, made = self._shared.lost_additions
         late = [list(pair) for pair in sorted(self._staleness_counts.items())]
         worker_name = f"worker {self.replica.world.rank}"
         return [{"who": worker_name, "late": late, "lost": lost, "made": made}]

@@ -46,7 +46,7 @@ class ThreadsStep(SynchronousStep):
         while True:
             self._thread_replicas.refresh()
             draws_nothing = self._rng_turns.host_randomness is HostRandomness.NONE
-            undo = self._thread_replicas.keep() if draws_nothing else _nothing
+            undo = self._thread_replicas.save_step_state() if draws_nothing else _nothing
             states_before = self._rng_turns.states() if draws_nothing else ()
             result = self._run_replicas(step_batch, stop)
             if not draws_nothing:

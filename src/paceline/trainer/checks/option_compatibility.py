@@ -7,8 +7,8 @@ from paceline.config.loading import default_of
 from paceline.config.settings import PlacementSettings, Settings
 from paceline.errors import JobError, LayoutError, PacelineError, UsageError, raise_all
 from paceline.job import Job
-from paceline.parallel.data_parallel.exact_reduction import MOST_MICROBATCHES
-from paceline.parallel.data_parallel.thread_replicas import refuse_under_threads
+from paceline.parallel.data_parallel.exact_reduction import MAX_MICROBATCHES
+from paceline.parallel.data_parallel.thread_replicas import thread_layout_errors
 from paceline.planner.layout.compression_checks import refuse_compressed_settings
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.layout_checks import check_layout_settings
@@ -35,7 +35,7 @@ def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> No
         problems += _check_exact(plan, train.precision)
     problems += _check_split(job, plan)
     if plan.replicas > plan.processes:
-        problems += refuse_under_threads(buffers=train.buffers, compiled=train.compile)
+        problems += thread_layout_errors(buffers=train.buffers, compiled=train.compile)
     if train.precision == "fp16" and job.loss is not None and job.count is None:
         problems.append(
             JobError(
@@ -158,10 +158,10 @@ def _check_exact(plan: ExecutionPlan, precision: str) -> list[PacelineError]:
         found.append(
             UsageError("exact mode with fp16 is not supported: its loss scale may differ.", hint="bf16 or fp32")
         )
-    if plan.num_micro > MOST_MICROBATCHES:
+    if plan.num_micro > MAX_MICROBATCHES:
         found.append(
             UsageError(
-                f"exact mode adds at most {MOST_MICROBATCHES} microbatches, but this run has {plan.num_micro}.",
+                f"exact mode adds at most {MAX_MICROBATCHES} microbatches, but this run has {plan.num_micro}.",
                 hint="a larger --train.micro_batch_size",
             )
         )

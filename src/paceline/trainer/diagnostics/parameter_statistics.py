@@ -10,7 +10,7 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 def parameter_statistics(setup: TrainingSetup) -> dict[str, float]:
     """Return `weight_norm/FQN`, and `grad_norm/FQN` if there is a gradient, of whole tensors. A collective call."""
-    if not setup.kept.is_whole:
+    if not setup.kept.is_unsharded:
         return _sharded_statistics(setup)
     norms: dict[str, float] = {}
     for member in setup.named:

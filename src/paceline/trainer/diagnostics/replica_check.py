@@ -67,12 +67,16 @@ def find_replica_mismatch(setup: TrainingSetup) -> ReplicaMismatch | None:
     if world.world_size == 1:
         return None
     weights = setup.weights
-    named = [(name, local_tensor.tensor) for name, local_tensor in weights.mine.items() if name in weights.parameters]
+    named = [
+        (name, local_tensor.tensor)
+        for name, local_tensor in weights.local_tensors.items()
+        if name in weights.parameter_names
+    ]
     if ema is not None:
         averages = dict(zip(ema.names, ema.averages, strict=True))
         named += [(f"{_AVERAGE}{name}", averages.get(name)) for name, _ in named]
     checksums = torch.stack([bits_checksum(tensor) if tensor is not None else _NO_CHECKSUM for _, tensor in named])
-    if not weights.is_whole:
+    if not weights.is_unsharded:
         return _find_shard_mismatch(setup, [name for name, _ in named], checksums)
     highest, lowest = checksums.clone(), checksums.clone()
     world.all_reduce(highest, op="max")
@@ -94,7 +98,7 @@ def _find_shard_mismatch(setup: TrainingSetup, names: list[str], checksums: Tens
     for index, name in enumerate(names):
         first_checksums: dict[object, int] = {}
         differing_ranks = []
-        for rank, part in enumerate(setup.weights.parts(name.removeprefix(_AVERAGE))):
+        for rank, part in enumerate(setup.weights.shard_specs(name.removeprefix(_AVERAGE))):
             value = checksums_by_rank[rank][index]
             if part.boxes and first_checksums.setdefault(part.boxes, value) != value:
                 differing_ranks.append(rank)

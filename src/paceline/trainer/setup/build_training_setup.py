@@ -18,7 +18,7 @@ from paceline.console.output import print_line
 from paceline.errors import JobError
 from paceline.job import Job
 from paceline.parallel.batchnorm.running_statistics import build_tapes
-from paceline.parallel.batchnorm.sync_batchnorm import synchronise
+from paceline.parallel.batchnorm.sync_batchnorm import synchronize_batchnorms
 from paceline.parallel.compression.build_codec import compression_notes
 from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackReducer
 from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
@@ -27,9 +27,9 @@ from paceline.parallel.data_parallel.thread_replicas import ThreadReplicas, shar
 from paceline.parallel.gradients.partition import do_nothing
 from paceline.parallel.initialization.pretrained import PretrainedModel
 from paceline.parallel.initialization.unsupported_tensors import refuse_tensors
-from paceline.parallel.module_access.broadcast_initial import broadcast_initial
+from paceline.parallel.module_access.broadcast_initial import broadcast_initial_tensors
 from paceline.parallel.module_access.parameters import NamedParameter, trainable_parameters
-from paceline.parallel.module_access.sharded_tensors import ShardedTensors, all_of, all_shares
+from paceline.parallel.module_access.sharded_tensors import ShardedTensors, model_tensors, param_tensors
 from paceline.parallel.module_access.user_hooks import hook_notes
 from paceline.parallel.parallelize import parallelize, parallelize_thread_replica
 from paceline.parallel.placement import ParallelizedModel, PlacementRequest
@@ -104,8 +104,8 @@ class TrainingSetup:
         Raises:
             LayoutError: no gradient flows back through the model.
         """
-        if self.placed.piped is not None:
-            self.placed.piped.stages.refuse_training()
+        if self.placed.pipeline_model is not None:
+            self.placed.pipeline_model.stages.refuse_training()
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -211,9 +211,9 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
         site=site,
         model=models[0],
         models=models,
-        named=placed[0].named,
-        weights=placed[0].weights if mirror is None else ShardedTensors(world=world, held=all_of(models[0])),
-        kept=placed[0].kept if mirror is None else ShardedTensors(world=world, held=all_shares(named[0])),
+        named=placed[0].named_parameters,
+        weights=placed[0].weights if mirror is None else ShardedTensors(world=world, tensors=model_tensors(models[0])),
+        kept=placed[0].optim_shards if mirror is None else ShardedTensors(world=world, tensors=param_tensors(named[0])),
         placed=placed[0],
         step=rule.make_step(request),
         grid=placed[0].grid,
@@ -233,7 +233,7 @@ def _placed_threads(
 ) -> list[ParallelizedModel]:
     """Parallelize the replicas that are threads of this process."""
     return [
-        parallelize_thread_replica(model, named=members, home=named[0], world=each.all_ranks, exact=exact)
+        parallelize_thread_replica(model, members=members, targets=named[0], world=each.all_ranks, exact=exact)
         for model, members, each in zip(models, named, own, strict=True)
         if isinstance(each.all_ranks, ThreadWorld)
     ]
@@ -267,7 +267,7 @@ def _placed(
     data: JobData,
 ) -> ParallelizedModel:
     exact = settings.train.exact
-    whole = list(rules.whole(exact=exact)) if rules is not None and plan.mesh.zero in (1, 2) else []
+    whole = list(rules.full_tensor_reasons(exact=exact)) if rules is not None and plan.mesh.zero in (1, 2) else []
     if not step_rule(plan.update_rule).traits.splits_parameters:
         whole = [member.name for member in trainable_parameters(model)]
     device = worlds.all_ranks.device
@@ -275,7 +275,7 @@ def _placed(
         job=job, settings=settings, plan=plan, model=model, contract=contract, device=device, data=data
     )
     if set(plan.mesh.split_axes) - set(DATA_AXES):
-        example.learn() if begun.late is None else begun.late.valued(example.learn)
+        example.learn() if begun.late is None else begun.late.run_with_values(example.learn)
     context = context_of(job, model=model, contract=contract, worlds=worlds, example=example)
     if plan.mesh.ep > 1 and can_be_tried(model) and not worlds.all_ranks.is_imagined:
         try_experts(model=model, contract=contract, example=example)
@@ -283,18 +283,18 @@ def _placed(
     for note in (UNTRIED.format(axis) for axis in untried):
         print_line(note) if begun.late is None else begun.late.notes.append(note)
     request = PlacementRequest(
-        asked=plan.asked,
+        layout=plan.asked,
         worlds=worlds,
-        example=example,
-        say=print_line,
-        how=settings.place,
+        example_run=example,
+        report=print_line,
+        settings=settings.place,
         exact=exact,
-        compiles=settings.train.compile,
-        whole=whole,
-        context=context,
-        rows=begun.rows,
-        late=begun.late,
-        compress=plan.compression,
+        is_compiled=settings.train.compile,
+        full_tensor_names=whole,
+        context_parallel=context,
+        deferred_rows=begun.rows,
+        deferred_model=begun.late,
+        compression=plan.compression,
     )
     return parallelize(model, request)
 
@@ -310,7 +310,7 @@ def _context(
 ) -> ReplicaContext:
     """Return the context of one replica."""
     train = settings.train
-    rounds = synchronise(model, world=worlds.data) if train.buffers == "sync_bn" else None
+    rounds = synchronize_batchnorms(model, world=worlds.data) if train.buffers == "sync_bn" else None
     streams = RandomStreams(seed=settings.seed)
     streams.attach(model)
     return ReplicaContext(
@@ -318,14 +318,14 @@ def _context(
         worlds=worlds,
         contract=contract,
         reducer=placed.reducer,
-        context_parallel=placed.context,
+        context_parallel=placed.context_parallel,
         state_recorders=build_tapes(
             model,
             world=worlds.data,
             enabled=train.buffers == "fold",
             exact=train.exact,
             in_order=worlds.mesh.pp == 1,
-            compiles=train.compile,
+            is_compiled=train.compile,
             can_wait=_can_wait(worlds.mesh),
             over_batch=contract.over_batch,
         ),
@@ -363,12 +363,12 @@ def _own(plan: ExecutionPlan, settings: Settings, worlds: MeshGroups) -> list[Me
 def _notes_of_placement(
     placed: ParallelizedModel, plan: ExecutionPlan, contract: LossContract, *, world: World
 ) -> list[str]:
-    notes = compression_notes(plan.compression, placed.reducer, named=placed.named, world=world)
-    return [*notes, *hook_notes(placed.hooked, counts_first=contract.counts_first)]
+    notes = compression_notes(plan.compression, placed.reducer, named_parameters=placed.named_parameters, world=world)
+    return [*notes, *hook_notes(placed.hooked_names, counts_first=contract.counts_first)]
 
 
 def _equal_start(model: nn.Module, world: World) -> list[str]:
-    differed = [name for names in world.gather_json(broadcast_initial(model, world=world)) for name in names]
+    differed = [name for names in world.gather_json(broadcast_initial_tensors(model, world=world)) for name in names]
     if not differed:
         return []
     return [f"warning: initial weights differed between ranks ({differed[0]}, ...); rank 0's were sent to all"]

@@ -13,10 +13,10 @@ from torch.nn.parameter import is_lazy
 from paceline.comm.mesh_groups import MeshGroups
 from paceline.errors import JobError
 from paceline.parallel.initialization.deferred_fill import DeferredModel
-from paceline.parallel.initialization.deferred_init import defer_init, defer_large_model, drawn_start
-from paceline.parallel.initialization.meta_model import named_tensors, put_tensors, tensor_bytes, with_data
+from paceline.parallel.initialization.deferred_init import build_full_model, defer_init, defer_large_model
+from paceline.parallel.initialization.meta_model import named_tensors, replace_tensors, tensor_bytes, with_data
 from paceline.parallel.initialization.pretrained import PretrainedModel
-from paceline.parallel.sharding.fully_sharded import row_parts
+from paceline.parallel.sharding.fully_sharded import row_shard_specs
 from paceline.planner.layout.mesh import Mesh
 from paceline.torch_internals.rng import get_states, set_states
 
@@ -65,7 +65,7 @@ def begin_whole(build: Build, *, seed: int, limit_bytes: int, stored: Pretrained
         return model
     del model
     gc.collect()  # a module whose constructor was interrupted may be in a reference cycle
-    return drawn_start(build, seed=seed, limit_bytes=limit_bytes)
+    return build_full_model(build, seed=seed, limit_bytes=limit_bytes)
 
 
 def build_initial_model(
@@ -91,21 +91,23 @@ def build_initial_model(
         return InitialModel(model=model)
     del model
     if not holds_rows(worlds.mesh):
-        found = defer_large_model(build, seed=seed, world=worlds.all_ranks, limit_bytes=limit_bytes, stored=stored)
+        found = defer_large_model(build, seed=seed, world=worlds.all_ranks, limit_bytes=limit_bytes, pretrained=stored)
         if found is None:
             return _whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored)
         return InitialModel(
-            model=found.model, late=DeferredModel(draft=found, device=worlds.all_ranks.device), notes=found.notes
+            model=found.model,
+            late=DeferredModel(deferred_init=found, device=worlds.all_ranks.device),
+            notes=found.notes,
         )
-    made = defer_init(build, seed=seed, world=worlds.all_ranks, limit_bytes=limit_bytes, stored=stored)
-    if made.source.apiece:
+    made = defer_init(build, seed=seed, world=worlds.all_ranks, limit_bytes=limit_bytes, pretrained=stored)
+    if made.source.is_local:
         return InitialModel(
-            model=made.model, late=DeferredModel(draft=made, device=worlds.all_ranks.device), notes=made.notes
+            model=made.model, late=DeferredModel(deferred_init=made, device=worlds.all_ranks.device), notes=made.notes
         )
-    parts = row_parts(made.model, world=worlds.shard)
+    parts = row_shard_specs(made.model, world=worlds.shard)
     values, notes = made.values(parts)
     old = named_tensors(made.model)
-    put_tensors(made.model, {n: with_data(old[n], value) for n, value in values.items() if n not in parts})
+    replace_tensors(made.model, {n: with_data(old[n], value) for n, value in values.items() if n not in parts})
     rows = {name: value for name, value in values.items() if name in parts}
     return InitialModel(model=made.model, rows=rows, notes=(*made.notes, *notes))
 

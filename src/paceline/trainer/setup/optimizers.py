@@ -44,7 +44,7 @@ def learn_rules(
     if plan.mesh.zero == 3:
         rules.refuse_rows(layout=plan.layout, exact=exact)
     elif plan.mesh.pp > 1 or plan.mesh.tp > 1 or plan.mesh.ep > 1:
-        rules.refuse_apart()
+        rules.refuse_combining_rules()
     return rules
 
 
@@ -60,8 +60,8 @@ def make_update(
 ) -> tuple[OptimizerUpdate, Options]:
     """Return the optimizer update, and the optimizers' options before a schedule overwrites them."""
     if rules is not None:
-        rules.refuse_pieces(_pieces(placed), layout=plan.layout)
-    optimizers = create_optimizers(job, model) if rules is None else rules.on(placed.named)
+        rules.refuse_slices(_pieces(placed), layout=plan.layout)
+    optimizers = create_optimizers(job, model) if rules is None else rules.make_optimizers(placed.named_parameters)
     factor = lr_factor(settings.train.lr_scaling, plan.global_batch_size / job.global_batch_size)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = group["lr"] * factor if factor != 1.0 else group["lr"]
@@ -73,17 +73,19 @@ def make_update(
     raise_all([*unfit_optimizers(optimizers), *unfit_schedules(schedules, optimizers)])
     fp16, traits = settings.train.precision == "fp16", step_rule(plan.update_rule).traits
     update = OptimizerUpdate(
-        named_parameters=placed.named,
+        named_parameters=placed.named_parameters,
         optimizers=optimizers,
         schedules=schedules,
-        scaler=make_scaler(placed.kept, world) if fp16 else None,
+        scaler=make_scaler(placed.optim_shards, world) if fp16 else None,
         max_grad_norm=settings.train.max_grad_norm,
         check_finite=not fp16,
         skip_nonfinite=settings.train.on_nonfinite == "skip",
         on_empty=settings.train.on_empty,
-        ema=Ema(weights=_averaged(placed), decay=job.ema, after_swap=placed.settle) if job.ema is not None else None,
+        ema=Ema(weights=_averaged(placed), decay=job.ema, after_swap=placed.sync_after_load)
+        if job.ema is not None
+        else None,
         joint_grad_norm=_norm(placed, settings, world=world) if traits.measures_joint_norm else None,
-        spread=placed.spread if traits.spreads_updates else do_nothing,
+        spread=placed.sync_after_update if traits.spreads_updates else do_nothing,
         on_update=None if job.on_update is None else partial(job.on_update, model),
     )
     return update, given
@@ -100,7 +102,7 @@ def lr_factor(rule: str, ratio: float) -> float:
 def make_scaler(kept: ShardedTensors, world: World, **options: Any) -> torch.amp.GradScaler:
     """Return the loss scaler of this rank. Where ranks hold shards, an overflow on one rank counts on all."""
     device = world.device.type
-    if kept.is_whole:
+    if kept.is_unsharded:
         return torch.amp.GradScaler(device, **options)
     scaler = JointScaler(device, join=lambda found: world.all_reduce(found, op="max"), **options)
     scaler.scale(torch.zeros((), device=world.device))  # initialise it: most pipeline stages have no loss to scale
@@ -109,23 +111,23 @@ def make_scaler(kept: ShardedTensors, world: World, **options: Any) -> torch.amp
 
 def _pieces(placed: ParallelizedModel) -> set[str]:
     """Return the parameters of which a rank's optimizer holds only a part; the result is equal on every rank."""
-    kept = placed.kept
-    return {name for name in kept.names if any(part.numel and not part.is_all for part in kept.parts(name))}
+    kept = placed.optim_shards
+    return {name for name in kept.names if any(part.numel and not part.is_full for part in kept.shard_specs(name))}
 
 
 def _averaged(placed: ParallelizedModel) -> dict[str, Tensor]:
     weights = placed.weights
-    held = {name: weights.mine[name].tensor for name in weights.names if name in weights.parameters}
+    held = {name: weights.local_tensors[name].tensor for name in weights.names if name in weights.parameter_names}
     return {name: tensor for name, tensor in held.items() if tensor is not None and tensor.is_floating_point()}
 
 
 def _norm(placed: ParallelizedModel, settings: Settings, *, world: World) -> GradNormFunction | None:
     """Return the norm over all ranks if they hold shards or the norm must be exact; None if each rank uses its own."""
     exact = settings.train.exact and settings.train.max_grad_norm is not None
-    if placed.kept.is_whole and not exact:
+    if placed.optim_shards.is_unsharded and not exact:
         return None
-    mine = placed.owned()
-    worlds = [] if placed.kept.is_whole else [world]
+    mine = placed.owned_parameters()
+    worlds = [] if placed.optim_shards.is_unsharded else [world]
 
     def norm() -> Tensor:
         return joint_norm([gradient_values(p.grad) for p in mine if p.grad is not None], worlds=worlds, exact=exact)

@@ -40,14 +40,14 @@ def describe_copy(name: str, copy: int, *, rank_names: RankNames | None) -> str:
     """Return text that names the ranks that hold one copy of a tensor."""
     if rank_names is None:
         return f"rank {copy}"
-    copies = rank_names.sharded.copies(name)
+    copies = rank_names.sharded.copy_ranks(name)
     ranks = sorted(copies[copy] if copy < len(copies) else copies[0])
     return rank_names.name_ranks(ranks, all_ranks=rank_names.holders(name))
 
 
 def describe_weight_ranks(rank_names: RankNames, name: str, weight: Tensor, expected: Tensor, *, copy: int) -> str:
     """Return text that names the ranks of one copy whose part of a weight differs."""
-    copies = rank_names.sharded.copies(name)
+    copies = rank_names.sharded.copy_ranks(name)
     ranks = sorted(copies[copy] if copy < len(copies) else copies[0])
     differing = [
         r

@@ -34,7 +34,7 @@ def can_run_locally(setup: TrainingSetup) -> bool:
     is_independent = not (
         replica.needs_equal_microbatches or any(tape.is_sequential for tape in replica.state_recorders)
     )
-    return is_independent and setup.update.scaler is None and setup.kept.is_whole and all_ranks_are_replicas
+    return is_independent and setup.update.scaler is None and setup.kept.is_unsharded and all_ranks_are_replicas
 
 
 def compute_local_gradients(

@@ -174,9 +174,9 @@ def _describe_error(setup: TrainingSetup, name: str, local_output: Tensor, expec
     if ids is None or weight not in setup.weights.names or ids.shape != expected.shape[:-1]:
         return ""
     wrong = ids[error.norm(dim=-1) > _TOLERANCE * expected.norm(dim=-1)].unique()
-    for rank, part in enumerate(setup.weights.parts(weight)):
-        row_ranges = [(box.whole[0], box.whole[0] + box.size[0]) for box in part.boxes]
-        if not part.is_all and all(any(low <= int(row) < high for low, high in row_ranges) for row in wrong):
+    for rank, part in enumerate(setup.weights.shard_specs(weight)):
+        row_ranges = [(box.full_offset[0], box.full_offset[0] + box.size[0]) for box in part.boxes]
+        if not part.is_full and all(any(low <= int(row) < high for low, high in row_ranges) for row in wrong):
             return (
                 f"the rows that are looked up wrongly are all on rank {rank} "
                 f"({row_ranges[0][0]} to {row_ranges[-1][1] - 1})"

@@ -28,26 +28,26 @@ class RankNames:
 
     def holders(self, name: str) -> list[int]:
         """Return the ranks that hold some part of the tensor."""
-        return [rank for rank, part in enumerate(self.sharded.parts(name)) if part.boxes]
+        return [rank for rank, part in enumerate(self.sharded.shard_specs(name)) if part.boxes]
 
     def rank_parts(self, name: str, copies: Sequence[Tensors], *, like: Tensor) -> dict[int, Tensor]:
         """Return each rank's part of the tensor, from the full tensor of its copy; zeros if the copy lacks it."""
         parts = {}
-        for number, ranks in enumerate(self.sharded.copies(name)):
+        for number, ranks in enumerate(self.sharded.copy_ranks(name)):
             full_tensor = copies[number].get(name) if number < len(copies) else None
             for rank in ranks:
-                parts[rank] = self.sharded.parts(name)[rank].take(
+                parts[rank] = self.sharded.shard_specs(name)[rank].extract(
                     torch.zeros_like(like) if full_tensor is None else full_tensor
                 )
         return dict(sorted(parts.items()))
 
     def rank_part(self, name: str, full_tensor: Tensor, rank: int) -> Tensor:
         """Return a rank's part of a full tensor."""
-        return self.sharded.parts(name)[rank].take(full_tensor)
+        return self.sharded.shard_specs(name)[rank].extract(full_tensor)
 
     def equal_part_groups(self, name: str, axis: str) -> list[tuple[int, ...]]:
         """Return groups of ranks along an axis that hold the same elements of the tensor."""
-        parts = self.sharded.parts(name)
+        parts = self.sharded.shard_specs(name)
         groups = set()
         for rank in self.holders(name):
             axis_ranks = self.mesh.group(rank, axes=[axis])
@@ -97,7 +97,7 @@ class RankNames:
         if self.is_replicas:
             return None
         squares = {name: euclidean_norm(value) ** 2 for name, value in tensors.items()}
-        return math.sqrt(math.fsum(len(self.sharded.copies(name)) * square for name, square in squares.items()))
+        return math.sqrt(math.fsum(len(self.sharded.copy_ranks(name)) * square for name, square in squares.items()))
 
     def weight_axes(self) -> dict[str, int]:
         """Return the degree of each axis that splits a layer, which the data and pipeline axes do not."""

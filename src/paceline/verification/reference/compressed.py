@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.config.compression import Compression, Method
 from paceline.errors import UsageError
-from paceline.parallel.compression.powersgd import first_basis
+from paceline.parallel.compression.powersgd import make_first_basis
 from paceline.verification.reference.reference import Reference, ReferenceGradient, ReferenceMicrobatch, RunPosition
 
 Tensors = dict[str, Tensor]
@@ -120,7 +120,7 @@ class CompressedReference(Reference):
         matrices = [value.reshape(rows, columns) for value in gradients]
         basis = self._state.bases.get(name)
         if basis is None:
-            basis = first_basis(name, (columns, rank)).to(matrices[0])
+            basis = make_first_basis(name, (columns, rank)).to(matrices[0])
         scaled_basis = basis * 2.0 ** -min(max(np.frexp(basis.abs().max().item())[1], _MIN_EXPONENT), -_MIN_EXPONENT)
         column_space = sum((matrix @ scaled_basis for matrix in matrices), torch.zeros(rows, rank).to(matrices[0]))
         orthonormal = torch.linalg.qr(column_space).Q

@@ -128,7 +128,7 @@ def plan_cut(
     Raises:
         LayoutError: there is no chain of blocks, there are more stages than blocks, or a needed value can't be sent.
     """
-    found = find_blocks(model, listed=blocks)
+    found = find_blocks(model, listed_names=blocks)
     chosen = checked_bounds(bounds, num_stages, len(found)) if bounds else even_bounds(num_stages, found, weights)
     flow = trace_forward(model, blocks=found, call=call)
     try:
@@ -139,7 +139,7 @@ def plan_cut(
             flow=flow,
             num_stages=num_stages,
             cut=lambda flow, bounds: cut_flow(model, flow=flow, bounds=bounds),
-            watch=lambda names: trace_forward(model, blocks=find_blocks(model, listed=names), call=call),
+            watch=lambda names: trace_forward(model, blocks=find_blocks(model, listed_names=names), call=call),
         )
         hint = f"{works}; or move it into a block" if works else error.hint
         raise LayoutError(error.what, where=error.where, cause=error.cause, hint=hint) from error

@@ -59,10 +59,10 @@ def plan_graph(
     bare = memoryless_copy(model, device=device)
     for name, module in bare.named_modules():
         module.training = modes[name]
-    listed = [block.name for block in find_blocks(model, listed=blocks)] if blocks else []
+    listed = [block.name for block in find_blocks(model, listed_names=blocks)] if blocks else []
     units = tuple(_units(model, num_stages, listed))
     see = partial(taken_beside, model, units=units, call=call)
-    taken = see() if late is None else late.planned(see)
+    taken = see() if late is None else late.run_without_values(see)
     graph = export(bare, args, kwargs, units=units)
     places = [place for place, step in enumerate(graph.steps) if _is_block(model, step, listed)]
     found = _blocks(model, graph, places)
