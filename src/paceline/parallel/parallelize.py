@@ -146,7 +146,7 @@ class TensorParallel:
         assert plan is not None
         split = split_model(placement.model, plan=plan, world=request.worlds.tp, sequence=request.layout.sequence)
         if placement.pipeline_model is not None:
-            placement.pipeline_model.stages.on_leave.append(split.rest)
+            placement.pipeline_model.stages.on_leave.append(split.hide_parameters)
         placement.tensor_placement = split
 
 

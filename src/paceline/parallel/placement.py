@@ -24,7 +24,7 @@ from paceline.parallel.module_access.sharded_tensors import LocalTensor, Sharded
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.parallel.sharding.fully_sharded import DeferredRows
 from paceline.parallel.sharding.sharded_model import DataGroups
-from paceline.parallel.tensor_parallel.tensor_parallel import TensorPlaced
+from paceline.parallel.tensor_parallel.tensor_parallel import TensorParallelPlacement
 from paceline.parallel.tensor_parallel.tensor_plan import TensorPlan
 from paceline.parallel.trace_example_forward import ExampleRun
 
@@ -68,7 +68,7 @@ class Placement:
     tensor_plan: TensorPlan | None = None
     pipeline_model: PipelineModel | None = None
     placed_experts: PlacedExperts | None = None
-    tensor_placement: TensorPlaced | None = None
+    tensor_placement: TensorParallelPlacement | None = None
     deferred_rows: DeferredRows | None = None
     blocks: Sequence[Block] | None = None
     context_parallel: ContextParallel | None = None

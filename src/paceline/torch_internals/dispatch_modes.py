@@ -1,8 +1,8 @@
-"""Dispatch modes that observe every operation of a thread, and ways to hide from them; the only use of torch's modes.
+"""Dispatch modes that observe every operation of a thread; the only module that uses torch's dispatch modes.
 
-Tested on torch 2.11 to 2.13: `TorchDispatchMode` and disabling such modes; the group that a collective names; the
-resizing of storages, by which `fully_shard` frees gathered weights; the fake process group; collectives
-that are returned as an operation's result.
+Private APIs, tested on torch 2.11 to 2.13: `TorchDispatchMode` and how to disable such modes; the process group of a
+collective; `UntypedStorage.resize_`, with which `fully_shard` frees gathered weights; the fake process group;
+collectives as results of operations.
 """
 
 import sys
@@ -37,23 +37,23 @@ __all__ = [
 
 
 DispatchMode = TorchDispatchMode
-"""A mode that sees each operation that runs in its thread, including those of backward."""
+"""A mode that intercepts each operation of its thread, including those of backward."""
 
 
 @contextmanager
 def hide_from_modes() -> Iterator[None]:
-    """Hide our own operations from dispatch modes, such as the mode that pairs a forward with its recomputation."""
+    """Hide Paceline's operations from dispatch modes, such as the mode of selective activation checkpointing."""
     with _disable_current_modes():
         yield
 
 
 def has_dispatch_mode() -> bool:
-    """Return whether a dispatch mode is active in this thread; it does not see the operations of other threads."""
+    """Return whether a dispatch mode is active in this thread; it does not intercept operations of other threads."""
     return bool(_get_current_dispatch_mode_stack())
 
 
 def on_cpu(operation: Any, args: Any, kwargs: Any) -> Any:
-    """Run the CPU kernel of an operation that is written in Python; a mode can see each operation inside it."""
+    """Run the CPU kernel of an operation that is written in Python; a mode can observe the operations inside it."""
     return operation._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
 
 
@@ -68,7 +68,7 @@ class PendingCollective(dist.Work):
         self._arrived, self._keeps = arrived, keeps
 
     def begin(self) -> Any:
-        """Return the boxed collective, as operations do; it stays alive until `wait`."""
+        """Return the boxed collective, as operations do; the object stays alive until `wait`."""
         _UNDER_WAY.add(self)
         return self.boxed()
 
@@ -89,7 +89,7 @@ _UNDER_WAY: set[PendingCollective] = set()
 
 
 class RandomOpDetector(TorchDispatchMode):
-    """A mode that detects whether an operation that draws random numbers runs in this thread."""
+    """A mode that detects whether this thread runs an operation that draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -104,7 +104,7 @@ class RandomOpDetector(TorchDispatchMode):
 class OpObserver(TorchDispatchMode):
     """A mode that calls `see(operation, args, kwargs, result, drew)` for each operation of this thread.
 
-    `drew`: whether it drew from a random generator; for results without memory ("meta"), whether it might.
+    `drew`: whether the operation drew from a random generator; for meta tensors, whether it could.
     """
 
     def __init__(self, see: Callable[[Any, Any, Any, Any, bool], None]) -> None:
@@ -112,7 +112,7 @@ class OpObserver(TorchDispatchMode):
         self._see = see
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, then report it."""
+        """Run the operation, then call `see`."""
         may_draw = torch.Tag.nondeterministic_seeded in func.tags
         before = _generators() if may_draw else []
         result = func(*args, **(kwargs or {}))
@@ -131,13 +131,13 @@ def _generators() -> list[Tensor]:
 
 @cache
 def name_of(operation: Any) -> str:
-    """Return an operation's name in its schema: "aten::add"."""
+    """Return the name in an operation's schema: "aten::add"."""
     found: str = operation._schema.name
     return found
 
 
 def written_tensors(operation: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
-    """Return the tensors among an operation's arguments that it writes to."""
+    """Return the tensor arguments to which an operation writes."""
     found: list[Tensor] = []
     for place, name in _written(operation):
         value = args[place] if place < len(args) else kwargs.get(name)
@@ -153,9 +153,9 @@ def _written(operation: Any) -> tuple[tuple[int, str], ...]:
 
 @contextmanager
 def fake_process_group(ranks: int) -> Iterator[None]:
-    """Create a fake default process group of `ranks` ranks, in which this process is rank 0 and the only real one.
+    """Create a fake default process group of `ranks` ranks; this process is rank 0, the other ranks do not exist.
 
-    torch then prefixes every traceback with `[rank0]`; the previous `sys.excepthook` is restored.
+    `init_process_group` sets a `sys.excepthook` that prefixes tracebacks with `[rank0]`; the previous hook is restored.
     """
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -167,7 +167,7 @@ def fake_process_group(ranks: int) -> Iterator[None]:
 
 
 def group_size(asked: Any) -> int:
-    """Return the number of ranks of a collective's group, given as the group, its boxed object, or its name."""
+    """Return the number of ranks of a process group, which is a group, a boxed group or a group name."""
     if isinstance(asked, str):
         asked = distributed_c10d._resolve_process_group(asked)  # type: ignore[attr-defined, arg-type]
     elif isinstance(asked, torch.ScriptObject):
@@ -182,7 +182,7 @@ _LOCK = threading.Lock()
 
 @contextmanager
 def storage_resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `seen` for every storage that this thread resizes, which no dispatch mode sees."""
+    """Call `seen` for every storage that this thread resizes, which no dispatch mode observes."""
     me = threading.get_ident()
     with _LOCK:
         _RESIZES.setdefault(me, []).append(seen)

@@ -1,7 +1,7 @@
-"""The signatures of the torch functions that this library overrides, and a parser for calls in any spelling.
+"""The signatures of the torch functions that this library overrides, and the binding of call arguments to them.
 
-torch accepts `x.flip(1, 2)`, `x.flip((1, 2))`, `torch.flip(x, dims=[1, 2])` and `x.sum(axis=-1)` alike. An override
-reads its arguments by name with this module, so that no override supports only one spelling.
+torch accepts `x.flip(1, 2)`, `x.flip((1, 2))`, `torch.flip(x, dims=[1, 2])` and `x.sum(axis=-1)`. Overrides read their
+arguments by name with this module, so that they support all of these forms.
 """
 
 from collections.abc import Callable, Sequence
@@ -124,19 +124,19 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "dtype": _is_dtype,
     "out": lambda value: value is None,
 }
-"""Type checks by parameter, if they distinguish the forms of a function or a reader relies on them."""
+"""Type checks by parameter, where they distinguish the forms of a function or an override relies on the type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter: its names (readers use the first), and whether it takes all remaining arguments."""
+    """A parameter: its names (overrides use the first), its default, and whether it takes all remaining arguments."""
 
     names: tuple[str, ...]
     default: Any = _REQUIRED
     is_many: bool = False
 
     def takes(self, value: Any) -> bool:
-        """Return whether this value fits the parameter; its default always does."""
+        """Return whether the parameter accepts this value; it always accepts its default."""
         fits = _KINDS.get(self.names[0])
         return fits is None or value is self.default or fits(value)
 
@@ -170,7 +170,7 @@ class Signature:
 
 
 def _many(values: list[Any]) -> Any:
-    """Return the arguments as a tuple, for `f(x, 1, 2)` and `f(x, (1, 2))` alike."""
+    """Return the arguments as a tuple, both for `f(x, 1, 2)` and for `f(x, (1, 2))`."""
     return tuple(values[0]) if len(values) == 1 and isinstance(values[0], tuple | list) else tuple(values)
 
 
@@ -213,7 +213,7 @@ SIGNATURES = _table()
 def read_call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """Return the arguments of a call of the named function, by the first name of each parameter.
 
-    Returns None if no form in the table fits, as with `out=`: then only torch knows what the call means.
+    Returns None if the call matches no form in the table, for example because of `out=`.
     """
     for signature in SIGNATURES[name]:
         given = signature.read(args, kwargs)

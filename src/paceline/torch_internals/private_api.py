@@ -2,20 +2,17 @@
 
 Tested on torch 2.11 to 2.13:
 
-- `torch._foreach_*` (used by every optimizer of torch itself), and `Tensor._version` (incremented by every in-place
-  write);
-- the common base classes of BatchNorm, of all norms with running statistics, and of dropout;
-- the worker info of a data worker, how a batch is pinned, and how a DataLoader's iterator ends;
-- the default process group, disabled for a while; the group that a collective names;
-- the number of the backward that a thread is in; the call that `torch.autograd.backward` and `torch.autograd.grad`
-  make of the engine; the hooks of a tensor or a module, and the numbers they get;
-- the guards of compiled modules; the exception of a failing compiler, and when it is raised;
-- how a loss scaler unscales gradients;
-- the key of a storage, a tensor's class, and a module's own dicts, in which `Module.__getattr__` looks buffers up;
-- what `Module.__call__` checks first (`_compiled_call_impl`, which `Module.compile` sets and copies omit);
-- disabling dispatch modes for a few operations of our own;
-- the resizing of storages, by which `fully_shard` frees gathered weights;
-- a tensor without memory that represents one sharded over ranks;
+- `torch._foreach_*`, which torch's optimizers use, and `Tensor._version`, which every in-place write increments;
+- the base classes of BatchNorm, of all norms with running statistics, and of dropout;
+- the worker info of a data worker, the pinning of a batch, and the shutdown of a DataLoader's iterator;
+- the replacement of the default process group;
+- the identifier of the current backward pass; the autograd engine's `_engine_run_backward`; the hooks of tensors and
+  modules, and their identifiers;
+- the guards of compiled modules, and the exception of a failed compilation;
+- the unscaling of gradients by a loss scaler;
+- the key of a storage, a tensor's class, and a module's own dicts of parameters and buffers;
+- `Module._compiled_call_impl`, which `Module.__call__` calls first, `Module.compile` sets and copies omit;
+- wrapper subclasses, which are tensors without memory;
 - the capabilities of a processor.
 """
 
@@ -89,25 +86,25 @@ disabled_torch_function = torch._C._disabled_torch_function_impl  # for a subcla
 
 
 def divide_all(tensors: Sequence[Tensor], divisor: float | Tensor) -> None:
-    """Divide each tensor in place, in few kernels."""
+    """Divide each tensor in place, with few kernel launches."""
     if tensors:
         torch._foreach_div_(list(tensors), divisor)
 
 
 def add_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Add each source to its target in place, in few kernels."""
+    """Add each source to its target in place, with few kernel launches."""
     if targets:
         torch._foreach_add_(list(targets), list(sources))
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source over its target, in few kernels."""
+    """Copy each source to its target, with few kernel launches."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
 
 
 def lerp_all(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -> None:
-    """Move each target towards its source by `weight`, in few kernels."""
+    """Interpolate each target towards its source by `weight`, in place, with few kernel launches."""
     if targets:
         torch._foreach_lerp_(list(targets), list(sources), weight)
 
@@ -127,7 +124,7 @@ def guard_hooks() -> None:
 
 
 def compile_errors() -> type[BaseException]:
-    """Return the exception type of failed compilations; they now fail in the forward, never first in backward."""
+    """Configure torch so that compilation errors occur in the forward; return the type of these errors."""
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     torch._functorch.config.force_non_lazy_backward_lowering = True
@@ -136,14 +133,14 @@ def compile_errors() -> type[BaseException]:
 
 
 def in_backward() -> bool:
-    """Return whether this thread is inside autograd's backward, as a recomputed forward is."""
+    """Return whether this thread is inside an autograd backward, for example in a recomputed forward."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def add_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Run backward as `torch.autograd.backward` does, but keep the active function modes.
 
-    torch disables the innermost mode for the call, so a forward that checkpointing recomputes would miss it.
+    `torch.autograd.backward` disables the innermost mode, so a forward that checkpointing recomputes would miss it.
     """
     given = _given(outputs, gradients)
     _run_backward(tuple(outputs), given, False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -161,7 +158,7 @@ def gradients_of(
 
 
 def _given(outputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """Return the gradients, with ones for a loss that has none."""
+    """Return the gradients of the outputs, with ones for outputs whose gradient is None."""
     pairs = zip(outputs, gradients, strict=True)
     return tuple(torch.ones_like(output) if gradient is None else gradient for output, gradient in pairs)
 
@@ -177,9 +174,9 @@ def running_function() -> type[torch.autograd.Function] | None:
 
 @contextmanager
 def watched_autograd(seen: Callable[[str], None]) -> Iterator[None]:
-    """Call `seen` with the name of each own autograd function, tensor hook and autocast region that is entered.
+    """Call `seen` with the name of each custom autograd function, tensor hook and autocast region of user code.
 
-    What torch and this package call for themselves is left out.
+    Calls by torch and by this package are ignored.
     """
     function: Any = torch.autograd.Function
     apply = vars(function)["apply"]  # the classmethod itself, not bound to this class
@@ -237,10 +234,11 @@ def is_view(tensor: Tensor) -> bool:
 
 
 class BufferAccess:
-    """A watch over buffers of `module`: code that gets them is passed to `seen(code, instruction)`.
+    """An observer of accesses to the buffers `names` of `module`.
 
-    It sees attributes, and loops over the dict of buffers as in `module.buffers()`. The module's dict is replaced by
-    one that a copied or pickled module doesn't keep. `names`: the buffers.
+    Each access calls `seen(code, instruction)` with the accessing code: attribute access, and loops over the dict
+    of buffers as in `module.buffers()`. The observer replaces the module's dict of buffers; copies and pickles of the
+    module have a plain dict.
     """
 
     def __init__(self, module: nn.Module, *, names: Collection[str], seen: Callable[[CodeType, int], None]) -> None:
@@ -250,7 +248,7 @@ class BufferAccess:
         vars(module)["_buffers"] = buffers
 
     def close(self) -> None:
-        """Give the module a plain dict again."""
+        """Restore the module's plain dict."""
         vars(self._module)["_buffers"] = dict(vars(self._module)["_buffers"])
 
 
@@ -281,25 +279,25 @@ class _WatchedBuffers(dict[str, Tensor | None]):
 
 
 def make_wrapper_tensor(kind: type[Tensor], *, like: Tensor, shape: Sequence[int]) -> Any:
-    """Return a tensor of a subclass that has a shape, type and device but holds no memory."""
+    """Return a tensor of a subclass with a shape, dtype and device but without memory."""
     return Tensor._make_wrapper_subclass(
         kind, torch.Size(shape), dtype=like.dtype, device=like.device, requires_grad=False
     )
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """Return a number that changes with every in-place write to the tensor; 0 for inference tensors, which lack it."""
+    """Return the tensor's version, which every in-place write increments; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def of_type(data: Tensor, *, like: Tensor) -> Tensor:
-    """Return `data`, sharing its memory, as a tensor or parameter of the class of `like`, trainable if that is."""
+    """Return `data` as a tensor or parameter with the class and `requires_grad` of `like`; the memory is shared."""
     made: Tensor = Tensor._make_subclass(type(like), data, like.requires_grad)
     return made
 
 
 def allocate_meta_tensors(model: nn.Module, *, device: torch.device, without: Collection[int] = ()) -> None:
-    """Allocate uninitialised memory for meta tensors, except those with ids in `without`; others keep their values."""
+    """Allocate uninitialised memory for the model's meta tensors, except those whose ids are in `without`."""
 
     def memory(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta and id(tensor) not in without else tensor
@@ -308,19 +306,19 @@ def allocate_meta_tensors(model: nn.Module, *, device: torch.device, without: Co
 
 
 def module_registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the dicts of a module's own parameters and buffers; writing to them bypasses the checks of `setattr`."""
+    """Return the dicts of a module's own parameters and buffers; writes to them bypass the checks of `setattr`."""
     return module._parameters, module._buffers
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number shared by tensors that share memory, valid while one of them lives; a meta tensor has one too."""
+    """Return a number that is equal for tensors that share memory, including meta tensors, while one of them exists."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def stop_data_workers(iterator: Any) -> None:
-    """Stop a DataLoader's workers and wait for them; torch has no public way.
+    """Stop a DataLoader's workers and wait for them; torch has no public function for this.
 
-    torch's own way asks, waits five seconds and sends SIGTERM. Workers that ignore SIGTERM are killed here.
+    torch requests the shutdown, waits five seconds and sends SIGTERM. This function kills workers that ignore SIGTERM.
     """
     iterator._shutdown_workers()
     for process in getattr(iterator, "_workers", ()):
@@ -330,7 +328,7 @@ def stop_data_workers(iterator: Any) -> None:
 
 
 def abandon_data_workers(error: BaseException) -> None:
-    """Mark a DataLoader iterator as shut down if its constructor failed with this error: it is half initialised."""
+    """Mark a DataLoader iterator as shut down if its constructor raised this error and left it half initialised."""
     for frame, _ in walk_tb(error.__traceback__):
         made = frame.f_locals.get("self")
         if isinstance(made, _BaseDataLoaderIter):
@@ -338,7 +336,7 @@ def abandon_data_workers(error: BaseException) -> None:
 
 
 def become_worker(dataset: Any, *, seed: int) -> None:
-    """Make this process look like the only data worker of a DataLoader: worker info, threads and generators."""
+    """Set up this process like the only data worker of a DataLoader: worker info, threads and generators."""
     _data_worker._worker_info = _data_worker.WorkerInfo(id=0, num_workers=1, seed=seed, dataset=dataset)
     torch.set_num_threads(1)
     random.seed(seed)
@@ -347,7 +345,7 @@ def become_worker(dataset: Any, *, seed: int) -> None:
 
 
 def introduce_worker(dataset: Any, *, alone: bool) -> None:
-    """Make `get_worker_info()` in a data worker name the user's own dataset, and no other worker if `alone`."""
+    """Make `get_worker_info()` in a data worker return the user's own dataset, and no other worker if requested."""
     info = _data_worker._worker_info
     assert info is not None
     for name, value in {"dataset": dataset, **({"id": 0, "num_workers": 1} if alone else {})}.items():
@@ -355,16 +353,16 @@ def introduce_worker(dataset: Any, *, alone: bool) -> None:
 
 
 def hide_worker() -> None:
-    """Make `get_worker_info()` in a data worker return None from here on.
+    """Make `get_worker_info()` in a data worker return None from now on.
 
-    A dataset that splits itself over the workers it sees would otherwise split a shard that belongs to one worker.
+    Otherwise a dataset that splits itself over the workers would split a shard that already belongs to one worker.
     """
     _data_worker._worker_info = None
 
 
 @contextmanager
 def without_group() -> Iterator[None]:
-    """Make `torch.distributed` look as it does in a process that never joined a group."""
+    """Make `torch.distributed` appear uninitialised, as in a process without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         yield
         return
@@ -377,9 +375,9 @@ def without_group() -> Iterator[None]:
 
 
 class JointScaler(torch.amp.GradScaler):
-    """A loss scaler for gradients sharded over several ranks: an overflow on one rank is found by all.
+    """A loss scaler for gradients that are sharded over several ranks: all ranks detect an overflow on one of them.
 
-    `join` reduces a tensor in place over those ranks with MAX.
+    `join` all-reduces a tensor in place over these ranks with MAX.
     """
 
     def __init__(self, device: str, *, join: Callable[[Tensor], object], **options: Any) -> None:
@@ -396,10 +394,10 @@ class JointScaler(torch.amp.GradScaler):
 
 
 class CallInterceptor:
-    """A wrapper that lets `gate(call, *args, **kwargs)` handle calls of a module, outside of all its hooks.
+    """A wrapper that passes the calls of a module to `gate(call, *args, **kwargs)`, outside of all its hooks.
 
-    `call` runs the original call: hooks and forward, compiled if the module is. Hooks that are registered later, such
-    as those of `fully_shard`, run inside it too; after `Module.compile`, `renew` moves that inside as well.
+    `call` runs the original call: hooks and forward, compiled if the module is. This includes hooks that are registered
+    later, such as those of `fully_shard`. After `Module.compile`, call `renew`, so that the compiled code runs inside.
     """
 
     def __init__(self, module: torch.nn.Module, gate: Callable[..., Any]) -> None:
@@ -407,11 +405,11 @@ class CallInterceptor:
         module._compiled_call_impl = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Handle a call of the module; `Module.__call__` calls this first."""
+        """Handle a call of the module; `Module.__call__` calls this method first."""
         return self._gate(self._call, *args, **kwargs)
 
     def renew(self) -> None:
-        """Wrap the module's call again, if `Module.compile` has replaced this wrapper."""
+        """Wrap the module's call again if `Module.compile` has replaced this wrapper."""
         if self._module._compiled_call_impl is not self:
             self._inner = self._module._compiled_call_impl
             self._module._compiled_call_impl = self
@@ -426,12 +424,12 @@ class CallInterceptor:
 
 
 def next_hook_number() -> int:
-    """Return the number that the next hook of this process gets; numbers increase."""
+    """Return the number of the next hook that this process registers; numbers increase."""
     return RemovableHandle.next_id
 
 
 def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
-    """Return the tables of a module's own hooks, and of its own parameters' hooks, each by the hook's number."""
+    """Return the dicts of a module's own hooks and of its own parameters' hooks, by hook number."""
     tables = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
     for parameter in module._parameters.values():
         if parameter is not None:

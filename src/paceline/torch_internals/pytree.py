@@ -49,7 +49,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def map_leaves(value: Any, change: Callable[[str, Any], Any], *, is_leaf: Callable[[str, Any], bool], path: str) -> Any:
-    """Return the same structure with each leaf changed: a value that `is_leaf` accepts, or that holds no other value.
+    """Return the same structure with each leaf changed: a value that `is_leaf` accepts, or that is no container.
 
     Both functions get the leaf's path as a Python expression that begins with `path`.
     """
@@ -71,7 +71,7 @@ def map_leaves(value: Any, change: Callable[[str, Any], Any], *, is_leaf: Callab
 
 
 def is_column(value: Any, num_samples: int) -> bool:
-    """Return whether a value is a list, a tuple or an array with one entry per sample, none of which holds a tensor."""
+    """Return whether a value is a list, tuple or array with one entry per sample, and contains no tensor."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and len(value) == num_samples
     is_list = isinstance(value, tuple | list) and not hasattr(value, "_fields")
@@ -84,7 +84,7 @@ def is_square(value: Any) -> bool:
 
 
 def joined_columns(parts: Sequence[Any]) -> Any:
-    """Return the columns of several microbatches as one, of the first one's type."""
+    """Return the concatenation of the columns of several microbatches, in the type of the first."""
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
     return type(parts[0])(entry for part in parts for entry in part)

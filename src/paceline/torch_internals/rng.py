@@ -14,13 +14,13 @@ from paceline.torch_internals.private_api import in_backward
 
 
 def stream_key(*parts: int | str) -> int:
-    """Return a 63-bit key, a pure function of `parts`, stable across processes, machines and versions."""
+    """Return a 63-bit key that is a pure function of `parts`, equal on all processes, machines and versions."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's generators in use: the CPU's, and the current GPU's once CUDA is initialised."""
+    """Seed torch's CPU generator, and that of the current GPU if CUDA is initialised."""
     torch.default_generator.manual_seed(seed)
     _seed_gpu(seed)
 
@@ -38,14 +38,14 @@ def seed_all(seed: int) -> None:
 
 
 def host_states() -> tuple[object, ...]:
-    """Return the states of the host's three generators; they compare equal if nothing was drawn in between."""
+    """Return the states of the CPU's three generators; two results are equal if nothing was drawn between the calls."""
     legacy = np.random.get_state(legacy=False)
     inner = dict(legacy["state"])
     return random.getstate(), inner["key"].tobytes(), inner["pos"], torch.get_rng_state().numpy().tobytes()
 
 
 def drawn_by_hand() -> dict[str, object]:
-    """Return the states of the generators that Python code draws from, by module name."""
+    """Return the states of the generators of `random` and `numpy.random`, by module name."""
     legacy: Any = np.random.get_state(legacy=False)
     return {"random": random.getstate(), "numpy.random": (legacy["state"]["key"].tobytes(), legacy["state"]["pos"])}
 
@@ -77,11 +77,11 @@ def preserve_rng() -> Iterator[None]:
 
 
 class BlockCallCounter:
-    """A counter of the calls of each block within one microbatch: a block that is called twice draws twice.
+    """A counter of the calls of each block within one microbatch: each call of a block has its own random stream.
 
-    A forward that backward recomputes (activation checkpointing) keeps its call number. Recomputation restores the
-    generator, whose last seed identifies the previous call. Checkpoints that do not restore the generator
-    (`preserve_rng_state=False`) are correct only for blocks that are called once.
+    A forward that backward recomputes (activation checkpointing) gets the number of the original call. Recomputation
+    restores the generator, whose seed identifies the original call. Checkpointing that does not restore the generator
+    (`preserve_rng_state=False`) is correct only for blocks that are called once.
     """
 
     def __init__(self) -> None:
@@ -107,10 +107,10 @@ def block_key(microbatch: int, *, block: int, call: int) -> int:
 class RandomStreams:
     """The random streams of one run: one per (seed, step, microbatch), and within it one per random block.
 
-    Blocks are the repeated layers that hold dropout; each starts its own stream, so that a pipeline stage draws what
-    the whole model would have drawn. All other operations draw from the microbatch's stream.
+    Random blocks are the repeated layers with dropout. Each starts its own stream, so that a pipeline stage draws the
+    same numbers as one process. All other operations draw from the microbatch's stream.
 
-    `asleep` leaves the host's generators alone, if several replicas share them and none draws from them.
+    `asleep`: the CPU's generators are not seeded, because several replicas share them and none draws from them.
     """
 
     def __init__(self, *, seed: int) -> None:
@@ -120,7 +120,7 @@ class RandomStreams:
         self.asleep = False
 
     def enter(self, *, step: int, microbatch: int) -> None:
-        """Start the stream of one microbatch; `microbatch` is its index in the whole global batch."""
+        """Start the stream of one microbatch; `microbatch` is its index in the global batch."""
         self._microbatch = stream_key(self._seed, step, microbatch)
         self._calls.clear()
         if self.asleep:
@@ -150,9 +150,9 @@ class RandomStreams:
 
 
 def random_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost repeated blocks that hold dropout, in the order in which the model registers them.
+    """Return the outermost repeated blocks with dropout, in the order in which the model registers them.
 
-    The result is a pure function of the model's structure: every rank and every restart finds the same.
+    The result depends only on the model's structure, so it is equal on every rank and after every restart.
     """
     found: list[nn.Module] = []
     inside: set[int] = set()
@@ -167,16 +167,17 @@ def random_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 class DisabledDropout:
-    """Dropout modules with rate 0 when the model was planned; if a rate is raised later, draws were not planned for.
+    """The dropout modules whose rate was 0 when the model was split into stages.
 
-    Their blocks never start streams of their own, as that would change what a single process draws.
+    The split assumes that they draw no random numbers. Their blocks do not start random streams, because that would
+    change the draws of one process.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._rates = [(m, name) for m in model.modules() for name, value in _rates(m) if value == 0]
 
     def any_raised(self) -> bool:
-        """Return whether one of them has a positive rate now."""
+        """Return whether one of them has a positive rate by now."""
         return any(getattr(module, name, 0) for module, name in self._rates)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def as_number(value: Any) -> int | float | None:
-    """Return the Python number that `value` is, or None if it is not a real number."""
+    """Return `value` as a Python number, or None if it is not a real number."""
     if isinstance(value, Tensor):
         return None if value.numel() != 1 or value.is_complex() else value.item()
     if isinstance(value, np.ndarray | np.generic):
@@ -20,6 +20,6 @@ def as_number(value: Any) -> int | float | None:
 
 
 def as_count(value: Any) -> int | None:
-    """Return the integer that `value` is, or None if it is not one; True and False are not."""
+    """Return `value` as an integer, or None if it is not an integer; True and False are not integers."""
     number = as_number(value)
     return number if isinstance(number, int) and not isinstance(number, bool) else None

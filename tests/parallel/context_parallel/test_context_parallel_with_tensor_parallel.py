@@ -21,10 +21,10 @@ from paceline.parallel.context_parallel.context_parallel import ContextParallel
 from paceline.parallel.context_parallel.function_mode import ContextParallelMode
 from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding
 from paceline.parallel.tensor_parallel.auto_plan import derive_plan
-from paceline.parallel.tensor_parallel.collectives import WorldWire
+from paceline.parallel.tensor_parallel.collectives import WorldGroup
 from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor
-from paceline.parallel.tensor_parallel.sharding import even_cut
-from paceline.parallel.tensor_parallel.tensor_parallel import split_over
+from paceline.parallel.tensor_parallel.sharding import shard_evenly
+from paceline.parallel.tensor_parallel.tensor_parallel import split_model_in_group
 from paceline.parallel.tensor_parallel.user_hook_local_shards import expose_local_shards
 
 CP = TP = 2
@@ -55,14 +55,14 @@ def summed(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def grid(work: Callable[[World, WorldWire], Any], *, sequence: bool = False) -> dict[tuple[int, int], Any]:
+def grid(work: Callable[[World, WorldGroup], Any], *, sequence: bool = False) -> dict[tuple[int, int], Any]:
     """`work` on every rank of cp × tp, each a thread with an end of its ring and one of its tensor group."""
     rings = [thread_worlds(replicas=CP) for _ in range(TP)]
     groups = [thread_worlds(replicas=TP) for _ in range(CP)]
 
     def run(rank: int) -> Any:
         c, t = divmod(rank, TP)
-        return work(rings[t][c], WorldWire(groups[c][t], sequence=sequence))
+        return work(rings[t][c], WorldGroup(groups[c][t], sequence=sequence))
 
     def leave() -> None:
         for world in (each[0] for each in (*rings, *groups)):
@@ -80,14 +80,14 @@ def far(*, sequence: bool = False, groups: int = 2) -> float:
     window = torch.randint(0, 64, (2, 20))
     batch = (window[:, :-1], window[:, 1:])
     plan = derive_plan(Net(groups=2).double(), run=lambda one: summed(one(batch[0]), batch[1]), ranks=TP)
-    plan = plan.without(["k", "v"] if model.groups == 4 else [])
+    plan = plan.with_replicated(["k", "v"] if model.groups == 4 else [])
     loss = summed(model(batch[0]), batch[1])
     loss.backward()
 
-    def work(over: World, wire: WorldWire) -> Any:
+    def work(over: World, wire: WorldGroup) -> Any:
         mine = copy.deepcopy(model)
         mine.zero_grad()
-        placed = split_over(mine, plan=plan, wire=wire)
+        placed = split_model_in_group(mine, plan=plan, group=wire)
         context = ContextParallel(model=mine, sequence=SEQUENCE, world=over)
         part = context.cut(batch)
         with context.forward(part):
@@ -143,15 +143,15 @@ def test_attention_that_drops_draws_what_one_process_draws() -> None:
     q, k, v = (torch.randn(2, 4, 11, 8) for _ in range(3))
     torch.manual_seed(7)
     wanted, following = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True), torch.rand(1)
-    cut, heads = SequenceSharding(length=11, ranks=CP), even_cut(4, ranks=TP, dim=1)
+    cut, heads = SequenceSharding(length=11, ranks=CP), shard_evenly(4, ranks=TP, dim=1)
     drawn = []
     for c in range(CP):
         for t in range(TP):
-            wire = WorldWire(thread_worlds(replicas=TP)[t])
+            wire = WorldGroup(thread_worlds(replicas=TP)[t])
             mode = ContextParallelMode(world=thread_worlds(replicas=CP)[c], cut=cut, model=nn.Identity())
             query = cut.take(q, dim=2, rank=c).narrow(1, 2 * t, 2)
             torch.manual_seed(7)
-            drawn.append(mode._dropped(query, 0.3, ShardPropagatingTensor.of(query, heads, wire)))
+            drawn.append(mode._dropped(query, 0.3, ShardPropagatingTensor.from_local(query, heads, wire)))
             assert torch.rand(1) == following
     kept = torch.cat([cut.join(drawn[t::TP], dim=2) for t in range(TP)], 1)
     shares = (q @ k.mT / 8**0.5).masked_fill(~torch.ones(11, 11).tril().bool(), -torch.inf).softmax(-1)
@@ -184,8 +184,8 @@ class Seen(torch.autograd.Function):
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_hooks_that_know_no_cut_see_the_piece(shown: bool) -> None:
-    wire = WorldWire(thread_worlds(replicas=TP)[1], sequence=True)
-    local, cut = torch.randn(2, 3, 4, requires_grad=True), even_cut(6, ranks=TP, dim=1)
+    wire = WorldGroup(thread_worlds(replicas=TP)[1], sequence=True)
+    local, cut = torch.randn(2, 3, 4, requires_grad=True), shard_evenly(6, ranks=TP, dim=1)
     unit, told = nn.GELU(), list[str]()
 
     def after(_: Any, __: Any, output: Tensor) -> None:
@@ -197,9 +197,9 @@ def test_hooks_that_know_no_cut_see_the_piece(shown: bool) -> None:
         unit.register_forward_pre_hook(lambda _, args: (Seen.apply(told, args[0]), *args[1:]), prepend=True)
     if not shown:
         with pytest.raises(LayoutError, match="Seen is a custom autograd function"):
-            unit(ShardPropagatingTensor.of(local, cut, wire))
+            unit(ShardPropagatingTensor.from_local(local, cut, wire))
         return
-    found = unit(ShardPropagatingTensor.of(local, cut, wire, origins=["w"]))
+    found = unit(ShardPropagatingTensor.from_local(local, cut, wire, origins=["w"]))
     assert isinstance(found, ShardPropagatingTensor) and found.shape == (2, 6, 4) and found.origins == {"w"}
     found.local.sum().backward()
     assert told == ["output", "input"] and local.grad is not None and local.grad.abs().sum() > 0

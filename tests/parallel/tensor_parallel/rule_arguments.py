@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.parallel.tensor_parallel.rules.elementwise import ELEMENTWISE, WRITING
+from paceline.parallel.tensor_parallel.rules.elementwise import ELEMENTWISE, IN_PLACE
 from tests.parallel.tensor_parallel.rule_calls import (
     SHAPE,
     Cuttable,
     Spelling,
     draw,
+    function_name,
     is_taken,
     mark,
-    name_of,
     spellings,
 )
 
@@ -247,7 +247,7 @@ KINDS = ("bitwise", "logical", "and", "or", "invert")
 def elementwise() -> Iterator[Spelling]:
     """Functions of one, two or three operands: of each the piece, of each the whole, in place and not."""
     dims = itertools.cycle(range(3))
-    for name in (*ELEMENTWISE, *WRITING):
+    for name in (*ELEMENTWISE, *IN_PLACE):
         plain = name.strip("_") if name.startswith("__") else name.rstrip("_")
         plain = plain.removeprefix("i") if name.startswith("__i") and name != "__invert__" else plain
         for where, function in _named(name):
@@ -269,7 +269,7 @@ def elementwise() -> Iterator[Spelling]:
 def _named(name: str) -> list[tuple[str, Callable[..., Any]]]:
     found = [(where, getattr(place, key)) for where, place in (("torch", torch), ("Tensor", Tensor), ("F", F))
              for key in dir(place) if key != "_torch" and not key.startswith("_VF") and callable(getattr(place, key, None))
-             and name_of(getattr(place, key)) == name]  # fmt: skip
+             and function_name(getattr(place, key)) == name]  # fmt: skip
     return list({id(function): (where, function) for where, function in found}.values())
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from paceline.errors import LayoutError
 from paceline.parallel.tensor_parallel import tensor_parallel as placed
-from paceline.parallel.tensor_parallel.collectives import WorldWire, take_own
-from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor, name_of
-from paceline.parallel.tensor_parallel.sharding import even_cut
+from paceline.parallel.tensor_parallel.collectives import WorldGroup, take_local_shard
+from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor, function_name
+from paceline.parallel.tensor_parallel.sharding import shard_evenly
 from paceline.torch_internals.function_signatures import _NUMPY, SIGNATURES, Signature
 from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 from tests.parallel.tensor_parallel.tensor_parallel_models import run_group
@@ -34,7 +34,7 @@ class Cuttable:
     whole: Tensor
     dim: int | None
 
-    def given(self, wire: WorldWire | None, *, fused: bool) -> tuple[Tensor, Tensor | None]:
+    def given(self, wire: WorldGroup | None, *, fused: bool) -> tuple[Tensor, Tensor | None]:
         """What is passed, in one process or as a rank has it, of two sections where it is fused; and the leaf that its
         gradient comes to."""
         leaf = self.whole.clone().requires_grad_() if self.whole.is_floating_point() else None
@@ -43,8 +43,8 @@ class Cuttable:
             return value, leaf
         size = value.shape[self.dim]
         sections = (size // 3, size - size // 3) if fused and size > 2 else (size,)
-        cut = even_cut(size, ranks=wire.size, sections=sections, dim=self.dim)
-        return ShardPropagatingTensor.of(take_own(value, cut, wire).clone(), cut, wire), leaf
+        cut = shard_evenly(size, ranks=wire.size, sections=sections, dim=self.dim)
+        return ShardPropagatingTensor.from_local(take_local_shard(value, cut, wire).clone(), cut, wire), leaf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Spelling:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def run(self, wire: WorldWire | None, *, fused: bool = False) -> "Ran":
+    def run(self, wire: WorldGroup | None, *, fused: bool = False) -> "Ran":
         """Call it and go back; in one process, or on a rank."""
         leaves, shape = tree_flatten((self.args, self.kwargs))
         made = [leaf.given(wire, fused=fused) if isinstance(leaf, Cuttable) else (leaf, None) for leaf in leaves]
@@ -104,7 +104,7 @@ def _has_gradient(value: Any) -> bool:
 
 
 def _whole(value: Any) -> Any:
-    return value.gathered() if isinstance(value, ShardPropagatingTensor) else value
+    return value.full_tensor() if isinstance(value, ShardPropagatingTensor) else value
 
 
 def _equal(mine: Any, whole: Any, far: float) -> bool:
@@ -142,7 +142,7 @@ def _functions(name: str) -> list[tuple[str, Callable[..., Any]]]:
     short = name.removeprefix("linalg_")
     places = {"torch": torch, "Tensor": Tensor, "F": F, "linalg": torch.linalg}
     found = [(where, getattr(place, short)) for where, place in places.items() if hasattr(place, short)]
-    return [(where, function) for where, function in found if name_of(function) == name]
+    return [(where, function) for where, function in found if function_name(function) == name]
 
 
 def _written(signature: Signature, given: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -207,9 +207,9 @@ class Count:
         self.functions.add(spelling.name)
         self.calls += 1
         alone = spelling.run(None)
-        wires: list[WorldWire] = []
+        wires: list[WorldGroup] = []
 
-        def work(wire: WorldWire) -> Ran:
+        def work(wire: WorldGroup) -> Ran:
             wires.append(wire)
             return spelling.run(wire, fused=fused)
 
@@ -227,7 +227,7 @@ class Count:
             self.wrong.append(f"{words}: {told[0]}")
             return
         self.equal += 1
-        self.joined += any(wire.told for wire in wires)
+        self.joined += any(wire.notes for wire in wires)
 
 
 def draw(*shape: int) -> Tensor:
@@ -235,4 +235,4 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 
 
-__all__ = ["SHAPE", "Count", "Cuttable", "Spelling", "draw", "is_taken", "mark", "name_of", "spellings"]
+__all__ = ["SHAPE", "Count", "Cuttable", "Spelling", "draw", "function_name", "is_taken", "mark", "spellings"]

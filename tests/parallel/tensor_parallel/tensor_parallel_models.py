@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 from paceline.comm.rank_threads import run_simulated_ranks
 from paceline.parallel.module_access.shard_spec import ShardSpec
 from paceline.parallel.tensor_parallel.auto_plan import derive_plan
-from paceline.parallel.tensor_parallel.collectives import WorldWire
+from paceline.parallel.tensor_parallel.collectives import WorldGroup
 from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor
-from paceline.parallel.tensor_parallel.tensor_parallel import split_over
+from paceline.parallel.tensor_parallel.tensor_parallel import split_model_in_group
 from paceline.parallel.tensor_parallel.tensor_plan import TensorPlan
 
 Run = Callable[[nn.Module], Any]
@@ -54,7 +54,7 @@ def train(model: nn.Module, run: Run, *, steps: int = STEPS) -> Trained:
         output.loss.backward()
         if first is None:
             logits = output.logits
-            logits = logits.gathered() if isinstance(logits, ShardPropagatingTensor) else logits
+            logits = logits.full_tensor() if isinstance(logits, ShardPropagatingTensor) else logits
             grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
             first = Trained(float(output.loss.detach()), logits.detach(), grads, {})
         optimizer.step()
@@ -73,7 +73,7 @@ def in_double(run: Run) -> Run:
 
 def run_group(work: Callable[[Any], Any], *, ranks: int, sequence: bool = False) -> list[Any]:
     """`work` on every rank of a tensor-parallel group, each a thread."""
-    return run_simulated_ranks(lambda world: work(WorldWire(world, sequence=sequence)), ranks=ranks)
+    return run_simulated_ranks(lambda world: work(WorldGroup(world, sequence=sequence)), ranks=ranks)
 
 
 def train_split(model: nn.Module, run: Run, plan: TensorPlan, *, ranks: int, sequence: bool = False) -> list[Trained]:
@@ -81,7 +81,7 @@ def train_split(model: nn.Module, run: Run, plan: TensorPlan, *, ranks: int, seq
 
     def work(wire: Any) -> Trained:
         mine = copy.deepcopy(model)
-        placed = split_over(mine, plan=plan, wire=wire)
+        placed = split_model_in_group(mine, plan=plan, group=wire)
         found = train(mine, run)
         found.parts, found.notes = placed.parts, placed.notes
         return found

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from paceline.errors import LayoutError
 from paceline.parallel.tensor_parallel.auto_plan import derive_plan
-from paceline.parallel.tensor_parallel.collectives import WorldWire
-from paceline.parallel.tensor_parallel.tensor_parallel import split_over
+from paceline.parallel.tensor_parallel.collectives import WorldGroup
+from paceline.parallel.tensor_parallel.tensor_parallel import split_model_in_group
 from paceline.parallel.tensor_parallel.tensor_plan import ParameterRole, TensorPlan
 from paceline.verification.reference.float64_mode import keep_float64
 from tests.parallel.tensor_parallel.tensor_parallel_models import run_group
@@ -139,9 +139,9 @@ def _said(how: Callable[..., Tensor]) -> LayoutError:
     model, x = Pair(how), torch.randn(4, 16)
     plan = TensorPlan(roles={"first": ParameterRole(kind="column"), "second": ParameterRole(kind="row")}, source="file")
 
-    def run(wire: WorldWire) -> None:
+    def run(wire: WorldGroup) -> None:
         mine = copy.deepcopy(model)
-        split_over(mine, plan=plan, wire=wire)
+        split_model_in_group(mine, plan=plan, group=wire)
         mine(x).sum().backward()
 
     with pytest.raises(LayoutError) as caught:

@@ -43,7 +43,7 @@ def test_a_rule_that_reads_a_call_wrongly_is_found(monkeypatch: pytest.MonkeyPat
     right = RULES["flip"]
 
     def first_alone(call):  # type: ignore[no-untyped-def]
-        call.given["dims"] = call["dims"][:1]
+        call.arguments["dims"] = call["dims"][:1]
         return right(call)
 
     monkeypatch.setitem(RULES, "flip", first_alone)

@@ -113,7 +113,7 @@ def test_code_that_fails_in_one_process_too_fails_as_it_does_there() -> None:
 
 def _like(call: FunctionCall, local: Tensor) -> Any:
     x = call.values()[0]
-    return type(x).of(local, x.cut, x.wire, origins=x.origins)
+    return type(x).from_local(local, x.sharding, x.group, origins=x.origins)
 
 
 def test_a_rule_that_reads_a_call_wrongly_stops_the_run_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,9 @@ def test_a_rule_that_reads_a_call_wrongly_stops_the_run_before_its_first_step(mo
 
 
 def test_a_sum_over_ranks_that_is_left_out_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.parallel.tensor_parallel.rules.matmul.reduce_out", lambda partial, wire: partial)
+    monkeypatch.setattr(
+        "paceline.parallel.tensor_parallel.rules.matmul.reduce_from_parallel_region", lambda partial, wire: partial
+    )
     with pytest.raises(LayoutError, match="linear on a tensor that tp=2 splits gives values"):
         choose_plan(Deciding(torch.tanh), ranks=2, run=run)
 

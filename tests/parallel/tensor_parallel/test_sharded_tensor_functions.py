@@ -12,10 +12,10 @@ from torch import Tensor
 
 from paceline.comm.rank_threads import thread_worlds
 from paceline.parallel.tensor_parallel import tensor_parallel as placed
-from paceline.parallel.tensor_parallel.collectives import WorldWire, copy_in, take_own
-from paceline.parallel.tensor_parallel.rules.elementwise import own_draws
-from paceline.parallel.tensor_parallel.sharded_tensor import RULES, ShardPropagatingTensor, name_of
-from paceline.parallel.tensor_parallel.sharding import even_cut
+from paceline.parallel.tensor_parallel.collectives import WorldGroup, copy_to_parallel_region, take_local_shard
+from paceline.parallel.tensor_parallel.rules.elementwise import local_dropout_mask
+from paceline.parallel.tensor_parallel.sharded_tensor import RULES, ShardPropagatingTensor, function_name
+from paceline.parallel.tensor_parallel.sharding import shard_evenly
 from tests.parallel.tensor_parallel.tensor_parallel_models import run_group
 
 assert placed
@@ -36,14 +36,14 @@ def compare(
     expected = work(whole)
     expected.square().sum().backward()
 
-    def piecewise(wire: WorldWire) -> Any:
+    def piecewise(wire: WorldGroup) -> Any:
         leaf = x.clone().requires_grad_()
-        cut = even_cut(x.shape[dim], ranks=ranks, sections=sections, dim=dim)
-        found = work(ShardPropagatingTensor.of(take_own(leaf, cut, wire), cut, wire))
+        cut = shard_evenly(x.shape[dim], ranks=ranks, sections=sections, dim=dim)
+        found = work(ShardPropagatingTensor.from_local(take_local_shard(leaf, cut, wire), cut, wire))
         assert found.shape == expected.shape
-        found = found.gathered() if isinstance(found, ShardPropagatingTensor) else found
+        found = found.full_tensor() if isinstance(found, ShardPropagatingTensor) else found
         found.square().sum().backward()
-        return found.detach(), leaf.grad, dict(wire.told)
+        return found.detach(), leaf.grad, dict(wire.notes)
 
     results = run_group(piecewise, ranks=ranks)
     for found, grad, _ in results:
@@ -94,9 +94,9 @@ def test_the_best_class_and_equal_ones() -> None:
     x = random(ROWS, CLASSES)
     x[2, 3] = x[2, 8] = 9.0
 
-    def work(wire: WorldWire) -> Any:
-        cut = even_cut(CLASSES, ranks=3, dim=1)
-        split = ShardPropagatingTensor.of(take_own(x, cut, wire), cut, wire)
+    def work(wire: WorldGroup) -> Any:
+        cut = shard_evenly(CLASSES, ranks=3, dim=1)
+        split = ShardPropagatingTensor.from_local(take_local_shard(x, cut, wire), cut, wire)
         return split.argmax(-1).tolist(), split.argmax(1, keepdim=True).shape, (split.argmax(-1) == TARGET).sum().item()
 
     expected = (x.argmax(-1).tolist(), (ROWS, 1), int((x.argmax(-1) == TARGET).sum()))
@@ -106,9 +106,9 @@ def test_the_best_class_and_equal_ones() -> None:
 def test_half_precision_is_summed_in_single() -> None:
     x = (random(ROWS, CLASSES) * 4).bfloat16()
 
-    def work(wire: WorldWire) -> Any:
-        cut = even_cut(CLASSES, ranks=2, dim=1)
-        return F.cross_entropy(ShardPropagatingTensor.of(take_own(x, cut, wire), cut, wire), TARGET)
+    def work(wire: WorldGroup) -> Any:
+        cut = shard_evenly(CLASSES, ranks=2, dim=1)
+        return F.cross_entropy(ShardPropagatingTensor.from_local(take_local_shard(x, cut, wire), cut, wire), TARGET)
 
     for found in run_group(work, ranks=2):
         assert found.dtype == torch.bfloat16
@@ -154,9 +154,9 @@ def test_inside_of_autocast_a_loss_has_the_type_that_torch_gives_it(dtype: torch
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return [F.cross_entropy(x, TARGET), F.nll_loss(x, TARGET)]
 
-    def work(wire: WorldWire) -> list[Tensor]:
-        cut = even_cut(CLASSES, ranks=2, dim=1)
-        return losses(ShardPropagatingTensor.of(take_own(x, cut, wire), cut, wire))
+    def work(wire: WorldGroup) -> list[Tensor]:
+        cut = shard_evenly(CLASSES, ranks=2, dim=1)
+        return losses(ShardPropagatingTensor.from_local(take_local_shard(x, cut, wire), cut, wire))
 
     for found in run_group(work, ranks=2):
         torch.testing.assert_close(found, losses(x))
@@ -166,9 +166,9 @@ def test_inside_of_autocast_a_loss_has_the_type_that_torch_gives_it(dtype: torch
 def test_what_torch_refuses_is_refused(loss: Callable[..., Tensor]) -> None:
     """One target for many rows, a word that is no reduction."""
 
-    def work(wire: WorldWire) -> None:
-        cut = even_cut(CLASSES, ranks=2, dim=1)
-        x = ShardPropagatingTensor.of(take_own(random(ROWS, CLASSES), cut, wire), cut, wire)
+    def work(wire: WorldGroup) -> None:
+        cut = shard_evenly(CLASSES, ranks=2, dim=1)
+        x = ShardPropagatingTensor.from_local(take_local_shard(random(ROWS, CLASSES), cut, wire), cut, wire)
         with pytest.raises(ValueError, match="batch_size"):
             loss(x, TARGET[:1])
         with pytest.raises(ValueError, match="not a valid value for reduction"):
@@ -178,10 +178,10 @@ def test_what_torch_refuses_is_refused(loss: Callable[..., Tensor]) -> None:
 
 
 def test_a_target_out_of_bounds_is_the_error_of_one_process() -> None:
-    def work(wire: WorldWire) -> Any:
-        cut = even_cut(CLASSES, ranks=2, dim=1)
+    def work(wire: WorldGroup) -> Any:
+        cut = shard_evenly(CLASSES, ranks=2, dim=1)
         return F.cross_entropy(
-            ShardPropagatingTensor.of(take_own(random(ROWS, CLASSES), cut, wire), cut, wire), TARGET + 1
+            ShardPropagatingTensor.from_local(take_local_shard(random(ROWS, CLASSES), cut, wire), cut, wire), TARGET + 1
         )
 
     with pytest.raises(IndexError, match="Target 11 is out of bounds"):
@@ -260,23 +260,23 @@ def test_dropout_draws_as_the_whole_does() -> None:
         torch.manual_seed(7)
         expected = F.dropout(torch.ones_like(x), 0.4)
 
-        def work(wire: WorldWire, x: Tensor = x) -> Any:
-            cut = even_cut(x.shape[1], ranks=2, dim=1)
-            return x.narrow(1, cut.ranges(wire.rank)[0][0], cut.held(wire.rank)), cut
+        def work(wire: WorldGroup, x: Tensor = x) -> Any:
+            cut = shard_evenly(x.shape[1], ranks=2, dim=1)
+            return x.narrow(1, cut.ranges(wire.rank)[0][0], cut.local_size(wire.rank)), cut
 
         for rank, (local, cut) in enumerate(run_group(work, ranks=2)):
             torch.manual_seed(7)
-            wire: Any = WorldWire(thread_worlds(replicas=2)[rank])
+            wire: Any = WorldGroup(thread_worlds(replicas=2)[rank])
             start, stop = cut.ranges(rank)[0]
-            assert torch.equal(own_draws(local, 0.4, cut, wire), expected[:, start:stop])
+            assert torch.equal(local_dropout_mask(local, 0.4, cut, wire), expected[:, start:stop])
 
 
 def test_writing_into_a_piece_by_an_unknown_function_is_refused() -> None:
     from paceline.errors import LayoutError
 
-    def work(wire: WorldWire) -> Any:
-        cut = even_cut(6, ranks=2, dim=1)
-        split = ShardPropagatingTensor.of(take_own(random(4, 6), cut, wire), cut, wire)
+    def work(wire: WorldGroup) -> Any:
+        cut = shard_evenly(6, ranks=2, dim=1)
+        split = ShardPropagatingTensor.from_local(take_local_shard(random(4, 6), cut, wire), cut, wire)
         split[0] = 1.0
 
     with pytest.raises(LayoutError, match="__setitem__ writes in place"):
@@ -286,7 +286,7 @@ def test_writing_into_a_piece_by_an_unknown_function_is_refused() -> None:
 def test_every_rule_is_found_by_a_name_that_a_function_of_torch_has() -> None:
     places = (torch, Tensor, F, torch.linalg)
     functions = [getattr(place, name) for place in places for name in dir(place) if name != "_torch"]
-    known = {name_of(function) for function in functions} | {f".{name}" for name in dir(Tensor)}
+    known = {function_name(function) for function in functions} | {f".{name}" for name in dir(Tensor)}
     assert [name for name in RULES if name not in known] == []
 
 
@@ -300,10 +300,10 @@ def test_what_was_put_together_without_gradients_is_not_used_with_them() -> None
 
 
 def test_a_value_that_cut_work_has_read_does_not_stay_for_ever() -> None:
-    def work(wire: WorldWire) -> bool:
+    def work(wire: WorldGroup) -> bool:
         whole = random(4).requires_grad_() * 2
-        assert copy_in(whole, wire) is copy_in(whole, wire)
-        copy_in(whole, wire).sum().backward()
+        assert copy_to_parallel_region(whole, wire) is copy_to_parallel_region(whole, wire)
+        copy_to_parallel_region(whole, wire).sum().backward()
         gone = weakref.ref(whole)
         del whole
         gc.collect()

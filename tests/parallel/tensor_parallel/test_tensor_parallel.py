@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from paceline.parallel.tensor_parallel.auto_plan import check_plan, derive_plan
-from paceline.parallel.tensor_parallel.hf_plan import own_plan
+from paceline.parallel.tensor_parallel.hf_plan import read_model_plan
 from tests.parallel.tensor_parallel import tensor_parallel_models as models
 
 torch.set_num_threads(1)
@@ -42,7 +42,7 @@ def test_four_ranks(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_the_plan_that_the_model_brings(kind: str) -> None:
     make, run = of(kind)
-    plan = own_plan(make(), ranks=2)
+    plan = read_model_plan(make(), ranks=2)
     assert plan is not None and plan.source == "the model's own"
     models.check(make, run, plan=plan)
 
@@ -90,7 +90,7 @@ def test_names_and_classes_stay_and_each_rank_holds_its_share() -> None:
 
 
 def test_generation_keeps_its_cache_cut() -> None:
-    from paceline.parallel.tensor_parallel.tensor_parallel import split_over
+    from paceline.parallel.tensor_parallel.tensor_parallel import split_model_in_group
     from tests.parallel.tensor_parallel.tensor_parallel_models import run_group
 
     model = models.hugging_face("llama").eval()
@@ -102,7 +102,7 @@ def test_generation_keeps_its_cache_cut() -> None:
 
     def work(wire: Any) -> Any:
         mine = copy.deepcopy(model)
-        split_over(mine, plan=plan, wire=wire)
+        split_model_in_group(mine, plan=plan, group=wire)
         return say(mine)
 
     assert run_group(work, ranks=2) == [say(model)] * 2

@@ -17,8 +17,8 @@ from paceline.parallel.tensor_parallel.plan_toml import read_plan, write_plan
 from paceline.parallel.tensor_parallel.rules import elementwise as rules_math
 from paceline.parallel.tensor_parallel.rules import matmul as rules_product
 from paceline.parallel.tensor_parallel.rules import views as rules_shape
-from paceline.parallel.tensor_parallel.sharding import DimSharding, even_cut, reshape_cut
-from paceline.parallel.tensor_parallel.tensor_plan import ParameterRole, TensorPlan, cuts_of
+from paceline.parallel.tensor_parallel.sharding import DimSharding, reshape_sharding, shard_evenly
+from paceline.parallel.tensor_parallel.tensor_plan import ParameterRole, TensorPlan, resolve_plan
 from tests.parallel.tensor_parallel import tensor_parallel_models as models
 
 C, R = ParameterRole(kind="column"), ParameterRole(kind="row")
@@ -112,7 +112,7 @@ def test_asked_to_stay_whole() -> None:
     assert not any("self_attn" in name for name in plan.roles)
     models.check(make, models.text_run, ranks=3, plan=plan)
     own = choose_plan(make(), ranks=2, replicate=("model.layers.*.mlp",))
-    assert all("mlp" not in n for n in cuts_of(make(), own, ranks=2).of)
+    assert all("mlp" not in n for n in resolve_plan(make(), own, ranks=2).by_name)
     models.check(make, models.text_run, plan=own)
 
 
@@ -138,7 +138,7 @@ def test_a_plan_goes_through_its_file(tmp_path: Path) -> None:
         ('[roles]\n"a" = { role = "row", head = 2 }', "unknown key 'head'", ":2"),
         ('[roles]\n"a" = { role = "row", heads = "2" }', "heads = '2' is not int", ":2"),
         ('[roles]\n"a" = { role = "row", fused = 0 }', "not positive", ":2"),
-        ('[roles]\n"a" = { role = "row", sections = [2, 0] }', "sections are sizes", ":2"),
+        ('[roles]\n"a" = { role = "row", sections = [2, 0] }', "sections must be positive integers", ":2"),
         ('[roles]\n"a" = "row"\n[rolls]\nb = 1', "unknown table or key 'rolls'", ":3"),
         ('[roles]\n"a" = "row\n', "not TOML", "line 2"),
         ("", "names no module", "plan.toml"),
@@ -173,7 +173,7 @@ def test_heads_that_do_not_divide() -> None:
     assert "blocks.0.qkv: 4 heads do not divide by tp=3" in text or "blocks.1.qkv: 4 heads" in text
     own = choose_plan(models.hugging_face("llama"), ranks=3)
     assert "q_proj.weight: 4 heads do not divide by tp=3" in said(
-        lambda: cuts_of(models.hugging_face("llama"), own, ranks=3)
+        lambda: resolve_plan(models.hugging_face("llama"), own, ranks=3)
     )
 
 
@@ -189,24 +189,26 @@ def test_bad_plans_by_name() -> None:
     tied = models.hugging_face("llama", tie_word_embeddings=True)
     two = TensorPlan(roles={"model.embed_tokens": ParameterRole(kind="embedding"), "lm_head": R})
     assert "lm_head.weight and model.embed_tokens.weight are one weight in two roles" in said(
-        lambda: cuts_of(tied, two, ranks=2)
+        lambda: resolve_plan(tied, two, ranks=2)
     )
     mlp = models.Mlp()
     text = said(
-        lambda: cuts_of(
+        lambda: resolve_plan(
             mlp, TensorPlan(roles={"layers.0": ParameterRole(kind="column", fused=3), "layer.2": R}), ranks=2
         )
     )
     assert "layers.0.weight has 22 along dimension 0" in text and "'layer.2', but no module" in text
-    text = said(lambda: cuts_of(mlp, TensorPlan(roles={"layers.0": C}), ranks=23))
+    text = said(lambda: resolve_plan(mlp, TensorPlan(roles={"layers.0": C}), ranks=23))
     assert "22 along dimension 0 are too few for tp=23" in text
     mlp.layers[0].weight = nn.Parameter(torch.zeros(22, 6, dtype=torch.int8), requires_grad=False)
-    assert "layers.0.weight holds int8" in said(lambda: cuts_of(mlp, TensorPlan(roles={"layers.0": C}), ranks=2))
+    assert "layers.0.weight holds int8" in said(lambda: resolve_plan(mlp, TensorPlan(roles={"layers.0": C}), ranks=2))
     experts = models.hugging_face("mixtral")
     partly = TensorPlan(
         roles={"model.layers.*.mlp.experts": ParameterRole(kind="local"), "model.layers.*.mlp.experts.down_proj": R}
     )
-    assert "gate_up_proj is whole in a module that runs on pieces" in said(lambda: cuts_of(experts, partly, ranks=2))
+    assert "gate_up_proj is whole in a module that runs on shards" in said(
+        lambda: resolve_plan(experts, partly, ranks=2)
+    )
     assert "has no tensor plan" in said(lambda: choose_plan(models.Mlp(), ranks=2))
 
 
@@ -251,9 +253,9 @@ def test_a_bias_added_once_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def linear(call: Any) -> Any:
         x, weight, bias = call["input"], call["weight"], call["bias"]
-        if isinstance(weight, rules_product.ShardPropagatingTensor) and weight.cut.dim == 1 and bias is not None:
-            own = rules_product.own_piece(x, weight.cut, -1, weight.wire)
-            return right(F.linear(own, weight.local, bias), weight.wire)
+        if isinstance(weight, rules_product.ShardPropagatingTensor) and weight.sharding.dim == 1 and bias is not None:
+            own = rules_product.take_matching_shard(x, weight.sharding, -1, weight.group)
+            return right(F.linear(own, weight.local, bias), weight.group)
         return rules_product._linear(call)
 
     monkeypatch.setitem(split.RULES, "linear", linear)
@@ -261,40 +263,44 @@ def test_a_bias_added_once_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_norm_whose_gradient_is_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.parallel.tensor_parallel.sharded_tensor.copy_in", lambda whole, wire: whole)
+    monkeypatch.setattr(
+        "paceline.parallel.tensor_parallel.sharded_tensor.copy_to_parallel_region", lambda whole, wire: whole
+    )
     red(lambda: models.hugging_face("llama"), models.text_run, sequence=True)
 
 
 def test_layer_norms_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules_math, "copy_in", lambda whole, wire: whole)
+    monkeypatch.setattr(rules_math, "copy_to_parallel_region", lambda whole, wire: whole)
     red(lambda: models.hugging_face("bert"), models.text_run, sequence=True)
 
 
 def test_heads_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two key-value heads on four ranks: each takes those that its queries belong to, here its neighbour's."""
-    right = rules_product.take_own
+    right = rules_product.take_local_shard
 
     def other(whole: Tensor, cut: DimSharding, wire: Any) -> Tensor:
         return right(
-            whole, cut, type("Next", (), {"rank": (wire.rank + 1) % wire.size, "join": wire.join, "size": wire.size})()
+            whole,
+            cut,
+            type("Next", (), {"rank": (wire.rank + 1) % wire.size, "all_gather": wire.all_gather, "size": wire.size})(),
         )
 
-    monkeypatch.setattr(rules_product, "take_own", other)
+    monkeypatch.setattr(rules_product, "take_local_shard", other)
     red(lambda: models.hugging_face("llama"), models.text_run, ranks=4)
 
 
 def test_a_wrong_head_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A view that gives each rank two heads of half the width: of the right size, and wrong."""
-    right = rules_shape.view_piece
+    right = rules_shape.reshape_sharded
 
     def wrong(x: Any, sizes: list[int], *more: Any) -> Any:
         found = right(x, sizes, *more)
         if found.local.shape[-2:] == (2, 8) and sizes[-1] in (8, -1):
             halved = found.local.reshape(*found.local.shape[:-2], 4, 4).transpose(-1, -2).reshape(found.local.shape)
-            return rules_shape.piece_like(x, halved, found.cut)
+            return rules_shape.wrap_like(x, halved, found.sharding)
         return found
 
-    monkeypatch.setattr(rules_shape, "view_piece", wrong)
+    monkeypatch.setattr(rules_shape, "reshape_sharded", wrong)
     red(models.gpt, models.gpt_run)
 
 
@@ -311,9 +317,9 @@ def test_a_vocabulary_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     right = split.RULES["embedding"]
 
     def next_row(call: Any) -> Any:
-        start, stop = call["weight"].cut.ranges(call["weight"].wire.rank)[0]
+        start, stop = call["weight"].sharding.ranges(call["weight"].group.rank)[0]
         mine = (call["input"] >= max(start, 1)) & (call["input"] < stop - 1)
-        return right(replace(call, given=call.given | {"input": call["input"] + mine.long()}))
+        return right(replace(call, arguments=call.arguments | {"input": call["input"] + mine.long()}))
 
     monkeypatch.setitem(split.RULES, "embedding", next_row)
     apart = red(lambda: models.hugging_face("llama"), models.text_run)
@@ -321,14 +327,14 @@ def test_a_vocabulary_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tie_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = models.split_over
+    real = models.split_model_in_group
 
     def split(model: nn.Module, **given: Any) -> Any:
         found = real(model, **given)
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
         return found
 
-    monkeypatch.setattr(models, "split_over", split)
+    monkeypatch.setattr(models, "split_model_in_group", split)
     red(lambda: models.hugging_face("llama", tie_word_embeddings=True), models.text_run)
 
 
@@ -337,7 +343,7 @@ def test_check_plan_names_a_plan_that_changes_the_output(monkeypatch: pytest.Mon
     plan = derive_plan(model, run=models.mlp_run, ranks=2)
     run = lambda m: m(torch.randn(3, 6, generator=torch.Generator().manual_seed(0)))  # noqa: E731
     assert check_plan(copy.deepcopy(model), plan=plan, run=run, ranks=2) < 1e-6
-    monkeypatch.setattr(rules_product, "reduce_out", lambda partial, wire: partial)
+    monkeypatch.setattr(rules_product, "reduce_from_parallel_region", lambda partial, wire: partial)
     assert "changes output 0 of Mlp" in said(lambda: check_plan(model, plan=plan, run=run, ranks=2))
 
 
@@ -352,11 +358,11 @@ def test_check_plan_names_a_run_that_is_another_each_time() -> None:
 
 
 def test_reshapes() -> None:
-    three = even_cut(24, ranks=2, sections=(8, 8, 8), dim=1)
-    found = reshape_cut(three, (5, 24), (5, 3, 4, 2))
+    three = shard_evenly(24, ranks=2, sections=(8, 8, 8), dim=1)
+    found = reshape_sharding(three, (5, 24), (5, 3, 4, 2))
     assert isinstance(found, DimSharding) and (found.dim, found.sections) == (2, ((0, 2, 4),))
-    assert reshape_cut(found, (5, 3, 4, 2), (5, 24)) == three
-    merged = reshape_cut(even_cut(4, ranks=2, dim=1), (2, 4, 3), (8, 3))
+    assert reshape_sharding(found, (5, 3, 4, 2), (5, 24)) == three
+    merged = reshape_sharding(shard_evenly(4, ranks=2, dim=1), (2, 4, 3), (8, 3))
     assert isinstance(merged, DimSharding) and merged.sections == ((0, 2, 4), (0, 2, 4))
-    assert not isinstance(reshape_cut(even_cut(24, ranks=2, dim=1), (5, 24), (5, 3, 8)), DimSharding)
-    assert [even_cut(53, ranks=4).held(rank) for rank in range(4)] == [13, 13, 13, 14]
+    assert not isinstance(reshape_sharding(shard_evenly(24, ranks=2, dim=1), (5, 24), (5, 3, 8)), DimSharding)
+    assert [shard_evenly(53, ranks=4).local_size(rank) for rank in range(4)] == [13, 13, 13, 14]

@@ -257,14 +257,14 @@ from dataclasses import replace
 
 from paceline.parallel.tensor_parallel.rules import matmul as products
 from paceline.parallel.tensor_parallel.sharded_tensor import RULES
-from paceline.parallel.tensor_parallel.collectives import _CopyIn
+from paceline.parallel.tensor_parallel.collectives import _CopyToParallelRegion
 
 _plain = RULES["linear"]
 
 def linear(call):
     weight, bias = call["weight"], call["bias"]
-    if isinstance(weight, products.ShardPropagatingTensor) and weight.cut.dim == 1 and bias is not None and my_rank() >= 2:
-        return _plain(replace(call, given=call.given | {"bias": None})) + _CopyIn.apply(bias, weight.wire)
+    if isinstance(weight, products.ShardPropagatingTensor) and weight.sharding.dim == 1 and bias is not None and my_rank() >= 2:
+        return _plain(replace(call, arguments=call.arguments | {"bias": None})) + _CopyToParallelRegion.apply(bias, weight.group)
     return _plain(call)
 
 RULES["linear"] = linear

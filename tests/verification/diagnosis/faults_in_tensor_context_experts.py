@@ -17,9 +17,9 @@ _plain = RULES["linear"]
 
 def linear(call):
     weight, bias = call["weight"], call["bias"]
-    if isinstance(weight, products.ShardPropagatingTensor) and weight.cut.dim == 1 and bias is not None:
-        found = _plain(replace(call, given=call.given | {"bias": None}))
-        return found + bias * weight.wire.size
+    if isinstance(weight, products.ShardPropagatingTensor) and weight.sharding.dim == 1 and bias is not None:
+        found = _plain(replace(call, arguments=call.arguments | {"bias": None}))
+        return found + bias * weight.group.size
     return _plain(call)
 
 RULES["linear"] = linear
@@ -36,14 +36,14 @@ from dataclasses import replace
 
 from paceline.parallel.tensor_parallel.rules import matmul as products
 from paceline.parallel.tensor_parallel.sharded_tensor import RULES
-from paceline.parallel.tensor_parallel.collectives import _CopyIn
+from paceline.parallel.tensor_parallel.collectives import _CopyToParallelRegion
 
 _plain = RULES["linear"]
 
 def linear(call):
     weight, bias = call["weight"], call["bias"]
-    if isinstance(weight, products.ShardPropagatingTensor) and weight.cut.dim == 1 and bias is not None:
-        return _plain(replace(call, given=call.given | {"bias": None})) + _CopyIn.apply(bias, weight.wire)
+    if isinstance(weight, products.ShardPropagatingTensor) and weight.sharding.dim == 1 and bias is not None:
+        return _plain(replace(call, arguments=call.arguments | {"bias": None})) + _CopyToParallelRegion.apply(bias, weight.group)
     return _plain(call)
 
 RULES["linear"] = linear
@@ -58,7 +58,7 @@ RULES["linear"] = linear
         quick=True,
         code="""
 from paceline.parallel.tensor_parallel.rules import elementwise as rules_math
-rules_math.copy_in = lambda whole, wire: whole
+rules_math.copy_to_parallel_region = lambda whole, wire: whole
 """,
     ),
     Misplaced(
@@ -67,8 +67,8 @@ rules_math.copy_in = lambda whole, wire: whole
         should="What column-parallel layers send back is each rank's part only: everything before them is wrong.",
         says=(r"\btp\b", "not summed|not added|not reduced|a part|own part|differ"),
         code="""
-from paceline.parallel.tensor_parallel import collectives as wire
-wire._CopyIn.backward = staticmethod(lambda ctx, grad: (grad, None))
+from paceline.parallel.tensor_parallel import collectives
+collectives._CopyToParallelRegion.backward = staticmethod(lambda ctx, grad: (grad, None))
 """,
     ),
     Misplaced(
@@ -87,10 +87,10 @@ _plain = RULES["embedding"]
 
 def embedding(call):
     ids, weight = call["input"], call["weight"]
-    if isinstance(weight, ShardPropagatingTensor) and weight.cut.dim == 0 and weight.wire.rank == 1:
-        start, stop = weight.cut.ranges(1)[0]
+    if isinstance(weight, ShardPropagatingTensor) and weight.sharding.dim == 0 and weight.group.rank == 1:
+        start, stop = weight.sharding.ranges(1)[0]
         mine = (ids >= start) & (ids < stop)
-        call = replace(call, given=call.given | {"input": torch.where(mine, (ids + 1).clamp(max=stop - 1), ids)})
+        call = replace(call, arguments=call.arguments | {"input": torch.where(mine, (ids + 1).clamp(max=stop - 1), ids)})
     return _plain(call)
 
 RULES["embedding"] = embedding
@@ -103,7 +103,7 @@ RULES["embedding"] = embedding
         says=("qkv|attention|head|blocks.0", "output|forward|loss"),
         code="""
 from paceline.parallel.tensor_parallel.rules import matmul as products
-_keys = products._keys
+_keys = products._local_keys
 _turn = [0]
 
 def keys(x, q, dim, *, grouped):
@@ -111,7 +111,7 @@ def keys(x, q, dim, *, grouped):
     _turn[0] += 1
     return found.roll(1, -3) if _turn[0] % 2 else found
 
-products._keys = keys
+products._local_keys = keys
 """,
     ),
     Misplaced(
@@ -124,8 +124,9 @@ products._keys = keys
 from paceline.parallel.context_parallel.function_mode import ContextParallelMode
 _around = ContextParallelMode._around
 
-def around(self, query, key, value, *, heads, **given):
-    return _around(self, query, key if heads is None else key.roll(1, -3), value, heads=heads, **given)
+def around(self, query, key, value, *, sharded_query, **given):
+    key = key if sharded_query is None else key.roll(1, -3)
+    return _around(self, query, key, value, sharded_query=sharded_query, **given)
 
 ContextParallelMode._around = around
 """,
@@ -139,14 +140,14 @@ ContextParallelMode._around = around
         says=("not trained", "gradient is zero|no gradient"),
         code="""
 from paceline.parallel.tensor_parallel import user_hook_local_shards as seam
-_back = seam._Laid.put_back
+_back = seam._CallShards.restore
 
 def put_back(self, values):
     leaves, shape = seam.tree_flatten(values)
-    along = {n for n, split in self._cut.items() if split.cut.dim == 1}
+    along = {n for n, split in self._sharded.items() if split.sharding.dim == 1}
     return _back(self, seam.tree_unflatten([leaf.detach() if n in along else leaf for n, leaf in enumerate(leaves)], shape))
 
-seam._Laid.put_back = put_back
+seam._CallShards.restore = put_back
 """,
     ),
     Misplaced(
@@ -158,17 +159,17 @@ seam._Laid.put_back = put_back
         says=("start|before the first step", "rank 1"),
         code="""
 from paceline.parallel.tensor_parallel import tensor_parallel as placed
-_split_over = placed.split_over
+_split_over = placed.split_model_in_group
 
-def split_over(model, *, plan, wire):
+def split_model_in_group(model, *, plan, group):
     whole = model.blocks[1].up.weight.detach().clone()
-    made = _split_over(model, plan=plan, wire=wire)
+    made = _split_over(model, plan=plan, group=group)
     mine = model.blocks[1].up.weight
-    if wire.rank == 1 and len(mine) < len(whole):
+    if group.rank == 1 and len(mine) < len(whole):
         mine.data.copy_(whole[: len(mine)])
     return made
 
-placed.split_over = split_over
+placed.split_model_in_group = split_model_in_group
 """,
     ),
     Misplaced(
@@ -180,16 +181,16 @@ placed.split_over = split_over
 import torch
 from paceline.parallel.tensor_parallel.rules import loss as rules_loss
 
-def forward(ctx, local, own, mine, kept, dim, wire):
-    top = wire.largest(local.amax(dim, keepdim=True))
+def forward(ctx, local, own, mine, kept, dim, group):
+    top = group.all_reduce_max(local.amax(dim, keepdim=True))
     shares = (local - top).exp()
     total = shares.sum(dim, keepdim=True)
-    found = wire.total((local.gather(dim, own) - top).masked_fill(~mine, 0.0))
+    found = group.all_reduce((local.gather(dim, own) - top).masked_fill(~mine, 0.0))
     ctx.save_for_backward(shares / total, own, mine, kept)
     ctx.dim = dim
     return (total.log() - found).masked_fill(~kept, 0.0)
 
-rules_loss._EntropyOfClass.forward = staticmethod(forward)
+rules_loss._ShardedCrossEntropy.forward = staticmethod(forward)
 """,
     ),
     Misplaced(

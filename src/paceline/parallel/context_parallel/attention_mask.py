@@ -1,8 +1,8 @@
-"""Interpretation of an attention mask that a model has built from its part of the sequence only.
+"""Interpretation of an attention mask that a model built from its shard of the sequence.
 
-Two kinds of masks on a part are valid for the whole sequence: padding (keys that no query sees) and causal ("no later
-key"), for which the order inside the part is the order in the whole. Anything else (windows, biases, packed documents)
-has no meaning beyond the part and is refused.
+Two kinds of masks of a shard determine the mask of the full sequence: padding masks (keys that no query attends to) and
+causal masks (no query attends to a later key). Other masks (windows, biases, packed documents) do not determine it and
+raise an error.
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,20 @@ from paceline.errors import LayoutError
 
 @dataclass(frozen=True, kw_only=True)
 class MaskMeaning:
-    """The meaning of a mask: `causal`, and which of this rank's keys are seen at all: (batch, length), None for all."""
+    """The meaning of a mask: whether it is causal, and which of this rank's keys are not padding.
+
+    `keep` has the shape (batch, length); None means that no key is padding.
+    """
 
     causal: bool
     keep: Tensor | None
 
 
 def read_mask(mask: Tensor | None, *, is_causal: bool, batch: int, length: int) -> MaskMeaning:
-    """Read a mask for `length` queries and keys.
+    """Interpret a mask for `length` queries and keys.
 
     Raises:
-        LayoutError: it is neither causal nor padding, nor both.
+        LayoutError: the mask is not causal, padding, or both.
     """
     if mask is None:
         return MaskMeaning(causal=is_causal, keep=None)
@@ -45,7 +48,7 @@ def read_mask(mask: Tensor | None, *, is_causal: bool, batch: int, length: int) 
 
 
 def _seen(mask: Tensor) -> Tensor | None:
-    """Return True where a key is seen; None for a mask that also adds a bias."""
+    """Return a mask that is True where a query attends to a key; None for a mask that also adds a bias."""
     if mask.dtype == torch.bool:
         return mask
     hidden = mask <= torch.finfo(mask.dtype).min

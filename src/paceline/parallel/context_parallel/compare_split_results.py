@@ -1,4 +1,4 @@
-"""Comparison of results on the parts of a sequence with those on the whole, up to rounding in float64."""
+"""Comparison of results on the shards of a sequence with those on the full sequence, up to rounding in float64."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ _LEAST = 1e-6
 
 
 def equal_up_to_rounding(found: Tensor, wanted: Tensor, *, scale: float = 0.0) -> bool:
-    """Return True if both differ by rounding only, relative to their size or to the `scale` of summed terms."""
+    """Return whether two tensors differ by rounding only, relative to their magnitude or the `scale` of their terms."""
     if found.shape != wanted.shape:
         return False
     size = max(largest_magnitude(wanted), scale, _LEAST)
@@ -24,10 +24,10 @@ def largest_magnitude(tensor: Tensor) -> float:
 
 
 def equal_when_joined(whole: Tensor, parts: Sequence[Tensor], cut: SequenceSharding) -> bool:
-    """Return True if the parts equal the whole.
+    """Return whether the joined parts equal the expected tensor.
 
-    Parts are joined along the sequence dimension, alone or flattened with the batch; without one, every part must equal
-    the whole.
+    The parts are joined along the sequence dimension, which may be flattened with the batch dimension. Without a
+    sequence dimension, each part must equal the expected tensor.
     """
     for dim in [d for d in (1, *range(whole.dim())) if d < whole.dim()]:
         rows, rest = divmod(whole.shape[dim], cut.length)
@@ -39,6 +39,6 @@ def equal_when_joined(whole: Tensor, parts: Sequence[Tensor], cut: SequenceShard
 
 
 def sequence_dimension(tensor: Tensor, size: int) -> int | None:
-    """Return the dimension that is the sequence (the second is tried first), or None."""
+    """Return the dimension of this size (the second dimension is tried first), or None."""
     order = [d for d in (1, *range(tensor.dim())) if d < tensor.dim()]
     return next((d for d in order if tensor.shape[d] == size), None)

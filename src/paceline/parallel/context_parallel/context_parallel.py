@@ -1,8 +1,8 @@
 """Context parallelism: a sequence sharded over the ranks of a `cp` axis, with the model's forward unchanged.
 
-`ContextParallel` is set up once for a model; `cut` returns this rank's part of a batch, and inside `forward(part)` the
-model runs on it. A loss over the part is a `(sum, count)` of the part: the step adds sums, counts and gradients over
-the data ranks and the `cp` ranks alike.
+Create one `ContextParallel` for a model. `cut` returns this rank's shard of a batch; run the model on it inside
+`forward(part)`. The loss of a shard is `(sum, count)`: the step adds sums, counts and gradients over the data ranks and
+the `cp` ranks.
 """
 
 import inspect
@@ -31,10 +31,9 @@ _POSITIONS, _MASK, _LABELS, _SHIFTED = "position_ids", "attention_mask", "labels
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSlice:
-    """A rank's part of one batch.
+    """A rank's shard of one batch.
 
-    It holds the data, the sharding of the sequence, whether the whole batch has hidden keys, and the number of
-    sequences.
+    `padded`: whether a key of the full batch is masked. `rows`: the number of sequences of the batch.
     """
 
     data: Any
@@ -46,12 +45,12 @@ class BatchSlice:
 class ContextParallel:
     """Context parallelism of one model over a `cp` axis. `sequence` maps batch entries to their sequence dimension.
 
-    `own_loss` says that the loss is the model's own `output.loss`: if the model shifts its labels there, it is given
-    labels that were shifted over the whole sequence before it was sharded. In training, `at_length(batch, length)` is
-    called with each batch before it is sharded.
+    `own_loss`: the loss is the model's `output.loss`. If the model shifts its labels to compute it, the labels
+    are shifted over the full sequence before sharding. In training, `at_length(batch, length)` is called with each
+    batch before it is sharded.
 
     Raises:
-        LayoutError: the model has a layer or a setting that does not support it; the message names it and the reason.
+        LayoutError: the model has a layer or a setting that does not support context parallelism.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class ContextParallel:
             refuse_model(model)
 
     def cut(self, batch: Any) -> BatchSlice:
-        """Return this rank's part of the whole batch; labels are shifted first if the model shifts them itself."""
+        """Return this rank's shard of the full batch; labels are shifted first if the model shifts them itself."""
         world = self._world
         cut = SequenceSharding(length=batch_length(batch, sequence=self._sequence), ranks=world.world_size)
         if world.world_size == 1:
@@ -87,7 +86,7 @@ class ContextParallel:
 
     @contextmanager
     def forward(self, part: BatchSlice) -> Iterator[None]:
-        """Run the model on this part inside this context."""
+        """Return a context in which the model runs on this shard."""
         if self._world.world_size == 1:
             yield
             return
@@ -97,7 +96,7 @@ class ContextParallel:
 
     @contextmanager
     def backward(self, part: BatchSlice) -> Iterator[None]:
-        """Run the backward of this part inside this context: recomputed forwards see what the first forward saw."""
+        """Return a context for the backward of this shard: recomputed forwards run as the original forward did."""
         if self._world.world_size == 1:
             yield
             return
@@ -107,12 +106,12 @@ class ContextParallel:
     def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[Any]]:
         """Return two contexts: a `context_fn` for `torch.utils.checkpoint.checkpoint`.
 
-        With it a forward that is recomputed in backward sees what the first one saw.
+        With it, a forward that backward recomputes runs as the original forward did.
         """
         return nullcontext(), self._mode if self._mode is not None else nullcontext()
 
     def join(self, output: Tensor, *, part: BatchSlice, dim: int = 1) -> Tensor:
-        """Return the whole of an output that is sharded over the ranks, without gradient; every rank must call it."""
+        """Return the full tensor of an output that is sharded over the ranks, without gradient. A collective call."""
         world, dim = self._world, dim % output.dim()
         sizes = [part.cut.size(rank) for rank in range(world.world_size)]
         shapes = [tuple(size if d == dim else n for d, n in enumerate(output.shape)) for size in sizes]
@@ -145,7 +144,7 @@ def _mode(
 def _arguments(model: nn.Module, accepted: Mapping[str, Any], world: World, cut: SequenceSharding) -> Any:
     """Return a pre-hook that adds positions if the forward accepts them and the call omits them.
 
-    It adds a mask too: without one, transformers reads positions with gaps as packed documents.
+    The hook also adds a mask. Without a mask, transformers interprets gaps between positions as packed documents.
     """
     names = [name for name in accepted if name != "self"]
     moves = moves_labels(model)
@@ -173,10 +172,10 @@ def moves_labels(model: nn.Module) -> bool:
 
 
 def refuse_model(model: nn.Module) -> None:
-    """Raise if a layer mixes positions in a way that no rank can compute on its part.
+    """Raise if a layer or a setting of the model does not support context parallelism.
 
     Raises:
-        LayoutError: with the module's name and the reason.
+        LayoutError: such a layer or setting exists; the message gives its name and the reason.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
@@ -207,7 +206,7 @@ def refuse_window(model: nn.Module, *, length: int) -> None:
     """Raise if the model's attention window is shorter than the sequence.
 
     Raises:
-        LayoutError: names the setting.
+        LayoutError: the window is shorter; the message names the setting.
     """
     config = getattr(model, "config", None)
     window = getattr(config, "sliding_window", None)

@@ -1,8 +1,8 @@
 """A check, in one process and before the run starts, that a model gives the same results on a sharded sequence.
 
-The ranks are simulated by threads that share the model: each runs its part, and outputs, loss terms and gradients are
-compared with those of the whole. All runs in float64, where rounding and a mistake are ten orders of magnitude apart.
-It runs in evaluation mode first, then in training mode with all its random draws.
+Threads simulate the ranks and share the model's memory. Each runs its shard; outputs, loss terms and gradients are
+compared with those of the full sequence. The check uses float64, in which rounding errors are ten orders of magnitude
+smaller than mistakes. It runs the model in evaluation mode first, then in training mode with its random draws.
 """
 
 import copy
@@ -51,10 +51,10 @@ _DOUBLE = {
 
 
 class InDouble(TorchFunctionMode):
-    """A mode that gives float64 where a forward or a loss asks for float32: its rounding would hide errors here."""
+    """A mode that replaces a lower precision that a forward or loss requests by float64: rounding would hide errors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Call the function, with every explicitly named lower precision replaced by float64."""
+        """Call the function, with float64 for every lower precision among its arguments."""
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             return args[0].double()
         named = {name: _raised(value) for name, value in (kwargs or {}).items()}
@@ -77,7 +77,7 @@ class _Ran:
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """A run of forward, loss and gradients on a rank's part, or on the whole if there is one rank."""
+    """A run of forward, loss and backward on a rank's shard, or on the full sequence if there is one rank."""
 
     twin: nn.Module
     batch: Any
@@ -91,7 +91,7 @@ class _Run:
     def __call__(self, world: World) -> _Ran:
         same = {id(buffer): buffer for buffer in (() if self.twin.training else self.twin.buffers())}
         own = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.twin.parameters()}
-        mirror = copy.deepcopy(self.twin, {**same, **own})  # a copy with its own hooks and gradients, and shared memory
+        mirror = copy.deepcopy(self.twin, {**same, **own})  # shares memory, but has its own hooks and gradients
         placed = ContextParallel(model=mirror, sequence=self.sequence, world=world, own_loss=self.own_loss)
         part = placed.cut(self.batch)
         watching: AbstractContextManager[Sequence[RandomOp]] = watched_draws() if self.is_watched else nullcontext(())
@@ -117,13 +117,14 @@ def check_context(
     loss: Callable[[Any, Any], Any] | None = None,
     own_loss: bool = False,
 ) -> None:
-    """Compare `forward(model, batch)` on the whole with the one sharded over `ranks`.
+    """Compare `forward(model, batch)` on the full sequence with the same forward sharded over `ranks`.
 
-    A few samples of the job's own length are enough. `loss(output, batch)` returns `(sum, count)` or a dict of them.
-    The model itself is left unchanged (a copy is used).
+    A few samples of the job's sequence length are enough. `loss(output, batch)` returns `(sum, count)` or a dict of
+    them. The check uses a copy; the model does not change.
 
     Raises:
-        LayoutError: the results differ; names the first module whose output differs, or the loss, or the gradient.
+        LayoutError: the results differ; the message names the first module whose output differs, or the loss, or the
+            gradient.
     """
     refuse_model(model)
     refuse_window(model, length=batch_length(batch, sequence=sequence))
@@ -143,7 +144,7 @@ def check_context(
     try:
         with side_effect_free(
             model, parameters=False
-        ):  # protects what a copy shares: generators, and what hooks write to
+        ):  # protects what a copy shares with the model: generators, and objects that hooks write to
             _compare(run_simulated_ranks(run, ranks=1)[0], run_simulated_ranks(run, ranks=ranks), cut=cut, names=names)
             twin.train()
             _see_training(run, cut=cut, names=names)
@@ -154,7 +155,7 @@ def check_context(
 
 
 def _see_training(run: _Run, *, cut: SequenceSharding, names: Sequence[str]) -> None:
-    """Compare in training mode; each rank has the random streams of its own process."""
+    """Compare in training mode, with the same seed on each rank."""
     alone, parts = (run_simulated_ranks(run, ranks=size, seed=_SEED) for size in (1, cut.ranks))
     try:
         _compare(alone[0], parts, cut=cut, names=names)
@@ -166,7 +167,7 @@ def _see_training(run: _Run, *, cut: SequenceSharding, names: Sequence[str]) -> 
 
 
 def _drawn(run: _Run, cut: SequenceSharding) -> LayoutError | None:
-    """Run once more, and compare every random draw."""
+    """Run again, compare every random draw, and return an error for the first difference."""
     run = replace(run, is_watched=True)
     alone, *parts = [ran.draws for size in (1, cut.ranks) for ran in run_simulated_ranks(run, ranks=size, seed=_SEED)]
     return drawn_otherwise(alone, parts)
@@ -202,7 +203,7 @@ class _Weigh:
 
 
 def _target(output: Any, found: Any, weigh: _Weigh, *, rank: int, size: int) -> Tensor:
-    """Return the number whose gradients are compared: of all outputs, and of the terms of the loss."""
+    """Return the scalar whose gradients are compared: a weighted sum of all outputs, plus the loss sums."""
     if isinstance(found, Tensor):
         raise LayoutError(
             "the loss is one number, a mean over its samples: parts of a sequence do not add up to it.",
@@ -271,7 +272,7 @@ def _compare(alone: _Ran, parts: Sequence[_Ran], *, cut: SequenceSharding, names
         total = torch.stack(given).sum(0) if given else torch.zeros(())
         scale = max(
             [least, *map(largest_magnitude, given)]
-        )  # terms that cancel in the sum, as in a key's bias, keep their rounding error
+        )  # the gradient of a key's bias sums to 0: its rounding error is relative to the terms
         if wanted is None or not equal_up_to_rounding(total, wanted, scale=scale):
             raise LayoutError(
                 f"the gradients of {name} from parts of a sequence do not add up to the whole gradient.",

@@ -1,10 +1,10 @@
-"""A function mode that runs a model's own forward on a part of a sequence.
+"""A function mode that runs a model's own forward on a shard of a sequence.
 
-It replaces the few calls that depend on the whole sequence. While it is on, `F.scaled_dot_product_attention` uses the
-ring; `torch.arange(length of the part)` returns the part's positions, and so does `table[:, :length of the part]` of a
-parameter or buffer; `F.pad` and convolutions along the sequence see the neighbours; dropout draws for the whole
-sequence and keeps its part. Everything else is unchanged: position-wise work needs nothing, and `check_context` finds
-the rest.
+The mode replaces the functions that depend on the full sequence. `F.scaled_dot_product_attention` becomes ring
+attention. `torch.arange(length of the shard)` returns the positions of the shard, and `table[:, :length of the shard]`
+of a parameter or buffer returns the rows of these positions. `F.pad` and convolutions along the sequence read the
+neighbouring positions. Dropout draws a mask for the full sequence and applies its shard. All other functions are
+unchanged: most work on each position separately, and `check_context` detects the others.
 """
 
 import math
@@ -24,8 +24,8 @@ from paceline.parallel.context_parallel.attention_mask import MaskMeaning, read_
 from paceline.parallel.context_parallel.multihead_attention import heads_attention
 from paceline.parallel.context_parallel.ring_attention import Ring, ring_attention
 from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding
-from paceline.parallel.tensor_parallel.collectives import piece_of
-from paceline.parallel.tensor_parallel.rules.matmul import attention_by
+from paceline.parallel.tensor_parallel.collectives import slice_shard
+from paceline.parallel.tensor_parallel.rules.matmul import compute_sharded_attention
 from paceline.parallel.tensor_parallel.sharded_tensor import NoRule, ShardPropagatingTensor
 from paceline.torch_internals.function_signatures import read_call
 
@@ -34,12 +34,12 @@ _CONVOLUTIONS = (torch.conv1d, F.conv1d)
 
 
 class ContextParallelMode(TorchFunctionMode):
-    """The mode that is on during a forward.
+    """The function mode of a forward on a shard of the sequence.
 
-    `answer_positions` is False if the model is given its positions as an argument. `padded`: at least one key of the
-    batch is masked, perhaps on another rank. `rows` is the number of sequences if a model flattens (batch, sequence)
-    to one dimension. `again`: the mode is on during a backward. It then acts only on recomputed forwards, which it
-    knows by their enabled gradients.
+    `answer_positions` is False if the model gets its positions as an argument. `padded`: at least one key of the
+    batch is masked, on any rank. `rows` is the batch size, for models that flatten (batch, sequence) to one
+    dimension. `again`: the mode is active during a backward and applies to recomputed forwards only, which
+    are the code with gradients enabled.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ContextParallelMode(TorchFunctionMode):
             self._rules |= {torch.arange: self._arange, Tensor.__getitem__: self._table}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Compute the result for the whole sequence, or call the function unchanged."""
+        """Compute this rank's shard of the result on the full sequence, or call the function unchanged."""
         rule = self._rules.get(func)
         if rule is None or self._world.world_size == 1 or (self._again and not torch.is_grad_enabled()):
             return func(*args, **(kwargs or {}))
@@ -79,7 +79,7 @@ class ContextParallelMode(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if found is NotImplemented else found
 
     def __exit__(self, *error: Any) -> None:
-        """Leave the mode, and release all tensors of this forward."""
+        """Exit the mode, and release all tensors of this forward."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._masks.clear()
         self._pads.clear()
@@ -87,8 +87,8 @@ class ContextParallelMode(TorchFunctionMode):
     # -- attention
 
     def _attention(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute attention by the ring; under tensor parallelism each rank's own heads use their own ring."""
-        return attention_by(self._around, args, kwargs)
+        """Compute ring attention; under tensor parallelism, for this rank's heads only."""
+        return compute_sharded_attention(self._around, args, kwargs)
 
     def _around(
         self,
@@ -96,7 +96,7 @@ class ContextParallelMode(TorchFunctionMode):
         key: Tensor,
         value: Tensor,
         *,
-        heads: ShardPropagatingTensor | None,
+        sharded_query: ShardPropagatingTensor | None,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
@@ -110,7 +110,7 @@ class ContextParallelMode(TorchFunctionMode):
         )
         batch, own = query.shape[:2]
         group = own // key.shape[1] if enable_gqa else 1
-        if group > 1 and self._padded:  # transformers repeats the heads on ranks with padding, so all ranks must
+        if group > 1 and self._padded:  # on ranks with padding transformers repeats the heads, so all ranks repeat them
             key, value, group = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), 1
         key, value = (t.expand(batch, own // group, *t.shape[-2:]) for t in (key, value))
         means = self._meaning(attn_mask, is_causal, batch)
@@ -124,19 +124,24 @@ class ContextParallelMode(TorchFunctionMode):
             causal=means.causal,
             scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else scale,
         )
-        drop = self._dropped(query, dropout_p, heads)
+        drop = self._dropped(query, dropout_p, sharded_query)
         grouped = query.reshape(batch, own // group, group, *query.shape[-2:])
         found = ring_attention(grouped, key, value, keep=keep, drop=drop, ring=ring)
         return torch.reshape(found, (*lead, self._size, value.shape[-1]))
 
-    def _dropped(self, query: Tensor, p: float, heads: ShardPropagatingTensor | None) -> Tensor | None:
-        """Draw one process's dropout mask over all attention weights, and keep the rows of this rank's queries."""
+    def _dropped(self, query: Tensor, p: float, sharded_query: ShardPropagatingTensor | None) -> Tensor | None:
+        """Draw the dropout mask of all attention weights, as one process does; return this rank's rows and heads."""
         if p == 0.0:
             return None
-        if heads is not None and heads.cut.dim != len(heads.whole) - 3:
-            raise NoRule  # samples are sharded, not heads: the mask is drawn for all of them
+        if sharded_query is not None and sharded_query.sharding.dim != len(sharded_query.full_shape) - 3:
+            raise NoRule  # the samples are sharded, not the heads
         length = self._cut.length
-        shape = (query.shape[0], query.shape[1] if heads is None else heads.whole[-3], length, length)
+        shape = (
+            query.shape[0],
+            query.shape[1] if sharded_query is None else sharded_query.full_shape[-3],
+            length,
+            length,
+        )
         if math.prod(shape) > MOST_DRAWS:
             raise LayoutError(
                 f"attention dropout of {p:g} needs {math.prod(shape):,} random numbers on every rank, "
@@ -147,10 +152,14 @@ class ContextParallelMode(TorchFunctionMode):
             )
         draw = F.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), p, True)
         drawn = self._cut.take(draw != 0, dim=2, rank=self._world.rank)
-        return drawn if heads is None else piece_of(drawn, heads.cut.at(1), heads.wire.rank)
+        return (
+            drawn
+            if sharded_query is None
+            else slice_shard(drawn, sharded_query.sharding.with_dim(1), sharded_query.group.rank)
+        )
 
     def _meaning(self, mask: Tensor | None, is_causal: bool, batch: int) -> MaskMeaning:
-        """Return the meaning of a mask, read once per forward, since a model's layers share it."""
+        """Return the meaning of a mask; it is cached for one forward, because the layers of a model share a mask."""
         for known, *key, means in self._masks:
             if known is mask and key == [is_causal, batch]:
                 return means  # type: ignore[no-any-return]
@@ -164,7 +173,7 @@ class ContextParallelMode(TorchFunctionMode):
         laid: dict[str, Any] = {name: kwargs[name] for name in ("start", "end", "step") if name in kwargs}
         given = read_call("arange", args, laid) or {}
         numbers = (given.get("start", 0), given.get("end"), given.get("step", 1))
-        is_whole = all(isinstance(number, int) for number in numbers)  # arange(6.0) gives floats
+        is_whole = all(isinstance(number, int) for number in numbers)  # arange(6.0) returns floats
         if numbers != (0, self._size, 1) or not is_whole or kwargs.get("out") is not None:
             return NotImplemented
         positions = self._cut.positions(self._world.rank)
@@ -202,11 +211,11 @@ class ContextParallelMode(TorchFunctionMode):
         dilation: Any = 1,
         groups: int = 1,
     ) -> Any:
-        """Convolve windows of the gathered sequence, one for each of this rank's chunks."""
+        """Convolve the gathered sequence, restricted to the positions of this rank's chunks."""
         stride, dilation = _one(stride), _one(dilation)
         span = dilation * (weight.shape[-1] - 1)
         source, left, right = self._padded_from(input)
-        source = source.gathered() if isinstance(source, ShardPropagatingTensor) else source
+        source = source.full_tensor() if isinstance(source, ShardPropagatingTensor) else source
         more = span // 2 if padding == "same" else 0 if padding == "valid" else _one(padding)
         left, right = left + more, right + (span - span // 2 if padding == "same" else more)
         if span == 0 or stride != 1 or source.shape[-1] != self._size or left + right != span:
@@ -219,14 +228,14 @@ class ContextParallelMode(TorchFunctionMode):
         return torch.cat(found, dim=-1)
 
     def _padded_from(self, tensor: Tensor) -> tuple[Tensor, int, int]:
-        """Return the tensor before it was padded, and the padding on both sides."""
+        """Return the tensor before padding, and the padding on the left and right; the tensor itself if unpadded."""
         padded, source, left, right = self._pads.get(id(tensor), (None, tensor, 0, 0))
         return (source, left, right) if padded is not None and padded() is tensor else (tensor, 0, 0)
 
     # -- draws
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        """Apply one process's dropout mask: drawn for the whole sequence, of which this rank keeps its part."""
+        """Apply this rank's shard of a dropout mask that is drawn for the full sequence, as in one process."""
         at = self._at(input)
         if not training or p == 0.0 or at is None:
             return NotImplemented
@@ -238,7 +247,7 @@ class ContextParallelMode(TorchFunctionMode):
         return input.mul_(mine) if inplace else input * mine
 
     def _at(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Return the sequence dimension and the number of sequences that are flattened into it; None without one."""
+        """Return the sequence dimension and the number of sequences flattened into it; None if there is none."""
         dims = [d for d in (1, *range(tensor.dim())) if d < tensor.dim() and tensor.shape[d] == self._size]
         is_flat = self._rows > 1 and tensor.dim() > 0 and tensor.shape[0] == self._rows * self._size
         if is_flat and (tensor.dim() == 2 or 1 not in dims):
@@ -249,26 +258,26 @@ class ContextParallelMode(TorchFunctionMode):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, dim: int, world: World, cut: SequenceSharding) -> Tensor:
-        ctx.about = dim, world, cut
+        ctx.gather_arguments = dim, world, cut
         sizes = [cut.size(rank) for rank in range(world.world_size)]
         shapes = [tuple(size if d == dim else n for d, n in enumerate(part.shape)) for size in sizes]
         return cut.join(world.all_gather(part, shapes=shapes), dim=dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        dim, world, cut = ctx.about
+        dim, world, cut = ctx.gather_arguments
         whole = world.all_reduce(grads[0].clone(memory_format=torch.contiguous_format))
         return cut.take(whole, dim=dim, rank=world.rank), None, None, None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather_sequence(part: Tensor, *, dim: int, world: World, cut: SequenceSharding) -> Tensor:
-    """Return the whole sequence on every rank; backward adds its gradients over the ranks."""
+    """Return the full sequence on every rank; backward sums its gradients over the ranks."""
     return _Gather.apply(part, dim % part.dim(), world, cut)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _ones(shape: Sequence[int], *, like: Tensor) -> Tensor:
-    """Return ones in the memory layout of `like`, because draws are made in that order."""
+    """Return ones in the memory layout of `like`: dropout draws its mask in memory order."""
     strides = torch.empty_like(_piece_of(like)).stride()
     order = sorted(range(like.dim()), key=lambda d: -strides[d])
     made = torch.ones([shape[d] for d in order], dtype=like.dtype, device=like.device)
@@ -276,14 +285,14 @@ def _ones(shape: Sequence[int], *, like: Tensor) -> Tensor:
 
 
 def _piece_of(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that is in this process's memory."""
+    """Return the local shard of a sharded tensor, or the tensor itself."""
     return tensor.local if isinstance(tensor, ShardPropagatingTensor) else tensor
 
 
 def _tables(model: nn.Module) -> set[int]:
     """Return the ids of buffers and plain tensors, which may be position tables.
 
-    Parameters are recognised by type instead, because `fully_shard` replaces them while it runs.
+    Parameters are recognised by their type instead, because `fully_shard` replaces them during the forward.
     """
     own = list(model.buffers())
     plain = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]

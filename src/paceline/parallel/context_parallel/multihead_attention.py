@@ -1,4 +1,4 @@
-"""Multi-head attention (`nn.MultiheadAttention`) on a part of a sequence, with its attention computed by the ring."""
+"""The forward of `nn.MultiheadAttention` on a shard of a sequence, with ring attention."""
 
 import inspect
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def heads_attention(*args: Any, attention: Attention, **kwargs: Any) -> tuple[Te
     """Return the output of `F.multi_head_attention_forward` for (length, batch, width), without attention weights.
 
     Raises:
-        LayoutError: the module adds keys of its own, which have no place in a ring.
+        LayoutError: the module adds keys of its own, which have no position in the sequence.
     """
     bound = _TAKES.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -65,7 +65,7 @@ def _split(projected: Tensor, num_heads: int) -> Tensor:
 
 
 def _mask(mask: Tensor | None, padding: Tensor | None, *, batch: int, heads: int) -> Tensor | None:
-    """Return one additive mask (batch or 1, heads or 1, queries, keys); in the boolean inputs True means hidden."""
+    """Return one additive mask (batch or 1, heads or 1, queries, keys). In boolean inputs, True masks a key."""
     found: Tensor | None = None
     if mask is not None:
         found = _additive(mask)

@@ -1,4 +1,4 @@
-"""Detection of random draws that a part of a sequence cannot make as the whole does, with the line that makes them."""
+"""Detection of random draws that differ between a shard and the full sequence, with the user's line."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,14 +19,14 @@ from paceline.torch_internals.function_signatures import read_call
 
 _OURS = (str(Path(__file__).parents[1]), "torch_internals/dispatch_modes.py")
 _HINT = (
-    "nn.Dropout or F.dropout, which know the whole (of whole tokens: on torch.ones(batch, sequence, 1)); one draw a "
-    "sample; numbers drawn in the dataset; or leave cp out"
+    "nn.Dropout or F.dropout, which draw for the whole sequence (to drop whole tokens: on torch.ones(batch, sequence, "
+    "1)); one draw per sample; numbers drawn in the dataset; or leave cp out"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomOp:
-    """A random operation: the shape that it filled, and the user's line."""
+    """A random operation: the shape of its result, and the user's line."""
 
     shape: tuple[int, ...]
     line: str
@@ -35,7 +35,8 @@ class RandomOp:
 class NoAttentionDropout(TorchFunctionMode):
     """A mode that turns attention dropout off.
 
-    That its draws equal one process's is guaranteed by construction, and a test would cost T x T here.
+    The check skips attention dropout: its draws equal those of one process by construction, and checking them would
+    need T x T random numbers.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -47,7 +48,7 @@ class NoAttentionDropout(TorchFunctionMode):
 
 @contextmanager
 def watched_draws() -> Iterator[list[RandomOp]]:
-    """Record every random draw of this thread, in order."""
+    """Record every random operation of this thread, in order."""
     draws: list[RandomOp] = []
 
     def see(_: Any, __: Any, kwargs: Mapping[str, Any], result: Any, drew: bool) -> None:
@@ -60,7 +61,7 @@ def watched_draws() -> Iterator[list[RandomOp]]:
 
 
 def drawn_otherwise(alone: Sequence[RandomOp], parts: Sequence[Sequence[RandomOp]]) -> LayoutError | None:
-    """Return an error for the first draw with another number of elements on a part; None if all agree."""
+    """Return an error for the first draw whose number of elements differs on a shard; None if there is none."""
     for part in parts:
         for whole, mine in zip(alone, part, strict=False):
             if torch.Size(whole.shape).numel() != torch.Size(mine.shape).numel():
@@ -75,7 +76,7 @@ def drawn_otherwise(alone: Sequence[RandomOp], parts: Sequence[Sequence[RandomOp
 
 
 def drawn_unseen() -> LayoutError:
-    """Return the error for random draws that are no torch operation."""
+    """Return the error for random draws that are not torch operations."""
     return LayoutError(
         "in training mode this model draws a different number of random numbers on a part of the sequence than on the "
         "whole.",

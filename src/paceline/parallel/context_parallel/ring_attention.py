@@ -1,10 +1,10 @@
-"""Ring attention over a whole sequence that is sharded over the ranks.
+"""Ring attention over a sequence that is sharded over the ranks.
 
-Each rank keeps its queries. In `ranks` rounds it sees every rank's keys and values; the result so far is an output and,
-for each query, the logarithm of the sum of exponentials, from which two partial results are merged exactly. Backward
-sends keys and values round again, together with their gradients, until they are back on their own rank
-(Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023; the merging: Milakov and Gimelshein, 2018).
-Only blocks of at most `BLOCK` x `BLOCK` scores exist at a time, in forward and backward.
+Each rank keeps its queries. In each round it attends to the keys and values of one rank and passes them on to the next
+rank. The running result is an output and, for each query, the logarithm of the sum of exponentials (LSE), with which
+two partial results are merged exactly. Backward passes keys, values and their gradients around the ring until each
+gradient is back on its own rank (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023; the merging:
+Milakov and Gimelshein, 2018). Forward and backward compute blocks of at most `BLOCK` x `BLOCK` scores.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ BLOCK = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The parameters of a ring: its ranks, the sharding of the sequence, and what a query may see."""
+    """The parameters of ring attention: its ranks, the sharding of the sequence, mask, scale and dropout rate."""
 
     world: World
     cut: SequenceSharding
@@ -32,7 +32,7 @@ class Ring:
     dropout: float = 0.0
 
     def pairs(self, owner: int) -> Iterator[tuple[SequencePiece, SequencePiece]]:
-        """Yield blocks of this rank's queries and `owner`'s keys, without those that a causal mask hides completely."""
+        """Yield blocks of this rank's queries and `owner`'s keys, except those that a causal mask excludes."""
         for mine in self.cut.pieces(self.world.rank):
             for query in mine.split(most=BLOCK):
                 for theirs in self.cut.pieces(owner):
@@ -41,7 +41,7 @@ class Ring:
                             yield query, key
 
     def owner(self, turn: int) -> int:
-        """Return the rank whose keys this rank has in round `turn`."""
+        """Return the rank whose keys this rank has in a round."""
         return (self.world.rank - turn) % self.world.world_size
 
 
@@ -52,8 +52,8 @@ def ring_attention(
     """Return attention of this rank's queries over the keys of all ranks.
 
     `query` (batch, key heads, queries per key head, length, width), `key` and `value` (batch, key heads, length,
-    width); `keep` (batch, length), uint8, is zero at this rank's keys that no query may see; `drop` (batch, heads,
-    length, whole length) is True where `ring.dropout` keeps a weight. A query that sees no key gives 0.
+    width); `keep` (batch, length), uint8, is zero for masked keys of this rank; `drop` (batch, heads,
+    length, full length) is True where dropout keeps a weight. The output of a query without keys is 0.
     """
     with recompute_together():
         found: Tensor = _Ring.apply(query, key, value, keep, drop, ring)  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _send_on(ring: Ring, held: list[Tensor], turn: int) -> Any:
-    """Send tensors to the next rank, and receive tensors of the length that the round's next owner holds."""
+    """Start to send tensors to the next rank and to receive those of the next round from the previous rank."""
     length = ring.cut.size(ring.owner(turn + 1))
     shapes = [(*t.shape[:-2], length, t.shape[-1]) if t.dim() == 4 else (t.shape[0], length) for t in held]
     return ring.world.start_ring_shift(held, shapes=shapes)
@@ -109,7 +109,7 @@ def _send_on(ring: Ring, held: list[Tensor], turn: int) -> Any:
 def _scores(
     query: Tensor, held: list[Tensor], rows: SequencePiece, columns: SequencePiece, ring: Ring, high: torch.dtype
 ) -> Tensor:
-    """Return the scores (batch, key heads, queries per key head x rows, columns), minus infinity where hidden."""
+    """Return the scores (batch, key heads, queries per key head x rows, columns), minus infinity where masked."""
     part = query[..., rows.local : rows.local + rows.size, :].flatten(2, 3)
     keys = held[0][..., columns.local : columns.local + columns.size, :]
     scores = (part @ keys.transpose(-1, -2)).to(high) * ring.scale
@@ -124,7 +124,7 @@ def _scores(
 
 
 def _exp(exponent: Tensor, base: Tensor) -> Tensor:
-    """Return exp(exponent - base), and 0 where the base is minus infinity because nothing was seen."""
+    """Return exp(exponent - base), and 0 where the base is minus infinity because all keys are masked."""
     return torch.exp(exponent - base.masked_fill(base == -torch.inf, 0.0))
 
 
@@ -146,7 +146,7 @@ def _merge(
     columns: SequencePiece,
     ring: Ring,
 ) -> None:
-    """Merge a block of keys into the running output of its queries."""
+    """Merge the attention over a block of keys into the running output and LSE of the queries."""
     scores = _scores(query, held, rows, columns, ring, out.dtype)
     there = slice(rows.local, rows.local + rows.size)
     values = held[1][..., columns.local : columns.local + columns.size, :]
@@ -170,7 +170,7 @@ def _backward_block(
     columns: SequencePiece,
     ring: Ring,
 ) -> None:
-    """Add a block's gradients to those of its queries, keys and values."""
+    """Add the gradients of a block to those of its queries, keys and values."""
     query, grad, inner, lse, drop = saved
     there = slice(rows.local, rows.local + rows.size)
     here = slice(columns.local, columns.local + columns.size)

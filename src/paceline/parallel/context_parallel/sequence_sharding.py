@@ -1,8 +1,8 @@
 """Sharding of a sequence over the ranks of a `cp` axis, and of a batch along it.
 
-A sequence is split into twice as many chunks as ranks; rank r holds chunk r and, counted from the end, chunk r again.
-So each rank has early positions, which see few keys under a causal mask, and late ones, which see many: all ranks have
-equal work (the "zigzag" of Brandon et al., "Striped Attention", 2023, and of Llama 3's training).
+A sequence is split into twice as many chunks as ranks; rank r holds the chunk r from the start and the chunk r from the
+end. So each rank has early positions, which attend to few keys under a causal mask, and late positions, which attend to
+many: all ranks have equal work (the "zigzag" of Brandon et al., "Striped Attention", 2023, and of Llama 3's training).
 """
 
 import math
@@ -20,7 +20,7 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, kw_only=True)
 class SequencePiece:
-    """A range `[start, start + size)` of the sequence, stored at `local` in a rank's part."""
+    """A range `[start, start + size)` of the sequence, stored from `local` in a rank's shard."""
 
     start: int
     local: int
@@ -28,11 +28,11 @@ class SequencePiece:
 
     @property
     def stop(self) -> int:
-        """Return the position after the last."""
+        """Return the end of the range."""
         return self.start + self.size
 
     def split(self, *, most: int) -> "Iterator[SequencePiece]":
-        """Yield pieces of at most `most` positions."""
+        """Yield sub-ranges of at most `most` positions."""
         for offset in range(0, self.size, most):
             yield SequencePiece(
                 start=self.start + offset, local=self.local + offset, size=min(most, self.size - offset)
@@ -56,7 +56,7 @@ class SequenceSharding:
             )
 
     def pieces(self, rank: int) -> tuple[SequencePiece, ...]:
-        """Return the chunks of a rank, in the order in which it holds them."""
+        """Return the chunks of a rank, in the order of its shard."""
         if self.ranks == 1:
             return (SequencePiece(start=0, local=0, size=self.length),)
         (a, b), (c, d) = self._chunk(rank), self._chunk(2 * self.ranks - 1 - rank)
@@ -67,15 +67,15 @@ class SequenceSharding:
         return sum(piece.size for piece in self.pieces(rank))
 
     def positions(self, rank: int, *, device: torch.device | None = None) -> Tensor:
-        """Return the rank's positions in the whole sequence, as int64."""
+        """Return the positions of the rank's shard in the full sequence, as int64."""
         return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in self.pieces(rank)])
 
     def take(self, whole: Tensor, *, dim: int, rank: int) -> Tensor:
-        """Return a rank's part of a tensor with the whole sequence at `dim`."""
+        """Return a rank's shard of a tensor with the full sequence along `dim`."""
         return torch.cat([whole.narrow(dim, piece.start, piece.size) for piece in self.pieces(rank)], dim=dim)
 
     def join(self, parts: Sequence[Tensor], *, dim: int) -> Tensor:
-        """Return the whole tensor from every rank's part: the inverse of `take`."""
+        """Return the full tensor from the shards of all ranks: the inverse of `take`."""
         placed = [
             (piece.start, part.narrow(dim, piece.local, piece.size))
             for rank, part in enumerate(parts)
@@ -93,7 +93,7 @@ def batch_length(batch: Any, *, sequence: Mapping[str, int]) -> int:
     """Return the length of a batch's sequence dimension.
 
     Raises:
-        JobError: an entry is missing or is no tensor, or the entries differ in length.
+        JobError: an entry is missing or is not a tensor, or the entries differ in length.
     """
     entries = dict(_entries(batch))
     lengths = {name: _named(entries, name, dim).shape[dim] for name, dim in sequence.items()}
@@ -114,24 +114,24 @@ def batch_length(batch: Any, *, sequence: Mapping[str, int]) -> int:
 
 
 def sequence_hint(batch: Any) -> str:
-    """Return a hint on what to type when no sequence is named: the batch's entries that may have one."""
+    """Return a hint that names the entries of the batch that may have a sequence dimension."""
     named = ", ".join(f"{n!r}: 1" for n, v in _entries(batch) if v.dim() in (2, 3))
     return f"sequence={{{named}}} in the job, or leave cp out" if named else "leave cp out: this batch has no sequence"
 
 
 def batch_rows(batch: Any, *, sequence: Mapping[str, int]) -> int:
-    """Return the number of sequences that follow each other when a batch's positions are flattened."""
+    """Return the number of sequences of a batch: the product of the dimensions before the sequence dimension."""
     entries = dict(_entries(batch))
     entry, dim = next((entries[name], dim) for name, dim in sequence.items())
     return math.prod(entry.shape[: _at(entry, dim)])
 
 
 def cut_batch(batch: Any, *, sequence: Mapping[str, int], ranks: int, rank: int, shift_labels: bool = False) -> Any:
-    """Return a rank's part of the batch: a tensor, a tuple or list (entries named "0", "1", ...) or a dict.
+    """Return a rank's shard of the batch: a tensor, a tuple or list (entries named "0", "1", ...) or a dict.
 
-    `sequence` maps entries to their sequence dimension; other tensors with the same leading shape up to it are sharded
-    alike. With `shift_labels` the entry `labels` is first shifted one position to the left over the whole sequence
-    (with the ignored label -100 at the end), so that a part's last label is right.
+    `sequence` maps entries to their sequence dimension. Other tensors whose leading shape up to this dimension is equal
+    are sharded too. With `shift_labels`, the entry `labels` is first shifted one position to the left over the full
+    sequence (with the ignored label -100 at the end), so that the last label of each shard is correct.
     """
     cut = SequenceSharding(length=batch_length(batch, sequence=sequence), ranks=ranks)
     entries = dict(_entries(batch))
@@ -154,13 +154,13 @@ def cut_batch(batch: Any, *, sequence: Mapping[str, int], ranks: int, rank: int,
 
 
 def next_position_labels(labels: Tensor, *, dim: int) -> Tensor:
-    """Shift labels so that each position has the next position's label; the last is ignored."""
+    """Shift labels so that each position has the label of the next one; the last label is `IGNORED_LABEL`."""
     end = torch.full_like(labels.narrow(dim, 0, 1), IGNORED_LABEL)
     return torch.cat([labels.narrow(dim, 1, labels.shape[dim] - 1), end], dim=dim)
 
 
 def is_padded(batch: Any) -> bool:
-    """Return True if the whole batch's `attention_mask` hides a position, which all ranks must know."""
+    """Return whether the `attention_mask` of the full batch masks a position; all ranks need this information."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return isinstance(mask, Tensor) and not bool(mask.all())
 

@@ -1,9 +1,9 @@
 """Discovery of the modules of a model that hold experts, and assignment of experts to ranks.
 
-A module can be split if its forward is `(tokens, expert_index, expert_weight) -> tokens`: tokens of shape
-(tokens, width), the experts chosen for each token, (tokens, choices), and their weights. transformers' experts modules
-have this form; so has any user module that stacks its experts in parameters of one first dimension, or holds them in an
-`nn.ModuleList`.
+A module can be sharded if its forward is `(tokens, expert_index, expert_weight) -> tokens`: tokens of shape
+(tokens, width), the experts chosen for each token, (tokens, choices), and their weights. The experts modules of
+transformers have this interface. The experts are stacked in parameters with the same first dimension, or are modules of
+an `nn.ModuleList`.
 """
 
 import inspect
@@ -23,8 +23,8 @@ _INDEX, _WEIGHT = ("index", "indices", "expert"), ("weight", "score", "prob", "g
 class Experts:
     """A module with `count` experts.
 
-    `stacked` names its parameters whose first dimension is the experts; `listed` is the name of its `nn.ModuleList`, if
-    they are modules.
+    `stacked` are the names of the parameters whose first dimension is the experts. `listed` is the name
+    of the `nn.ModuleList` if the experts are modules.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Experts:
 
 
 def expert_ranges(count: int, *, ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return the experts `[start, stop)` of each rank, as even as possible; empty ranges if there are more ranks."""
+    """Return the experts `[start, stop)` of each rank, as even as possible; some are empty if there are more ranks."""
     each, more = divmod(count, ranks)
     starts = [rank * each + min(rank, more) for rank in range(ranks + 1)]
     return tuple(pairwise(starts))
@@ -45,7 +45,7 @@ def find_experts(model: nn.Module, *, pattern: str | None = None) -> list[Expert
     """Return the experts modules of a model, or those whose names match `pattern` ("*.mlp.experts").
 
     Raises:
-        LayoutError: there are none, or one that is named, or looks like one, cannot be split: with its name and why.
+        LayoutError: there are none, or a module with experts cannot be sharded; the message gives name and reason.
     """
     found: list[Experts] = []
     for name, module in model.named_modules():
@@ -62,7 +62,7 @@ def find_experts(model: nn.Module, *, pattern: str | None = None) -> list[Expert
 
 
 def takes_routed_tokens(module: nn.Module) -> bool:
-    """Return True if the forward is `(tokens, expert_index, expert_weight)`, judged by its parameter names."""
+    """Return whether the forward is `(tokens, expert_index, expert_weight)`, according to its parameter names."""
     names = [p.name.lower() for p in inspect.signature(module.forward).parameters.values() if p.kind < p.KEYWORD_ONLY]
     return (
         len(names) == 3

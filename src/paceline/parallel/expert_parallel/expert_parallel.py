@@ -1,8 +1,9 @@
 """Expert parallelism: experts sharded over the ranks of an `ep` axis, each of which has its own tokens.
 
-Each rank keeps some experts and all other parameters. Tokens are sent to their experts, and the results are sent back;
-the module's own forward runs on the received rows. An expert's gradient is then already the sum over the tokens of all
-`ep` ranks: it is reduced only over the data ranks outside the `ep` group.
+Each rank holds some of the experts and all other parameters. An all-to-all sends tokens to the ranks of their experts,
+the module's own forward runs on the received tokens, and a second all-to-all returns the results. The gradient of an
+expert is then already the sum over the tokens of all `ep` ranks, so it is reduced only over data ranks outside the `ep`
+group.
 """
 
 import inspect
@@ -25,10 +26,10 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedExperts:
-    """The result of the split on one rank.
+    """The result of `split_experts` on one rank.
 
-    `parts` has every parameter that was split, also those of which this rank has nothing; `names` are the expert
-    parameters that it has.
+    `parts` contains all sharded parameters, including those of which this rank holds nothing; `names` are the
+    expert parameters that it holds.
     """
 
     parts: Mapping[str, ShardSpec]
@@ -37,20 +38,20 @@ class PlacedExperts:
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def close(self) -> None:
-        """Restore the own forward of the modules. Their parameters stay split."""
+        """Restore the modules' own forward. Their parameters remain sharded."""
         for undo in self._undo:
             undo()
         self._undo.clear()
 
 
 def split_experts(*, model: nn.Module, world: World | None = None, experts: str | None = None) -> PlacedExperts:
-    """Keep only this rank's experts, in place; parameter names do not change.
+    """Remove the experts of other ranks from the model, in place; parameter names do not change.
 
-    `experts` is a pattern for the names of the modules to split, if their forward's parameter names do not identify
-    them.
+    `experts` is a pattern for the names of the experts modules. It is needed if the parameter names of their forward do
+    not identify them.
 
     Raises:
-        LayoutError: there are no experts, or some cannot be split; the message names them.
+        LayoutError: there are no experts, or some cannot be sharded; the message names them.
     """
     world = world or World.alone()
     found = find_experts(model, pattern=experts)
@@ -76,7 +77,7 @@ def _keep_stacked(one: Experts, kept: tuple[int, int]) -> dict[str, ShardSpec]:
         parts[f"{one.name}.{name}"] = part
     for name, value in list(vars(one.module).items()):
         if type(value) is int and value == one.count and "expert" in name:
-            setattr(one.module, name, kept[1] - kept[0])  # the module's own forward reads its number of experts here
+            setattr(one.module, name, kept[1] - kept[0])  # the module's forward reads its number of experts here
     return parts
 
 
@@ -105,7 +106,7 @@ class RemoteExpert(nn.Module):
 
 
 def _route(one: Experts, ranges: Ranges, world: World) -> Callable[[], None]:
-    """Wrap the module's own forward in the token exchange, as a method, so that a copy routes its own experts."""
+    """Wrap the forward in the token exchange, as a method, so that a copy of the module uses its own experts."""
     module = one.module
     taken = inspect.signature(module.forward)
     call: Callable[..., Tensor] = _Call(experts=one, own=_function(module), ranges=ranges, world=world)
@@ -122,7 +123,7 @@ def _route(one: Experts, ranges: Ranges, world: World) -> Callable[[], None]:
 
 
 def _function(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward as a function of the module; an instance's own forward ignores that argument."""
+    """Return the forward as a function of (module, ...); a forward that was set on the instance ignores the module."""
     found: Any = module.forward
     own: Any = getattr(found, "__func__", None)
     return own if own is not None else lambda _, *args: found(*args)
@@ -139,7 +140,7 @@ class _Call:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, tokens: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        """Dispatch tokens, run this rank's experts, combine. Ranks without tokens or rows must take part too."""
+        """Dispatch the tokens, run this rank's experts, and combine the results. A collective call."""
         flat = tokens.reshape(-1, tokens.shape[-1])
         if index.shape != weight.shape or index.numel() % max(len(flat), 1):
             raise LayoutError(
@@ -159,9 +160,9 @@ class _Call:
 
 
 class _Tied(torch.autograd.Function):
-    """An identity that makes this rank's backward take part in the exchanges, whatever rows it received.
+    """An identity that makes this rank's backward take part in the all-to-alls even if the rank received no rows.
 
-    Stacked experts without a token get a zero gradient, as in one process, where other experts of the stack had tokens.
+    Stacked experts without tokens get a zero gradient, as in one process, where other experts of the stack have tokens.
     """
 
     @staticmethod
@@ -176,10 +177,10 @@ class _Tied(torch.autograd.Function):
 
 
 def _refuse_tied(model: nn.Module, found: list[Experts]) -> None:
-    """Raise if a parameter belongs to an expert and to another module too.
+    """Raise if a parameter of an expert is tied to another parameter.
 
     Raises:
-        LayoutError: with both names.
+        LayoutError: a parameter is tied; the message gives both names.
     """
     mine = {id(p): f"{one.name}.{name}" for one in found for name, p in one.module.named_parameters()}
     seen: dict[int, str] = {}

@@ -1,8 +1,8 @@
 """A check, in one process and before the run starts, that a model gives the same results with sharded experts.
 
-As for `cp`, threads simulate the ranks, in float64; the experts run in training mode, the rest in evaluation mode. It
-finds a forward that draws random numbers, counts its experts in another way, drops tokens beyond a capacity, or mixes
-the tokens that it is given.
+As for `cp`, threads simulate the ranks, in float64. The experts run in training mode, all other modules in evaluation
+mode. The check rejects an experts forward that draws random numbers, does not derive the number of experts from its
+parameters, drops tokens beyond a capacity, or combines several tokens.
 """
 
 import inspect
@@ -37,7 +37,7 @@ def check_experts(
     forward: Callable[[nn.Module, Any], Any],
     experts: str | None = None,
 ) -> None:
-    """Compare `forward(model, batch)` on one batch per rank, with whole experts and with sharded ones.
+    """Compare `forward(model, batch)` on one batch per rank, with all experts and with sharded experts.
 
     Raises:
         LayoutError: the experts cannot be sharded, or outputs or gradients differ.
@@ -75,10 +75,10 @@ def check_experts(
 
 @contextmanager
 def _watched(model: nn.Module, pattern: str | None) -> Iterator[dict[str, set[tuple[int, int]]]]:
-    """Record the widths and numbers of choices that each experts module is called with.
+    """Record the token widths and the numbers of choices of each experts module's calls.
 
     Raises:
-        LayoutError: it draws random numbers, which would differ when the experts are sharded.
+        LayoutError: a module draws random numbers, which would differ when the experts are sharded.
     """
     device = next(model.parameters()).device
     seen: dict[str, set[tuple[int, int]]] = {}
@@ -109,9 +109,9 @@ def _watched(model: nn.Module, pattern: str | None) -> Iterator[dict[str, set[tu
 
 
 def _is_by_token(module: nn.Module, *, count: int, width: int, choices: int) -> bool:
-    """Return True if tokens in two halves get the same results as together.
+    """Return whether each token's result is independent of the other tokens.
 
-    Tested with tokens spread over the experts, and with all tokens at the same experts.
+    The tokens are computed together and in two halves, once spread over all experts and once with the same experts.
     """
     draw = torch.Generator().manual_seed(0)
     device = next(module.parameters()).device
@@ -153,9 +153,9 @@ def _gradient_fits(name: str, right: Tensor | None, ranks: Sequence[Any]) -> boo
         )
     for _, gradients, parts, _ in ranks:
         mine = gradients.get(name)
-        if parts[name].local is not None and (mine is None) != (right is None):
+        if parts[name].local_shape is not None and (mine is None) != (right is None):
             return False
-        if mine is not None and right is not None and not equal_up_to_rounding(mine, parts[name].take(right)):
+        if mine is not None and right is not None and not equal_up_to_rounding(mine, parts[name].extract(right)):
             return False
     return True
 

@@ -1,7 +1,7 @@
-"""Dispatch of tokens to the ranks that hold their experts, and back: all-to-all with uneven counts.
+"""Dispatch of tokens to the ranks that hold their experts, and return of the results: all-to-all with uneven counts.
 
-Every (token, expert) pair is a row. Rows are ordered by expert; the counts are sent first, so that each rank knows how
-many rows come from each other rank; a rank may send or receive none. Backward uses the reverse exchange (Lepikhin et
+Each (token, expert) pair is a row; rows are ordered by expert. A first all-to-all exchanges the counts, so that each
+rank knows the number of rows from each other rank, which may be zero. Backward uses the reverse all-to-all (Lepikhin et
 al., "GShard", 2020; uneven counts: Gale et al., "MegaBlocks", 2022).
 """
 
@@ -17,18 +17,18 @@ from paceline.comm.process_group import World
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRoute:
-    """The routing of rows in one forward. `send` and `receive` count rows per rank, the others are indices."""
+    """The routing of rows in one forward: the counts of rows per rank, and the indices of the rows."""
 
     world: World
     send: tuple[int, ...]
     receive: tuple[int, ...]
-    token: Tensor  # the token of each row that leaves, in the order of experts
-    pair: Tensor  # its index among all (token, choice) pairs
-    expert: Tensor  # this rank's expert for each received row, counted from 0
+    token: Tensor  # the token of each sent row, in the order of experts
+    pair: Tensor  # the index of each sent row among all (token, choice) pairs
+    expert: Tensor  # the expert of each received row, counted from 0 on this rank
 
 
 def plan_route(index: Tensor, *, ranges: Sequence[tuple[int, int]], world: World) -> TokenRoute:
-    """Return the route for the experts that tokens chose, (tokens, choices), and the experts of each rank.
+    """Return the route for the chosen experts `index`, (tokens, choices), and the expert ranges of the ranks.
 
     A choice outside of all ranges (a masked expert) is not sent.
     """
@@ -56,9 +56,9 @@ def plan_route(index: Tensor, *, ranges: Sequence[tuple[int, int]], world: World
 
 
 def _unlucky(came: Tensor) -> Tensor:
-    """Return estimated counts for the most loaded rank, if there is no real router.
+    """Return estimated counts for the most loaded rank, for a simulation without a real router.
 
-    They are two standard deviations above the mean, with every choice equally likely to fall to any rank.
+    The estimate is two standard deviations above the mean, if each choice is equally likely to be on any rank.
     """
     total = int(came.sum())
     more = 2 * (max(total, 1) * (1 - 1 / came.shape[0])) ** 0.5 / max(total, 1)
@@ -72,13 +72,13 @@ def dispatch(tokens: Tensor, weights: Tensor, *, route: TokenRoute) -> tuple[Ten
 
 
 def combine(rows: Tensor, *, like: Tensor, route: TokenRoute) -> Tensor:
-    """Send the rows back, and add those of each token, in the order of experts."""
+    """Return the rows to their ranks, and add the rows of each token, in the order of experts."""
     (came,) = _Swap.apply(route, True, rows)  # type: ignore[no-untyped-call]
     return torch.zeros_like(like).index_add(0, route.token, came.to(like.dtype))
 
 
 class _Swap(torch.autograd.Function):
-    """An all-to-all of rows. One node holds all tensors of an exchange, so every rank's backward has the same order."""
+    """An all-to-all of rows; one autograd node for all tensors, so that backward has the same order on every rank."""
 
     @staticmethod
     def forward(ctx: Any, route: TokenRoute, home: bool, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,1 +1,1 @@
-"""Pipeline stages of any model: cutting it, the values sent between stages, and running a stage."""
+"""Pipeline stages of any model: the split into stages, the values sent between stages, and the run of a stage."""

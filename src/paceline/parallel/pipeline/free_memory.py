@@ -1,4 +1,4 @@
-"""Freeing of parameters and buffers that other stages hold; names, shapes and dtypes don't change."""
+"""Release of the memory of parameters and buffers of other stages; names, shapes and dtypes don't change."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from paceline.torch_internals.private_api import storage_key
 
 
 def keep_shared_storage(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are not blocks, contain no block and lie in no block."""
+    """Yield the modules that are not blocks, contain no block and are not inside a block."""
     inside = {id(part) for block in blocks for part in block.modules()}
     for name, module in model.named_modules():
         if id(module) not in inside and not any(id(part) in inside for part in module.modules()):
@@ -31,9 +31,9 @@ def free_other_stages(
 ) -> None:
     """Move parameters and buffers that none of this process's stages holds to the device "meta".
 
-    A parameter of a module around the blocks, whose forward runs on every stage, or one that is read between blocks
-    becomes an expanded NaN without memory instead, so that this code can still run, on `device` if the model has no
-    memory yet. Tied parameters stay tied.
+    Code around the blocks runs on every stage. Parameters that it reads become an expanded NaN (one element of memory)
+    instead, so that the code can still run; they are on `device` if the model has no memory yet. Tied parameters remain
+    tied.
     """
     held = frozenset().union(*(cut.parts[stage].parameters for stage in own))
     first = {id(p): name for name, p in model.named_parameters()}
@@ -53,7 +53,7 @@ def free_other_stages(
 
 
 def hollow_graph(model: nn.Module, *, cut: GraphStageSplit, own: Sequence[int]) -> None:
-    """Move parameters that none of this process's stages holds, and buffers of modules that none calls, to "meta"."""
+    """Move the parameters and buffers that none of this process's stages uses to the device "meta"."""
     empty = {id(parameter) for parameter in hollow_parameters(model, cut=cut, own=own)}
     new: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
@@ -68,15 +68,15 @@ def hollow_graph(model: nn.Module, *, cut: GraphStageSplit, own: Sequence[int]) 
 
 
 def hollow_parameters(model: nn.Module, *, cut: StageSplit | GraphStageSplit, own: Sequence[int]) -> set[nn.Parameter]:
-    """Return the parameters without memory, which this process's sharding, optimizers and checkpoints leave out."""
+    """Return the parameters that no stage of this process holds; sharding, optimizers and checkpoints skip them."""
     held = frozenset().union(*(cut.parts[stage].parameters for stage in own))
     return {parameter for name, parameter in model.named_parameters() if name not in held}
 
 
 def memoryless_copy(model: nn.Module, *, device: torch.device | None = None) -> nn.Module:
-    """Return a copy of the model whose parameters and buffers have no memory, to export from after they are freed.
+    """Return a copy of the model without memory for parameters and buffers, from which new shapes are exported later.
 
-    Meta tensors are placed on `device` in the copy.
+    Tensors that are on the device "meta" are on `device` in the copy.
 
     Raises:
         LayoutError: the model can't be copied.
@@ -102,8 +102,8 @@ def _empty_buffers(
 ) -> None:
     """Move the buffers of modules that only other processes call to "meta", except for memory that is used here too.
 
-    Such memory belongs to a module that is also registered elsewhere, or is shared with another buffer, or is read by
-    a stage of this process from a module outside that stage.
+    A buffer is used here if its module is also registered elsewhere in the model, if it shares memory with a buffer
+    that is used here, or if a stage of this process computes with it.
     """
     kept = {storage_key(model.get_buffer(name)) for stage in own for name in cut.parts[stage].buffers}
     kept |= {storage_key(buffer) for module in _outside(model, theirs) for buffer in module.buffers(recurse=False)}
@@ -114,7 +114,7 @@ def _empty_buffers(
 
 
 def _outside(model: nn.Module, closed: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules that can be reached without passing through the closed ones."""
+    """Yield the modules that can be reached without passing through the excluded modules."""
     seen, queue = {id(module) for module in closed}, [model]
     while queue:
         module = queue.pop()

@@ -34,9 +34,9 @@ Seconds = Callable[[Mapping[str, nn.Module]], Sequence[float]]
 class PipelineModel:
     """The pipeline stages of one rank.
 
-    `program(n)` is the schedule of all ranks for n microbatches, `forward(n)` the schedule without gradients.
-
-    `splits`: whether a stage's backward can be split in two, as zero-bubble schedules require.
+    `program(n)` is the schedule of all ranks for n microbatches, `forward(n)` the schedule without backward.
+    `hollow` are the parameters and buffers that only other ranks hold. `splits`: whether a stage's
+    backward can be split into input and weight gradients, as zero-bubble schedules require.
     """
 
     stages: Stages | GraphStages
@@ -54,12 +54,12 @@ class PipelineModel:
 
     @property
     def along_graph(self) -> bool:
-        """Return whether the stages are steps of an exported graph rather than blocks of a chain."""
+        """Return whether the model is split along an exported graph, not along a chain of blocks."""
         return isinstance(self.stages, GraphStages)
 
     @property
     def ties(self) -> dict[str, list[int]]:
-        """Return the parameters that several ranks hold, with the ranks."""
+        """Return the names of the parameters that several ranks hold, with these ranks."""
         owners = self.forward(1).rank_of_stage
         found = {name: sorted({owners[stage] for stage in stages}) for name, stages in self.cut.ties.items()}
         return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
@@ -78,13 +78,14 @@ def cut_model(
     seconds: Seconds | None = None,
     late: DeferredModel | None = None,
 ) -> PipelineModel:
-    """Cut a whole model in place; `call` runs forward and loss of one microbatch. `how` may list blocks and stages.
+    """Split a model into stages, in place. `call` runs forward and loss of one microbatch.
 
-    A model without a chain of blocks is cut along its exported graph, and `say` receives a note. `seconds` measures
-    the modules' times if stages are to be balanced by them. `late` is set while the parameters are on the meta device.
+    `how` may list blocks and stages. A model without a chain of blocks is split along its exported graph, and
+    `say` receives a note. `seconds` measures the modules' times, by which the stages are balanced. `late`
+    is set if the parameters are still on the meta device.
 
     Raises:
-        LayoutError: the model can't be cut; the message names the cause.
+        LayoutError: the model can't be split into stages; the message gives the cause.
     """
     program = cache(lambda num_micro: build_pipeline_program(asked, mesh, num_micro=num_micro))
     some = read(asked.schedule) if is_schedule_file(asked.schedule) else program(1)
@@ -134,7 +135,7 @@ def _chain(
     late: DeferredModel | None,
     compares: bool,
 ) -> StageSplit | NoChain | None:
-    """Cut along the chain of blocks; return why this is impossible, or None if only `export` was asked for."""
+    """Split along the chain of blocks; return the error if this fails, or None if the settings require `export`."""
     if how.cut == "export":
         return None
     blocks, bounds = how.blocks or None, how.stages or None
@@ -143,7 +144,7 @@ def _chain(
         weights = None if seconds is None else seconds(chain)
         plan = partial(plan_cut, model, num_stages=num_stages, call=call, blocks=blocks, bounds=bounds, weights=weights)
 
-        if late is not None:  # a whole stagewise forward would need more memory than allowed
+        if late is not None:  # `compare_stagewise` would need the memory of the full model
             return late.run_without_values(plan)
         cut = plan()
         compare_stagewise(model, cut=cut, call=call, compares=compares)
@@ -165,7 +166,7 @@ def _graph(
     device: torch.device,
     late: DeferredModel | None,
 ) -> GraphPlan:
-    """Cut along the exported graph; if that fails too, the error also says why the chain was refused."""
+    """Split along the exported graph; an error also gives the reason why there is no chain of blocks."""
     blocks, bounds = how.blocks or None, how.stages or None
     try:
         return plan_graph(
@@ -185,7 +186,7 @@ def _graph(
 
 
 def _refuse_counted(cut: StageSplit, program: Program) -> None:
-    """Refuse a forward that counts in Python if a rank has several stages, since it starts the forward for each."""
+    """Raise if the forward counts in Python and a rank has several stages, each of which starts the forward."""
     several = program.num_stages > len(set(program.rank_of_stage))
     if cut.counts and several:
         raise LayoutError(
@@ -206,7 +207,7 @@ def _refuse_beside(mesh: Mesh, refused: NoChain | None) -> None:
 
 
 def _told(cut: GraphStageSplit, refused: NoChain | None) -> str:
-    """Return a note on the cut along the graph, for the console and the log."""
+    """Return a note on the split along the graph, for the console and the log."""
     why = "requested" if refused is None else refused.what.partition(":")[0]
     borders = ", ".join(f"{border.after} +{border.steps}" if border.steps else border.after for border in cut.borders)
     return f"note: stages are cut along the exported graph ({why}); borders after {borders}"

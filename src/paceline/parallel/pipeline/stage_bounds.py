@@ -1,4 +1,4 @@
-"""Assignment of blocks to stages: as listed, or balanced."""
+"""Assignment of blocks to stages, from listed numbers of blocks or balanced by weights."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -11,10 +11,10 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 def checked_bounds(counts: Sequence[int], num_stages: int, num_blocks: int) -> Bounds:
-    """Return the bounds for the listed number of blocks of each stage.
+    """Return the bounds for the given number of blocks of each stage.
 
     Raises:
-        LayoutError: the numbers do not add up, or a stage would have no block.
+        LayoutError: the numbers do not add up to the model's blocks, or a stage has no block.
     """
     if len(counts) != num_stages or sum(counts) != num_blocks or min(counts) < 1:
         raise LayoutError(
@@ -28,7 +28,7 @@ def checked_bounds(counts: Sequence[int], num_stages: int, num_blocks: int) -> B
 
 
 def even_bounds(num_stages: int, blocks: Sequence[Block], weights: Sequence[float] | None) -> Bounds:
-    """Return bounds that balance the weights over the stages; None weighs all blocks equally.
+    """Return bounds that balance the weights over the stages; without weights, all blocks are equal.
 
     Raises:
         LayoutError: there are more stages than blocks, or `weights` has another length than `blocks`.

@@ -1,4 +1,4 @@
-"""Flattening of the values that blocks take and return into a list of tensors and a JSON description."""
+"""Conversion of the inputs and outputs of blocks to a list of tensors and a JSON description, and back."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -15,7 +15,7 @@ _PLAIN = (bool, int, float, str)
 
 @dataclass(frozen=True, kw_only=True)
 class OutputClasses:
-    """The container classes that blocks return; they are found when the model is cut and are equal on all ranks."""
+    """The container classes of the blocks' outputs; they are recorded when the model is split, equally on all ranks."""
 
     by_name: Mapping[str, type]
 
@@ -26,7 +26,7 @@ class OutputClasses:
 
 
 def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Yield every tensor with the path to it; objects that are not known containers are skipped."""
+    """Yield each tensor with its path; objects of other classes than tensors and containers are skipped."""
     if isinstance(value, Tensor):
         yield path, value
         return
@@ -35,7 +35,7 @@ def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def replace_at(value: Any, new: Mapping[Path, Tensor], path: Path = ()) -> Any:
-    """Return the value with the tensors at some paths replaced."""
+    """Return the value with the tensors at the paths of `new` replaced."""
     if path in new:
         return new[path]
     if not any(place[: len(path)] == path for place in new):
@@ -47,7 +47,7 @@ def flatten_output(value: Any, *, where: str) -> tuple[list[Tensor], Spec]:
     """Return a value's tensors, and the description from which `unflatten_output` rebuilds it.
 
     Raises:
-        LayoutError: an object is neither a tensor, number, string nor None, nor a container of those.
+        LayoutError: an object is not a tensor, number, string, None, or a container of these.
     """
     if isinstance(value, Tensor):
         return [value], ["tensor"]

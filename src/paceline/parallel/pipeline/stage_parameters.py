@@ -1,11 +1,11 @@
-"""Lookup of the stages that hold a parameter, for both ways of cutting a model."""
+"""Lookup of the stages that hold a parameter, for splits along a chain of blocks and along a graph."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 
 class StageParameters(Protocol):
-    """The data that every kind of stage has."""
+    """A stage of either kind of split."""
 
     @property
     def index(self) -> int: ...
@@ -15,11 +15,11 @@ class StageParameters(Protocol):
 
 
 def stages_of_parameters(name: str, parts: Sequence[StageParameters]) -> tuple[int, ...]:
-    """Return the stages that hold a parameter, given by its first name."""
+    """Return the stages that hold a parameter; `name` is its name in `named_parameters()`."""
     return tuple(part.index for part in parts if name in part.parameters)
 
 
 def parameters_of_several_stages(parts: Sequence[StageParameters]) -> dict[str, tuple[int, ...]]:
-    """Return the parameters that several stages hold, with these stages."""
+    """Return the names of the parameters that several stages hold, with the indices of these stages."""
     names = sorted({name for part in parts for name in part.parameters})
     return {name: held for name in names if len(held := stages_of_parameters(name, parts)) > 1}

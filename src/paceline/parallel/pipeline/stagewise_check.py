@@ -1,4 +1,4 @@
-"""Check of a cut in one process: the stages, run one after another, must give the whole model's result."""
+"""Check of a stage split in one process: running all stages in order must give the result of the full model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,15 +21,15 @@ _ROUNDING = 1e-5
 
 
 def compare_stagewise(model: nn.Module, *, cut: StageSplit, call: Callable[[], Any], compares: bool = True) -> None:
-    """Run a whole model stage by stage on one example, without gradients, and compare. This costs two forwards.
+    """Run a model stage by stage on one example, without gradients, and compare the result with that of a full forward.
 
-    Modules of other stages return NaN, so a needed value that is not sent shows; hooks on other stages' blocks are not
-    called, so values that they catch are missing. Each stage starts with the unchanged model, as in a process of its
-    own, and with the random generators as at the start of the whole forward. Blocks draw from streams of their own.
-    `compares` is False if tensors have no values.
+    Modules of other stages return NaN, which reveals values that are needed but not sent. Hooks on the blocks of other
+    stages are not called, so values that they record are missing. Each stage starts with the unchanged model and with
+    the random generators as at the start of the full forward, as in a separate process. Each block draws from its own
+    random stream. `compares` is False if tensors have no values.
 
     Raises:
-        NoChain: a stage fails, or the last stage's result is not the whole model's.
+        NoChain: a stage fails, or the last stage's result differs from that of the full model.
     """
     modes = {module: module.training for module in model.modules()}
     try:
@@ -47,10 +47,10 @@ def compare_stagewise(model: nn.Module, *, cut: StageSplit, call: Callable[[], A
 
 @contextmanager
 def _streams_of_blocks(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
-    """Seed torch's generators for each block's call by its number, and put them back behind it.
+    """Seed torch's generators with the block's number for each call of a block, and restore them afterwards.
 
-    A stage does not run the other stages' blocks, so what those would draw must not move the draws that follow.
-    Draws from Python's or NumPy's generators are left as they are: a stage cannot repeat those.
+    A stage does not run the blocks of other stages, so draws inside blocks must not affect the draws after them. The
+    generators of Python and NumPy are not seeded, because a stage cannot repeat their draws.
     """
     gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
 

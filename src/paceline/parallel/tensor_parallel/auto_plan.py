@@ -1,4 +1,4 @@
-"""Derivation of a tensor plan from one run of a model that brings none, and a check of the plan against one process."""
+"""Derivation of a tensor plan from a run of the model, and checks of a plan against one process."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -18,95 +18,96 @@ from paceline.parallel.module_access.user_call_isolation import side_effect_free
 from paceline.parallel.tensor_parallel.auto_plan_search import (
     PlanSearchMode,
     WeightDecision,
-    forget_guesses,
-    learn_from_blocked,
-    splits_of,
-    suggest_for_all_blocks,
+    find_sharded_outputs,
+    learn_from_all_gathers,
+    reset_decisions,
+    suggest_borders,
 )
-from paceline.parallel.tensor_parallel.collectives import WorldWire
-from paceline.parallel.tensor_parallel.hf_plan import own_plan
-from paceline.parallel.tensor_parallel.plan_dry_run import CheckWire, ShownCuts
+from paceline.parallel.tensor_parallel.collectives import WorldGroup
+from paceline.parallel.tensor_parallel.hf_plan import read_model_plan
+from paceline.parallel.tensor_parallel.plan_dry_run import PlanCheckGroup, ShardedParameterMode
 from paceline.parallel.tensor_parallel.plan_toml import read_plan
-from paceline.parallel.tensor_parallel.sharded_tensor import TRANSFORM, ShardPropagatingTensor
-from paceline.parallel.tensor_parallel.tensor_parallel import split_over
+from paceline.parallel.tensor_parallel.sharded_tensor import INSIDE_TRANSFORM, ShardPropagatingTensor
+from paceline.parallel.tensor_parallel.tensor_parallel import split_model_in_group
 from paceline.parallel.tensor_parallel.tensor_plan import (
     ParameterRole,
     TensorPlan,
-    cuts_of,
-    first_number,
-    is_turned,
+    block_pattern,
+    is_transposed,
     name_pattern,
     pattern_matches,
+    resolve_plan,
 )
 from paceline.torch_internals.dispatch_modes import has_dispatch_mode
 
-Run = Callable[[nn.Module], Any]
-IN_LOCAL = "its module runs on pieces"
-LARGE = 1000  # an embedding without a head is a vocabulary from this number of rows
+ModelRun = Callable[[nn.Module], Any]
+LOCAL_MODULE_REASON = "its module runs on shards"
+MIN_VOCABULARY = 1000  # the number of rows from which an embedding without a head is a vocabulary
 
 
 def choose_plan(
     model: nn.Module,
     *,
     ranks: int,
-    run: Run | None = None,
+    run: ModelRun | None = None,
     file: Path | None = None,
     replicate: Sequence[str] = (),
 ) -> TensorPlan:
-    """Return the plan of the user's file, else one derived from a run, else the model's own.
+    """Return the plan of the user's file, else a plan derived from a run, else the model's own plan.
 
     Raises:
-        LayoutError: there is none of these, or `derive_plan` raised it. UsageError: `read_plan` raised it.
+        LayoutError: there is no plan, or the plan does not fit the model.
+        UsageError: the file is not a valid plan.
     """
     _refuse_unknown(model, replicate)
     if file is not None:
-        plan = read_plan(file, model=model).without(replicate)
+        plan = read_plan(file, model=model).with_replicated(replicate)
     elif run is not None:
         plan = derive_plan(model, run=run, ranks=ranks, replicate=replicate)
     if run is not None:
-        hold_plan(model, plan=plan, run=run, ranks=ranks)
+        check_plan_by_function(model, plan=plan, run=run, ranks=ranks)
     if file is not None or run is not None:
         return plan
-    own = own_plan(model, ranks=ranks)
-    if own is None:
+    model_plan = read_model_plan(model, ranks=ranks)
+    if model_plan is None:
         raise LayoutError(
             f"{type(model).__name__} has no tensor plan, and there is no batch to derive one from.",
             hint="pl.place(..., example=lambda model: model(x)), or a plan file: see docs/tensor.md",
         )
-    return own.without(replicate)
+    return model_plan.with_replicated(replicate)
 
 
-def derive_plan(model: nn.Module, *, run: Run, ranks: int, replicate: Sequence[str] = ()) -> TensorPlan:
-    """Find the weights that `ranks` ranks can shard, by running the model.
+def derive_plan(model: nn.Module, *, run: ModelRun, ranks: int, replicate: Sequence[str] = ()) -> TensorPlan:
+    """Derive a plan: find the weights that can be sharded over `ranks` ranks, by running the model.
 
-    `run` calls the model on a small batch and returns its output (or its loss, if it is available). The model is left
-    unchanged. Modules that the model's own plan runs on shards (experts) are taken from that plan; `replicate` names
-    modules or parameters that stay whole.
+    `run` calls the model on a small batch and returns its output (or its loss, if it is available). The model does not
+    change. The roles of `local` modules (experts) come from the model's own plan. `replicate` names modules or
+    parameters that are not sharded.
 
     Raises:
-        LayoutError: nothing can be sharded, or heads do not divide; the message names them.
+        LayoutError: no weight can be sharded, or the number of heads is not divisible by `ranks`.
     """
-    local = {p: r for p, r in _own_local(model, ranks).items() if not _asked(p, replicate)}
-    fixed = {
-        name: WeightDecision(kind="whole", why="asked")
+    local = {p: r for p, r in _local_roles(model, ranks).items() if not _matches_any(p, replicate)}
+    fixed_decisions = {
+        name: WeightDecision(kind="whole", reason="requested by place.replicate")
         for name, _ in model.named_parameters()
-        if _asked(name, replicate)
+        if _matches_any(name, replicate)
     }
     for name, _ in model.named_parameters():
         if any(pattern_matches(f"{p}.**", name) or pattern_matches(p, name) for p in local):
-            fixed[name] = WeightDecision(kind="whole", why=IN_LOCAL)
-    found, explorer = _explored(model, run, ranks, fixed)
-    _refuse_heads(found, ranks, explorer.wire.heads)
-    roles = {**_roles(model, found, explorer.wire.heads), **local}
+            fixed_decisions[name] = WeightDecision(kind="whole", reason=LOCAL_MODULE_REASON)
+    decisions, search = _search_until_stable(model, run, ranks, fixed_decisions)
+    _check_head_counts(decisions, ranks, search.group.heads)
+    roles = {**_build_roles(model, decisions, search.group.heads), **local}
     notes = [
-        f"{n} stays whole: {f.why}"
-        for n, f in _by_pattern(found).items()
-        if f.kind == "whole" and f.why and f.why != IN_LOCAL
+        f"{n} stays whole: {f.reason}"
+        for n, f in _decisions_by_pattern(decisions).items()
+        if f.kind == "whole" and f.reason and f.reason != LOCAL_MODULE_REASON
     ]
     if not roles:
         raise LayoutError(
-            f"tensor parallelism finds nothing to split in {type(model).__name__}: {_linears(model)}",
-            cause=_by_transforms(found)
+            f"tensor parallelism finds nothing to split in {type(model).__name__}: {_layer_counts(model)}",
+            cause=_transform_reason(decisions)
             or "; ".join(notes[:2])
             or "it splits pairs of matmuls with elementwise operations or attention between them; "
             "convolutions stay whole",
@@ -118,7 +119,7 @@ def derive_plan(model: nn.Module, *, run: Run, ranks: int, replicate: Sequence[s
 def _refuse_unknown(model: nn.Module, replicate: Sequence[str]) -> None:
     names = [name for name, _ in model.named_parameters()]
     for pattern in replicate:
-        if not any(_asked(name, [pattern]) for name in names):
+        if not any(_matches_any(name, [pattern]) for name in names):
             modules = [name for name, _ in model.named_modules() if name]
             raise LayoutError(
                 f"place.replicate names {pattern!r}, but this model has no module or parameter of that name.",
@@ -127,43 +128,43 @@ def _refuse_unknown(model: nn.Module, replicate: Sequence[str]) -> None:
             )
 
 
-def _own_local(model: nn.Module, ranks: int) -> dict[str, ParameterRole]:
+def _local_roles(model: nn.Module, ranks: int) -> dict[str, ParameterRole]:
     try:
-        own = own_plan(model, ranks=ranks)
-    except LayoutError:  # an unknown style: the role of its modules can be derived
+        model_plan = read_model_plan(model, ranks=ranks)
+    except LayoutError:  # the model's plan has an unknown style: the roles are derived instead
         return {}
-    if own is None:
+    if model_plan is None:
         return {}
-    local = [p for p, r in own.roles.items() if r.kind == "local"]
-    return {p: r for p, r in own.roles.items() if any(p == m or p.startswith(f"{m}.") for m in local)}
+    local = [p for p, r in model_plan.roles.items() if r.kind == "local"]
+    return {p: r for p, r in model_plan.roles.items() if any(p == m or p.startswith(f"{m}.") for m in local)}
 
 
-def _asked(name: str, patterns: Sequence[str]) -> bool:
+def _matches_any(name: str, patterns: Sequence[str]) -> bool:
     return any(
         name == p or name.startswith(f"{p}.") or pattern_matches(p, name) or pattern_matches(f"{p}.**", name)
         for p in patterns
     )
 
 
-def _explored(
-    model: nn.Module, run: Run, ranks: int, fixed: dict[str, WeightDecision]
+def _search_until_stable(
+    model: nn.Module, run: ModelRun, ranks: int, fixed_decisions: dict[str, WeightDecision]
 ) -> tuple[dict[str, WeightDecision], PlanSearchMode]:
     names = {id(p): n for n, p in model.named_parameters()}
-    likes: dict[str, tuple[object, ...]] = {
+    similarity_keys: dict[str, tuple[object, ...]] = {
         n: (name_pattern(n), p.shape) for n, p in model.named_parameters() if p.dim() == 2
     }
-    found, before = dict(fixed), list[dict[str, WeightDecision]]()
-    while found not in before and len(before) < 12 + 2 * len(likes):
-        before.append(copy.deepcopy(found))
-        explorer = PlanSearchMode(names=names, found=found, ranks=ranks)
-        with side_effect_free(model), torch.no_grad(), _said_as_planning(model, run), explorer:
+    decisions, earlier_decisions = dict(fixed_decisions), list[dict[str, WeightDecision]]()
+    while decisions not in earlier_decisions and len(earlier_decisions) < 12 + 2 * len(similarity_keys):
+        earlier_decisions.append(copy.deepcopy(decisions))
+        search = PlanSearchMode(names=names, decisions=decisions, ranks=ranks)
+        with side_effect_free(model), torch.no_grad(), _report_as_planning_error(model, run), search:
             output = run(model)
-        for split in splits_of(output):
-            explorer.reached(split, "output")
-        if not (learn_from_blocked(explorer, found) or _settle_ends(found, explorer, model)):
-            return found, explorer
-        forget_guesses(found)
-        suggest_for_all_blocks(found, likes)
+        for tensor in find_sharded_outputs(output):
+            search.record_consumer(tensor, "output")
+        if not (learn_from_all_gathers(search, decisions) or _resolve_unconsumed(decisions, search, model)):
+            return decisions, search
+        reset_decisions(decisions)
+        suggest_borders(decisions, similarity_keys)
     raise LayoutError(
         f"the tensor plan of {type(model).__name__} is not stable: what can be split differs from run to run.",
         cause="the model's forward takes a different path each time",
@@ -171,123 +172,136 @@ def _explored(
     )
 
 
-def _settle_ends(found: dict[str, WeightDecision], explorer: PlanSearchMode, model: nn.Module) -> bool:
-    """Keep whole every column weight that no row weight follows, except a vocabulary head; shard its embedding too."""
+def _resolve_unconsumed(decisions: dict[str, WeightDecision], search: PlanSearchMode, model: nn.Module) -> bool:
+    """Decide the column weights that no row weight follows, and return whether a decision changed.
+
+    They are not sharded, except for a vocabulary head, whose embedding is then sharded too.
+    """
     changed = False
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    rows = set(explorer.embeddings.values())
-    heads = set()
-    for name, known in list(found.items()):
-        if known.kind != "column" or len(shapes[name]) < 2 or known.why == "embedding":
+    vocabulary_sizes = set(search.embeddings.values())
+    head_sizes = set()
+    for name, decision in list(decisions.items()):
+        if decision.kind != "column" or len(shapes[name]) < 2 or decision.reason == "embedding":
             continue
-        ends = explorer.consumed.get(name, set())
-        if ends == {"output"} and (shapes[name][0] in rows or shapes[name][0] >= LARGE):
-            known.why = "head"
-            heads.add(shapes[name][0])
-        elif "row" not in ends:
-            known.kind, known.dim, known.why, changed = "whole", None, "nothing after it can use the split", True
-    for name, size in explorer.embeddings.items():
-        is_new = name not in found or found[name].why == "head"
-        if is_new and size >= explorer.wire.size and (size in heads or (not heads and size >= LARGE)):
-            found[name] = WeightDecision(kind="column", dim=0, why="embedding")
+        consumers = search.consumers.get(name, set())
+        if consumers == {"output"} and (shapes[name][0] in vocabulary_sizes or shapes[name][0] >= MIN_VOCABULARY):
+            decision.reason = "head"
+            head_sizes.add(shapes[name][0])
+        elif "row" not in consumers:
+            decision.kind, decision.dim, decision.reason, changed = (
+                "whole",
+                None,
+                "no later matmul can use its sharding",
+                True,
+            )
+    for name, size in search.embeddings.items():
+        is_new = name not in decisions or decisions[name].reason == "head"
+        if is_new and size >= search.group.size and (size in head_sizes or (not head_sizes and size >= MIN_VOCABULARY)):
+            decisions[name] = WeightDecision(kind="column", dim=0, reason="embedding")
             changed = True
     return changed
 
 
-def _refuse_heads(found: dict[str, WeightDecision], ranks: int, heads: dict[str, int]) -> None:
-    """Raise if a projection's heads do not divide by `ranks` and no sibling projection is sharded.
+def _check_head_counts(decisions: dict[str, WeightDecision], ranks: int, heads: dict[str, int]) -> None:
+    """Raise if a projection's number of heads is not divisible by `ranks` and no projection of heads is sharded.
 
-    If stages have different numbers of heads, as in Swin, and those of one divide, the others stay whole with a note.
+    If stages of the model have different numbers of heads, as in Swin, and some are divisible, the others are not
+    sharded, with a note.
     """
-    others = any(found[name].dim is not None for name in heads)
+    has_sharded_projection = any(decisions[name].dim is not None for name in heads)
     problems: dict[str, PacelineError] = {}
-    for name, known in found.items():
-        if known.kind != "whole" or not known.heads or known.heads % ranks == 0:
+    for name, decision in decisions.items():
+        if decision.kind != "whole" or not decision.heads or decision.heads % ranks == 0:
             continue
-        if others:
-            known.why = f"{known.heads} heads do not divide by tp={ranks}"
+        if has_sharded_projection:
+            decision.reason = f"{decision.heads} heads do not divide by tp={ranks}"
             continue
         module = name.rpartition(".")[0]
         parent = module.rpartition(".")[0]
-        beside = [
-            n for n, f in found.items() if n.rpartition(".")[0].rpartition(".")[0] == parent and f.dim is not None
+        sharded_siblings = [
+            n for n, f in decisions.items() if n.rpartition(".")[0].rpartition(".")[0] == parent and f.dim is not None
         ]
-        if not beside:
-            nearest = next(n for n in range(ranks, 0, -1) if known.heads % n == 0)
+        if not sharded_siblings:
+            nearest = next(n for n in range(ranks, 0, -1) if decision.heads % n == 0)
             problems[name_pattern(module)] = LayoutError(
-                f"{module}: {known.heads} heads do not divide by tp={ranks}.",
+                f"{module}: {decision.heads} heads do not divide by tp={ranks}.",
                 cause="each rank takes the same number of whole heads",
                 hint=f"tp={nearest}, or keep it whole: --place.replicate '{name_pattern(module)}'",
             )
     raise_all(list(problems.values()))
 
 
-def _roles(model: nn.Module, found: dict[str, WeightDecision], heads: dict[str, int]) -> dict[str, ParameterRole]:
-    """Return the roles by module for weights, else by parameter name.
+def _build_roles(
+    model: nn.Module, decisions: dict[str, WeightDecision], heads: dict[str, int]
+) -> dict[str, ParameterRole]:
+    """Return the role of each weight by the name of its module, and of other parameters by their own names.
 
     Numbered modules with equal roles are merged into one pattern.
     """
     owners = dict(model.named_modules())
-    exact: dict[str, ParameterRole | None] = {}
+    exact_roles: dict[str, ParameterRole | None] = {}
     for name, parameter in model.named_parameters():
-        known, (path, _, own) = found.get(name), name.rpartition(".")
-        key = path if own == "weight" else name
+        decision, (path, _, attribute) = decisions.get(name), name.rpartition(".")
+        key = path if attribute == "weight" else name
         if parameter.dim() < 2:
-            if known is not None and known.dim is not None and own != "bias":
-                exact[name] = ParameterRole(kind="column", sections=_sections(known, parameter))
+            if decision is not None and decision.dim is not None and attribute != "bias":
+                exact_roles[name] = ParameterRole(kind="column", sections=_sections(decision, parameter))
             continue
-        exact[key] = (
-            None if known is None or known.dim is None else _role(known, parameter, owners[path], heads.get(name))
+        exact_roles[key] = (
+            None
+            if decision is None or decision.dim is None
+            else _build_role(decision, parameter, owners[path], heads.get(name))
         )
-    return _compressed(exact)
+    return _merge_numbered_names(exact_roles)
 
 
-def _sections(known: WeightDecision, parameter: Tensor) -> tuple[int, ...]:
-    sections = known.sections(parameter.shape[known.dim or 0])
+def _sections(decision: WeightDecision, parameter: Tensor) -> tuple[int, ...]:
+    sections = decision.sections(parameter.shape[decision.dim or 0])
     return sections if len(sections) > 1 else ()
 
 
-def _role(known: WeightDecision, parameter: Tensor, owner: nn.Module, heads: int | None) -> ParameterRole:
-    sections = _sections(known, parameter)
+def _build_role(decision: WeightDecision, parameter: Tensor, owner: nn.Module, heads: int | None) -> ParameterRole:
+    sections = _sections(decision, parameter)
     fused = len(sections) if len(set(sections)) == 1 else 1
-    kind = known.why if known.why in ("head", "embedding") else known.kind
-    usual = 0 if kind in ("head", "embedding") else (0 if (kind == "column") != is_turned(owner) else 1)
+    kind = decision.reason if decision.reason in ("head", "embedding") else decision.kind
+    default_dim = 0 if kind in ("head", "embedding") else (0 if (kind == "column") != is_transposed(owner) else 1)
     return ParameterRole(
         kind=kind,  # type: ignore[arg-type]
         fused=fused,
         sections=() if fused > 1 else sections,
-        heads=heads if known.kind == "column" and kind == "column" else None,
-        dim=None if known.dim == usual else known.dim,
+        heads=heads if decision.kind == "column" and kind == "column" else None,
+        dim=None if decision.dim == default_dim else decision.dim,
     )
 
 
-def _compressed(exact: dict[str, ParameterRole | None]) -> dict[str, ParameterRole]:
-    """Replace numbers in names by `*` where all matching names share one role.
+def _merge_numbered_names(exact_roles: dict[str, ParameterRole | None]) -> dict[str, ParameterRole]:
+    """Replace numbers in names by `*` if all matching names have one role.
 
-    Tried in this order: all numbers, the first number, the name itself.
+    For each name, replacing all numbers is tried first, then the first number only.
     """
     groups: dict[str, set[ParameterRole | None]] = {}
-    for name, role in exact.items():
-        for pattern in (name_pattern(name), first_number(name)):
+    for name, role in exact_roles.items():
+        for pattern in (name_pattern(name), block_pattern(name)):
             groups.setdefault(pattern, set()).add(role)
-    found: dict[str, ParameterRole] = {}
-    for name, role in exact.items():
+    merged: dict[str, ParameterRole] = {}
+    for name, role in exact_roles.items():
         if role is not None:
-            patterns = (name_pattern(name), first_number(name))
-            found[next((p for p in patterns if len(groups[p]) == 1), name)] = role
-    return found
+            patterns = (name_pattern(name), block_pattern(name))
+            merged[next((p for p in patterns if len(groups[p]) == 1), name)] = role
+    return merged
 
 
-def _by_pattern(found: dict[str, WeightDecision]) -> dict[str, WeightDecision]:
-    return {name_pattern(name): known for name, known in reversed(found.items())}
+def _decisions_by_pattern(decisions: dict[str, WeightDecision]) -> dict[str, WeightDecision]:
+    return {name_pattern(name): decision for name, decision in reversed(decisions.items())}
 
 
-def _by_transforms(found: dict[str, WeightDecision]) -> str:
-    names = [name for name, known in found.items() if known.why.endswith(TRANSFORM)]
-    return f"the output of {', '.join(names[:2])} is used{TRANSFORM}, and stays whole" if names else ""
+def _transform_reason(decisions: dict[str, WeightDecision]) -> str:
+    names = [name for name, decision in decisions.items() if decision.reason.endswith(INSIDE_TRANSFORM)]
+    return f"the output of {', '.join(names[:2])} is used{INSIDE_TRANSFORM}, and stays whole" if names else ""
 
 
-def _linears(model: nn.Module) -> str:
+def _layer_counts(model: nn.Module) -> str:
     kinds = [type(m).__name__ for m in model.modules()]
     convolutions = sum("Conv" in kind and kind != "Conv1D" for kind in kinds)
     return (
@@ -295,31 +309,36 @@ def _linears(model: nn.Module) -> str:
     )
 
 
-def hold_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int) -> None:
-    """Check a plan in one run: each function on sharded tensors is computed by all ranks and by one process.
+def check_plan_by_function(model: nn.Module, *, plan: TensorPlan, run: ModelRun, ranks: int) -> None:
+    """Check a plan in one run: compute each function on sharded tensors by all ranks and by one process.
 
-    It takes the time of one forward plus that of the threads. The check is skipped for a model with parameters on the
-    meta device, and inside a dispatch mode, which computes no numbers.
+    The check is skipped for a model with parameters on the meta device, and inside a dispatch mode, because these have
+    no values to compare.
 
     Raises:
-        LayoutError: a rank's value differs from one process's; the message gives the line that calls the function.
+        LayoutError: a result on a rank differs from that of one process; the message gives the line of the call.
     """
     has_no_memory = any(parameter.untyped_storage().device.type == "meta" for parameter in model.parameters())
     if has_no_memory or has_dispatch_mode():
         return
-    cuts = cuts_of(model, plan, ranks=ranks)
+    shardings = resolve_plan(model, plan, ranks=ranks)
     ids = {
-        id(parameter): cuts.of[name]
+        id(parameter): shardings.by_name[name]
         for name, parameter in model.named_parameters()
-        if name in cuts.of and not any(name.startswith(f"{module}.") for module in cuts.local)
+        if name in shardings.by_name and not any(name.startswith(f"{module}.") for module in shardings.local_modules)
     }
-    with side_effect_free(model), torch.no_grad(), _said_as_planning(model, run), ShownCuts(ids, CheckWire(size=ranks)):
+    with (
+        side_effect_free(model),
+        torch.no_grad(),
+        _report_as_planning_error(model, run),
+        ShardedParameterMode(ids, PlanCheckGroup(size=ranks)),
+    ):
         run(model)
 
 
 @contextmanager
-def _said_as_planning(model: nn.Module, run: Run) -> Iterator[None]:
-    """Re-raise errors of the user's code: unchanged if one process raises them too, else as errors of tp planning."""
+def _report_as_planning_error(model: nn.Module, run: ModelRun) -> Iterator[None]:
+    """Convert an error of the user's code to a `LayoutError`, unless a run without sharding raises an error too."""
     try:
         yield
     except PacelineError:
@@ -336,28 +355,32 @@ def _said_as_planning(model: nn.Module, run: Run) -> Iterator[None]:
         ) from error
 
 
-def check_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int, sequence: bool = False) -> float:
-    """Run a plan on copies, with all ranks as threads of this process, and compare it with the whole model.
+def check_plan(model: nn.Module, *, plan: TensorPlan, run: ModelRun, ranks: int, sequence: bool = False) -> float:
+    """Run the plan on copies of the model, one per rank, as threads of this process; compare with the full model.
 
     Returns the largest relative difference of the outputs.
 
     Raises:
-        JobError: `run` returns a different output each time. LayoutError: an output differs by more than rounding.
+        JobError: `run` returns a different output each time.
+        LayoutError: an output differs by more than rounding.
     """
 
-    def alone(subject: nn.Module) -> list[Tensor]:
+    def run_alone(subject: nn.Module) -> list[Tensor]:
         with torch.no_grad():
-            return [t.gathered() if isinstance(t, ShardPropagatingTensor) else t for t in _floats(run(subject.eval()))]
+            return [
+                t.full_tensor() if isinstance(t, ShardPropagatingTensor) else t for t in _floats(run(subject.eval()))
+            ]
 
-    def work(world: World) -> list[Tensor]:
-        mine = copy_model(model)
-        split_over(mine, plan=plan, wire=WorldWire(world, sequence=sequence))
-        return alone(mine)
+    def run_rank(world: World) -> list[Tensor]:
+        local_model = copy_model(model)
+        split_model_in_group(local_model, plan=plan, group=WorldGroup(world, sequence=sequence))
+        return run_alone(local_model)
 
     with side_effect_free(model, parameters=False):
-        expected, again = (alone(copy_model(model)) for _ in range(2))
+        expected, rerun = (run_alone(copy_model(model)) for _ in range(2))
         if not all(
-            _apart(*pair) <= 4096 * torch.finfo(pair[1].dtype).eps for pair in zip(again, expected, strict=True)
+            _relative_difference(*pair) <= 4096 * torch.finfo(pair[1].dtype).eps
+            for pair in zip(rerun, expected, strict=True)
         ):
             raise JobError(
                 f"run gives different outputs of the whole {type(model).__name__} each time, so "
@@ -365,23 +388,25 @@ def check_plan(model: nn.Module, *, plan: TensorPlan, run: Run, ranks: int, sequ
                 cause="it makes a new batch each time, or the model draws random numbers in evaluation mode too",
                 hint="make the batch once, outside of it: batch = torch.randn(4, 16), run = lambda model: model(batch)",
             )
-        found = run_simulated_ranks(work, ranks=ranks)
+        rank_outputs = run_simulated_ranks(run_rank, ranks=ranks)
     worst = 0.0
-    for rank, outputs in enumerate(found):
-        for number, (mine, whole) in enumerate(zip(outputs, expected, strict=True)):
-            apart = _apart(mine, whole)
-            worst = max(worst, apart)
-            if not apart <= 4096 * torch.finfo(whole.dtype).eps:
+    for rank, outputs in enumerate(rank_outputs):
+        for number, (output, reference) in enumerate(zip(outputs, expected, strict=True)):
+            difference = _relative_difference(output, reference)
+            worst = max(worst, difference)
+            if not difference <= 4096 * torch.finfo(reference.dtype).eps:
                 raise LayoutError(
                     f"the {plan.source} tensor plan changes output {number} of {type(model).__name__} on rank {rank} "
-                    f"by {apart:.1e} of its size.",
+                    f"by {difference:.1e} of its size.",
                     hint="keep the modules behind it whole: --place.replicate NAME, and report this as a bug",
                 )
     return worst
 
 
-def _apart(mine: Tensor, whole: Tensor) -> float:
-    return float((mine - whole).abs().max() / whole.abs().max().clamp(min=1e-30)) if whole.numel() else 0.0
+def _relative_difference(output: Tensor, reference: Tensor) -> float:
+    return (
+        float((output - reference).abs().max() / reference.abs().max().clamp(min=1e-30)) if reference.numel() else 0.0
+    )
 
 
 def _floats(value: Any) -> list[Tensor]:

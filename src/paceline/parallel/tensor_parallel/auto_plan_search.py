@@ -1,8 +1,8 @@
 """Search for the weights that can be sharded, by running the model as rank 0 of a group without other ranks.
 
-Every matmul with a weight is tried as a column split; the sharding then propagates through the model's own forward.
-If it reaches another matmul, that weight becomes the row split. If something needs the whole tensor, the weight that
-produced it stays whole, or is tried again as the fused projection that it turned out to be.
+The weight of every matmul is first sharded column-wise, and the sharding propagates through the model's forward. If it
+reaches another matmul, the weight of that matmul is sharded row-wise. If a function needs the full tensor, the weight
+that produced the tensor is either not sharded, or the next run tries it as a fused projection.
 """
 
 from collections.abc import Iterable
@@ -13,15 +13,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.parallel.tensor_parallel.plan_dry_run import DryWire, shown_whole
-from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor, name_of
-from paceline.parallel.tensor_parallel.sharding import DimSharding, IncompatibleReshape, even_cut
+from paceline.parallel.tensor_parallel.plan_dry_run import DryRunGroup, wrap_full_tensor
+from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor, function_name
+from paceline.parallel.tensor_parallel.sharding import DimSharding, IncompatibleReshape, shard_evenly
 from paceline.torch_internals.function_signatures import SIGNATURES, read_call
 from paceline.torch_internals.pytree import tensor_leaves
 
-TURNS = (".T", ".mT", "t")
+TRANSPOSES = (".T", ".mT", "t")
 LOSSES = ("cross_entropy", "nll_loss", "argmax")
-PRODUCTS = {  # names of the parameters for input, weight and bias
+MATMUL_PARAMETERS = {  # names of the parameters for input, weight and bias
     "linear": ("input", "weight", "bias"),
     "addmm": ("mat1", "mat2", "input"),
     "matmul": ("input", "other"),
@@ -32,9 +32,10 @@ PRODUCTS = {  # names of the parameters for input, weight and bias
 
 @dataclass(kw_only=True)
 class WeightDecision:
-    """The decision for one weight: the sharded dimension and its section borders, or why it stays whole.
+    """The decision for one weight: the sharded dimension and its section borders, or the reason not to shard it.
 
-    `suggested`: the borders are copied from the same weight of another block; `alone`: they did not fit this weight.
+    `is_suggested`: the borders are those of the same weight in another block. `rejects_suggestions`: such borders did
+    not fit this weight.
     """
 
     dim: int | None = None
@@ -42,185 +43,193 @@ class WeightDecision:
     size: int = 0
     borders: frozenset[int] = frozenset()
     heads: int | None = None
-    why: str = ""
+    reason: str = ""
     bias: str | None = None
-    suggested: bool = False
-    alone: bool = False
+    is_suggested: bool = False
+    rejects_suggestions: bool = False
 
     def sections(self, size: int) -> tuple[int, ...]:
-        """Return the sizes between the borders."""
+        """Return the sizes of the sections between the borders."""
         ends = [0, *sorted(b for b in self.borders if 0 < b < size), size]
         return tuple(b - a for a, b in pairwise(ends))
 
 
 class PlanSearchMode(TorchFunctionMode):
-    """A run of the model that decides each weight at its first use, and shows decided weights as sharded."""
+    """A function mode that decides each weight at its first use, and replaces the weights by sharded tensors."""
 
-    def __init__(self, *, names: dict[int, str], found: dict[str, WeightDecision], ranks: int) -> None:
+    def __init__(self, *, names: dict[int, str], decisions: dict[str, WeightDecision], ranks: int) -> None:
         super().__init__()
-        self.wire = DryWire(size=ranks)
+        self.group = DryRunGroup(size=ranks)
         self.embeddings: dict[str, int] = {}
-        self.consumed: dict[str, set[str]] = {}
-        self._names, self._found, self._ranks = names, found, ranks
+        self.consumers: dict[str, set[str]] = {}
+        self._names, self._decisions, self._ranks = names, decisions, ranks
         self._shown: dict[str, ShardPropagatingTensor] = {}
-        self._turned: dict[int, tuple[Tensor, nn.Parameter]] = {}
+        self._transposed: dict[int, tuple[Tensor, nn.Parameter]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Decide the weights of this call, show them as sharded, and call the function."""
-        name, kwargs = name_of(func), kwargs or {}
-        given = (read_call(name, args, kwargs) if name in SIGNATURES else None) or {}
-        first: Any = args[0] if args else given.get("input")
-        if given and name in PRODUCTS:
-            self._product(*(given[place] for place in PRODUCTS[name]), turned=name != "linear")
-        if name in TURNS and self._name(first) and first.dim() == 2:
-            made = func(*args, **kwargs)
-            self._turned[id(made)] = (made, first)
-            return made
-        weight = self._name(given.get("weight"))
+        """Decide the weights of this call, and call the function with sharded weights."""
+        name, kwargs = function_name(func), kwargs or {}
+        arguments = (read_call(name, args, kwargs) if name in SIGNATURES else None) or {}
+        first: Any = args[0] if args else arguments.get("input")
+        if arguments and name in MATMUL_PARAMETERS:
+            self._decide_matmul(
+                *(arguments[parameter] for parameter in MATMUL_PARAMETERS[name]), is_transposed=name != "linear"
+            )
+        if name in TRANSPOSES and self._parameter_name(first) and first.dim() == 2:
+            transposed = func(*args, **kwargs)
+            self._transposed[id(transposed)] = (transposed, first)
+            return transposed
+        weight = self._parameter_name(arguments.get("weight"))
         if name == "embedding" and weight is not None:
-            self.embeddings[weight] = len(given["weight"])
-        if name in LOSSES and isinstance(given.get("input"), ShardPropagatingTensor):
-            self.reached(given["input"], "output")
+            self.embeddings[weight] = len(arguments["weight"])
+        if name in LOSSES and isinstance(arguments.get("input"), ShardPropagatingTensor):
+            self.record_consumer(arguments["input"], "output")
         return func(*(self._show(a) for a in args), **{k: self._show(a) for k, a in kwargs.items()})
 
-    def reached(self, value: ShardPropagatingTensor, what: str) -> None:
-        """Record that a value which these weights produced reaches a consumer that may be sharded."""
+    def record_consumer(self, value: ShardPropagatingTensor, consumer: str) -> None:
+        """Record the consumer of a value, which may be sharded, for the weights that produced the value."""
         for origin in value.origins:
-            self.consumed.setdefault(origin, set()).add(what)
+            self.consumers.setdefault(origin, set()).add(consumer)
 
-    def _name(self, value: Any) -> str | None:
+    def _parameter_name(self, value: Any) -> str | None:
         return self._names.get(id(value)) if isinstance(value, nn.Parameter) else None
 
-    def _product(self, x: Any, weight: Any, bias: Any = None, *, turned: bool) -> None:
-        if id(weight) in self._turned:
-            weight, turned = self._turned[id(weight)][1], not turned
-        name = self._name(weight)
-        if name is None or weight is None or weight.dim() != 2 or self._name(x) is not None:
+    def _decide_matmul(self, x: Any, weight: Any, bias: Any = None, *, is_transposed: bool) -> None:
+        if id(weight) in self._transposed:
+            weight, is_transposed = self._transposed[id(weight)][1], not is_transposed
+        name = self._parameter_name(weight)
+        if name is None or weight is None or weight.dim() != 2 or self._parameter_name(x) is not None:
             return
-        row = None if name in self.embeddings else _cut_of_row(x)
-        if row is not None and isinstance(x, ShardPropagatingTensor):
-            self.reached(x, "row")
-        known = self._found.get(name)
-        if known is not None and known.kind:
+        row_sharding = None if name in self.embeddings else _row_sharding(x)
+        if row_sharding is not None and isinstance(x, ShardPropagatingTensor):
+            self.record_consumer(x, "row")
+        decided = self._decisions.get(name)
+        if decided is not None and decided.kind:
             return
-        found = self._found.setdefault(name, WeightDecision())
-        if row is not None:
-            found.kind, found.dim = "row", 0 if turned else 1
-            found.borders = _borders(row)
-            found.bias = None
-        elif weight.shape[1 if turned else 0] >= self._ranks and weight.is_floating_point():
-            found.kind, found.dim = "column", 1 if turned else 0
-            found.size = weight.shape[found.dim]
-            self._of_bias(found, bias)
+        decision = self._decisions.setdefault(name, WeightDecision())
+        if row_sharding is not None:
+            decision.kind, decision.dim = "row", 0 if is_transposed else 1
+            decision.borders = _borders(row_sharding)
+            decision.bias = None
+        elif weight.shape[1 if is_transposed else 0] >= self._ranks and weight.is_floating_point():
+            decision.kind, decision.dim = "column", 1 if is_transposed else 0
+            decision.size = weight.shape[decision.dim]
+            self._decide_bias(decision, bias)
         else:
-            found.kind, found.why = "whole", "smaller than the number of ranks"
+            decision.kind, decision.reason = "whole", "smaller than the number of ranks"
 
-    def _of_bias(self, found: WeightDecision, bias: Any) -> None:
-        found.bias = self._name(bias)
-        if found.bias is not None:
-            self._found[found.bias] = WeightDecision(kind="column", dim=0, borders=found.borders)
+    def _decide_bias(self, decision: WeightDecision, bias: Any) -> None:
+        decision.bias = self._parameter_name(bias)
+        if decision.bias is not None:
+            self._decisions[decision.bias] = WeightDecision(kind="column", dim=0, borders=decision.borders)
 
     def _show(self, value: Any) -> Any:
-        if id(value) in self._turned:
-            shown = self._show(self._turned[id(value)][1])
+        if id(value) in self._transposed:
+            shown = self._show(self._transposed[id(value)][1])
             return shown.t() if isinstance(shown, ShardPropagatingTensor) else value
-        name = self._name(value)
-        found = self._found.get(name) if name is not None else None
-        if name is None or found is None or found.dim is None:
+        name = self._parameter_name(value)
+        decision = self._decisions.get(name) if name is not None else None
+        if name is None or decision is None or decision.dim is None:
             return value
         if name not in self._shown:
-            size = value.shape[found.dim]
-            cut = even_cut(size, ranks=self._ranks, sections=found.sections(size), dim=found.dim)
-            origins = (name,) if found.kind == "column" and value.dim() > 1 else ()
-            self._shown[name] = shown_whole(value.detach(), cut, self.wire, origins=origins)
+            size = value.shape[decision.dim]
+            sharding = shard_evenly(size, ranks=self._ranks, sections=decision.sections(size), dim=decision.dim)
+            origins = (name,) if decision.kind == "column" and value.dim() > 1 else ()
+            self._shown[name] = wrap_full_tensor(value.detach(), sharding, self.group, origins=origins)
         return self._shown[name]
 
 
-def _cut_of_row(x: Any) -> DimSharding | None:
-    return x.cut if isinstance(x, ShardPropagatingTensor) and x.cut.dim == len(x.whole) - 1 else None
+def _row_sharding(x: Any) -> DimSharding | None:
+    return x.sharding if isinstance(x, ShardPropagatingTensor) and x.sharding.dim == len(x.full_shape) - 1 else None
 
 
-def _borders(cut: DimSharding) -> frozenset[int]:
-    ends, at = set(), 0
-    for fences in cut.sections:
-        at += fences[-1]
-        ends.add(at)
-    return frozenset(ends - {cut.size})
+def _borders(sharding: DimSharding) -> frozenset[int]:
+    ends, offset = set(), 0
+    for bounds in sharding.sections:
+        offset += bounds[-1]
+        ends.add(offset)
+    return frozenset(ends - {sharding.size})
 
 
-def learn_from_blocked(explorer: PlanSearchMode, found: dict[str, WeightDecision]) -> bool:
-    """Update the decisions from what needed a whole tensor, and return whether another run is needed.
+def learn_from_all_gathers(search: PlanSearchMode, decisions: dict[str, WeightDecision]) -> bool:
+    """Update the decisions from the recorded all-gathers, and return whether another run is needed.
 
-    A weight that turns out to be fused changes what follows it; then nothing else is concluded from this run.
+    If a weight turns out to be a fused projection, the later functions of this run say nothing about other weights.
     """
-    blocked = [
-        (found[origin], what, misfit)
-        for origins, what, misfit in explorer.wire.events
+    gathered = [
+        (decisions[origin], function, incompatible_reshape)
+        for origins, function, incompatible_reshape in search.group.events
         for origin in sorted(origins)
-        if found[origin].kind == "column"
+        if decisions[origin].kind == "column"
     ]
-    refined = [_refine(known, misfit) for known, _, misfit in blocked]
-    left = [] if any(refined) else [_leave_alone(known) for known, _, _ in blocked]
-    if any(refined) or any(left):
+    is_refined = [_refine(decision, incompatible_reshape) for decision, _, incompatible_reshape in gathered]
+    has_dropped = [] if any(is_refined) else [_drop_suggestion(decision) for decision, _, _ in gathered]
+    if any(is_refined) or any(has_dropped):
         return True
-    for known, what, misfit in blocked:
-        if known.kind == "column":
-            known.kind, known.dim, known.borders = "whole", None, frozenset()
-            known.heads = None if misfit is None else misfit.heads
-            known.why = misfit.what if misfit is not None else what
-    return bool(blocked)
+    for decision, function, incompatible_reshape in gathered:
+        if decision.kind == "column":
+            decision.kind, decision.dim, decision.borders = "whole", None, frozenset()
+            decision.heads = None if incompatible_reshape is None else incompatible_reshape.heads
+            decision.reason = incompatible_reshape.description if incompatible_reshape is not None else function
+    return bool(gathered)
 
 
-def _refine(known: WeightDecision, misfit: IncompatibleReshape | None) -> bool:
-    if misfit is None or not misfit.sections:
+def _refine(decision: WeightDecision, incompatible_reshape: IncompatibleReshape | None) -> bool:
+    if incompatible_reshape is None or not incompatible_reshape.sections:
         return False
-    each = known.size // sum(misfit.sections)  # rows of the weight per element of the sliced dimension, e.g. per head
-    ends, at = set() if known.suggested else set(known.borders), 0
-    for size in misfit.sections[:-1]:
-        at += size * each
-        ends.add(at)
-    if frozenset(ends) == known.borders or len(ends) >= 8:
+    rows_per_element = decision.size // sum(
+        incompatible_reshape.sections
+    )  # rows of the weight per element of the sliced dimension
+    ends, offset = set() if decision.is_suggested else set(decision.borders), 0
+    for size in incompatible_reshape.sections[:-1]:
+        offset += size * rows_per_element
+        ends.add(offset)
+    if frozenset(ends) == decision.borders or len(ends) >= 8:
         return False
-    known.borders, known.suggested = frozenset(ends), False
+    decision.borders, decision.is_suggested = frozenset(ends), False
     return True
 
 
-def _leave_alone(known: WeightDecision) -> bool:
-    """Drop borders that were only suggested, for good, and return whether there were any."""
-    was = known.suggested
-    if was:
-        known.borders, known.suggested, known.alone = frozenset(), False, True
-    return was
+def _drop_suggestion(decision: WeightDecision) -> bool:
+    """Drop suggested borders and reject later suggestions; return whether there were any."""
+    was_suggested = decision.is_suggested
+    if was_suggested:
+        decision.borders, decision.is_suggested, decision.rejects_suggestions = frozenset(), False, True
+    return was_suggested
 
 
-def forget_guesses(found: dict[str, WeightDecision]) -> None:
+def reset_decisions(decisions: dict[str, WeightDecision]) -> None:
     """Reset the decisions before another run.
 
-    Kept are weights that stay whole, the vocabulary, and the section borders of fused projections.
+    The decisions not to shard a weight, the vocabulary, and the section borders of fused projections are preserved.
     """
-    for name, known in list(found.items()):
-        if known.kind == "whole" or known.why == "embedding":
+    for name, decision in list(decisions.items()):
+        if decision.kind == "whole" or decision.reason == "embedding":
             continue
-        if known.kind == "row":
-            known.borders = frozenset()
-        known.kind, known.dim = "", None
-        if not (known.borders or known.alone):
-            del found[name]
+        if decision.kind == "row":
+            decision.borders = frozenset()
+        decision.kind, decision.dim = "", None
+        if not (decision.borders or decision.rejects_suggestions):
+            del decisions[name]
 
 
-def suggest_for_all_blocks(found: dict[str, WeightDecision], likes: dict[str, tuple[object, ...]]) -> None:
-    """Suggest the borders found for one block's fused projection to the same projection of all blocks.
+def suggest_borders(decisions: dict[str, WeightDecision], similarity_keys: dict[str, tuple[object, ...]]) -> None:
+    """Suggest the borders of one block's fused projection for the same projection of all blocks, before another run.
 
-    Call it before another run. `likes` maps names to a key that is equal for like weights. Without it the model would
-    be run once per block.
+    `similarity_keys` maps names to a key that is equal for corresponding weights of different blocks. Without
+    suggestions the search needs one run per block.
     """
-    own = [n for n, known in found.items() if n in likes and not (known.kind or known.suggested or known.alone)]
-    shown = {likes[name]: found[name].borders for name in own}
-    for name, like in likes.items():
-        if name not in found and like in shown:
-            found[name] = WeightDecision(borders=shown[like], suggested=True)
+    decided = [
+        n
+        for n, decision in decisions.items()
+        if n in similarity_keys and not (decision.kind or decision.is_suggested or decision.rejects_suggestions)
+    ]
+    known_borders = {similarity_keys[name]: decisions[name].borders for name in decided}
+    for name, key in similarity_keys.items():
+        if name not in decisions and key in known_borders:
+            decisions[name] = WeightDecision(borders=known_borders[key], is_suggested=True)
 
 
-def splits_of(value: Any) -> Iterable[ShardPropagatingTensor]:
+def find_sharded_outputs(value: Any) -> Iterable[ShardPropagatingTensor]:
     """Return every sharded tensor in an output of any structure."""
     return (tensor for tensor in tensor_leaves(value) if isinstance(tensor, ShardPropagatingTensor))

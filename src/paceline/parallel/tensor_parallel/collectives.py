@@ -1,7 +1,7 @@
 """Collectives of a tensor-parallel group, plain and as autograd functions.
 
-Every function keeps one invariant: the gradient of a whole value is whole and equal on all ranks, and the gradient of
-a sharded value is the rank's own shard. (They are Megatron-LM's f and g, and their relatives.)
+All functions keep one invariant: the gradient of a full tensor is full and equal on all ranks, and the gradient of a
+shard is the shard of the gradient. (They include f and g of Megatron-LM.)
 """
 
 from typing import Any, Protocol
@@ -10,195 +10,199 @@ import torch
 from torch import Tensor
 
 from paceline.comm.process_group import World
-from paceline.parallel.tensor_parallel.once_differentiable import once
+from paceline.parallel.tensor_parallel.once_differentiable import once_differentiable
 from paceline.parallel.tensor_parallel.sharding import DimSharding
 from paceline.torch_internals.private_api import tensor_version
 
 
 class TensorParallelGroup(Protocol):
-    """The collectives of one tensor-parallel group; with `sequence`, sums return as shards of the sequence."""
+    """The collectives of one tensor-parallel group.
+
+    With `sequence`, sums of three-dimensional activations are sharded along the sequence (sequence parallelism).
+    """
 
     rank: int
     size: int
     sequence: bool
 
-    def total(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks; the argument may be overwritten."""
 
-    def largest(self, tensor: Tensor) -> Tensor:
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
         """Return the maximum over all ranks."""
 
-    def join(self, tensor: Tensor, cut: DimSharding) -> Tensor:
-        """Return the whole tensor, joined from every rank's piece."""
+    def all_gather(self, tensor: Tensor, sharding: DimSharding) -> Tensor:
+        """Return the full tensor from the shards of all ranks."""
 
-    def total_piece(self, tensor: Tensor, cut: DimSharding) -> Tensor:
-        """Return this rank's piece of the sum over all ranks."""
+    def reduce_scatter(self, tensor: Tensor, sharding: DimSharding) -> Tensor:
+        """Return this rank's shard of the sum over all ranks."""
 
-    def tell(self, what: str) -> None:
-        """Note once that a whole tensor was gathered unnecessarily."""
+    def record_note(self, note: str) -> None:
+        """Record a note for the user; equal notes are recorded once."""
 
 
-class WorldWire:
-    """A tensor-parallel group whose ranks are those of a `World`: processes, or threads of this one."""
+class WorldGroup:
+    """A tensor-parallel group of the ranks of a `World`: processes, or threads of this process."""
 
     def __init__(self, world: World, *, sequence: bool = False) -> None:
         self._world = world
         self.sequence = sequence
         self.rank, self.size = world.rank, world.world_size
-        self.told: dict[str, None] = {}
+        self.notes: dict[str, None] = {}
 
-    def total(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks with an all-reduce."""
         return self._world.all_reduce(tensor.contiguous())
 
-    def largest(self, tensor: Tensor) -> Tensor:
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
         """Return the maximum over all ranks with an all-reduce."""
         return self._world.all_reduce(tensor.contiguous(), op="max")
 
-    def join(self, tensor: Tensor, cut: DimSharding) -> Tensor:
-        """Return the whole tensor with an all-gather; pieces of unequal size are padded for the transfer."""
+    def all_gather(self, tensor: Tensor, sharding: DimSharding) -> Tensor:
+        """Return the full tensor with an all-gather; shards of unequal size are padded for the transfer."""
         if self.size == 1:
             return tensor
-        sizes = [cut.held(rank) for rank in range(self.size)]
-        own = tensor.movedim(cut.dim, 0).contiguous()
-        pieces = self._world.all_gather(own, shapes=[(size, *own.shape[1:]) for size in sizes])
-        return join_pieces([piece.movedim(0, cut.dim) for piece in pieces], cut)
+        sizes = [sharding.local_size(rank) for rank in range(self.size)]
+        local = tensor.movedim(sharding.dim, 0).contiguous()
+        pieces = self._world.all_gather(local, shapes=[(size, *local.shape[1:]) for size in sizes])
+        return concat_shards([piece.movedim(0, sharding.dim) for piece in pieces], sharding)
 
-    def total_piece(self, tensor: Tensor, cut: DimSharding) -> Tensor:
-        """Reduce-scatter the tensor; use an all-reduce if the pieces are unequal or in several sections."""
+    def reduce_scatter(self, tensor: Tensor, sharding: DimSharding) -> Tensor:
+        """Reduce-scatter the tensor; use an all-reduce if the shards are unequal or have several sections."""
         if self.size == 1:
             return tensor
-        sizes = {cut.held(rank) for rank in range(self.size)}
-        if len(sizes) > 1 or len(cut.sections) > 1:
-            return piece_of(self.total(tensor.clone()), cut, self.rank).contiguous()
-        own = self._world.reduce_scatter(tensor.movedim(cut.dim, 0).contiguous())
-        return own.movedim(0, cut.dim).contiguous()
+        sizes = {sharding.local_size(rank) for rank in range(self.size)}
+        if len(sizes) > 1 or len(sharding.sections) > 1:
+            return slice_shard(self.all_reduce(tensor.clone()), sharding, self.rank).contiguous()
+        local = self._world.reduce_scatter(tensor.movedim(sharding.dim, 0).contiguous())
+        return local.movedim(0, sharding.dim).contiguous()
 
-    def tell(self, what: str) -> None:
-        """Record a message for the notes."""
-        self.told[what] = None
-
-
-def piece_of(whole: Tensor, cut: DimSharding, rank: int) -> Tensor:
-    """Return a rank's piece of a whole tensor."""
-    parts = [whole.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges(rank)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
+    def record_note(self, note: str) -> None:
+        """Record a note; equal notes are recorded once."""
+        self.notes[note] = None
 
 
-def join_pieces(pieces: list[Tensor], cut: DimSharding) -> Tensor:
-    """Return the whole tensor, joined from all ranks' pieces."""
-    if len(cut.sections) == 1:
-        return torch.cat(pieces, cut.dim)
-    found, offsets = [], [0] * len(pieces)
-    for fences in cut.sections:
-        for rank, own in enumerate(pieces):
+def slice_shard(full_tensor: Tensor, sharding: DimSharding, rank: int) -> Tensor:
+    """Return a rank's shard of a full tensor."""
+    parts = [full_tensor.narrow(sharding.dim, start, stop - start) for start, stop in sharding.ranges(rank)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, sharding.dim)
+
+
+def concat_shards(pieces: list[Tensor], sharding: DimSharding) -> Tensor:
+    """Return the full tensor from the shards of all ranks."""
+    if len(sharding.sections) == 1:
+        return torch.cat(pieces, sharding.dim)
+    parts, offsets = [], [0] * len(pieces)
+    for fences in sharding.sections:
+        for rank, piece in enumerate(pieces):
             length = fences[rank + 1] - fences[rank]
-            found.append(own.narrow(cut.dim, offsets[rank], length))
+            parts.append(piece.narrow(sharding.dim, offsets[rank], length))
             offsets[rank] += length
-    return torch.cat(found, cut.dim)
+    return torch.cat(parts, sharding.dim)
 
 
-class _CopyIn(torch.autograd.Function):
+class _CopyToParallelRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, wire: TensorParallelGroup) -> Tensor:
-        ctx.wire = wire
-        return whole.detach()  # not a view: it would reference `whole`, which caches it, so neither would ever be freed
+    def forward(ctx: Any, full_tensor: Tensor, group: TensorParallelGroup) -> Tensor:
+        ctx.group = group
+        return full_tensor.detach()  # not a view: a view and the input that caches it would keep each other alive
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.wire.total(grad.clone()), None
+        return ctx.group.all_reduce(grad.clone()), None
 
 
-class _ReduceOut(torch.autograd.Function):
+class _ReduceFromParallelRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, wire: TensorParallelGroup) -> Tensor:
-        return wire.total(partial.clone())
+    def forward(ctx: Any, partial: Tensor, group: TensorParallelGroup) -> Tensor:
+        return group.all_reduce(partial.clone())
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, None
 
 
-class _TakeOwn(torch.autograd.Function):
+class _TakeLocalShard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, cut: DimSharding, wire: TensorParallelGroup) -> Tensor:
-        ctx.cut, ctx.wire = cut, wire
-        return piece_of(whole, cut, wire.rank).contiguous()
+    def forward(ctx: Any, full_tensor: Tensor, sharding: DimSharding, group: TensorParallelGroup) -> Tensor:
+        ctx.sharding, ctx.group = sharding, group
+        return slice_shard(full_tensor, sharding, group.rank).contiguous()
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.wire.join(grad, ctx.cut), None, None
+        return ctx.group.all_gather(grad, ctx.sharding), None, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, cut: DimSharding, wire: TensorParallelGroup, partial: bool) -> Tensor:
-        ctx.cut, ctx.wire, ctx.partial = cut, wire, partial
-        return wire.join(local, cut)
+    def forward(ctx: Any, local: Tensor, sharding: DimSharding, group: TensorParallelGroup, partial: bool) -> Tensor:
+        ctx.sharding, ctx.group, ctx.partial = sharding, group, partial
+        return group.all_gather(local, sharding)
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.partial:
-            return ctx.wire.total_piece(grad, ctx.cut), None, None, None
-        return piece_of(grad, ctx.cut, ctx.wire.rank).contiguous(), None, None, None
+            return ctx.group.reduce_scatter(grad, ctx.sharding), None, None, None
+        return slice_shard(grad, ctx.sharding, ctx.group.rank).contiguous(), None, None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _ReduceScatterPartials(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, cut: DimSharding, wire: TensorParallelGroup) -> Tensor:
-        ctx.cut, ctx.wire = cut, wire
-        return wire.total_piece(partial, cut)
+    def forward(ctx: Any, partial: Tensor, sharding: DimSharding, group: TensorParallelGroup) -> Tensor:
+        ctx.sharding, ctx.group = sharding, group
+        return group.reduce_scatter(partial, sharding)
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.wire.join(grad, ctx.cut), None, None
+        return ctx.group.all_gather(grad, ctx.sharding), None, None
 
 
-def copy_in(whole: Tensor, wire: TensorParallelGroup) -> Tensor:
-    """Return a whole value for sharded work to read: identity in forward, all-reduce in backward.
+def copy_to_parallel_region(full_tensor: Tensor, group: TensorParallelGroup) -> Tensor:
+    """Return a full tensor as the input of sharded operations: identity in forward, all-reduce in backward.
 
-    The gradient is summed once, however often the value is read.
+    The result is cached on the tensor, so several reads cost one all-reduce.
     """
-    if not (whole.requires_grad and torch.is_grad_enabled()):
-        return whole
-    if whole.is_leaf:
-        return _CopyIn.apply(whole, wire)  # type: ignore[no-any-return, no-untyped-call]
-    known = getattr(whole, "_paceline_copied", None)
-    if known is not None and known[0] is wire and known[1] == tensor_version(whole):
-        copied: Tensor = known[2]
+    if not (full_tensor.requires_grad and torch.is_grad_enabled()):
+        return full_tensor
+    if full_tensor.is_leaf:
+        return _CopyToParallelRegion.apply(full_tensor, group)  # type: ignore[no-any-return, no-untyped-call]
+    cached = getattr(full_tensor, "_paceline_copied", None)
+    if cached is not None and cached[0] is group and cached[1] == tensor_version(full_tensor):
+        copied: Tensor = cached[2]
         return copied
-    copied = _CopyIn.apply(whole, wire)  # type: ignore[no-untyped-call]
-    whole._paceline_copied = (wire, tensor_version(whole), copied)  # type: ignore[attr-defined]
+    copied = _CopyToParallelRegion.apply(full_tensor, group)  # type: ignore[no-untyped-call]
+    full_tensor._paceline_copied = (group, tensor_version(full_tensor), copied)  # type: ignore[attr-defined]
     return copied
 
 
-def reduce_out(partial: Tensor, wire: TensorParallelGroup) -> Tensor:
+def reduce_from_parallel_region(partial: Tensor, group: TensorParallelGroup) -> Tensor:
     """Sum the partial values of all ranks: all-reduce in forward, identity in backward."""
-    found: Tensor = _ReduceOut.apply(partial, wire)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _ReduceFromParallelRegion.apply(partial, group)  # type: ignore[no-untyped-call]
+    return result
 
 
-def take_own(whole: Tensor, cut: DimSharding, wire: TensorParallelGroup) -> Tensor:
-    """Return this rank's piece of a whole value; backward all-gathers the pieces' gradients."""
-    found: Tensor = _TakeOwn.apply(whole, cut, wire)  # type: ignore[no-untyped-call]
-    return found
+def take_local_shard(full_tensor: Tensor, sharding: DimSharding, group: TensorParallelGroup) -> Tensor:
+    """Return this rank's shard of a full tensor; backward all-gathers the gradients of the shards."""
+    result: Tensor = _TakeLocalShard.apply(full_tensor, sharding, group)  # type: ignore[no-untyped-call]
+    return result
 
 
-def gather(local: Tensor, cut: DimSharding, wire: TensorParallelGroup, *, partial: bool = False) -> Tensor:
-    """Return the whole of a sharded value.
+def gather_shards(local: Tensor, sharding: DimSharding, group: TensorParallelGroup, *, partial: bool = False) -> Tensor:
+    """Return the full tensor from the shards of all ranks.
 
-    Set `partial` if sharded work reads it, so that backward sums its gradients over the ranks.
+    Set `partial` if sharded operations read the result: each rank then has only a part of its gradient, and backward
+    sums the parts over the ranks.
     """
-    found: Tensor = _Gather.apply(local, cut, wire, partial)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _GatherShards.apply(local, sharding, group, partial)  # type: ignore[no-untyped-call]
+    return result
 
 
-def scatter(partial: Tensor, cut: DimSharding, wire: TensorParallelGroup) -> Tensor:
-    """Return this rank's piece of the sum of all ranks' partial values; backward all-gathers."""
-    found: Tensor = _Scatter.apply(partial, cut, wire)  # type: ignore[no-untyped-call]
-    return found
+def reduce_scatter_partials(partial: Tensor, sharding: DimSharding, group: TensorParallelGroup) -> Tensor:
+    """Return this rank's shard of the sum of all ranks' partial values; backward all-gathers."""
+    result: Tensor = _ReduceScatterPartials.apply(partial, sharding, group)  # type: ignore[no-untyped-call]
+    return result

@@ -1,4 +1,4 @@
-"""Tensor plans that a model brings: Hugging Face's `_tp_plan` and `base_model_tp_plan`."""
+"""Tensor plans of Hugging Face models: `_tp_plan` and `base_model_tp_plan`."""
 
 from typing import Any
 
@@ -20,14 +20,14 @@ STYLES = {
     "packed_rowwise": ParameterRole(kind="row", fused=2),
     "moe_tp_experts": ParameterRole(kind="local"),
 }
-WHOLE = ("replicate", "sequence_parallel", "replicated_with_grad_allreduce", "all_reduce", "local_params")
-KEYS, QUERIES = ("k_proj", "v_proj"), ("q_proj", "o_proj")
+UNSHARDED_STYLES = ("replicate", "sequence_parallel", "replicated_with_grad_allreduce", "all_reduce", "local_params")
+KEY_VALUE_NAMES, QUERY_NAMES = ("k_proj", "v_proj"), ("q_proj", "o_proj")
 
 
-def own_plan(model: nn.Module, *, ranks: int) -> TensorPlan | None:
+def read_model_plan(model: nn.Module, *, ranks: int) -> TensorPlan | None:
     """Return the model's own plan, or None if it has none.
 
-    Outputs that its styles would gather stay sharded until something needs the whole.
+    Outputs that a style gathers remain sharded here; they are gathered when a function needs the full tensor.
 
     Raises:
         LayoutError: a style is unknown; the message names it.
@@ -38,7 +38,7 @@ def own_plan(model: nn.Module, *, ranks: int) -> TensorPlan | None:
     roles, notes = {}, []
     config: Any = getattr(model, "config", None)
     for pattern, style in styles.items():
-        if style in WHOLE:
+        if style in UNSHARDED_STYLES:
             continue
         if style not in STYLES:
             raise LayoutError(
@@ -46,7 +46,7 @@ def own_plan(model: nn.Module, *, ranks: int) -> TensorPlan | None:
                 hint="derive the plan from a batch, or write it: see docs/tensor.md",
             )
         heads = _heads(pattern, config)
-        if pattern.endswith(KEYS) and heads is not None and heads % ranks:
+        if pattern.endswith(KEY_VALUE_NAMES) and heads is not None and heads % ranks:
             notes.append(f"{pattern} stays whole: {heads} key-value heads do not divide by {ranks}")
             continue
         base = STYLES[style]
@@ -56,18 +56,18 @@ def own_plan(model: nn.Module, *, ranks: int) -> TensorPlan | None:
 
 def _styles(model: nn.Module) -> dict[str, str]:
     """Return the model's own patterns, and its base model's patterns prefixed with the base model's name."""
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     prefix = getattr(model, "base_model_prefix", "")
     config: Any = getattr(model, "config", None)
     base: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-    below = f"{prefix}." if prefix and hasattr(model, prefix) else ""
-    found.update({f"{below}{pattern}": style for pattern, style in base.items()})
-    found.update(getattr(type(model), "_tp_plan", None) or {})
-    return found
+    module_prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    styles.update({f"{module_prefix}{pattern}": style for pattern, style in base.items()})
+    styles.update(getattr(type(model), "_tp_plan", None) or {})
+    return styles
 
 
 def _heads(pattern: str, config: Any) -> int | None:
     heads = getattr(config, "num_attention_heads", None)
-    if pattern.endswith(KEYS):
+    if pattern.endswith(KEY_VALUE_NAMES):
         return getattr(config, "num_key_value_heads", None) or heads
-    return heads if pattern.endswith(QUERIES) else None
+    return heads if pattern.endswith(QUERY_NAMES) else None

@@ -1,4 +1,4 @@
-"""A decorator for backward passes without a second derivative, which raises our own error when one is needed."""
+"""A decorator for backward functions that cannot be differentiated, with an error that names the user's line."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -12,11 +12,11 @@ from paceline.errors import LayoutError, UserLine, line_now
 Backward = Callable[..., Any]
 
 
-class _Refused(torch.autograd.Function):
+class _NoDoubleBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, found: Tensor, line: UserLine | None) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, line: UserLine | None) -> Tensor:
         ctx.line = line
-        return found.view_as(found)
+        return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -29,26 +29,29 @@ class _Refused(torch.autograd.Function):
         )
 
 
-def once(backward: Backward) -> Backward:
-    """Mark a backward as once differentiable, and raise on any double backward.
+def once_differentiable(backward: Backward) -> Backward:
+    """Mark a backward as once differentiable: a double backward raises `LayoutError`.
 
-    Unlike torch's `once_differentiable`, this also raises if the gradient depends only on the forward's values.
+    Unlike torch's `once_differentiable`, this also raises if the incoming gradient does not require gradients.
     """
 
     @wraps(backward)
-    def found(ctx: Any, *grads: Any) -> Any:
+    def checked_backward(ctx: Any, *grads: Any) -> Any:
         with torch.no_grad():
-            given = backward(ctx, *grads)
+            gradients = backward(ctx, *grads)
         if not torch.is_grad_enabled():
-            return given
+            return gradients
         line = line_now()
-        many = given if isinstance(given, tuple) else (given,)
-        marked = tuple(_marked(g, line) if isinstance(g, Tensor) and g.is_floating_point() else g for g in many)
-        return marked if isinstance(given, tuple) else marked[0]
+        gradient_tuple = gradients if isinstance(gradients, tuple) else (gradients,)
+        results = tuple(
+            _forbid_double_backward(g, line) if isinstance(g, Tensor) and g.is_floating_point() else g
+            for g in gradient_tuple
+        )
+        return results if isinstance(gradients, tuple) else results[0]
 
-    return found
+    return checked_backward
 
 
-def _marked(gradient: Tensor, line: UserLine | None) -> Tensor:
-    marked: Tensor = _Refused.apply(gradient.detach().requires_grad_(), line)  # type: ignore[no-untyped-call]
-    return marked
+def _forbid_double_backward(gradient: Tensor, line: UserLine | None) -> Tensor:
+    result: Tensor = _NoDoubleBackward.apply(gradient.detach().requires_grad_(), line)  # type: ignore[no-untyped-call]
+    return result

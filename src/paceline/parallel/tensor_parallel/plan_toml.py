@@ -1,4 +1,4 @@
-"""A tensor plan as a small TOML file that a user reads and edits."""
+"""Reading and writing of a tensor plan as a small TOML file that users can edit."""
 
 import json
 import os
@@ -14,10 +14,11 @@ from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.parallel.tensor_parallel.tensor_plan import KINDS, ParameterRole, TensorPlan, unknown_names
 
 HEADING = """\
-# Which weights are cut over the tensor-parallel ranks. A name is a module's (or a parameter's); * is one name between
-# dots, ** any number of them. What is not named stays whole.
-# column: outputs cut. row: inputs cut. embedding, head: the vocabulary cut. whole. local: runs on its pieces (experts).
-# fused: this number of projections one after another, sections: of these sizes, heads: must divide by the ranks.
+# The weights that are sharded over the tensor-parallel ranks, by the name of a module or a parameter; * matches one
+# name between dots, ** any number of them. All other weights stay whole.
+# column: outputs sharded. row: inputs sharded. embedding, head: vocabulary sharded. whole: not sharded. local: the
+# module runs on its shards (experts).
+# fused: number of concatenated projections. sections: their sizes. heads: must be divisible by the number of ranks.
 """
 FIELDS = {"role": str, "fused": int, "heads": int, "dim": int, "sections": list}
 
@@ -26,32 +27,34 @@ def write_plan(plan: TensorPlan, *, path: Path) -> None:
     """Write the plan to `path`, atomically by way of a temporary file."""
     lines = [HEADING, *(f"# {note}\n" for note in plan.notes), "\n[roles]\n"]
     lines += [f"{json.dumps(name)} = {_value(role)}\n" for name, role in plan.roles.items()]
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with beside.open("w", encoding="utf-8") as file:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
         file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    temporary.replace(path)
 
 
 def _value(role: ParameterRole) -> str:
-    more = {"fused": role.fused if role.fused != 1 else None, "sections": list(role.sections) or None,
+    optional = {"fused": role.fused if role.fused != 1 else None, "sections": list(role.sections) or None,
             "heads": role.heads, "dim": role.dim}  # fmt: skip
-    said = {key: value for key, value in more.items() if value is not None}
-    if not said:
+    present = {key: value for key, value in optional.items() if value is not None}
+    if not present:
         return json.dumps(role.kind)
     return (
-        "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in [("role", role.kind), *said.items()]) + " }"
+        "{ "
+        + ", ".join(f"{key} = {json.dumps(value)}" for key, value in [("role", role.kind), *present.items()])
+        + " }"
     )
 
 
 def read_plan(path: Path, *, model: nn.Module | None = None) -> TensorPlan:
     """Read a plan file.
 
-    With `model`, names in a faulty file are checked too, so that all problems are reported at once.
+    With `model`, the names in a faulty file are checked too, so that all problems are reported together.
 
     Raises:
-        UsageError: with the file and line; several at once are raised as `Problems`.
+        UsageError: the file is not a valid plan; the message gives the line. Several are raised as `Problems`.
     """
     try:
         text = given_text(path, what="a tensor plan", hint='[roles], and below it "layers.*.up" = "column"')
@@ -67,7 +70,7 @@ def read_plan(path: Path, *, model: nn.Module | None = None) -> TensorPlan:
     problems: list[PacelineError] = [
         UsageError(
             f"unknown table or key {key!r}; a tensor plan has [roles] alone.",
-            where=_where(path, text, key),
+            where=_find_line(path, text, key),
             cause=did_you_mean(key, ["roles"]),
             hint="[roles], and below it one line per name",
         )
@@ -76,18 +79,20 @@ def read_plan(path: Path, *, model: nn.Module | None = None) -> TensorPlan:
     ]
     roles: dict[str, ParameterRole] = {}
     for name, value in table.get("roles", {}).items():
-        wrong = _wrong(value)
-        if wrong:
+        problem = _find_problem(value)
+        if problem:
             problems.append(
                 UsageError(
-                    f"{name}: {wrong}", where=_where(path, text, name), hint=f'"{name}" = "column", or another role'
+                    f"{name}: {problem}",
+                    where=_find_line(path, text, name),
+                    hint=f'"{name}" = "column", or another role',
                 )
             )
         else:
-            given = {"role": value} if isinstance(value, str) else dict(value)
-            sections = tuple(given.pop("sections", ()))
-            kind: Any = given.pop("role")
-            roles[name] = ParameterRole(kind=kind, sections=sections, **given)
+            entry = {"role": value} if isinstance(value, str) else dict(value)
+            sections = tuple(entry.pop("sections", ()))
+            kind: Any = entry.pop("role")
+            roles[name] = ParameterRole(kind=kind, sections=sections, **entry)
     if not roles and not problems:
         problems.append(
             UsageError(
@@ -98,32 +103,32 @@ def read_plan(path: Path, *, model: nn.Module | None = None) -> TensorPlan:
             )
         )
     if problems and model is not None:
-        given = {name: v.get("role") if isinstance(v, dict) else v for name, v in table.get("roles", {}).items()}
-        problems += unknown_names(model, given)
+        entry = {name: v.get("role") if isinstance(v, dict) else v for name, v in table.get("roles", {}).items()}
+        problems += unknown_names(model, entry)
     raise_all(problems)
     return TensorPlan(roles=roles, source=str(path))
 
 
-def _wrong(value: Any) -> str:
-    given = {"role": value} if isinstance(value, str) else value
-    if not isinstance(given, dict) or "role" not in given:
+def _find_problem(value: Any) -> str:
+    entry = {"role": value} if isinstance(value, str) else value
+    if not isinstance(entry, dict) or "role" not in entry:
         return f"a role, or {{ role = ... }}, is expected, got {value!r}."
-    for key, inner in given.items():
+    for key, field_value in entry.items():
         if key not in FIELDS:
             return f"unknown key {key!r}; there are {', '.join(FIELDS)}."
-        if not isinstance(inner, FIELDS[key]) or isinstance(inner, bool):
-            return f"{key} = {inner!r} is not {FIELDS[key].__name__}."
-        if key != "dim" and isinstance(inner, int) and inner < 1:
-            return f"{key} = {inner!r} is not positive."
-    if given["role"] not in KINDS:
-        return f"unknown role {given['role']!r}; there are {', '.join(KINDS)}."
-    if any(not isinstance(n, int) or n < 1 for n in given.get("sections", [])):
-        return "sections are sizes."
+        if not isinstance(field_value, FIELDS[key]) or isinstance(field_value, bool):
+            return f"{key} = {field_value!r} is not {FIELDS[key].__name__}."
+        if key != "dim" and isinstance(field_value, int) and field_value < 1:
+            return f"{key} = {field_value!r} is not positive."
+    if entry["role"] not in KINDS:
+        return f"unknown role {entry['role']!r}; there are {', '.join(KINDS)}."
+    if any(not isinstance(n, int) or n < 1 for n in entry.get("sections", [])):
+        return "sections must be positive integers."
     return ""
 
 
-def _where(path: Path, text: str, key: str) -> str:
-    """Return the place of the first line that begins with the key, quoted or not."""
+def _find_line(path: Path, text: str, key: str) -> str:
+    """Return path and line number of the first line that begins with the key, quoted or not."""
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip().lstrip("[\"'").startswith(key):
             return f"{path}:{number}"

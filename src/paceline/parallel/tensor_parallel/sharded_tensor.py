@@ -1,7 +1,7 @@
-"""A tensor subclass that holds one rank's shard, reports the whole shape and propagates its sharding.
+"""A tensor subclass that holds one rank's shard, reports the full shape and propagates its sharding.
 
-A function without a rule first all-gathers the whole tensor: correct, only slower, and noted. So any model's own
-forward computes what it computes in one process.
+A function without a sharding rule all-gathers the full tensor first. The result is correct but slower, and a note
+reports it. So the forward of any model computes the same result as in one process.
 """
 
 import sys
@@ -15,7 +15,12 @@ from torch import Tensor
 from torch.autograd import function as autograd_function
 
 from paceline.errors import LayoutError
-from paceline.parallel.tensor_parallel.collectives import TensorParallelGroup, copy_in, gather, take_own
+from paceline.parallel.tensor_parallel.collectives import (
+    TensorParallelGroup,
+    copy_to_parallel_region,
+    gather_shards,
+    take_local_shard,
+)
 from paceline.parallel.tensor_parallel.sharding import DimSharding, IncompatibleReshape
 from paceline.torch_internals.function_signatures import SIGNATURES, read_call
 from paceline.torch_internals.private_api import (
@@ -27,122 +32,145 @@ from paceline.torch_internals.private_api import (
 )
 
 RULES: dict[str, "Rule"] = {}
-TRANSFORM = " inside torch.func"
-AUTOGRAD = autograd_function.__file__
+INSIDE_TRANSFORM = " inside torch.func"
+AUTOGRAD_FUNCTION_FILE = autograd_function.__file__
 
 
 class NoRule(Exception):
-    """The error raised when no rule keeps the sharding in this call."""
+    """The error for a call whose result cannot be computed on the shards by any rule."""
 
-    def __init__(self, misfit: IncompatibleReshape | None = None) -> None:
+    def __init__(self, incompatible_reshape: IncompatibleReshape | None = None) -> None:
         super().__init__()
-        self.misfit = misfit
+        self.incompatible_reshape = incompatible_reshape
 
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionCall:
-    """A call of a torch function: as it was written, and its arguments by name if its signature is in the table."""
+    """A call of a torch function.
+
+    `args` and `kwargs` are those of the call. `arguments` maps parameter names to values, if the table of signatures
+    contains the function.
+    """
 
     func: Any
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    given: dict[str, Any]
+    arguments: dict[str, Any]
 
     def __getitem__(self, name: str) -> Any:
         """Return an argument by the name of its parameter."""
-        return self.given[name]
+        return self.arguments[name]
 
     def values(self) -> list[Any]:
-        """Return every argument, in whichever place it was given."""
+        """Return the values of all positional and keyword arguments."""
         return [*self.args, *self.kwargs.values()]
 
-    def replacing(self, change: Callable[[Any], Any]) -> Any:
-        """Call the function in the same spelling with other arguments."""
-        named = {key: change(value) for key, value in self.kwargs.items()}
-        return self.func(*(change(value) for value in self.args), **named)
+    def call_with(self, change: Callable[[Any], Any]) -> Any:
+        """Call the function with each argument replaced by `change(argument)`."""
+        new_kwargs = {key: change(value) for key, value in self.kwargs.items()}
+        return self.func(*(change(value) for value in self.args), **new_kwargs)
 
 
 Rule = Callable[[FunctionCall], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinedTensor:
-    """A gathered whole tensor, its version when it was gathered (`written`) and the version of its shard (`of`)."""
+class GatheredTensor:
+    """A gathered full tensor, with its version and that of its shard at the time of the all-gather."""
 
-    whole: Tensor
-    written: int
-    of: int
+    full_tensor: Tensor
+    full_version: int
+    local_version: int
 
 
 class ShardPropagatingTensor(Tensor):
-    """This rank's shard `local` of a tensor of shape `whole`, sharded as `cut`; `origins` are its source parameters."""
+    """This rank's shard `local` of a tensor of shape `full_shape`.
+
+    `origins` are the names of the parameters from which the tensor was computed.
+    """
 
     local: Tensor
-    cut: DimSharding
-    wire: TensorParallelGroup
+    sharding: DimSharding
+    group: TensorParallelGroup
     origins: frozenset[str]
-    whole: tuple[int, ...]
-    joined: dict[tuple[bool, bool], "JoinedTensor"]
-    truth: Tensor | None
-    """The whole tensor as one process has it; set only while a plan is searched or checked."""
+    full_shape: tuple[int, ...]
+    gathered_tensors: dict[tuple[bool, bool], "GatheredTensor"]
+    reference: Tensor | None
+    """The full tensor as one process computes it; set only while a plan is searched or checked."""
 
     @staticmethod
-    def of(
-        local: Tensor, cut: DimSharding, wire: TensorParallelGroup, *, origins: Iterable[str] = ()
+    def from_local(
+        local: Tensor, sharding: DimSharding, group: TensorParallelGroup, *, origins: Iterable[str] = ()
     ) -> "ShardPropagatingTensor":
-        """Wrap a local tensor with its sharding; the whole shape follows from both."""
+        """Wrap a local shard; its shape and its sharding determine the full shape."""
         shape = tuple(local.shape)
-        whole = (*shape[: cut.dim], cut.size, *shape[cut.dim + 1 :])
-        made: ShardPropagatingTensor = make_wrapper_tensor(ShardPropagatingTensor, like=local, shape=whole)
-        made.__dict__.update(local=local, cut=cut, wire=wire, origins=frozenset(origins), whole=whole)
-        made.joined, made.truth = {}, None
-        return made
+        full_shape = (*shape[: sharding.dim], sharding.size, *shape[sharding.dim + 1 :])
+        tensor: ShardPropagatingTensor = make_wrapper_tensor(ShardPropagatingTensor, like=local, shape=full_shape)
+        tensor.__dict__.update(
+            local=local, sharding=sharding, group=group, origins=frozenset(origins), full_shape=full_shape
+        )
+        tensor.gathered_tensors, tensor.reference = {}, None
+        return tensor
 
-    def gathered(self, *, partial: bool = False) -> Tensor:
-        """Return the whole tensor: gathered once, and again only after the shard was written to."""
-        if self.truth is not None:
-            return self.truth
+    def full_tensor(self, *, partial: bool = False) -> Tensor:
+        """Return the full tensor; the all-gather is cached until the shard is written to.
+
+        `partial` is that of `gather_shards`.
+        """
+        if self.reference is not None:
+            return self.reference
         key = (partial, torch.is_grad_enabled())
-        known = self.joined.get(key)
-        if known is None or known.of != tensor_version(self.local):
-            whole = gather(self.local, self.cut, self.wire, partial=partial)
-            known = self.joined[key] = JoinedTensor(
-                whole=whole, written=tensor_version(whole), of=tensor_version(self.local)
+        cached = self.gathered_tensors.get(key)
+        if cached is None or cached.local_version != tensor_version(self.local):
+            full_tensor = gather_shards(self.local, self.sharding, self.group, partial=partial)
+            cached = self.gathered_tensors[key] = GatheredTensor(
+                full_tensor=full_tensor,
+                full_version=tensor_version(full_tensor),
+                local_version=tensor_version(self.local),
             )
-        return known.whole
+        return cached.full_tensor
 
     def refuse_lost_writes(self) -> None:
-        """Raise if code wrote in place to a view of the gathered tensor, because the shard would miss the write."""
-        if any(tensor_version(known.whole) != known.written for known in self.joined.values()) and not is_searching(
-            self
-        ):
-            raise _writes_in_place("a view of it, made by a function without a rule,", self)
+        """Raise if code wrote in place to a gathered tensor or a view of it: the shard does not contain the write."""
+        if any(
+            tensor_version(cached.full_tensor) != cached.full_version for cached in self.gathered_tensors.values()
+        ) and not is_searching(self):
+            raise _in_place_write_error("a view of it, made by a function without a rule,", self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Apply a torch function by its rule, or else on the whole tensor."""
+        """Apply a torch function by its sharding rule, or to the full tensors if no rule applies."""
         kwargs = kwargs or {}
-        name = name_of(func)
+        name = function_name(func)
         for value in (*args, *kwargs.values()):
-            if isinstance(value, ShardPropagatingTensor) and value.joined:
+            if isinstance(value, ShardPropagatingTensor) and value.gathered_tensors:
                 value.refuse_lost_writes()
         if is_inside_functorch() and not name.startswith("."):
-            return _seen_by_transform(func, args, kwargs, name=name)
+            return _apply_inside_transform(func, args, kwargs, name=name)
         if not torch.is_grad_enabled() and not name.startswith("."):
-            _refuse_own_autograd()
+            _refuse_custom_autograd()
         try:
-            seeker = next((v.wire for v in (*args, *kwargs.values()) if isinstance(v, ShardPropagatingTensor)), None)
-            answer = getattr(seeker or split_in(args, kwargs)[0].wire, "answer", by_rule)
-            return answer(func, args, kwargs, name=name)
+            searching_group = next(
+                (v.group for v in (*args, *kwargs.values()) if isinstance(v, ShardPropagatingTensor)), None
+            )
+            apply = getattr(
+                searching_group or find_sharded_tensors(args, kwargs)[0].group, "apply_function", apply_rule
+            )
+            return apply(func, args, kwargs, name=name)
         except NoRule as unknown:
-            return on_whole(func, args, kwargs, name=name, misfit=unknown.misfit)
+            return apply_to_full_tensors(
+                func, args, kwargs, name=name, incompatible_reshape=unknown.incompatible_reshape
+            )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Raise, except in a plan search: only custom operators, autograd functions and `torch.func` reach this."""
-        if all(is_searching(split) for split in split_in(args, kwargs)):
-            return _seen_by_transform(func, args, kwargs or {}, name=name_of(func))
+        """Raise an error, except in a plan search.
+
+        Only custom operators, custom autograd functions and `torch.func` transforms reach this method.
+        """
+        if all(is_searching(tensor) for tensor in find_sharded_tensors(args, kwargs)):
+            return _apply_inside_transform(func, args, kwargs or {}, name=function_name(func))
         raise LayoutError(
             f"{func} was called on a tensor that is sharded over the tensor-parallel ranks.",
             cause="a custom autograd function or operator reads an activation that is split over the ranks",
@@ -150,157 +178,165 @@ class ShardPropagatingTensor(Tensor):
         )
 
 
-def by_rule(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
-    """Apply a function by its rule. Raise `NoRule` if it has no rule or the call does not fit its signature."""
+def apply_rule(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
+    """Apply a function by its rule. Raise `NoRule` if there is none or the call does not match the signature."""
     rule = RULES.get(name)
-    given = read_call(name, args, kwargs) if name in SIGNATURES else {}
-    if rule is None or given is None:
+    arguments = read_call(name, args, kwargs) if name in SIGNATURES else {}
+    if rule is None or arguments is None:
         raise NoRule
-    return rule(FunctionCall(func=func, name=name, args=tuple(args), kwargs=kwargs, given=given))
+    return rule(FunctionCall(func=func, name=name, args=tuple(args), kwargs=kwargs, arguments=arguments))
 
 
-def name_of(func: Any) -> str:
-    """Return the name under which a rule is registered: a function's or method's own, or `.name` for an attribute."""
+def function_name(func: Any) -> str:
+    """Return the name under which a rule is registered: the function's `__name__`, or `.name` for an attribute."""
     name: str = getattr(func, "__name__", "")
     if name != "__get__":
         return name
-    read: Any = func.__self__
-    read = read.fget if isinstance(read, property) else read
-    return f".{read.__name__}"
+    getter: Any = func.__self__
+    getter = getter.fget if isinstance(getter, property) else getter
+    return f".{getter.__name__}"
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def register_rule(*names: str) -> Callable[[Rule], Rule]:
     """Register the decorated rule for these functions."""
 
-    def add(made: Rule) -> Rule:
+    def add(new_rule: Rule) -> Rule:
         for name in names:
             assert name not in RULES, name
-            RULES[name] = made
-        return made
+            RULES[name] = new_rule
+        return new_rule
 
     return add
 
 
-def split_in(args: Any, kwargs: Any) -> list[ShardPropagatingTensor]:
+def find_sharded_tensors(args: Any, kwargs: Any) -> list[ShardPropagatingTensor]:
     """Return every sharded tensor among the arguments, including those in lists."""
     return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, ShardPropagatingTensor)]
 
 
-def on_whole(func: Any, args: Any, kwargs: Any, *, name: str, misfit: IncompatibleReshape | None = None) -> Any:
-    """Gather the sharded arguments, and apply the function to the whole tensors.
+def apply_to_full_tensors(
+    func: Any, args: Any, kwargs: Any, *, name: str, incompatible_reshape: IncompatibleReshape | None = None
+) -> Any:
+    """Gather the sharded arguments, and apply the function to the full tensors.
 
     Raises:
-        LayoutError: the function wrote in place to a gathered argument; the shards would miss the write.
+        LayoutError: the function wrote in place to a gathered argument; the shard does not contain the write.
     """
-    splits = split_in(args, kwargs)
-    for split in splits:
-        record_all_gather(split, name, misfit)
+    sharded_tensors = find_sharded_tensors(args, kwargs)
+    for tensor in sharded_tensors:
+        record_all_gather(tensor, name, incompatible_reshape)
     if name == "__set__":
-        if not is_searching(splits[0]):
-            raise _writes_in_place(f"{func.__self__.__name__} = ...", splits[0])
+        if not is_searching(sharded_tensors[0]):
+            raise _in_place_write_error(f"{func.__self__.__name__} = ...", sharded_tensors[0])
         return None
-    leaves, shape = tree_flatten((args, kwargs))
-    wholes = [leaf.gathered() if isinstance(leaf, ShardPropagatingTensor) else leaf for leaf in leaves]
-    before = [tensor_version(whole) for whole in wholes if isinstance(whole, Tensor)]
-    args, kwargs = tree_unflatten(wholes, shape)
-    made = func(*args, **kwargs)
-    after = [tensor_version(whole) for whole in wholes if isinstance(whole, Tensor)]
-    cut = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    for leaf, then, now in zip(cut, before, after, strict=True):
-        if isinstance(leaf, ShardPropagatingTensor) and then != now and not is_searching(leaf):
-            raise _writes_in_place(name.strip("."), leaf)
-    return made
+    leaves, spec = tree_flatten((args, kwargs))
+    full_leaves = [leaf.full_tensor() if isinstance(leaf, ShardPropagatingTensor) else leaf for leaf in leaves]
+    versions_before = [tensor_version(whole) for whole in full_leaves if isinstance(whole, Tensor)]
+    args, kwargs = tree_unflatten(full_leaves, spec)
+    result = func(*args, **kwargs)
+    versions_after = [tensor_version(whole) for whole in full_leaves if isinstance(whole, Tensor)]
+    tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    for leaf, old_version, new_version in zip(tensor_leaves, versions_before, versions_after, strict=True):
+        if isinstance(leaf, ShardPropagatingTensor) and old_version != new_version and not is_searching(leaf):
+            raise _in_place_write_error(name.strip("."), leaf)
+    return result
 
 
-def _writes_in_place(what: str, split: ShardPropagatingTensor) -> LayoutError:
+def _in_place_write_error(description: str, tensor: ShardPropagatingTensor) -> LayoutError:
     return LayoutError(
-        f"{what} writes in place into a tensor that is sharded over the tensor-parallel ranks "
-        f"({', '.join(sorted(split.origins)[:2]) or 'an activation'}).",
+        f"{description} writes in place into a tensor that is sharded over the tensor-parallel ranks "
+        f"({', '.join(sorted(tensor.origins)[:2]) or 'an activation'}).",
         hint="keep the module that does it whole: --place.replicate ITS_NAME",
     )
 
 
-def _seen_by_transform(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
-    """Apply a function to whole tensors inside vmap, grad or jvp, where a sum over ranks has no rule.
+def _apply_inside_transform(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
+    """Apply a function to full tensors inside vmap, grad or jvp, which cannot transform a sum over ranks.
 
-    Raises unless a plan is being searched; the search keeps whole what such code reads.
+    Raises:
+        LayoutError: no plan is being searched. The search leaves the parameters that such code reads unsharded.
     """
-    for split in split_in(args, kwargs):
-        if not is_searching(split):
+    for tensor in find_sharded_tensors(args, kwargs):
+        if not is_searching(tensor):
             raise LayoutError(
                 f"{name} is called inside torch.func (vmap, grad, jvp, ...) on a tensor that is "
-                f"sharded over the tensor-parallel ranks ({', '.join(sorted(split.origins)[:2]) or 'an activation'}).",
+                f"sharded over the tensor-parallel ranks ({', '.join(sorted(tensor.origins)[:2]) or 'an activation'}).",
                 hint="keep the modules that it goes through whole: --place.replicate NAME; or --layout fsdp",
             )
-        record_all_gather(split, f"{name}{TRANSFORM}" if is_inside_functorch() else name)
-    leaves, shape = tree_flatten((args, kwargs))
-    whole = [leaf.gathered() if isinstance(leaf, ShardPropagatingTensor) else leaf for leaf in leaves]
-    args, kwargs = tree_unflatten(whole, shape)
+        record_all_gather(tensor, f"{name}{INSIDE_TRANSFORM}" if is_inside_functorch() else name)
+    leaves, spec = tree_flatten((args, kwargs))
+    full_leaves = [leaf.full_tensor() if isinstance(leaf, ShardPropagatingTensor) else leaf for leaf in leaves]
+    args, kwargs = tree_unflatten(full_leaves, spec)
     return func(*args, **kwargs)
 
 
-def is_searching(split: ShardPropagatingTensor) -> bool:
-    """Return whether the plan is still being searched for."""
-    return hasattr(split.wire, "blocked")
+def is_searching(tensor: ShardPropagatingTensor) -> bool:
+    """Return whether the tensor belongs to the run that searches or checks a plan."""
+    return hasattr(tensor.group, "on_all_gather")
 
 
-def _refuse_own_autograd() -> None:
-    """Raise if a custom autograd function reads a sharded tensor, whose gradient would be lost in the wrapper."""
-    name, given = _own_autograd()
-    for split in given:
-        if not is_searching(split):
+def _refuse_custom_autograd() -> None:
+    """Raise if a custom autograd function reads a sharded tensor: the shard would get no gradient."""
+    name, arguments = _find_custom_autograd()
+    for tensor in arguments:
+        if not is_searching(tensor):
             raise LayoutError(
                 f"{name} is a custom autograd function that reads a tensor that is sharded over the "
-                f"tensor-parallel ranks ({', '.join(sorted(split.origins)[:2])}).",
+                f"tensor-parallel ranks ({', '.join(sorted(tensor.origins)[:2])}).",
                 hint="keep the modules whose outputs it reads whole: --place.replicate NAME",
             )
-        record_all_gather(split, f"{name}, a custom autograd function")
+        record_all_gather(tensor, f"{name}, a custom autograd function")
 
 
-def _own_autograd() -> tuple[str, list[ShardPropagatingTensor]]:
-    """Return the custom autograd function whose forward is running, and the sharded tensors among its arguments."""
+def _find_custom_autograd() -> tuple[str, list[ShardPropagatingTensor]]:
+    """Return the name of the custom autograd function whose forward is running, and its sharded arguments."""
     frame: FrameType | None = sys._getframe(3)
     for _ in range(12):
         if frame is None:
             break
-        if frame.f_code.co_name == "apply" and frame.f_code.co_filename == AUTOGRAD:
-            given = [a for a in frame.f_locals.get("args", ()) if isinstance(a, ShardPropagatingTensor)]
-            return str(frame.f_locals["cls"].__name__), given
+        if frame.f_code.co_name == "apply" and frame.f_code.co_filename == AUTOGRAD_FUNCTION_FILE:
+            arguments = [a for a in frame.f_locals.get("args", ()) if isinstance(a, ShardPropagatingTensor)]
+            return str(frame.f_locals["cls"].__name__), arguments
         frame = frame.f_back
     return "", []
 
 
-def record_all_gather(split: ShardPropagatingTensor, name: str, misfit: IncompatibleReshape | None = None) -> None:
-    """Record that a whole tensor is gathered for the function `name`."""
-    listener = getattr(split.wire, "blocked", None)
+def record_all_gather(
+    tensor: ShardPropagatingTensor, name: str, incompatible_reshape: IncompatibleReshape | None = None
+) -> None:
+    """Record that a full tensor is gathered for the function `name`."""
+    listener = getattr(tensor.group, "on_all_gather", None)
     if listener is not None:
-        listener(split.origins, name, misfit)
-    of = ", ".join(sorted(split.origins)[:2]) or "an activation"
-    split.wire.tell(f"{of} is gathered for {name.strip('.')}: correct, but slower")
+        listener(tensor.origins, name, incompatible_reshape)
+    source = ", ".join(sorted(tensor.origins)[:2]) or "an activation"
+    tensor.group.record_note(f"{source} is gathered for {name.strip('.')}: correct, but slower")
 
 
-def wire_and_origins(splits: Iterable[ShardPropagatingTensor]) -> tuple[TensorParallelGroup, frozenset[str]]:
-    """Return the tensors' group, and all parameters that they come from."""
-    found = list(splits)
-    if len(found) == 1:
-        return found[0].wire, found[0].origins
-    return found[0].wire, frozenset().union(*(split.origins for split in found))
+def common_group_and_origins(
+    sharded_tensors: Iterable[ShardPropagatingTensor],
+) -> tuple[TensorParallelGroup, frozenset[str]]:
+    """Return the tensors' process group, and the union of their source parameters."""
+    tensors = list(sharded_tensors)
+    if len(tensors) == 1:
+        return tensors[0].group, tensors[0].origins
+    return tensors[0].group, frozenset().union(*(tensor.origins for tensor in tensors))
 
 
-def operand(value: Any, *, of: ShardPropagatingTensor, dim: int) -> Any:
-    """Return this rank's piece of another operand, aligned from the right: `dim` is negative and sharded in `of`.
+def local_operand(value: Any, *, like: ShardPropagatingTensor, dim: int) -> Any:
+    """Return the shard of an operand that matches the sharded tensor `like`, as in broadcasting.
 
-    A whole operand that has the dimension is sliced; one that lacks it, or has size 1 there, is read whole by every
-    rank. If `of` has size 1 along `dim`, held by one rank, nothing can be broadcast along it.
+    `dim` is the sharded dimension of `like`, negative. A full operand is sliced if it has this dimension; if it lacks
+    the dimension or has size 1 there, each rank reads all of it. If `like` itself has size 1 along `dim`, no operand
+    can be broadcast along it.
     """
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, ShardPropagatingTensor):
-        if value.cut.dim - len(value.whole) != dim or value.cut.sections != of.cut.sections:
+        if value.sharding.dim - len(value.full_shape) != dim or value.sharding.sections != like.sharding.sections:
             raise NoRule
         return value.local
     if value.dim() < -dim or value.shape[dim] == 1:
-        return copy_in(value, of.wire)
-    if value.shape[dim] != of.cut.size:
-        raise NoRule  # a size of 1, which broadcasts; or a mistake that torch reports
-    return take_own(value, of.cut.at(value.dim() + dim), of.wire)
+        return copy_to_parallel_region(value, like.group)
+    if value.shape[dim] != like.sharding.size:
+        raise NoRule  # `like` has size 1 and broadcasts, or the sizes do not match and torch raises the error
+    return take_local_shard(value, like.sharding.with_dim(value.dim() + dim), like.group)

@@ -1,7 +1,7 @@
 """Sharding of one tensor dimension over the ranks, and its propagation through reshapes and slices.
 
-A fused projection has several sections, each sharded separately: a rank holds its piece of every section, in order.
-Nothing here reads values, so every rank computes the same result.
+A fused projection has several sections, each sharded separately: the shard of a rank is the concatenation of its
+slices of all sections. The functions use shapes only, no values, so every rank computes the same result.
 """
 
 import math
@@ -9,58 +9,61 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-Fences = tuple[int, ...]
+SectionBounds = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DimSharding:
-    """The sharding of dimension `dim`: in every section, rank r holds `[fences[r], fences[r + 1])`."""
+    """The sharding of dimension `dim`. With the bounds of a section, rank r holds `[bounds[r], bounds[r + 1])`."""
 
     dim: int
-    sections: tuple[Fences, ...]
+    sections: tuple[SectionBounds, ...]
 
     @cached_property
     def size(self) -> int:
-        """Return the size of the whole dimension."""
-        return sum(fences[-1] for fences in self.sections)
+        """Return the full size of the dimension."""
+        return sum(bounds[-1] for bounds in self.sections)
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks that share the dimension."""
+        """Return the number of ranks over which the dimension is sharded."""
         return len(self.sections[0]) - 1
 
-    def held(self, rank: int) -> int:
+    def local_size(self, rank: int) -> int:
         """Return the number of elements along the dimension that a rank holds."""
-        return sum(fences[rank + 1] - fences[rank] for fences in self.sections)
+        return sum(bounds[rank + 1] - bounds[rank] for bounds in self.sections)
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Return the `[start, stop)` ranges of the whole dimension that a rank holds, one per section."""
-        found, offset = [], 0
-        for fences in self.sections:
-            found.append((offset + fences[rank], offset + fences[rank + 1]))
-            offset += fences[-1]
-        return found
+        """Return the `[start, stop)` ranges of the full dimension that a rank holds, one per section."""
+        ranges, offset = [], 0
+        for bounds in self.sections:
+            ranges.append((offset + bounds[rank], offset + bounds[rank + 1]))
+            offset += bounds[-1]
+        return ranges
 
-    def at(self, dim: int) -> "DimSharding":
+    def with_dim(self, dim: int) -> "DimSharding":
         """Return the same sharding for another dimension."""
         return self if dim == self.dim else DimSharding(dim=dim, sections=self.sections)
 
-    def repeated(self, times: int) -> "DimSharding":
-        """Return the sharding after each element is repeated `times` times in a row."""
-        return DimSharding(dim=self.dim, sections=tuple(tuple(f * times for f in fences) for fences in self.sections))
+    def repeat_interleave(self, repeats: int) -> "DimSharding":
+        """Return the sharding of the result of `repeat_interleave` along the dimension."""
+        return DimSharding(dim=self.dim, sections=tuple(tuple(f * repeats for f in bounds) for bounds in self.sections))
 
-    def sliced(self, start: int, stop: int) -> "tuple[int, int] | None":
+    def find_sections(self, start: int, stop: int) -> "tuple[int, int] | None":
         """Return the sections `[first, last)` that make up `[start, stop)` exactly, or None."""
         ends = [0]
-        for fences in self.sections:
-            ends.append(ends[-1] + fences[-1])
+        for bounds in self.sections:
+            ends.append(ends[-1] + bounds[-1])
         if start not in ends or stop not in ends or stop <= start:
             return None
         return ends.index(start), ends.index(stop)
 
 
-def even_cut(size: int, *, ranks: int, sections: Sequence[int] = (), dim: int = 0, unit: int = 1) -> DimSharding:
-    """Cut each section as evenly as possible in multiples of `unit`; without `sections` there is one section."""
+def shard_evenly(size: int, *, ranks: int, sections: Sequence[int] = (), dim: int = 0, unit: int = 1) -> DimSharding:
+    """Return a sharding of each section that is as even as possible, in multiples of `unit`.
+
+    Without `sections` the dimension is one section.
+    """
     sizes = tuple(sections) or (size,)
     assert sum(sizes) == size
     return DimSharding(
@@ -70,72 +73,97 @@ def even_cut(size: int, *, ranks: int, sections: Sequence[int] = (), dim: int = 
 
 @dataclass(frozen=True, kw_only=True)
 class IncompatibleReshape:
-    """The reason why a sharding does not survive a reshape or slice, and the source sharding that would."""
+    """A reshape or slice whose result has no sharding, with the sections or heads that would make it possible."""
 
-    what: str
+    description: str
     sections: tuple[int, ...] = ()
     heads: int | None = None
 
 
 @lru_cache(maxsize=4096)
-def reshape_cut(cut: DimSharding, old: tuple[int, ...], new: tuple[int, ...]) -> DimSharding | IncompatibleReshape:
-    """Return the sharding after a tensor of whole shape `old` is reshaped (row-major) to `new`, of equal size."""
-    for before, after in _groups(old, new):
-        if cut.dim in before:
-            return _within(cut, [old[d] for d in before], cut.dim - before[0], [new[d] for d in after], after)
-    return IncompatibleReshape(what=f"a reshape of {list(old)} to {list(new)}")
-
-
-def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Return the smallest runs of dimensions with equal products."""
-    found: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(old) or j < len(new):
-        before, after, a, b = [], [], 1, 1
-        if i < len(old):
-            before, a, i = [i], old[i], i + 1
-        if j < len(new):
-            after, b, j = [j], new[j], j + 1
-        while a != b:
-            if (a < b and i < len(old)) or j >= len(new):
-                if i >= len(old):
-                    return []
-                before, a, i = [*before, i], a * old[i], i + 1
-            else:
-                after, b, j = [*after, j], b * new[j], j + 1
-        found.append((before, after))
-    return found
-
-
-def _within(
-    cut: DimSharding, old: list[int], at: int, new: list[int], dims: list[int]
+def reshape_sharding(
+    sharding: DimSharding, old_shape: tuple[int, ...], new_shape: tuple[int, ...]
 ) -> DimSharding | IncompatibleReshape:
-    inner = math.prod(old[at + 1 :])
-    flat = [tuple(f * inner for f in fences) for fences in cut.sections] * math.prod(old[:at])
-    for q, size in enumerate(new):
-        sections = _unflattened(flat, outer=math.prod(new[:q]), inner=math.prod(new[q + 1 :]), size=size)
+    """Return the sharding after a tensor of full shape `old_shape` is reshaped (row-major) to `new_shape`."""
+    for old_dims, new_dims in _equal_product_groups(old_shape, new_shape):
+        if sharding.dim in old_dims:
+            return _reshape_group(
+                sharding,
+                [old_shape[d] for d in old_dims],
+                sharding.dim - old_dims[0],
+                [new_shape[d] for d in new_dims],
+                new_dims,
+            )
+    return IncompatibleReshape(description=f"a reshape of {list(old_shape)} to {list(new_shape)}")
+
+
+def _equal_product_groups(old_shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Return pairs of the shortest runs of old and new dimensions whose sizes have equal products."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old_shape) or j < len(new_shape):
+        old_dims, new_dims, old_size, new_size = [], [], 1, 1
+        if i < len(old_shape):
+            old_dims, old_size, i = [i], old_shape[i], i + 1
+        if j < len(new_shape):
+            new_dims, new_size, j = [j], new_shape[j], j + 1
+        while old_size != new_size:
+            if (old_size < new_size and i < len(old_shape)) or j >= len(new_shape):
+                if i >= len(old_shape):
+                    return []
+                old_dims, old_size, i = [*old_dims, i], old_size * old_shape[i], i + 1
+            else:
+                new_dims, new_size, j = [*new_dims, j], new_size * new_shape[j], j + 1
+        groups.append((old_dims, new_dims))
+    return groups
+
+
+def _reshape_group(
+    sharding: DimSharding, old_shape: list[int], position: int, new_shape: list[int], dims: list[int]
+) -> DimSharding | IncompatibleReshape:
+    inner = math.prod(old_shape[position + 1 :])
+    flat_sections = [tuple(f * inner for f in bounds) for bounds in sharding.sections] * math.prod(old_shape[:position])
+    for q, size in enumerate(new_shape):
+        sections = _unflatten_sections(
+            flat_sections, outer=math.prod(new_shape[:q]), inner=math.prod(new_shape[q + 1 :]), size=size
+        )
         if sections is not None:
             return DimSharding(dim=dims[q], sections=sections)
-    return _advice(cut, old, new)
+    return _suggest_sharding(sharding, old_shape, new_shape)
 
 
-def _unflattened(flat: list[Fences], *, outer: int, inner: int, size: int) -> tuple[Fences, ...] | None:
+def _unflatten_sections(
+    flat: list[SectionBounds], *, outer: int, inner: int, size: int
+) -> tuple[SectionBounds, ...] | None:
     if size == 0 or outer == 0 or inner == 0 or len(flat) % outer:
         return None
-    each = len(flat) // outer
-    pattern = flat[:each]
-    if sum(f[-1] for f in pattern) != size * inner or any(flat[i] != pattern[i % each] for i in range(len(flat))):
+    period = len(flat) // outer
+    pattern = flat[:period]
+    if sum(f[-1] for f in pattern) != size * inner or any(flat[i] != pattern[i % period] for i in range(len(flat))):
         return None
-    if any(fence % inner for fences in pattern for fence in fences):
+    if any(bound % inner for bounds in pattern for bound in bounds):
         return None
-    return tuple(tuple(fence // inner for fence in fences) for fences in pattern)
+    return tuple(tuple(bound // inner for bound in bounds) for bounds in pattern)
 
 
-def _advice(cut: DimSharding, old: list[int], new: list[int]) -> IncompatibleReshape:
-    """Suggest a sharding: a small leading factor is a fused projection, a trailing one that the cut splits a head."""
-    what = f"a reshape of {'×'.join(map(str, old))} to {'×'.join(map(str, new))}"
-    real = [n for n in new if n > 1]
-    if len(old) == 1 and len(cut.sections) == 1 and len(real) == 3 and real[0] <= 4 and old[0] % real[0] == 0:
-        return IncompatibleReshape(what=what, sections=(old[0] // real[0],) * real[0], heads=real[1])
-    heads = real[-2] if len(real) > 1 and old[-1] % real[-1] == 0 else 1
-    return IncompatibleReshape(what=what, heads=heads)
+def _suggest_sharding(sharding: DimSharding, old_shape: list[int], new_shape: list[int]) -> IncompatibleReshape:
+    """Return the incompatible reshape with a suggestion.
+
+    A small leading size indicates a fused projection. A sharding of the last size would split a head.
+    """
+    description = f"a reshape of {'×'.join(map(str, old_shape))} to {'×'.join(map(str, new_shape))}"
+    nontrivial_sizes = [n for n in new_shape if n > 1]
+    if (
+        len(old_shape) == 1
+        and len(sharding.sections) == 1
+        and len(nontrivial_sizes) == 3
+        and nontrivial_sizes[0] <= 4
+        and old_shape[0] % nontrivial_sizes[0] == 0
+    ):
+        return IncompatibleReshape(
+            description=description,
+            sections=(old_shape[0] // nontrivial_sizes[0],) * nontrivial_sizes[0],
+            heads=nontrivial_sizes[1],
+        )
+    heads = nontrivial_sizes[-2] if len(nontrivial_sizes) > 1 and old_shape[-1] % nontrivial_sizes[-1] == 0 else 1
+    return IncompatibleReshape(description=description, heads=heads)

@@ -1,4 +1,4 @@
-"""Splitting of a model over tensor-parallel ranks: modules and names stay, each rank keeps its weight shards."""
+"""Sharding of a model over tensor-parallel ranks; modules and parameter names do not change."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,137 +8,160 @@ from torch import Tensor, nn
 
 from paceline.comm.process_group import World
 from paceline.parallel.module_access.shard_spec import ShardSpec
-from paceline.parallel.tensor_parallel.collectives import TensorParallelGroup, WorldWire, copy_in, reduce_out
+from paceline.parallel.tensor_parallel.collectives import (
+    TensorParallelGroup,
+    WorldGroup,
+    copy_to_parallel_region,
+    reduce_from_parallel_region,
+)
 from paceline.parallel.tensor_parallel.rules import elementwise, indexing, loss, matmul, views
 from paceline.parallel.tensor_parallel.sharded_tensor import RULES, ShardPropagatingTensor
 from paceline.parallel.tensor_parallel.sharding import DimSharding
-from paceline.parallel.tensor_parallel.tensor_plan import ParameterCuts, TensorPlan, cuts_of
+from paceline.parallel.tensor_parallel.tensor_plan import ParameterShardings, TensorPlan, resolve_plan
 from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 
-_FILES_OF_RULES = (loss, elementwise, indexing, matmul, views)  # importing them fills RULES
+_RULE_MODULES = (loss, elementwise, indexing, matmul, views)  # importing them fills RULES
 assert len(RULES) > 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorPlaced:
+class TensorParallelPlacement:
     """The result of `split_model`.
 
-    `parts`: what this rank holds of every parameter, by name. `summed`: parameters whose gradient each rank holds only
-    in part; always empty, since backward sums them. `close` removes the hooks; the shards stay. `rest` hides the
-    sharded parameters again; call it when the model's forward was left before its end.
+    `parts`: this rank's part of each parameter, by name. `partial_gradients`: the parameters whose gradients still have
+    to be summed over the ranks; always empty, because backward sums them. `close` removes the hooks; the parameters
+    remain sharded. `hide_parameters` restores the plain parameters; call it after a forward that ended early.
     """
 
     parts: dict[str, ShardSpec]
-    summed: frozenset[str]
+    partial_gradients: frozenset[str]
     plan: TensorPlan
-    wire: TensorParallelGroup
+    group: TensorParallelGroup
     close: Callable[[], None]
-    rest: Callable[[], None]
+    hide_parameters: Callable[[], None]
 
     @property
     def notes(self) -> list[str]:
-        """Return the plan's notes, and the tensors that had to be gathered so far."""
-        return [*self.plan.notes, *getattr(self.wire, "told", ())]
+        """Return the plan's notes, and a note for each tensor that was gathered so far."""
+        return [*self.plan.notes, *getattr(self.group, "notes", ())]
 
 
-def split_model(model: nn.Module, *, plan: TensorPlan, world: World, sequence: bool = False) -> TensorPlaced:
-    """Shard the model's parameters in place, and make its forward work on the shards.
+def split_model(model: nn.Module, *, plan: TensorPlan, world: World, sequence: bool = False) -> TensorParallelPlacement:
+    """Shard the model's parameters in place, and make its forward compute on the shards.
 
-    Every rank of `world` calls this on the same whole model (meta tensors are enough) and keeps its own slices. All
-    ranks must be given the same batch and have the same random generator states.
+    Every rank of `world` calls this on the same full model (meta tensors are enough) and keeps its shards. Later, all
+    ranks must run the model on the same batch with the same random generator states.
 
     Raises:
         LayoutError: the plan does not fit this model; the message names the parameter.
     """
-    return split_over(model, plan=plan, wire=WorldWire(world, sequence=sequence))
+    return split_model_in_group(model, plan=plan, group=WorldGroup(world, sequence=sequence))
 
 
-def split_over(model: nn.Module, *, plan: TensorPlan, wire: TensorParallelGroup) -> TensorPlaced:
+def split_model_in_group(model: nn.Module, *, plan: TensorPlan, group: TensorParallelGroup) -> TensorParallelPlacement:
     """Shard the model as `split_model` does, over any `TensorParallelGroup`."""
-    cuts = cuts_of(model, plan, ranks=wire.size)
+    shardings = resolve_plan(model, plan, ranks=group.size)
     parts: dict[str, ShardSpec] = {}
-    made: dict[int, nn.Parameter] = {}
+    new_parameters: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for own, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            name = f"{prefix}.{own}" if prefix else own
-            cut = cuts.of.get(name)
-            if id(parameter) in {id(p) for p in made.values()}:
-                continue  # the module occurs twice
-            if cut is None:
+        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            name = f"{prefix}.{key}" if prefix else key
+            sharding = shardings.by_name.get(name)
+            if id(parameter) in {id(p) for p in new_parameters.values()}:
+                continue  # the module is registered twice
+            if sharding is None:
                 parts[name] = ShardSpec.full(parameter.shape)
                 continue
-            parts[name] = ShardSpec.from_ranges(parameter.shape, dim=cut.dim, ranges=cut.ranges(wire.rank))
-            if id(parameter) not in made:
-                made[id(parameter)] = _own(parameter, parts[name])
-            module.register_parameter(own, made[id(parameter)])
-    undo, rest = show_cut_parameters(model, cuts, wire)
-    return TensorPlaced(parts=_once(model, parts), summed=frozenset(), plan=plan, wire=wire, close=undo, rest=rest)
+            parts[name] = ShardSpec.from_ranges(parameter.shape, dim=sharding.dim, ranges=sharding.ranges(group.rank))
+            if id(parameter) not in new_parameters:
+                new_parameters[id(parameter)] = _shard_parameter(parameter, parts[name])
+            module.register_parameter(key, new_parameters[id(parameter)])
+    undo, hide_parameters = show_sharded_parameters(model, shardings, group)
+    return TensorParallelPlacement(
+        parts=_drop_tied_names(model, parts),
+        partial_gradients=frozenset(),
+        plan=plan,
+        group=group,
+        close=undo,
+        hide_parameters=hide_parameters,
+    )
 
 
-def _own(parameter: nn.Parameter, part: ShardSpec) -> nn.Parameter:
-    whole = parameter.detach()
+def _shard_parameter(parameter: nn.Parameter, part: ShardSpec) -> nn.Parameter:
+    full_parameter = parameter.detach()
     if (
-        whole.dim() and not any(whole.stride()) and part.local_shape is not None
-    ):  # strides 0: another stage has the memory
-        piece = whole[(0,) * whole.dim()].expand(part.local_shape) if whole.numel() else whole
+        full_parameter.dim() and not any(full_parameter.stride()) and part.local_shape is not None
+    ):  # strides 0: another stage owns the memory
+        local_shard = (
+            full_parameter[(0,) * full_parameter.dim()].expand(part.local_shape)
+            if full_parameter.numel()
+            else full_parameter
+        )
     else:
-        piece = part.extract(whole)
-    own = nn.Parameter(piece, requires_grad=parameter.requires_grad)
-    own.__dict__.update(parameter.__dict__)
-    return own
+        local_shard = part.extract(full_parameter)
+    local_parameter = nn.Parameter(local_shard, requires_grad=parameter.requires_grad)
+    local_parameter.__dict__.update(parameter.__dict__)
+    return local_parameter
 
 
-def _once(model: nn.Module, parts: dict[str, ShardSpec]) -> dict[str, ShardSpec]:
-    """Return the parts under the names that the model itself reports, each tied weight once."""
+def _drop_tied_names(model: nn.Module, parts: dict[str, ShardSpec]) -> dict[str, ShardSpec]:
+    """Return the parts by the names of `named_parameters()`, which lists each tied weight once."""
     return {name: parts[name] for name, _ in model.named_parameters()}
 
 
-def show_cut_parameters(
-    model: nn.Module, cuts: ParameterCuts, wire: TensorParallelGroup
+def show_sharded_parameters(
+    model: nn.Module, shardings: ParameterShardings, group: TensorParallelGroup
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Show each sharded parameter as a sharded tensor while the model runs; return `undo` and `rest`."""
+    """Replace each sharded parameter by a sharded tensor while the model runs.
+
+    Return a function that removes the hooks, and one that restores the plain parameters.
+    """
     handles: list[Any] = []
-    shown: list[_Shown] = []
+    shown_modules: list[_ShownParameters] = []
     for prefix, module in model.named_modules():
-        if prefix in cuts.local:
-            handles += _run_locally(module, wire)
+        if prefix in shardings.local_modules:
+            handles += _register_local_hooks(module, group)
             continue
-        names = [own for own, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
-        own_cuts = {own: (name, cuts.of[name]) for own in names if (name := _join(prefix, own)) in cuts.of}
-        if own_cuts:
-            shown.append(_Shown(module, own_cuts, wire))
-            handles += shown[-1].hooks()
-    handles += _everywhere(model, shown)
+        names = [key for key, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
+        module_shardings = {
+            key: (name, shardings.by_name[name]) for key in names if (name := _join(prefix, key)) in shardings.by_name
+        }
+        if module_shardings:
+            shown_modules.append(_ShownParameters(module, module_shardings, group))
+            handles += shown_modules[-1].register_hooks()
+    handles += _register_model_hooks(model, shown_modules)
 
     def undo() -> None:
         for handle in handles:
             handle.remove()
-        for each in shown:
-            each.rest()
+        for module_parameters in shown_modules:
+            module_parameters.hide_all()
 
     def rest() -> None:
-        for each in shown:
-            each.rest()
+        for module_parameters in shown_modules:
+            module_parameters.hide_all()
 
     return undo, rest
 
 
-def _join(prefix: str, own: str) -> str:
-    return f"{prefix}.{own}" if prefix else own
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
 
 
-class _Shown:
+class _ShownParameters:
     """The sharded parameters of one module.
 
-    While the module runs they are in its `__dict__`, which Python reads before the registered parameter of the same
-    name: the module sees the whole shape, all other code sees the plain shard.
+    While the module runs, its `__dict__` contains the sharded tensors, which Python finds before the registered
+    parameters of the same names. So the module sees the full shape, and all other code sees the plain shard.
     """
 
-    def __init__(self, module: nn.Module, cuts: dict[str, tuple[str, DimSharding]], wire: TensorParallelGroup) -> None:
-        self.module, self._cuts, self._wire = module, cuts, wire
+    def __init__(
+        self, module: nn.Module, shardings: dict[str, tuple[str, DimSharding]], group: TensorParallelGroup
+    ) -> None:
+        self.module, self._shardings, self._group = module, shardings, group
         self._depth = 0
 
-    def hooks(self) -> Sequence[Any]:
+    def register_hooks(self) -> Sequence[Any]:
         return [
             self.module.register_forward_pre_hook(lambda *_: self.show()),
             self.module.register_forward_hook(lambda *_: self.hide(), always_call=True),
@@ -146,40 +169,42 @@ class _Shown:
 
     def show(self) -> None:
         self._depth += 1
-        for own, (name, cut) in self._cuts.items():
-            parameter = self.module._parameters[own]
-            known = self.module.__dict__.get(own)
+        for key, (name, sharding) in self._shardings.items():
+            parameter = self.module._parameters[key]
+            shown_modules = self.module.__dict__.get(key)
             if type(parameter) not in (nn.Parameter, Tensor) and not _is_plain(parameter):
-                continue  # still sharded along another axis: shown after its all-gather
-            if known is None or known.local is not parameter:
+                continue  # FSDP has not gathered this parameter yet: it is shown after the all-gather
+            if shown_modules is None or shown_modules.local is not parameter:
                 assert parameter is not None
-                self.module.__dict__[own] = ShardPropagatingTensor.of(parameter, cut, self._wire, origins=(name,))
+                self.module.__dict__[key] = ShardPropagatingTensor.from_local(
+                    parameter, sharding, self._group, origins=(name,)
+                )
 
     def hide(self) -> None:
         self._depth -= 1
         if self._depth <= 0:
-            self.rest()
+            self.hide_all()
 
-    def rest(self) -> None:
+    def hide_all(self) -> None:
         self._depth = 0
-        for own in self._cuts:
-            self.module.__dict__.pop(own, None)
+        for key in self._shardings:
+            self.module.__dict__.pop(key, None)
 
 
 def _is_plain(parameter: Any) -> bool:
     return type(parameter).__torch_function__ is Tensor.__torch_function__ or not hasattr(parameter, "placements")
 
 
-def _everywhere(model: nn.Module, shown: list[_Shown]) -> list[Any]:
-    """Register hooks that show every sharded weight during the whole forward, for modules that read a tied weight."""
+def _register_model_hooks(model: nn.Module, shown_modules: list[_ShownParameters]) -> list[Any]:
+    """Register hooks that show all sharded parameters in the model's forward, for modules that read a tied weight."""
 
     def show(*_: Any) -> None:
-        for each in shown:
-            each.show()
+        for module_parameters in shown_modules:
+            module_parameters.show()
 
     def hide(*_: Any) -> None:
-        for each in shown:
-            each.hide()
+        for module_parameters in shown_modules:
+            module_parameters.hide()
 
     return [
         model.register_forward_pre_hook(show, prepend=True),
@@ -187,25 +212,25 @@ def _everywhere(model: nn.Module, shown: list[_Shown]) -> list[Any]:
     ]
 
 
-def _run_locally(module: nn.Module, wire: TensorParallelGroup) -> list[Any]:
-    """Run the module's own forward on its shards: input gradients and outputs are summed over ranks."""
+def _register_local_hooks(module: nn.Module, group: TensorParallelGroup) -> list[Any]:
+    """Register hooks that sum the outputs and the input gradients of a module that runs on its shards."""
 
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _mapped((args, kwargs), lambda x: _read(x, wire))
+    def pre_hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _map_tensors((args, kwargs), lambda x: _read_full(x, group))
 
-    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return _mapped(output, lambda x: reduce_out(x, wire) if x.is_floating_point() else x)
+    def post_hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return _map_tensors(output, lambda x: reduce_from_parallel_region(x, group) if x.is_floating_point() else x)
 
     return [
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after, with_kwargs=True),
+        module.register_forward_pre_hook(pre_hook, with_kwargs=True),
+        module.register_forward_hook(post_hook, with_kwargs=True),
     ]
 
 
-def _read(x: Tensor, wire: TensorParallelGroup) -> Tensor:
-    return x.gathered(partial=True) if isinstance(x, ShardPropagatingTensor) else copy_in(x, wire)
+def _read_full(x: Tensor, group: TensorParallelGroup) -> Tensor:
+    return x.full_tensor(partial=True) if isinstance(x, ShardPropagatingTensor) else copy_to_parallel_region(x, group)
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    leaves, shape = tree_flatten(value)
-    return tree_unflatten([change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], shape)
+def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    leaves, spec = tree_flatten(value)
+    return tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)

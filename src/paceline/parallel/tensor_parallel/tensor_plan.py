@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paceline.console.formatting import did_you_mean
 from paceline.errors import LayoutError, PacelineError, raise_all
-from paceline.parallel.tensor_parallel.sharding import DimSharding, even_cut
+from paceline.parallel.tensor_parallel.sharding import DimSharding, shard_evenly
 
 Kind = Literal["column", "row", "embedding", "head", "whole", "local"]
 KINDS = get_args(Kind)
@@ -20,9 +20,10 @@ class ParameterRole:
     """The role of a module's parameters, or of one parameter.
 
     `column`: outputs are sharded. `row`: inputs are sharded. `embedding`, `head`: the vocabulary is sharded. `whole`:
-    every rank holds it. `local`: the module's own forward runs on the shards of its parameters, and its outputs are
-    summed (experts). A weight may concatenate `fused` equal projections, or `sections` of these sizes; `heads` must
-    divide by the number of ranks; `dim` is the sharded dimension if the role alone does not determine it.
+    every rank holds the full parameter. `local`: the module's forward runs on the shards of its parameters, and its
+    outputs are summed over the ranks (experts). A weight may concatenate `fused` projections of equal size, or
+    `sections` of these sizes. `heads` must be divisible by the number of ranks. `dim` is the sharded dimension if it
+    differs from the role's default.
     """
 
     kind: Kind
@@ -36,90 +37,96 @@ class ParameterRole:
 class TensorPlan:
     """Roles by pattern: `*` matches one name between dots, `**` any number; an exact name wins over a pattern.
 
-    Parameters that match no pattern stay whole. `source` says where the plan comes from.
+    Parameters that match no pattern are not sharded. `source` describes the origin of the plan.
     """
 
     roles: Mapping[str, ParameterRole]
     source: str = "given"
     notes: tuple[str, ...] = field(default=())
 
-    def role_of(self, name: str) -> ParameterRole | None:
-        """Return the role of a module, or of a parameter (by its own name, or by that of its module)."""
+    def find_role(self, name: str) -> ParameterRole | None:
+        """Return the role of a module or a parameter; a parameter's own name wins over that of its module."""
         for target in (name, name.rpartition(".")[0]):
-            found = [p for p in self.roles if p == target or pattern_matches(p, target)]
-            if found:
-                return self.roles[max(found, key=lambda p: (p == target, p.count("**") == 0, len(p)))]
+            matches = [p for p in self.roles if p == target or pattern_matches(p, target)]
+            if matches:
+                return self.roles[max(matches, key=lambda p: (p == target, p.count("**") == 0, len(p)))]
         return None
 
-    def without(self, patterns: Sequence[str]) -> "TensorPlan":
-        """Return the plan with everything that these patterns name (modules and all below them) kept whole."""
-        kept = dict(self.roles)
+    def with_replicated(self, patterns: Sequence[str]) -> "TensorPlan":
+        """Return the plan with the parameters and modules that these patterns match unsharded (role `whole`)."""
+        roles = dict(self.roles)
         for pattern in patterns:
-            kept[pattern] = kept[f"{pattern}.**"] = ParameterRole(kind="whole")
-            for known in self.roles:
-                if known == pattern or pattern_matches(pattern, known) or pattern_matches(f"{pattern}.**", known):
-                    kept[known] = ParameterRole(kind="whole")
-        return TensorPlan(roles=kept, source=self.source, notes=self.notes)
+            roles[pattern] = roles[f"{pattern}.**"] = ParameterRole(kind="whole")
+            for name in self.roles:
+                if name == pattern or pattern_matches(pattern, name) or pattern_matches(f"{pattern}.**", name):
+                    roles[name] = ParameterRole(kind="whole")
+        return TensorPlan(roles=roles, source=self.source, notes=self.notes)
 
 
 def pattern_matches(pattern: str, name: str) -> bool:
     """Return whether a pattern matches the name of a module or parameter."""
-    words = {"**": ".*", "*": "[^.]*"}
+    wildcards = {"**": ".*", "*": "[^.]*"}
     parts = re.split(r"(\*\*|\*)", pattern)
-    return re.fullmatch("".join(words.get(p) or re.escape(p) for p in parts), name) is not None
+    return re.fullmatch("".join(wildcards.get(p) or re.escape(p) for p in parts), name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterCuts:
-    """A plan resolved for a model: each sharded parameter's sharding, under each of its names, and local modules."""
+class ParameterShardings:
+    """A plan resolved for a model: the sharding of each parameter, by each of its names, and the `local` modules."""
 
-    of: Mapping[str, DimSharding]
-    local: tuple[str, ...]
+    by_name: Mapping[str, DimSharding]
+    local_modules: tuple[str, ...]
 
 
-def cuts_of(model: nn.Module, plan: TensorPlan, *, ranks: int) -> ParameterCuts:
+def resolve_plan(model: nn.Module, plan: TensorPlan, *, ranks: int) -> ParameterShardings:
     """Resolve a plan for this model.
 
     Raises:
-        LayoutError: names the parameter and the reason: heads that do not divide, one weight in two roles, a type that
-            cannot be sharded, a pattern that matches nothing. Several at once are raised as `Problems`.
+        LayoutError: the plan does not fit the model: the number of heads is not divisible, a tied weight has two roles,
+            a dtype cannot be sharded, or a pattern matches nothing. Several errors are raised together as `Problems`.
     """
     problems: list[PacelineError] = []
-    found: dict[str, DimSharding] = {}
-    given: dict[int, tuple[str, DimSharding | None]] = {}
-    local = tuple(n for n, _ in model.named_modules() if (r := plan.roles.get(_pattern(plan, n))) and r.kind == "local")
+    shardings: dict[str, DimSharding] = {}
+    first_uses: dict[int, tuple[str, DimSharding | None]] = {}
+    local_modules = tuple(
+        n for n, _ in model.named_modules() if (r := plan.roles.get(_best_pattern(plan, n))) and r.kind == "local"
+    )
     for name, parameter, owner in _parameters(model):
-        role = plan.role_of(name)
+        role = plan.find_role(name)
         if role is None or role.kind == "local":
             continue
         try:
-            is_local = any(name.startswith(f"{module}.") for module in local)
-            cut = _cut(name, parameter, owner, role, ranks, grouped=is_local)
-            _agree(name, parameter, cut, role, given)
+            is_local = any(name.startswith(f"{module}.") for module in local_modules)
+            sharding = _shard_parameter(name, parameter, owner, role, ranks, grouped=is_local)
+            _check_tied(name, parameter, sharding, role, first_uses)
         except PacelineError as error:
             problems.append(error)
             continue
-        if cut is not None:
-            found[name] = cut
-    _follow_ties(model, found)
-    problems = [*_each_once(problems), *unknown_names(model, plan.roles), *_not_cut(model, local, found)]
+        if sharding is not None:
+            shardings[name] = sharding
+    _copy_to_tied_names(model, shardings)
+    problems = [
+        *_deduplicate(problems),
+        *unknown_names(model, plan.roles),
+        *_unsharded_local_parameters(model, local_modules, shardings),
+    ]
     raise_all(problems)
-    return ParameterCuts(of=found, local=local)
+    return ParameterShardings(by_name=shardings, local_modules=local_modules)
 
 
-def _each_once(problems: list[PacelineError]) -> Iterator[PacelineError]:
-    """Yield each problem once: a problem with the same weight of every block is reported for the first block."""
-    known: set[str] = set()
+def _deduplicate(problems: list[PacelineError]) -> Iterator[PacelineError]:
+    """Yield one of the problems that differ only in numbers, such as the same weight in every block."""
+    seen_messages: set[str] = set()
     for problem in problems:
-        alike = re.sub(r"\d+", "*", problem.what)
-        if alike not in known:
+        normalized = re.sub(r"\d+", "*", problem.what)
+        if normalized not in seen_messages:
             yield problem
-        known.add(alike)
+        seen_messages.add(normalized)
 
 
-def _pattern(plan: TensorPlan, name: str) -> str:
-    found = [p for p in plan.roles if p == name or pattern_matches(p, name)]
-    return max(found, key=lambda p: (p == name, len(p)), default="")
+def _best_pattern(plan: TensorPlan, name: str) -> str:
+    matches = [p for p in plan.roles if p == name or pattern_matches(p, name)]
+    return max(matches, key=lambda p: (p == name, len(p)), default="")
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
@@ -128,13 +135,13 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module
             yield f"{prefix}.{name}" if prefix else name, parameter, module
 
 
-def is_turned(module: nn.Module) -> bool:
-    """Return whether a module stores its weight as (inputs, outputs), as Hugging Face's Conv1D does."""
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a module stores its weight as (inputs, outputs), as Conv1D of Hugging Face does."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def cut_dim(parameter: Tensor, owner: nn.Module, role: ParameterRole) -> int | None:
-    """Return the dimension that a role shards, or None if the parameter stays whole."""
+def sharded_dim(parameter: Tensor, owner: nn.Module, role: ParameterRole) -> int | None:
+    """Return the dimension that a role shards, or None if the parameter is not sharded."""
     if role.kind == "whole":
         return None
     if role.dim is not None and parameter.dim() > 1:
@@ -143,18 +150,18 @@ def cut_dim(parameter: Tensor, owner: nn.Module, role: ParameterRole) -> int | N
         return 0 if role.kind in ("column", "head") and parameter.dim() == 1 else None
     if role.kind in ("embedding", "head"):
         return 0
-    outputs = (role.kind == "column") != is_turned(owner)
-    return parameter.dim() - (2 if outputs else 1)
+    is_output_dim = (role.kind == "column") != is_transposed(owner)
+    return parameter.dim() - (2 if is_output_dim else 1)
 
 
-def _cut(
+def _shard_parameter(
     name: str, parameter: Tensor, owner: nn.Module, role: ParameterRole, ranks: int, *, grouped: bool
 ) -> DimSharding | None:
-    """Return the sharding of one parameter by its role, None if it stays whole.
+    """Return the sharding of one parameter by its role, or None if it is not sharded.
 
-    With `grouped` the pieces are multiples of 16 bytes where possible, as torch's grouped matmul requires.
+    With `grouped` the shard sizes are multiples of 16 bytes if possible, as torch's grouped matmul requires.
     """
-    dim = cut_dim(parameter, owner, role)
+    dim = sharded_dim(parameter, owner, role)
     if dim is None:
         return None
     if not parameter.is_floating_point() or parameter.element_size() < 2:
@@ -169,7 +176,8 @@ def _cut(
         raise LayoutError(
             f"{name}: {role.heads} heads do not divide by tp={ranks}.",
             cause="each rank takes the same number of whole heads",
-            hint=f"tp={_nearest(role.heads, ranks)}, or keep it whole: --place.replicate {name.rpartition('.')[0]}",
+            hint=f"tp={_nearest_divisor(role.heads, ranks)}, or keep it whole: "
+            f"--place.replicate {name.rpartition('.')[0]}",
         )
     sections = role.sections or (size // role.fused,) * role.fused
     if sum(sections) != size:
@@ -185,38 +193,38 @@ def _cut(
         )
     unit = 16 // parameter.element_size() if grouped else 1
     fits_unit = all(n % unit == 0 and n // unit >= ranks for n in sections)
-    return even_cut(size, ranks=ranks, sections=sections, dim=dim, unit=unit if fits_unit else 1)
+    return shard_evenly(size, ranks=ranks, sections=sections, dim=dim, unit=unit if fits_unit else 1)
 
 
-def _nearest(heads: int, ranks: int) -> int:
+def _nearest_divisor(heads: int, ranks: int) -> int:
     return next(n for n in range(ranks, 0, -1) if heads % n == 0)
 
 
-def _agree(
+def _check_tied(
     name: str,
     parameter: nn.Parameter,
-    cut: DimSharding | None,
+    sharding: DimSharding | None,
     role: ParameterRole,
-    given: dict[int, tuple[str, DimSharding | None]],
+    first_uses: dict[int, tuple[str, DimSharding | None]],
 ) -> None:
-    other, known = given.setdefault(id(parameter), (name, cut))
-    if known != cut:
+    other_name, other_sharding = first_uses.setdefault(id(parameter), (name, sharding))
+    if other_sharding != sharding:
         raise LayoutError(
-            f"{name} and {other} are one weight in two roles: {role.kind} splits it differently.",
+            f"{name} and {other_name} are one weight in two roles: {role.kind} splits it differently.",
             cause="they are tied: one tensor, which can be split in only one way",
             hint="the same role for both, or 'whole' for both",
         )
 
 
-def _follow_ties(model: nn.Module, found: dict[str, DimSharding]) -> None:
-    by_id = {id(p): found[n] for n, p, _ in _parameters(model) if n in found}
+def _copy_to_tied_names(model: nn.Module, shardings: dict[str, DimSharding]) -> None:
+    by_id = {id(p): shardings[n] for n, p, _ in _parameters(model) if n in shardings}
     for name, parameter, _ in _parameters(model):
         if id(parameter) in by_id:
-            found[name] = by_id[id(parameter)]
+            shardings[name] = by_id[id(parameter)]
 
 
 def unknown_names(model: nn.Module, roles: Mapping[str, object]) -> list[PacelineError]:
-    """Return an error for each pattern that matches nothing in the model; roles of kind `whole` may match nothing."""
+    """Return an error for each pattern that matches nothing in the model, except for roles of kind `whole`."""
     names = [n for n, _ in model.named_modules(remove_duplicate=False)] + [n for n, _, _ in _parameters(model)]
     return [
         LayoutError(
@@ -231,14 +239,16 @@ def unknown_names(model: nn.Module, roles: Mapping[str, object]) -> list[Pacelin
     ]
 
 
-def _not_cut(model: nn.Module, local: Sequence[str], found: Mapping[str, DimSharding]) -> list[PacelineError]:
+def _unsharded_local_parameters(
+    model: nn.Module, local_modules: Sequence[str], shardings: Mapping[str, DimSharding]
+) -> list[PacelineError]:
     problems: list[PacelineError] = []
-    for name in local:
-        for own, _ in model.get_submodule(name).named_parameters():
-            if f"{name}.{own}" not in found:
+    for name in local_modules:
+        for key, _ in model.get_submodule(name).named_parameters():
+            if f"{name}.{key}" not in shardings:
                 problems.append(
                     LayoutError(
-                        f"{name}.{own} is whole in a module that runs on pieces: the sum would count it once per rank.",
+                        f"{name}.{key} is whole in a module that runs on shards: the sum would count it once per rank.",
                         hint=f"keep the module whole: --place.replicate {name}",
                     )
                 )
@@ -246,12 +256,12 @@ def _not_cut(model: nn.Module, local: Sequence[str], found: Mapping[str, DimShar
 
 
 def name_pattern(name: str) -> str:
-    """Return the pattern of a name: every number becomes `*`."""
+    """Return the name with every number replaced by `*`."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def first_number(name: str) -> str:
-    """Return the pattern of a name: its first number, a block's index, becomes `*`."""
+def block_pattern(name: str) -> str:
+    """Return the name with its first number, the index of a block, replaced by `*`."""
     parts = name.split(".")
-    at = next((n for n, part in enumerate(parts) if part.isdigit()), None)
-    return name if at is None else ".".join([*parts[:at], "*", *parts[at + 1 :]])
+    position = next((n for n, part in enumerate(parts) if part.isdigit()), None)
+    return name if position is None else ".".join([*parts[:position], "*", *parts[position + 1 :]])

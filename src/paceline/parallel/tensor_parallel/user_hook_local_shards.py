@@ -1,4 +1,4 @@
-"""Exposure of plain local shards to module hooks that do not know sharded tensors."""
+"""Plain local shards for module hooks that do not support sharded tensors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,55 +12,60 @@ from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 
 @contextmanager
 def expose_local_shards(module: nn.Module) -> Iterator[None]:
-    """Let hooks that are registered inside this context see each rank's plain shards.
+    """Give the plain shards of sharded tensors to hooks that are registered inside this context.
 
-    Register pre-hooks with `prepend=True`. A tensor that a hook returns in a shard's place gets the shard's
-    sharding. So `fully_shard` gathers before a sharded activation is read and frees after its gradient has arrived: its
-    identities and hooks are on the plain shard, which autograd knows.
+    Register pre-hooks with `prepend=True`. A tensor that a hook returns for a shard is wrapped with the sharding of the
+    shard. `fully_shard` needs this: it puts autograd hooks on activations, and autograd works on the plain shards.
     """
-    given, made = _Laid(), _Laid()
-    module.register_forward_pre_hook(given.cut_again, prepend=True, with_kwargs=True)
-    module.register_forward_hook(lambda _, __, output: made.pieces(output))
+    inputs, outputs = _CallShards(), _CallShards()
+    module.register_forward_pre_hook(inputs.restore_inputs, prepend=True, with_kwargs=True)
+    module.register_forward_hook(lambda _, __, output: outputs.expose(output))
     yield
-    module.register_forward_pre_hook(given.as_pieces, prepend=True, with_kwargs=True)
-    module.register_forward_hook(lambda _, __, output: made.put_back(output))
+    module.register_forward_pre_hook(inputs.expose_inputs, prepend=True, with_kwargs=True)
+    module.register_forward_hook(lambda _, __, output: outputs.restore(output))
 
 
-class _Laid:
-    """The sharded tensors of one call, by position among its values, kept from before the hooks until after them."""
+class _CallShards:
+    """The sharded tensors of one call, by position among its values, stored while the hooks run."""
 
     def __init__(self) -> None:
-        self._cut: dict[int, ShardPropagatingTensor] = {}
+        self._sharded: dict[int, ShardPropagatingTensor] = {}
 
-    def as_pieces(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Expose the plain shards; runs as a pre-hook."""
-        return self.pieces((args, kwargs))
+    def expose_inputs(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Replace the sharded arguments by plain shards; a pre-hook that runs before the others."""
+        return self.expose((args, kwargs))
 
-    def cut_again(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Restore the sharded tensors; runs as a pre-hook, after the others."""
-        return self.put_back((args, kwargs))
+    def restore_inputs(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Restore the sharded arguments; a pre-hook that runs after the others."""
+        return self.restore((args, kwargs))
 
-    def pieces(self, values: Any) -> Any:
-        """Return the values with plain shards, or None if nothing is sharded; hooks treat None as no change."""
-        leaves, shape = tree_flatten(values)
-        self._cut = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, ShardPropagatingTensor)}
-        return self._changed(leaves, shape, lambda split, _: split.local)
+    def expose(self, values: Any) -> Any:
+        """Return the values with plain shards, or None (no change, for a hook) if nothing is sharded."""
+        leaves, spec = tree_flatten(values)
+        self._sharded = {
+            position: leaf for position, leaf in enumerate(leaves) if isinstance(leaf, ShardPropagatingTensor)
+        }
+        return self._map_sharded(leaves, spec, lambda sharded, _: sharded.local)
 
-    def put_back(self, values: Any) -> Any:
-        """Wrap the tensors that are now in the shards' places with the original sharding."""
-        if not self._cut:
+    def restore(self, values: Any) -> Any:
+        """Wrap the tensors at the positions of the shards with the original sharding."""
+        if not self._sharded:
             return None
-        leaves, shape = tree_flatten(values)
-        found = self._changed(
-            leaves, shape, lambda cut, now: ShardPropagatingTensor.of(now, cut.cut, cut.wire, origins=cut.origins)
+        leaves, spec = tree_flatten(values)
+        restored = self._map_sharded(
+            leaves,
+            spec,
+            lambda sharded, local: ShardPropagatingTensor.from_local(
+                local, sharded.sharding, sharded.group, origins=sharded.origins
+            ),
         )
-        self._cut = {}
-        return found
+        self._sharded = {}
+        return restored
 
-    def _changed(
-        self, leaves: list[Any], shape: Any, change: Callable[[ShardPropagatingTensor, Tensor], Tensor]
+    def _map_sharded(
+        self, leaves: list[Any], spec: Any, change: Callable[[ShardPropagatingTensor, Tensor], Tensor]
     ) -> Any:
-        if not self._cut:
+        if not self._sharded:
             return None
-        now = [change(self._cut[n], leaf) if n in self._cut else leaf for n, leaf in enumerate(leaves)]
-        return tree_unflatten(now, shape)
+        new_leaves = [change(self._sharded[n], leaf) if n in self._sharded else leaf for n, leaf in enumerate(leaves)]
+        return tree_unflatten(new_leaves, spec)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.data.types import StepInput
 from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding
-from paceline.parallel.tensor_parallel.collectives import piece_of
+from paceline.parallel.tensor_parallel.collectives import slice_shard
 from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor
 from paceline.torch_internals.private_api import in_backward, tree_flatten
 from paceline.trainer.setup.build_training_setup import TrainingSetup
@@ -141,10 +141,10 @@ def first_differing_module(
 def _align_outputs(setup: TrainingSetup, local_output: Tensor, expected: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return this rank's output and the expected one; None if they can't be compared."""
     if isinstance(local_output, ShardPropagatingTensor):
-        if local_output.whole != tuple(expected.shape):
+        if local_output.full_shape != tuple(expected.shape):
             return None
         expected, local_output = (
-            piece_of(expected, local_output.cut, local_output.wire.rank),
+            slice_shard(expected, local_output.sharding, local_output.group.rank),
             local_output.local.detach(),
         )
     if local_output.shape != expected.shape:

@@ -1,4 +1,4 @@
-"""Detection, in one run, of values that code outside the model reads besides its output; stages can't provide them."""
+"""Detection of values inside the model that code outside of it reads; a last stage may not have these values."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from paceline.torch_internals.private_api import CallInterceptor
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalRead:
-    """A value that an operation outside the model reads: what made it, in which unit, and the line that reads it."""
+    """A read, outside the model, of a value made in it: the operation and unit that made it, and the reading line."""
 
     name: str
     unit: str
@@ -25,7 +25,7 @@ class ExternalRead:
 
 
 def taken_beside(model: nn.Module, *, units: Sequence[str], call: Callable[[], Any]) -> tuple[ExternalRead, ...]:
-    """Run `call`, the model's forward and loss on one example, without side effects; return the external reads.
+    """Run `call`, the model's forward and loss on one example, without side effects, and return the external reads.
 
     Raises:
         LayoutError: the model is called twice.
@@ -43,7 +43,7 @@ def taken_beside(model: nn.Module, *, units: Sequence[str], call: Callable[[], A
 
 
 def refuse_taken(taken: Sequence[ExternalRead], *, last: Collection[str]) -> None:
-    """Refuse reads of values that the last stage does not have: those not made in one of its units, `last`.
+    """Raise for reads of values that are not made on the last stage, where the loss runs.
 
     Raises:
         LayoutError: such a read exists; the message names the value and the line.
@@ -61,7 +61,7 @@ def refuse_taken(taken: Sequence[ExternalRead], *, last: Collection[str]) -> Non
 
 
 def called_twice() -> LayoutError:
-    """Return the error for a forward= or a loss that calls the model a second time."""
+    """Return the error for a `forward=` or a loss that calls the model twice."""
     line = line_now()
     return LayoutError(
         "the forward calls the model twice, but a stage ends after the model's first call.",
@@ -80,7 +80,7 @@ class _Watcher:
         self._unit = ""
 
     def model(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Intercept the model's call; forget the values that its output returns."""
+        """Handle the call of the model; discard the values in its output, which every reader may use."""
         if self._called:
             raise called_twice()
         self._called = self._inside = True
@@ -91,7 +91,7 @@ class _Watcher:
         return output
 
     def unit(self, name: str) -> Callable[..., Any]:
-        """Return the interceptor for a unit's calls, which sets the current unit."""
+        """Return the handler for calls of a unit, which sets the current unit."""
 
         def answer(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             before, self._unit = self._unit, name
@@ -103,7 +103,7 @@ class _Watcher:
         return answer
 
     def see(self, operation: Any, args: Any, kwargs: Any, result: Any, drew: bool) -> None:
-        """Record the values that an operation makes inside the model, or reads outside of it."""
+        """Record the values that an operation makes inside the model or reads outside of it."""
         given = [tensor for _, tensor in tensors_in([args, kwargs])]
         if self._inside:
             old = {id(_memory(tensor)) for tensor in given}
@@ -119,5 +119,5 @@ class _Watcher:
 
 
 def _memory(tensor: Tensor) -> Any:
-    """Return the storage, which views share; for a sparse tensor, which has none, the tensor itself."""
+    """Return the storage, which views share; for a sparse tensor, which has no storage, the tensor itself."""
     return tensor.untyped_storage() if tensor.layout is torch.strided else tensor

@@ -1,6 +1,6 @@
-"""Placeholders for modules that a stage does not hold: they return NaN, which can't pass for a real value.
+"""Placeholders for modules that a stage does not hold: they return NaN, which reveals any use of their values.
 
-Shapes are found by running a copy of the module that has no memory (device "meta"), once for each kind of input.
+A copy of the module on the device "meta" gives the output shapes, once for each combination of input shapes.
 """
 
 import copy
@@ -30,8 +30,8 @@ Pool = dict[tuple[Kind, torch.device], Tensor]
 class Placeholder:
     """The placeholder of one module.
 
-    If the copy can't run on "meta", as with experts that read their tokens' values, `form` describes the output when
-    the model was cut, and the input whose shape each tensor has.
+    `form` is used if the copy can't run on "meta", as with experts that read values of their tokens. It describes the
+    traced output, and names for each output tensor an input of the same shape.
     """
 
     def __init__(self, module: nn.Module, *, name: str, kinds: OutputClasses, form: Form | None = None) -> None:
@@ -43,7 +43,7 @@ class Placeholder:
         self._form = form
 
     def answer(self, args: Any, kwargs: Any, *, pool: Pool | None = None) -> Any:
-        """Return the module's output with every float NaN and every integer 0; a `pool` shares equal tensors."""
+        """Return the module's output with NaN for floats and 0 for integers; a `pool` shares tensors of equal shape."""
         value = {"args": args, "kwargs": kwargs}
         inputs = dict(tensors_in(value))
         kinds = tuple((path, tensor.shape, tensor.dtype) for path, tensor in inputs.items())
@@ -63,7 +63,7 @@ class Placeholder:
             return spec, [(tensor.shape, tensor.dtype) for tensor in tensors]
         except LayoutError:
             raise
-        except Exception as error:  # whatever a module that needs real values raises
+        except Exception as error:  # a module that needs real values can raise any exception
             if self._form is None or any(path not in inputs for path in self._form[1]):
                 raise LayoutError(
                     f"the shape of what {self._name} returns can't be determined without its weights: {error}",
@@ -73,7 +73,7 @@ class Placeholder:
             return spec, [(inputs[path].shape, inputs[path].dtype) for path in like if path is not None]
 
     def _run(self, skeleton: nn.Module, moved: Any) -> Any:
-        """Run the copy in the module's mode, or if that fails in eval mode, in which BatchNorm accepts a single row."""
+        """Run the copy in the module's mode; if that fails, run it in eval mode, in which BatchNorm accepts one row."""
         for copied, module in zip(skeleton.modules(), self._module.modules(), strict=True):
             copied.training = module.training
         with torch.no_grad():
@@ -86,7 +86,10 @@ class Placeholder:
 
 
 def form_of(output: Any, *, where: str, given: Mapping[Path, Kind]) -> Form | None:
-    """Return a block's output form, with the first input of each tensor's shape and dtype; None if it can't be sent."""
+    """Return the description of a block's output, with an input of equal shape and dtype for each tensor.
+
+    Return None if the output can't be sent to another stage.
+    """
     try:
         tensors, spec = flatten_output(output, where=where)
     except LayoutError:
@@ -96,7 +99,7 @@ def form_of(output: Any, *, where: str, given: Mapping[Path, Kind]) -> Form | No
 
 
 def _without_memory(module: nn.Module) -> nn.Module | None:
-    """Return a copy with parameters and buffers on "meta", made without copying them; None if that fails."""
+    """Return a copy with parameters and buffers on "meta", without copying their memory; None if that fails."""
     tensors = [*module.parameters(), *module.buffers()]
     memo: dict[int, Any] = {id(tensor): _meta_of(tensor) for tensor in tensors}
     try:

@@ -1,4 +1,4 @@
-"""The values of other stages that a stage needs, derived from the traced forward; errors name value and place."""
+"""The values of other stages that a stage needs, derived from the traced forward."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,12 +10,15 @@ from paceline.parallel.pipeline.stage_io import Path
 
 
 class DataDependentBranch(LayoutError):
-    """The error for a forward that branches on a value that a stage does not have; another cut may avoid it."""
+    """The error for a forward that branches on a value that a stage does not have; other bounds may avoid it."""
 
 
 @dataclass(kw_only=True)
 class StageRequirements:
-    """A stage's parameters outside its blocks, and the values carried to it, with the arguments that they become."""
+    """The parameters that a stage needs outside its blocks, and the values carried to it.
+
+    `carried` maps each value to the arguments (block, path) as which it is passed.
+    """
 
     start: int
     stop: int
@@ -27,7 +30,7 @@ def needs_of(flow: ForwardTrace, *, start: int, stop: int, last: bool) -> StageR
     """Return the requirements of the stage with blocks `start` to `stop`.
 
     Raises:
-        LayoutError: the stage needs another stage's value in a place where it can't be passed.
+        LayoutError: the stage needs a value of another stage that can't be passed to it.
     """
     return _Stage(flow, start, stop, last).found()
 
@@ -61,7 +64,7 @@ class _Stage:
                     raise self._skip(missing, f"an input of {self.flow.blocks[block].name}")
 
     def _inner(self) -> None:
-        """Add values that blocks use but don't get as arguments: closures, caches, tensors left by another block."""
+        """Add values that blocks use but don't get as arguments: closures, caches, tensors stored by another block."""
         known = {node for block in range(self.start, self.stop) for node, _ in self.flow.calls[block].takes.values()}
         for node in self.flow.nodes:
             if node.block is not None and self.start <= node.block < self.stop:
@@ -107,14 +110,14 @@ class _Stage:
         return f"a value ({node.name}){where}{drawn}"
 
     def _is_early(self, node: Node) -> bool:
-        """Return whether a value exists before this stage receives its first one, so that earlier stages have it."""
+        """Return whether a value is made before this stage starts, so that earlier stages have it."""
         return node.after < self.start or (node.after == self.start and node.block is not None)
 
     def _own(self, node: Node) -> bool:
         return node.block is not None and self.start <= node.block < self.stop
 
     def _reach(self, root: int) -> tuple[frozenset[str], int | None]:
-        """Return the parameters that a value depends on, and a dependency that this stage can't have, or None."""
+        """Return the parameters that a value depends on, and the first dependency that this stage lacks, or None."""
         if root not in self._reached:
             parameters: set[str] = set()
             missing = None
@@ -141,7 +144,7 @@ class _Stage:
                 stack += new
 
     def _is_foreign(self, number: int, node: Node) -> bool:
-        """Return whether a value is made in another stage's block, or drawn where this stage draws other numbers."""
+        """Return whether a value is made in a block of another stage, or is a random draw before this stage."""
         if number in self.received or self._own(node):
             return False
         return node.block is not None or (node.draws and node.after < self.start)

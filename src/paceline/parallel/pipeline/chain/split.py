@@ -1,9 +1,9 @@
-"""The split of a model into stages: what each stage holds, receives and sends, derived from one traced forward.
+"""The split of a model into stages, derived from one traced forward: what each stage holds, receives and sends.
 
-Each stage runs the model's own forward up to its last block. The block before its first one returns the received
-output; blocks and modules that it does not need return dummies. So everything that its own blocks and the code
-between them use must be one of: the received output, the batch, a parameter that the stage holds, or a value that is
-carried along from an earlier stage and passed to a block as one of its arguments (an encoder's output).
+Each stage runs the model's own forward up to its last block. The block before its first block returns the received
+output; other modules that the stage does not hold return placeholders. So the stage's blocks and the code between them
+may use only the received output, the batch, parameters that the stage holds, and skip values. A skip value is sent from
+an earlier stage and passed to a block as an argument, for example the output of an encoder.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,27 +29,27 @@ Sight = tuple[int, bool, Path]
 
 @dataclass(frozen=True, kw_only=True)
 class SkipValue:
-    """A value that crosses stage borders besides the blocks' outputs.
+    """A value that is sent between stages in addition to the blocks' outputs.
 
-    `sights`: (block, whether it is an output, path) of each occurrence; `targets`: (block, path) where it is passed in.
+    `sights` are (block, whether it is an output, path); `targets` are the arguments (block, path) that get it.
     """
 
     sights: tuple[Sight, ...]
     targets: tuple[tuple[int, Path], ...]
 
     def sight(self, part: "StagePart") -> Sight | None:
-        """Return the occurrence in this stage's own blocks; None if the value only passes through."""
+        """Return the occurrence in the blocks of this stage; None if the stage only passes the value on."""
         return next((sight for sight in self.sights if part.start <= sight[0] < part.stop), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePart:
-    """A pipeline stage: blocks `start` to `stop`, the parameters it holds, the carried values it receives and sends.
+    """A pipeline stage: blocks `start` to `stop`, and the parameters that it holds.
 
-    `buffers` are those that its blocks, or the code around all blocks, compute with, whichever module holds them.
-
-    `takes_stream`: whether the random generator's state is sent too, for draws between two blocks. `copies`: whether
-    received tensors are overwritten in place, which autograd allows only on a copy.
+    `takes` and `gives` number the skip values that it receives and sends. `buffers` are those with which its
+    blocks or the code around all blocks compute, in any module. `takes_stream`: whether the random generator's
+    state is received too, for draws between two blocks. `copies`: whether received tensors are overwritten in
+    place, which autograd allows only on a clone.
     """
 
     index: int
@@ -65,10 +65,11 @@ class StagePart:
 
 @dataclass(frozen=True, kw_only=True)
 class StageSplit:
-    """A model cut into stages; it depends only on the model's structure and forward, and is equal on every rank.
+    """A model split into stages along its blocks; it is determined by the model, and equal on every rank.
 
-    `read` are parameters that operations outside the blocks only read; `counts` is an attribute that each forward
-    changes; `enclosed` is a block that an autograd function calls, and that function.
+    `used` are used outside the blocks; `read` are read between the blocks and never
+    overwritten. `counts` is an attribute that each forward changes. `enclosed` is a block that an
+    autograd function calls, with the name of the function.
     """
 
     blocks: tuple[str, ...]
@@ -83,7 +84,7 @@ class StageSplit:
     enclosed: tuple[str, str] | None = None
 
     def runs(self, parameters: set[str], *, stage: int) -> bool:
-        """Return whether a module outside the blocks, with these parameters, runs on a stage; if not, a dummy does."""
+        """Return whether a module outside the blocks, with these parameters, runs on a stage, not its placeholder."""
         held, used = self.parts[stage].parameters, parameters & self.used
         return (bool(used) and used <= held) or parameters <= held
 
@@ -94,11 +95,11 @@ class StageSplit:
 
     @cached_property
     def ties(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the parameters that several stages hold, with these stages, over which their gradients are added."""
+        """Return the parameters that several stages hold, with these stages; their gradients are summed over them."""
         return parameters_of_several_stages(self.parts)
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """Return the stages that hold a parameter, given by its first name."""
+        """Return the stages that hold a parameter; `name` is its name in `named_parameters()`."""
         return stages_of_parameters(name, self.parts)
 
     def as_json(self) -> dict[str, Any]:
@@ -120,9 +121,10 @@ def plan_cut(
     bounds: Sequence[int] | None = None,
     weights: Sequence[float] | None = None,
 ) -> StageSplit:
-    """Cut a whole model. `call` runs its forward (and loss) on one example microbatch; all it returns is needed.
+    """Plan the split of a model into stages.
 
-    `bounds` lists the number of blocks of each stage; otherwise they are balanced over `weights` (seconds of each
+    `call` runs the forward (and loss) on one example microbatch; the last stage computes everything that it returns.
+    `bounds` lists the number of blocks of each stage. Without it, the stages are balanced by `weights` (seconds of each
     block; default: all equal).
 
     Raises:
@@ -146,7 +148,10 @@ def plan_cut(
 
 
 def cut_flow(model: nn.Module, *, flow: ForwardTrace, bounds: Bounds) -> StageSplit:
-    """Return the split for these bounds, built from the last stage back, as each also sends what later ones need."""
+    """Return the split for these bounds.
+
+    Stages are built from last to first, because each stage also sends the skip values that later stages need.
+    """
     buffers = _buffers_of_stages(model, flow, bounds)
     needs = [needs_of(flow, start=start, stop=stop, last=stop == len(flow.blocks)) for start, stop in bounds]
     sights = _sights(flow)
@@ -226,13 +231,13 @@ def _buffers_of_stages(model: nn.Module, flow: ForwardTrace, bounds: Bounds) -> 
                 cause="a copy of the model (copy.deepcopy), its state_dict(), or code that reads running statistics",
                 hint="read it inside of its block; or --layout ddp or fsdp",
             )
-    own = {name for name in norms if stages.get(name)}  # their statistics are saved and restored around a forward
+    own = {name for name in norms if stages.get(name)}  # forwards save and restore running statistics
     around = {name for name, blocks in flow.used.items() if None in blocks and name not in own}
     return [frozenset(around | {name for name, among in stages.items() if at in among}) for at in range(len(bounds))]
 
 
 def _read_between(flow: ForwardTrace) -> Iterator[str]:
-    """Yield the parameters that operations outside the blocks read, and no operation overwrites."""
+    """Yield the parameters that operations outside the blocks read and that no operation overwrites."""
     for node in flow.nodes:
         for number in node.inputs if node.block is None else ():
             name = flow.nodes[number].parameter
@@ -264,12 +269,12 @@ def _check_seen(
 
 
 def _draws_first(flow: ForwardTrace, start: int) -> bool:
-    """Return whether a draw follows this border before any block starts its own random stream."""
+    """Return whether a random draw follows this stage boundary before a block starts its own random stream."""
     return next((draw for place, draw in flow.events if place >= 2 * start), False)
 
 
 def _held(model: nn.Module, flow: ForwardTrace, needs: Sequence[StageRequirements]) -> list[frozenset[str]]:
-    """Return each stage's parameters: those that it uses, and unused ones whose neighbours in the model it holds."""
+    """Return the parameters of each stage: those that it uses, and unused parameters of the same modules."""
     names = [name for name, _ in model.named_parameters()]
     in_blocks = _names_in_blocks(model, flow.blocks)
     held = [set(need.parameters) for need in needs]

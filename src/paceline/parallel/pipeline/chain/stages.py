@@ -1,8 +1,9 @@
-"""Pipeline stages run by the model's own forward: no tracing, no wrapper, the same names in `state_dict()`.
+"""Pipeline stages that run the model's own forward: no traced graph, no wrapper, the same names in `state_dict()`.
 
-Each stage starts the whole `forward`. Blocks before the stage return dummies, the last of them the received values;
-the stage's own blocks run; after its last block an exception leaves the forward. Calls are intercepted outside of all
-of a module's hooks, so that sharding, compiling and recomputation see only the real calls.
+Each stage runs the model's `forward` from its start. Blocks before the stage return placeholders, and the last of these
+blocks returns the received values. The stage's own blocks run, and after the last one an exception ends the forward.
+Calls are intercepted outside all hooks of a module, so sharding, compiling and recomputation apply to the stage's own
+modules only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ class StageOutput:
     spec: Spec
 
     def received(self) -> "StageOutput":
-        """Return the output as the next stage receives it: detached from this stage's graph."""
+        """Return the output as the next stage receives it: detached from this stage's autograd graph."""
         return StageOutput(tensors=[_leaf(tensor) for tensor in self.tensors], spec=self.spec)
 
 
@@ -48,7 +49,10 @@ class _Run:
 
 
 class _Left(BaseException):
-    """The signal that the stage's last block is done; no `Exception`, so that no `except` in a forward catches it."""
+    """The signal that the stage's last block has run.
+
+    It is not an `Exception`, so that no `except Exception` in a forward catches it.
+    """
 
     def __init__(self, run: _Run, sent: StageOutput) -> None:
         super().__init__("left after the stage's last block")
@@ -59,8 +63,8 @@ class _Left(BaseException):
 class Stages:
     """The stages of one model that this process runs; the memory of other stages' parameters and buffers is freed.
 
-    Several stages of one process (interleaved, V) share the model object. Build it before sharding, compiling or
-    hooking the model, so that its gates lie outside of these. A model that has no memory yet will run on `device`.
+    Several stages of one process (interleaved, V) share the model. Create this object before sharding, compiling or
+    hooking the model, so that its interceptors are outside of these. A model on the meta device will run on `device`.
     """
 
     def __init__(
@@ -113,10 +117,10 @@ class Stages:
         before, self._run = self._run, run
         try:
             result = call()
-        except _Left as left:
-            if left.run is not run:
+        except _Left as finished:
+            if finished.run is not run:
                 raise
-            return left.sent
+            return finished.sent
         except RuntimeError as error:
             if "appears to not have been used in the graph" in str(error):
                 raise _through_stages(error) from error
@@ -130,7 +134,7 @@ class Stages:
         return result
 
     def refuse_training(self) -> None:
-        """Refuse, before the first step, a model that stages can evaluate but not train.
+        """Raise, before the first step, if the stages can evaluate the model but not train it.
 
         Raises:
             LayoutError: an autograd function calls a block, so autograd does not record the block's operations.
@@ -139,7 +143,7 @@ class Stages:
             raise _enclosed(*self.cut.enclosed)
 
     def close(self) -> None:
-        """Remove the gates, so that calls reach the modules again."""
+        """Remove the interceptors."""
         for gate in reversed(self._gates):
             gate.undo()
 
@@ -176,7 +180,7 @@ class Stages:
         )
 
     def _another_way(self, run: _Run) -> LayoutError:
-        """Return the error for blocks called in another order than traced; a stage can't see another stage's choice."""
+        """Return the error for blocks that are called in a different order than in the trace."""
         number = run.called
         due = self.cut.blocks[number] if number < len(self.cut.blocks) else "no further block"
         return LayoutError(
@@ -186,9 +190,9 @@ class Stages:
         )
 
     def _outside(self, call: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
-        """Handle a call outside of a stage's run: of the plain model, if all stages are here, or a recomputation.
+        """Handle a call outside of a stage's run.
 
-        A stage's backward recomputes what its forward ran; a dummy would have no graph to go back through.
+        The call runs if this process holds all stages, or in a backward, which recomputes modules of the stage.
         """
         if len(self.own) == self.cut.num_stages or in_backward():
             return call(*args, **kwargs)
@@ -212,7 +216,7 @@ class Stages:
         run.seen.update(run.carried)
 
     def _handed(self, run: _Run, number: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments with carried values put in their places."""
+        """Return the arguments of a block, with the values carried from earlier stages inserted."""
         new = {
             path: tensor
             for carried, tensor in run.carried.items()
@@ -226,7 +230,7 @@ class Stages:
         return value["args"], value["kwargs"]
 
     def _look(self, run: _Run, number: int, is_output: bool, value: Any) -> None:
-        """Keep the inputs or outputs of this block that later stages need."""
+        """Store the inputs or outputs of this block that later stages need."""
         wanted = [
             (carried, sight[2])
             for carried in run.part.gives
@@ -247,7 +251,7 @@ class Stages:
         tensors += [run.seen[carried] for carried in run.part.gives]
         if self.model.training:
             streams = self.cut.parts[run.part.index + 1].takes_stream or self._idle.any_raised()
-        else:  # in evaluation blocks have no random streams of their own: they share one generator
+        else:  # in evaluation, blocks have no random streams of their own and share one generator
             streams = run.stream is not None and not torch.equal(stream_of(tensors[0].device), run.stream)
         if streams:
             tensors.append(stream_of(tensors[0].device))
@@ -271,7 +275,7 @@ class Stages:
 
 
 def _through_stages(error: RuntimeError) -> LayoutError:
-    """Return the error for a forward that asks autograd for a gradient through other stages' blocks."""
+    """Return the error for a forward that computes a gradient through the blocks of other stages."""
     line = user_line(error)
     return LayoutError(
         "the forward asks for the gradient of a value that is on another stage (torch.autograd.grad).",
@@ -299,7 +303,7 @@ def _enclosed(name: str, function: str) -> LayoutError:
 
 
 def leaves_of(sent: StageOutput) -> Iterator[Tensor]:
-    """Return the tensors of an output that require gradients."""
+    """Return an iterator over the tensors of an output that require gradients."""
     return (tensor for tensor in sent.tensors if tensor.requires_grad)
 
 
@@ -308,13 +312,13 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def stream_of(device: torch.device) -> Tensor:
-    """Return the state of the random generator that draws on a device."""
+    """Return the state of a device's random generator."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def take_stream(state: Tensor, device: torch.device) -> None:
-    """Set the device's random generator to a state that `stream_of` returned."""
-    state = state.clone()  # torch reads the storage from its start: a view of a message's buffer is another state
+    """Set a device's random generator to a state that `stream_of` returned."""
+    state = state.clone()  # torch reads the storage from its start, but a received tensor may be a view into a buffer
     if device.type == "cuda":
         torch.cuda.set_rng_state(state.cpu(), device)
     else:

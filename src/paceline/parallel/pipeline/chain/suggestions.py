@@ -1,4 +1,4 @@
-"""Suggestions for a model that can't be cut as requested: other bounds or blocks that were tried and work."""
+"""Suggestions for a model that can't be split as requested: other bounds or blocks that work."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, islice, pairwise
@@ -20,7 +20,10 @@ def suggest_split(
     cut: Callable[[ForwardTrace, Bounds], object],
     watch: Callable[[Sequence[str]], ForwardTrace],
 ) -> str:
-    """Return options that `cut` accepts, for these blocks or for others traced by `watch`; "" if all are refused."""
+    """Return command-line options with which `cut` succeeds, or "".
+
+    The options list bounds for the traced blocks, or other blocks that `watch` traces, with bounds for these.
+    """
     bounds = _first(flow, num_stages, cut)
     if bounds:
         return f"--place.stages {_counts(bounds)}"
@@ -33,7 +36,7 @@ def suggest_split(
 
 
 def _first(flow: ForwardTrace, num_stages: int, cut: Callable[[ForwardTrace, Bounds], object]) -> Bounds | None:
-    """Return the most even bounds that `cut` accepts, or None."""
+    """Return the most even bounds for which `cut` succeeds, or None."""
     last = len(flow.blocks)
     found = [(0, *inner, last) for inner in islice(combinations(range(1, last), num_stages - 1), _TRIES)]
     for edges in sorted(found, key=lambda edges: max(stop - start for start, stop in pairwise(edges))):

@@ -1,7 +1,7 @@
-"""Observation of one forward: where each value was made and from what. Nothing is replaced or compiled.
+"""A trace of one forward: the dependencies of each value, and the block that made it. The model is not changed.
 
-Each storage is a node; an operation that writes to it makes a new one. A node records the nodes it was made from, the
-block it was made in (None between blocks) and how many blocks had begun before (`after`).
+Each storage is a node; an operation that writes to a storage creates a new node. A node records its inputs, the block
+in which it was made (None between blocks) and how many blocks had begun by then.
 """
 
 import sys
@@ -36,7 +36,7 @@ Key = tuple[int, Geometry]
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A value in the trace: an operation's result, a parameter, or an input from outside."""
+    """A value in the trace: the result of an operation, a parameter, or an input of the forward."""
 
     inputs: tuple[int, ...] = ()
     block: int | None = None
@@ -48,7 +48,7 @@ class Node:
 
 @dataclass(kw_only=True)
 class BlockCall:
-    """A call of a block: its input and output tensors, by the path to each."""
+    """A call of a block: its input and output tensors by path, and the shapes and dtypes of the inputs."""
 
     takes: dict[Path, Key]
     gives: dict[Path, Key] = field(default_factory=dict)
@@ -68,12 +68,13 @@ class PythonRead:
 
 @dataclass(kw_only=True)
 class ForwardTrace:
-    """The result of `trace_forward`. `events` are (place, is a draw): draws and starts of random streams, in order.
+    """The result of `trace_forward`.
 
-    A place is `2 * block + 1` inside a block and `2 * blocks begun` between. `changed` are values overwritten later.
-    `counts` is an attribute that each forward changes before the first block. `used` and `wrote` are buffers, by the
-    blocks whose operations took or overwrote their memory (None between blocks), whichever module holds them.
-    `enclosed` is the first block that is called inside of an autograd function's forward, and that function's name.
+    `events` are draws and starts of random streams, in order, as (position, whether it is a draw). A position is
+    `2 * block + 1` inside a block and `2 * after` between blocks. `changed` are the nodes that a later
+    operation overwrites. `counts` is an attribute that each forward changes before the first block.
+    `used` and `wrote` map each buffer to the blocks whose operations read or overwrite its memory (None
+    between blocks). `enclosed` is the first block that an autograd function calls, with the function's name.
     """
 
     blocks: tuple[Block, ...]
@@ -93,7 +94,7 @@ def trace_forward(model: nn.Module, *, blocks: Sequence[Block], call: Callable[[
     """Trace `call`, a forward of the model on one example, in training mode, without gradients or side effects.
 
     Raises:
-        LayoutError: a block is called twice, inside another, or never.
+        LayoutError: a block is called twice, inside another block, or never.
     """
     with side_effect_free(model), torch.no_grad():
         model.train()
@@ -127,7 +128,7 @@ class _Watcher:
             self._buffers.setdefault(buffer.untyped_storage(), []).append(name)
 
     def gate(self, block: Block) -> Callable[..., Any]:
-        """Return the interceptor that records a block's call."""
+        """Return the handler that records a call of a block."""
 
         def answer(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self._begin(block)
@@ -163,7 +164,7 @@ class _Watcher:
             self.flow.events.append((2 * self._inside + 1, False))
 
     def see(self, operation: Any, args: Any, kwargs: Any, result: Any, drew: bool) -> None:
-        """Record an operation: its inputs, results, writes and draws."""
+        """Record an operation: its inputs, results, in-place writes and random draws."""
         inputs = tuple(dict.fromkeys(self._node(t) for _, t in tensors_in([args, kwargs])))
         if operation is torch.ops.aten._local_scalar_dense.default:
             read = PythonRead(node=inputs[0], block=self._inside, after=len(self._order), where=_line())
@@ -206,10 +207,10 @@ class _Watcher:
         )
 
     def count(self, call: Callable[[], Any]) -> None:
-        """Find an attribute that each forward changes outside the blocks; a second forward tells it from one set once.
+        """Find an attribute that each forward changes outside the blocks, by comparing the states after two forwards.
 
         Raises:
-            LayoutError: the attribute changes after the first block, which not every stage reaches.
+            LayoutError: the attribute changes after the first block, in code that not every stage runs.
         """
         before, first = self._plain
         after = plain_state(self._modules)
@@ -246,7 +247,7 @@ class _Watcher:
                 hint="move the transform inside a block, or use a batch dimension instead; or --layout ddp or fsdp",
             ) from error
         if storage not in self._node_of:
-            self._node_of[storage] = self._add(Node(name="given", after=0))
+            self._node_of[storage] = self._add(Node(name="input", after=0))
         return int(self._node_of[storage])
 
     def _add(self, node: Node) -> int:
@@ -255,7 +256,10 @@ class _Watcher:
 
 
 def is_around(module: nn.Module, blocks: Sequence[Block]) -> bool:
-    """Return whether a module's forward runs on every stage: outside the blocks, around one or without parameters."""
+    """Return whether a module's forward runs on every stage.
+
+    Such a module is outside the blocks, and either contains a block or has no parameters.
+    """
     inside = {id(part) for block in blocks for part in block.module.modules()}
     parts = {id(part) for part in module.modules()}
     return id(module) not in inside and (bool(parts & inside) or next(module.parameters(), None) is None)
@@ -278,7 +282,7 @@ def view_geometry(tensor: Tensor) -> Geometry:
 
 
 def _line() -> str:
-    """Return the innermost line on the stack that is in neither torch nor Paceline's tracing files."""
+    """Return the innermost line on the stack that is not in torch or in Paceline's tracing files."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename

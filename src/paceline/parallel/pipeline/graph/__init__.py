@@ -1,1 +1,1 @@
-"""Pipeline stages of any model, split along the graph that `torch.export` returns."""
+"""Pipeline stages of any model, which is split along the graph that `torch.export` returns."""

@@ -22,12 +22,12 @@ from paceline.torch_internals.private_api import CallInterceptor
 from paceline.torch_internals.rng import random_blocks
 
 _FINE = 2
-"""A module with more than 1/`_FINE` of a stage's share of parameters is opened, so that stages can be even."""
+"""A module with more than 1/`_FINE` of a stage's parameters is opened, so that stages can be balanced."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphPlan:
-    """The cut, the memoryless model from which new shapes are exported, and whether the forward prints."""
+    """The split, the memoryless copy from which new shapes are exported, and whether the forward prints."""
 
     cut: GraphStageSplit
     bare: nn.Module
@@ -45,15 +45,16 @@ def plan_graph(
     seconds: Callable[[Mapping[str, nn.Module]], Sequence[float]] | None = None,
     late: DeferredModel | None = None,
 ) -> GraphPlan:
-    """Cut a whole model along its graph. `call` runs its forward (and loss) on one example microbatch.
+    """Plan the split of a model along its exported graph.
 
-    If the model has no memory yet, the microbatch is on `device` and `late` lends the memory. `blocks` names the
-    modules between whose calls borders may lie, `bounds` the number of their calls in each stage; otherwise these are
-    balanced over parameters, or over `seconds` of each module.
+    `call` runs the forward (and loss) on one example microbatch. If the model is on the meta device, the microbatch is
+    on `device`, and `late` provides the memory. `blocks` names the modules between whose calls a stage may
+    end, and `bounds` the number of their calls in each stage. Without `bounds`, the stages are balanced by the numbers
+    of parameters, or by the `seconds` of each module.
 
     Raises:
         LayoutError: the forward can't be exported, has fewer calls than stages, or needs a value that can't be sent;
-            the model is called twice, or the loss reads a value that the model does not return.
+            the model is called twice; or the loss reads a value that the model does not return.
     """
     args, kwargs, modes = _first_call(model, call)
     bare = memoryless_copy(model, device=device)
@@ -79,11 +80,14 @@ def plan_graph(
 
 
 class _Seen(BaseException):
-    """The signal that the model was called; no `Exception`, so that no `except` in a forward catches it."""
+    """The signal that the model was called.
+
+    It is not an `Exception`, so that no `except Exception` in a forward catches it.
+    """
 
 
 def _first_call(model: nn.Module, call: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, bool]]:
-    """Return the arguments of the model's first call, and each module's mode then, without running the call."""
+    """Return the arguments of the model's first call and each module's mode in it, without running the call."""
     found: list[tuple[tuple[Any, ...], dict[str, Any], dict[str, bool]]] = []
 
     def gate(_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +110,11 @@ def _first_call(model: nn.Module, call: Callable[[], Any]) -> tuple[tuple[Any, .
 
 
 def _units(model: nn.Module, num_stages: int, listed: Collection[str]) -> Iterator[str]:
-    """Yield the modules that stay whole: the outermost, opened if too large for even stages or around a listed one."""
+    """Yield the units, which are the modules that a stage boundary never splits.
+
+    Units are the outermost modules; a module is opened into its children if it is too large for balanced stages, or
+    contains a listed block.
+    """
     share = sum(p.numel() for p in model.parameters()) / (_FINE * num_stages)
     seen: set[int] = set()
     whole = {id(block) for block in random_blocks(model)}
@@ -155,7 +163,7 @@ def _weights(
     blocks: Sequence[Block],
     seconds: Callable[[Mapping[str, nn.Module]], Sequence[float]] | None,
 ) -> list[float]:
-    """Return the weight of each call: its module's number of parameters, or its seconds."""
+    """Return the weight of each call: its module's number of parameters, or its measured seconds."""
     if seconds is None:
         return [float(sum(p.numel() for p in block.module.parameters())) for block in blocks]
     modules: dict[str, nn.Module] = {}

@@ -37,10 +37,10 @@ _CHECKS = {torch.ops.aten._assert_tensor_metadata.default}
 
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, units: Sequence[str]) -> Graph:
-    """Return the graph of the forward on these arguments; `units` are the modules that stay whole. No side effects.
+    """Return the graph of the forward on these arguments; calls of `units` are steps. The model does not change.
 
     Raises:
-        LayoutError: the forward can't be exported; the message gives the place in the user's code.
+        LayoutError: the forward can't be exported; the message gives the line in the user's code.
     """
     is_mixed = any(map(torch.is_autocast_enabled, _DEVICES))
     with (
@@ -61,12 +61,12 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
             )
         if (
             toggles.hooked and not toggles.found
-        ):  # transformers registers hooks once to record hidden states: the next forward finds them there
+        ):  # transformers registers hooks in the first forward to record hidden states; later forwards use them
             toggles.settle()
             with toggles.only_hearing():
                 program, toggles = _program(model, args, kwargs, units, is_mixed)
         toggles.refuse()
-        if toggles.changed:  # an attribute set once, such as a size, does not change the next forward
+        if toggles.changed:  # an attribute that is set once, such as a size, does not change the next graph
             toggles.settle()
             again, later = _program(model, args, kwargs, units, is_mixed)
             if later.changed or again.graph_module.code != program.graph_module.code:
@@ -101,7 +101,7 @@ def _program(
 
 
 def _lost(name: str, *, where: str) -> LayoutError:
-    """Return the error for a call between modules whose effect is not in an exported graph."""
+    """Return the error for a call between modules whose effect an exported graph does not contain."""
     return LayoutError(
         f"the forward calls {name} between its modules, and a graph that is cut into stages would lose its effect.",
         where=where,
@@ -119,7 +119,7 @@ def _changing(name: str) -> LayoutError:
 
 
 def _refuse_left(told: Sequence[str], units: Sequence[str]) -> None:
-    """Refuse a tensor that the forward keeps on an opened module: it would be set only once, at export."""
+    """Raise if the forward stores a tensor on an opened module: it would be stored only once, at export."""
     names = [name for text in told if "assigned during export" in text for name in _OWN_TENSOR.findall(text)]
     left = [name for name in names if not any(name.startswith(f"{unit}.") for unit in units)]
     if left:
@@ -169,7 +169,7 @@ class _Reader:
         return found
 
     def _settled(self, values: Mapping[str, Node]) -> list[Step]:
-        """Return the steps with torch.export's final buffer copies moved to where each new value is made."""
+        """Return the steps with the buffer copies, which torch.export puts last, after the step of each new value."""
         steps = list(self._steps)
         last: list[Operation] = []
         while steps and isinstance(step := steps[-1], Operation) and step.node.target is torch.ops.aten.copy_.default:
@@ -218,7 +218,7 @@ class _Reader:
             self._steps[place] = ModuleCall(**{**vars(call), "draws": True})
 
     def _unit(self, node: Node) -> tuple[str, str] | None:
-        """Return the outermost unit that an operation belongs to, as its call and its module, or None."""
+        """Return the outermost unit that contains an operation, as (call, module name), or None."""
         stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack", {})
         return next(((key, name) for key, (name, _) in stack.items() if name in self._units), None)
 
@@ -248,7 +248,7 @@ class _Reader:
 
 
 def _is_same(value: Node, buffer: Node) -> bool:
-    """Return whether a value is the buffer itself, written in place."""
+    """Return whether a value is the result of writing to the buffer in place."""
     while value is not buffer:
         found = next((argument for argument, is_write in aliased_arguments(value) if is_write), None)
         if found is None:
@@ -264,7 +264,7 @@ def _value(argument: Any) -> GraphValue:
 
 
 def _draws(node: Node) -> bool:
-    """Return whether an operation draws from a random generator; inactive dropout does not."""
+    """Return whether an operation draws random numbers; dropout in evaluation mode does not."""
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     names = [argument.name for argument in node.target._schema.arguments]
@@ -273,7 +273,7 @@ def _draws(node: Node) -> bool:
 
 
 def _check_hidden(graph: Graph) -> None:
-    """Raise LayoutError if a step or the output uses a value that a module made but did not return."""
+    """Raise `LayoutError` if a step or the output uses a value that a module made but did not return."""
     known = {*graph.inputs, *graph.sources}
     for step in graph.steps:
         for name in step.uses:
@@ -296,7 +296,7 @@ def _hidden(graph: Graph, name: str, why: str) -> LayoutError:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[io.StringIO]:
-    """Silence logging and stderr, and capture stdout; errors of torch.export are reported once, by our own error."""
+    """Suppress logging and stderr, and capture stdout; `LayoutError` reports the errors of torch.export."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -308,7 +308,7 @@ def _quiet() -> Iterator[io.StringIO]:
 
 @contextlib.contextmanager
 def _plain() -> Iterator[None]:
-    """Disable autocast, so that a graph records the model's own arithmetic; its steps may run under autocast later."""
+    """Disable autocast, so that the graph has the model's own dtypes; its steps may run under autocast later."""
     with contextlib.ExitStack() as stack:
         for device in _DEVICES:
             if torch.is_autocast_enabled(device):

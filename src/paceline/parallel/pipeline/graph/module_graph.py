@@ -1,7 +1,7 @@
 """A model's forward as a list of steps: calls of its own modules, and operations between them.
 
-The graph (from `torch.export`) gives the data flow; the modules themselves are called, with their hooks, modes and
-sharding. A graph is valid for one set of shapes, constants and modes: decisions made in Python are fixed in it.
+The graph from `torch.export` defines the data flow; a step calls the module itself, with its hooks, mode and sharding.
+A graph is valid for one set of shapes, constants and modes, because it contains one path through the Python code.
 """
 
 import operator
@@ -20,19 +20,19 @@ from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 
 @dataclass(frozen=True, kw_only=True)
 class GraphValue:
-    """A value of the graph, given by name, or a constant."""
+    """A value of the graph, referenced by name, or a constant."""
 
     name: str = ""
     constant: Any = None
 
     def of(self, env: Mapping[str, Any]) -> Any:
-        """Return the value in a run with the values `env`."""
+        """Return the value, given the values by name of a run."""
         return env[self.name] if self.name else self.constant
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleCall:
-    """A call of a module; `number` counts the module's calls from 0."""
+    """A call of a module; `number` is the index among the calls of this module."""
 
     module: str
     number: int
@@ -48,16 +48,16 @@ class ModuleCall:
 
     @property
     def uses(self) -> tuple[str, ...]:
-        """Return the names of the values that the call takes."""
+        """Return the names of the call's inputs."""
         return tuple(value.name for value in self.takes if value.name)
 
     @property
     def makes(self) -> tuple[str, ...]:
-        """Return the names of the values that the call returns."""
+        """Return the names of the call's outputs."""
         return tuple(value.name for value in self.gives if value.name)
 
     def run(self, env: dict[str, Any], model: nn.Module) -> None:
-        """Call the module that the model now has under this name, and store its results in `env`."""
+        """Call the model's current module of this name, and store its outputs in `env`."""
         args, kwargs = tree_unflatten([value.of(env) for value in self.takes], self.form)
         leaves, _ = tree_flatten(model.get_submodule(self.module)(*args, **kwargs))
         env.update({value.name: leaf for value, leaf in zip(self.gives, leaves, strict=True) if value.name})
@@ -77,7 +77,7 @@ class Operation:
 
     @property
     def uses(self) -> tuple[str, ...]:
-        """Return the names of the values that the operation takes."""
+        """Return the names of the operation's inputs."""
         return tuple(node.name for node in self.node.all_input_nodes)
 
     @property
@@ -97,7 +97,7 @@ Step = ModuleCall | Operation
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSource:
-    """A value that exists before the first step: a parameter or buffer by its FQN, or a constant of the graph."""
+    """The source of a value that exists before the first step: a parameter or buffer (FQN), or a graph constant."""
 
     kind: InputKind | None
     target: str
@@ -107,7 +107,8 @@ class GraphSource:
 class Graph:
     """The graph of a forward. `inputs` are the model's flat arguments, `values` the nodes by name.
 
-    Operations inside a module call are not steps. `prints`: whether the forward prints, which the steps don't repeat.
+    Operations inside a module call are not steps; `inside` maps them to the step of the call. `prints`:
+    whether the forward prints, which the steps don't repeat.
     """
 
     steps: tuple[Step, ...]
@@ -138,7 +139,7 @@ class Graph:
 
 
 def aliased_arguments(node: Node) -> Iterator[tuple[Node, bool]]:
-    """Yield the arguments whose memory a result shares, with whether they are written to."""
+    """Yield the arguments with which a result shares memory, each with whether the operation writes to it."""
     if node.target is operator.getitem:
         yield node.all_input_nodes[0], False
     elif isinstance(node.target, torch._ops.OpOverload):
@@ -150,6 +151,6 @@ def aliased_arguments(node: Node) -> Iterator[tuple[Node, bool]]:
 
 
 def silently_written(node: Node) -> Iterator[Node]:
-    """Yield the running statistics that an operation writes to although its schema does not declare it."""
+    """Yield the running statistics that an operation updates, although its schema does not declare the write."""
     if node.target in (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default) and node.args[5]:
         yield from (part for part in node.args[3:5] if isinstance(part, Node))

@@ -1,4 +1,4 @@
-"""Detection of state that a forward sets on its modules between their calls; a graph keeps only the calls."""
+"""Detection of state that a forward sets on its modules between their calls; a graph contains only the calls."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,10 +14,10 @@ from paceline.user_code import is_users
 
 
 class ModeChangeCheck:
-    """A check, at each call of a unit and at the end, that its modules are as their own forwards left them.
+    """A check, at each call of a unit and at the end, that only the units' own forwards changed their modules.
 
-    `before` and `after` hold the state that forwards of opened modules keep from call to call. It is read within the
-    forward, because torch.export restores most of what a forward sets.
+    `before` and `after` are the state of the opened modules that persists between forwards. It is read
+    inside the forward, because torch.export restores most of the attributes that a forward sets.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
@@ -47,10 +47,10 @@ class ModeChangeCheck:
             handle.remove()
 
     def refuse(self) -> None:
-        """Refuse the changes that were found; call this after the forward.
+        """Raise if the check found a change; call this after the forward.
 
         Raises:
-            LayoutError: something was changed; the message names the first module and attribute.
+            LayoutError: the forward changed a module; the message names the first module and attribute.
         """
         self.close()
         self._found = self._found or self.hooked
@@ -66,12 +66,12 @@ class ModeChangeCheck:
 
     @property
     def is_between_units(self) -> bool:
-        """True while the forward runs no unit: what it does now becomes operations of the graph."""
+        """Return whether the forward is outside all units, where its operations become steps of the graph."""
         return self._units_entered == 0
 
     @property
     def found(self) -> str:
-        """Return the first attribute that the forward has set between calls."""
+        """Return the first attribute that the forward has set between calls; "" if there is none."""
         return self._found
 
     @property
@@ -82,9 +82,9 @@ class ModeChangeCheck:
 
     @contextmanager
     def only_hearing(self) -> Iterator[None]:
-        """Check that the hooks that the last forward added only observe, while a second forward runs in this context.
+        """Return a context for a second forward, which checks that the hooks added by the first forward only observe.
 
-        The exported graph contains the values that such hooks pass on, and a stage has no hooks.
+        The exported graph contains the values that such hooks store, and a stage has no hooks.
 
         Raises:
             LayoutError: a hook changes something, or is a backward hook.
@@ -116,7 +116,7 @@ class ModeChangeCheck:
         return next((name for name in {**self.before, **self.after} if _differs(self.before, self.after, name)), "")
 
     def settle(self) -> None:
-        """Set the modules to the state in which the forward left them."""
+        """Set the attributes of the modules to their values at the end of the forward."""
         for attributes, key, value in self._left:
             attributes[key] = value
 
@@ -144,7 +144,7 @@ class ModeChangeCheck:
         return hook
 
     def _after(self, unit: str) -> Callable[..., None]:
-        """Return the hook that accepts changes by a unit's own forward, which happen on its stage too."""
+        """Return the hook that accepts changes by a unit's own forward, which also happen on its stage."""
 
         def hook(*_: Any) -> None:
             self._units_entered -= 1
@@ -178,7 +178,7 @@ def _differs(before: Mapping[str, Any], after: Mapping[str, Any], name: str) -> 
 
 
 def _kept(opened: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Return the state that these modules' forwards keep from call to call: attributes, `requires_grad`, globals."""
+    """Return the state of these modules that persists between forwards: attributes, `requires_grad`, globals."""
     found = {f"self.{name}": value for name, value in plain_state(opened).items()}
     for name, module in opened.items():
         for key, parameter in module.named_parameters(name, recurse=False):

@@ -1,7 +1,7 @@
-"""The split of a graph into stages; every value that is live at a cut is sent, skip connections included.
+"""The split of a graph into stages; all values that are live at a boundary are sent, including skip connections.
 
-A border lies between two calls of modules that hold parameters, where the fewest bytes are live. It is stored as the
-call that it follows and the number of steps after it, so that graphs of other shapes are cut at the same place.
+A boundary is the position between two calls of modules with parameters at which the fewest bytes are live. It is stored
+as the preceding call and the number of steps after this call, so that graphs of other shapes have the same boundaries.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ _UNKNOWN = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class StageBoundary:
-    """A border between stages: it follows the call `after` and `steps` more steps."""
+    """A boundary between stages: `steps` steps after a call of a module."""
 
     after: str
     steps: int
@@ -32,7 +32,7 @@ class StageBoundary:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphPart:
-    """A stage of a graph: the parameters it holds, the modules that it calls, and the buffers that it computes with."""
+    """A stage of a graph: the parameters that it holds, the modules that it calls, and the buffers that it uses."""
 
     index: int
     parameters: frozenset[str]
@@ -42,10 +42,10 @@ class GraphPart:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphStageSplit:
-    """A graph cut into stages; it depends only on the model, and is equal on every rank.
+    """A graph split into stages; it is determined by the model, and equal on every rank.
 
-    `units` are the modules that stay whole, `blocks` the calls of those with parameters; `buffers` maps the buffers
-    that operations between modules write to their stage.
+    `units` are the modules that a boundary never splits, `blocks` the calls between which boundaries may be. `buffers`
+    maps each buffer that operations between modules write to its stage.
     """
 
     units: tuple[str, ...]
@@ -62,11 +62,11 @@ class GraphStageSplit:
 
     @cached_property
     def ties(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the parameters that several stages hold, with these stages, over which their gradients are added."""
+        """Return the parameters that several stages hold, with these stages; their gradients are summed over them."""
         return parameters_of_several_stages(self.parts)
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """Return the stages that hold a parameter, given by its first name."""
+        """Return the stages that hold a parameter; `name` is its name in `named_parameters()`."""
         return stages_of_parameters(name, self.parts)
 
     def as_json(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class GraphStageSplit:
 
 
 class LiveValues:
-    """The live values between the steps of a graph, and the places where it can be cut."""
+    """The live values between the steps of a graph, and the positions at which a stage can end."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -94,7 +94,7 @@ class LiveValues:
         self._groups, self._writes = _memory(graph)
 
     def over(self, place: int) -> tuple[str, ...]:
-        """Return the values made before the step `place` and used by it or later, in the order of their creation."""
+        """Return the values that exist before a step and are used by it or later, in the order of their creation."""
         return tuple(name for name, made in self._made.items() if made < place <= self._last.get(name, -1))
 
     def dead(self, place: int) -> Iterator[str]:
@@ -103,11 +103,11 @@ class LiveValues:
         return (name for name in (*step.uses, *step.makes) if self._last.get(name, -1) <= place)
 
     def num_bytes(self, place: int) -> int:
-        """Return the bytes of the values that are live before the step `place`."""
+        """Return the bytes of the values that are live before a step."""
         return sum(num_bytes(self.graph.values[name]) or 0 for name in self.over(place))
 
     def trouble(self, place: int) -> str:
-        """Return why the graph can't be cut here; "" if it can."""
+        """Return the reason why no stage can end before this step, or ""."""
         live = self.over(place)
         for name in live:
             if num_bytes(self.graph.values[name]) is None:
@@ -127,7 +127,7 @@ class LiveValues:
         return ""
 
     def words(self, name: str) -> str:
-        """Return a description of a value and of what makes it."""
+        """Return a description of a value and its operation, for messages."""
         node, place = self.graph.values[name], self.graph.inside.get(name)
         maker = f" made in {self.graph.steps[place].name}" if place is not None else ""
         kind = node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else name
@@ -143,10 +143,10 @@ class LiveValues:
 
 
 def place_of(border: StageBoundary, live: LiveValues, *, blocks: Collection[str]) -> int:
-    """Return the step at which a border lies in a graph; never beyond the next of the blocks.
+    """Return the step of a graph before which a boundary is; it is never later than the next of the blocks.
 
     Raises:
-        LayoutError: the forward takes another path than when it was cut.
+        LayoutError: the forward takes a different path than the traced one.
     """
     calls = {step.name: place for place, step in enumerate(live.graph.steps) if isinstance(step, ModuleCall)}
     if border.after not in calls:
@@ -172,10 +172,10 @@ def place_of(border: StageBoundary, live: LiveValues, *, blocks: Collection[str]
 def cut_graph(
     model: nn.Module, graph: Graph, *, units: Sequence[str], blocks: Sequence[int], bounds: Bounds
 ) -> GraphStageSplit:
-    """Cut a graph between calls; borders may lie between the steps `blocks`, and `bounds` assigns these to stages.
+    """Split a graph into stages; `blocks` are the steps between which boundaries may be, in stages by `bounds`.
 
     Raises:
-        LayoutError: no place between two blocks can be a border; the message names the value that can't be sent.
+        LayoutError: no stage can end between two blocks; the message names the value that can't be sent.
     """
     live = LiveValues(graph)
     places = [_cheapest(live, blocks[stop - 1] + 1, blocks[stop]) for _, stop in bounds[:-1]]
@@ -209,7 +209,7 @@ def cut_graph(
 
 
 def parameters_in(graph: Graph, start: int, stop: int) -> Iterator[str]:
-    """Yield the parameters that operations between module calls use in a stage, or that the last stage returns."""
+    """Yield the parameters that operations between module calls of a stage use, or that the last stage returns."""
     names = [name for step in graph.steps[start:stop] for name in step.uses]
     for name in [*names, *_returned(graph, stop)]:
         source = graph.sources.get(name)
@@ -218,7 +218,7 @@ def parameters_in(graph: Graph, start: int, stop: int) -> Iterator[str]:
 
 
 def _returned(graph: Graph, stop: int) -> list[str]:
-    """Return the names of the values that a stage that ends at this step returns to the user's code."""
+    """Return the names of the forward's outputs if a stage that ends at this step is the last one."""
     return [value.name for value in graph.outputs if value.name] if stop == len(graph.steps) else []
 
 
@@ -230,7 +230,7 @@ def _parameters(model: nn.Module, graph: Graph, start: int, stop: int) -> set[st
 
 
 def _held(model: nn.Module, used: Sequence[set[str]]) -> list[frozenset[str]]:
-    """Return each stage's parameters: those that it uses, and unused ones that follow one of its own."""
+    """Return the parameters of each stage: those that it uses, and unused parameters registered after them."""
     held, home = [set(mine) for mine in used], 0
     for name, _ in model.named_parameters():
         found = [index for index, mine in enumerate(used) if name in mine]
@@ -241,7 +241,7 @@ def _held(model: nn.Module, used: Sequence[set[str]]) -> list[frozenset[str]]:
 
 
 def _cheapest(live: LiveValues, start: int, stop: int) -> int:
-    """Return the first place with the fewest live bytes among those that can be a border."""
+    """Return the first position with the fewest live bytes among those at which a stage can end."""
     places = range(start, stop + 1)
     good = [place for place in places if not live.trouble(place)]
     if not good:
@@ -255,7 +255,7 @@ def _cheapest(live: LiveValues, start: int, stop: int) -> int:
 
 
 def _used(graph: Graph, start: int, stop: int) -> tuple[set[str], set[str]]:
-    """Return the parameters and buffers that a stage computes with, also those that a module reads from another."""
+    """Return the parameters and buffers that the operations of a stage use, including those of other modules."""
     steps = {step.name: place for place, step in enumerate(graph.steps)}
     found: dict[InputKind | None, set[str]] = {InputKind.PARAMETER: set(), InputKind.BUFFER: set()}
     for node in graph.values.values():
@@ -272,13 +272,13 @@ def _used(graph: Graph, start: int, stop: int) -> tuple[set[str], set[str]]:
 
 
 def _firsts(model: nn.Module, names: Collection[str]) -> set[str]:
-    """Return the first names of these parameters."""
+    """Return the names of these parameters in `named_parameters()`, which lists tied parameters once."""
     first = {id(p): name for name, p in model.named_parameters()}
     return {first[id(model.get_parameter(name))] for name in names}
 
 
 def _check_buffers(graph: Graph, used: Sequence[set[str]]) -> None:
-    """Raise LayoutError if two stages compute with a buffer that the forward writes to."""
+    """Raise `LayoutError` if two stages use a buffer that the forward writes to."""
     groups, writes = _memory(graph)
     written = {
         source.target
@@ -296,7 +296,7 @@ def _check_buffers(graph: Graph, used: Sequence[set[str]]) -> None:
 
 
 def _written_buffers(graph: Graph, ranges: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Return the buffers that operations between module calls write to, with the stage of each."""
+    """Return the stage of each buffer to which operations between module calls write."""
     _, writes = _memory(graph, directly=True)
     found = {}
     for name, places in writes.items():
@@ -307,7 +307,7 @@ def _written_buffers(graph: Graph, ranges: Sequence[tuple[int, int]]) -> dict[st
 
 
 def _memory(graph: Graph, directly: bool = False) -> tuple[dict[str, set[str]], dict[str, list[int]]]:
-    """Return groups of values that share memory, by a member's name, and the steps that overwrite each group."""
+    """Return groups of values that share memory, by the name of one member, and the steps that write to each group."""
     root: dict[str, str] = {}
     steps = {step.name: place for place, step in enumerate(graph.steps)}
 
@@ -335,7 +335,7 @@ def _memory(graph: Graph, directly: bool = False) -> tuple[dict[str, set[str]], 
 
 
 def num_bytes(node: Node) -> int | None:
-    """Return a tensor's bytes, `_UNKNOWN` if they depend on the data; None for a value that is no tensor."""
+    """Return a tensor's bytes, `_UNKNOWN` if they depend on the data, or None for other values."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return None

@@ -1,7 +1,7 @@
 """Stages of a model without a chain of blocks: each runs its steps of the exported graph, with the model's modules.
 
-The model's call is intercepted: the stage's steps run in place of its forward, inside the model's own hooks, and then
-an exception leaves the forward. New shapes, constants and modes are exported again, from a memoryless copy.
+The stage's steps replace the model's forward, so the model's own hooks run. After the last step an exception ends the
+user's forward. New shapes, constants and modes are exported again from a memoryless copy.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class _Run:
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """A graph for one set of shapes, with the places of its borders."""
+    """A graph for one set of shapes, with the steps at which its stages end."""
 
     graph: Graph
     live: LiveValues
@@ -42,7 +42,10 @@ class _Cut:
 
 
 class _Left(BaseException):
-    """The signal that the stage's last step is done; no `Exception`, so that no `except` in a forward catches it."""
+    """The signal that the stage's last step has run.
+
+    It is not an `Exception`, so that no `except Exception` in a forward catches it.
+    """
 
     def __init__(self, run: _Run) -> None:
         super().__init__("left after the stage's last step")
@@ -52,7 +55,7 @@ class _Left(BaseException):
 class GraphStages:
     """The stages of one model that this process runs; the memory of other stages' parameters and buffers is freed.
 
-    `bare` is the model without memory, from `memoryless_copy`. Build the stages before sharding, compiling or hooking
+    `bare` is a copy of the model from `memoryless_copy`. Create this object before sharding, compiling or hooking
     the model; the module calls run hooks and wrappers that are added later.
     """
 
@@ -71,11 +74,13 @@ class GraphStages:
         hollow_graph(model, cut=cut, own=self.own)
 
     def run(self, stage: int, received: StageOutput | None, call: Callable[[], Any]) -> Any:
-        """Run `call`, the forward of one microbatch, on one stage: `StageOutput` for the next, or what `call` returns.
+        """Run `call`, the forward of one microbatch, on one stage.
+
+        Return the `StageOutput` for the next stage, or on the last stage the result of `call`.
 
         Raises:
             JobError: `call` does not call the model.
-            LayoutError: with these inputs the forward is not the one that was cut, or the model is called twice.
+            LayoutError: with these inputs the forward differs from the traced one, or the model is called twice.
         """
         if stage not in self.own:
             raise RunError(f"stage {stage} is not one of this process's stages {list(self.own)}.")
@@ -84,8 +89,8 @@ class GraphStages:
         before, self._run = self._run, run
         try:
             result = call()
-        except _Left as left:
-            if left.run is not run or run.sent is None:
+        except _Left as finished:
+            if finished.run is not run or run.sent is None:
                 raise
             return run.sent
         finally:
@@ -101,7 +106,7 @@ class GraphStages:
         return result
 
     def refuse_training(self) -> None:
-        """Refuse nothing: unsupported forwards are refused when the graph is cut."""
+        """Do nothing: the split along the graph has already rejected models that can't be trained."""
 
     def close(self) -> None:
         """Remove the interceptor and restore the model's forward."""
@@ -133,7 +138,7 @@ class GraphStages:
         return forward
 
     def _play(self, run: _Run, args: Any, kwargs: Any) -> Any:
-        """Run the steps of one stage; the sent tensors are also returned, for hooks that look for tensors."""
+        """Run the steps of one stage; the sent tensors are also returned, for hooks that read the output."""
         cut = self._cut_for(args, kwargs)
         stage, last = run.stage, run.stage + 1 == self.cut.num_stages
         start = cut.places[stage - 1] if stage else 0
@@ -181,7 +186,7 @@ class GraphStages:
         return self._cuts[key]
 
     def _check(self, graph: Graph, places: Sequence[int]) -> None:
-        """Raise LayoutError unless each stage of a new graph uses only modules and parameters that the stage holds."""
+        """Raise `LayoutError` if a stage of a new graph uses modules or parameters that the stage does not hold."""
         if list(places) != sorted(places):
             raise LayoutError(
                 "with these inputs the forward calls its modules in a different order than when it was cut.",

@@ -8,17 +8,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.parallel.tensor_parallel.collectives import TensorParallelGroup, copy_in, piece_of, reduce_out
-from paceline.parallel.tensor_parallel.rules.views import need_cut_argument, piece_like, positive_dim
+from paceline.parallel.tensor_parallel.collectives import (
+    TensorParallelGroup,
+    copy_to_parallel_region,
+    reduce_from_parallel_region,
+    slice_shard,
+)
+from paceline.parallel.tensor_parallel.rules.views import positive_dim, require_sharded, wrap_like
 from paceline.parallel.tensor_parallel.sharded_tensor import (
     FunctionCall,
     NoRule,
     ShardPropagatingTensor,
+    common_group_and_origins,
+    function_name,
     is_searching,
-    name_of,
-    operand,
-    rule,
-    wire_and_origins,
+    local_operand,
+    register_rule,
 )
 from paceline.parallel.tensor_parallel.sharding import DimSharding
 
@@ -32,152 +37,163 @@ UNARY = (
 DUNDER = "add radd sub rsub mul rmul truediv rtruediv floordiv pow rpow mod neg pos abs eq ne lt le gt ge and or invert"
 
 
-def _names(names: Iterable[str]) -> list[str]:
-    """Return torch's own names of these functions: `__rtruediv__` is `__rdiv__`, `F.logsigmoid` is `log_sigmoid`."""
-    found = [name_of(getattr(place, name)) for name in names for place in (torch, Tensor, F) if hasattr(place, name)]
-    return list(dict.fromkeys(found))
+def _torch_names(names: Iterable[str]) -> list[str]:
+    """Return the `__name__` of these functions: `__rtruediv__` is `__rdiv__`, `F.logsigmoid` is `log_sigmoid`."""
+    resolved = [
+        function_name(getattr(namespace, name))
+        for name in names
+        for namespace in (torch, Tensor, F)
+        if hasattr(namespace, name)
+    ]
+    return list(dict.fromkeys(resolved))
 
 
-ELEMENTWISE = _names([*BINARY.split(), *UNARY.split(), *(f"__{name}__" for name in DUNDER.split())])
-WRITING = _names(
+ELEMENTWISE = _torch_names([*BINARY.split(), *UNARY.split(), *(f"__{name}__" for name in DUNDER.split())])
+IN_PLACE = _torch_names(
     [*(f"{name}_" for name in [*BINARY.split(), *UNARY.split(), "zero", "fill", "copy"])]
     + [f"__i{name}__" for name in DUNDER.split()]
 )
 
 
-@rule(*ELEMENTWISE)
-def elementwise(call: FunctionCall) -> Any:
-    """Apply the function to this rank's piece of every operand; operands that broadcast are read whole."""
+@register_rule(*ELEMENTWISE)
+def apply_elementwise(call: FunctionCall) -> Any:
+    """Apply the function to this rank's shard of each operand, and to all of an operand that is broadcast."""
     if call.kwargs.get("out") is not None or (call.name == "where" and len(call.values()) == 1):
         raise NoRule  # where(condition) returns indices of nonzero elements
-    splits = [value for value in call.values() if isinstance(value, ShardPropagatingTensor)]
-    first, (wire, origins) = splits[0], wire_and_origins(splits)
-    dim = first.cut.dim - len(first.whole)
-    made = call.replacing(lambda value: operand(value, of=first, dim=dim))
-    written = next((split for split in splits if split.local is made), None)  # `inplace=True`
+    sharded_tensors = [value for value in call.values() if isinstance(value, ShardPropagatingTensor)]
+    first_sharded, (group, origins) = sharded_tensors[0], common_group_and_origins(sharded_tensors)
+    dim = first_sharded.sharding.dim - len(first_sharded.full_shape)
+    result = call.call_with(lambda value: local_operand(value, like=first_sharded, dim=dim))
+    in_place_target = next((tensor for tensor in sharded_tensors if tensor.local is result), None)  # `inplace=True`
     return (
-        ShardPropagatingTensor.of(made, first.cut.at(made.dim() + dim), wire, origins=origins)
-        if written is None
-        else written
+        ShardPropagatingTensor.from_local(
+            result, first_sharded.sharding.with_dim(result.dim() + dim), group, origins=origins
+        )
+        if in_place_target is None
+        else in_place_target
     )
 
 
-@rule(*WRITING)
-def _in_place(call: FunctionCall) -> Any:
-    """Write in place into a shard from the operands' pieces; raise `NoRule` for a whole target."""
+@register_rule(*IN_PLACE)
+def _apply_in_place(call: FunctionCall) -> Any:
+    """Apply an in-place function to the shards of the target and the operands; raise `NoRule` for a full target."""
     x = call.args[0] if call.args else call.kwargs.get("input")
     if not isinstance(x, ShardPropagatingTensor) or call.kwargs.get("out") is not None:
         raise NoRule
-    dim = x.cut.dim - len(x.whole)
-    call.replacing(lambda value: operand(value, of=x, dim=dim))
+    dim = x.sharding.dim - len(x.full_shape)
+    call.call_with(lambda value: local_operand(value, like=x, dim=dim))
     return x
 
 
-def _dims(x: ShardPropagatingTensor, given: Any) -> list[int]:
-    """Return the dimensions that a function reduces, counted from the front; None means all."""
-    asked = given if isinstance(given, tuple | list) else () if given is None else (given,)
-    return [positive_dim(d, len(x.whole)) for d in asked] or list(range(len(x.whole)))
+def _reduced_dims(x: ShardPropagatingTensor, dim: Any) -> list[int]:
+    """Return the non-negative dimensions that a function reduces; None means all."""
+    dims = dim if isinstance(dim, tuple | list) else () if dim is None else (dim,)
+    return [positive_dim(d, len(x.full_shape)) for d in dims] or list(range(len(x.full_shape)))
 
 
-@rule("all", "amax", "amin", "any", "logsumexp", "linalg_vector_norm", "mean", "norm", "prod", "std", "sum", "var",
-      "max", "min")  # fmt: skip
+@register_rule("all", "amax", "amin", "any", "logsumexp", "linalg_vector_norm", "mean", "norm", "prod", "std", "sum",
+               "var", "max", "min")  # fmt: skip
 def _reduce(call: FunctionCall) -> Any:
-    x = need_cut_argument(call["input"])
-    if "other" in call.given:
-        return elementwise(call)
-    dims = _dims(x, call.given.get("dim"))
-    if x.cut.dim in dims:
-        return _over_the_cut(call, x, dims)
-    gone = 0 if call.given.get("keepdim") else sum(d < x.cut.dim for d in dims)
-    return _along_others(call, x, x.cut.at(x.cut.dim - gone))
+    x = require_sharded(call["input"])
+    if "other" in call.arguments:
+        return apply_elementwise(call)
+    dims = _reduced_dims(x, call.arguments.get("dim"))
+    if x.sharding.dim in dims:
+        return _reduce_sharded_dim(call, x, dims)
+    num_removed = 0 if call.arguments.get("keepdim") else sum(d < x.sharding.dim for d in dims)
+    return _apply_to_unsharded_dims(call, x, x.sharding.with_dim(x.sharding.dim - num_removed))
 
 
-@rule("cumsum", "flip", "sort", "topk")
-def _along(call: FunctionCall) -> Any:
+@register_rule("cumsum", "flip", "sort", "topk")
+def _apply_along_dim(call: FunctionCall) -> Any:
     """Apply the function along a dimension that is not sharded."""
-    x = need_cut_argument(call["input"])
-    if x.cut.dim in _dims(x, call["dims"] if call.name == "flip" else call["dim"]):
+    x = require_sharded(call["input"])
+    if x.sharding.dim in _reduced_dims(x, call["dims"] if call.name == "flip" else call["dim"]):
         raise NoRule
-    return _along_others(call, x, x.cut)
+    return _apply_to_unsharded_dims(call, x, x.sharding)
 
 
-def _along_others(call: FunctionCall, x: ShardPropagatingTensor, cut: DimSharding) -> Any:
-    made = call.replacing(lambda value: x.local if value is x else value)
+def _apply_to_unsharded_dims(call: FunctionCall, x: ShardPropagatingTensor, sharding: DimSharding) -> Any:
+    result = call.call_with(lambda value: x.local if value is x else value)
     return (
-        piece_like(x, made, cut)
-        if isinstance(made, Tensor)
-        else type(made)([piece_like(x, part, cut) for part in made])
+        wrap_like(x, result, sharding)
+        if isinstance(result, Tensor)
+        else type(result)([wrap_like(x, part, sharding) for part in result])
     )
 
 
-def _over_the_cut(call: FunctionCall, x: ShardPropagatingTensor, dims: list[int]) -> Any:
+def _reduce_sharded_dim(call: FunctionCall, x: ShardPropagatingTensor, dims: list[int]) -> Any:
     """Reduce over the sharded dimension.
 
-    Sums are all-reduced, and a mean is a sum that is divided; `all` and `any` send one number per result.
+    `sum` and `mean` all-reduce the local sums; `all` and `any` all-reduce one byte per element of the result.
     """
-    keep = call.given.get("keepdim", False)
+    keepdim = call.arguments.get("keepdim", False)
     if call.name in ("all", "any"):
-        own = x.local.bool() if call.name == "any" else ~x.local.bool()
-        found = x.wire.largest(own.any(dims, keep).byte() if own.numel() else _none_of(own, dims, keep)).bool()
-        return found if call.name == "any" else ~found
+        local = x.local.bool() if call.name == "any" else ~x.local.bool()
+        is_any = x.group.all_reduce_max(
+            local.any(dims, keepdim).byte() if local.numel() else _empty_any(local, dims, keepdim)
+        ).bool()
+        return is_any if call.name == "any" else ~is_any
     if (
         call.name not in ("sum", "mean")
         or not x.local.is_floating_point()
         or (is_searching(x) and not _is_one_vector(x))
     ):
-        raise NoRule  # a plan does not shard a dimension that the next norm sums over
-    asked = call["dtype"] or x.local.dtype
-    wide = torch.float32 if asked in (torch.float16, torch.bfloat16) else asked
-    total = reduce_out(torch.sum(x.local, dims, keep, dtype=wide), x.wire)
-    return (total if call.name == "sum" else total / math.prod(x.whole[d] for d in dims)).to(asked)
+        raise NoRule  # the plan search does not shard a dimension that a norm reduces
+    result_dtype = call["dtype"] or x.local.dtype
+    compute_dtype = torch.float32 if result_dtype in (torch.float16, torch.bfloat16) else result_dtype
+    total = reduce_from_parallel_region(torch.sum(x.local, dims, keepdim, dtype=compute_dtype), x.group)
+    return (total if call.name == "sum" else total / math.prod(x.full_shape[d] for d in dims)).to(result_dtype)
 
 
 def _is_one_vector(x: ShardPropagatingTensor) -> bool:
-    """Return whether the tensor is one vector per sample, as in global response norm: its sum is a few numbers."""
-    return len(x.whole) > 1 and all(n == 1 for d, n in enumerate(x.whole) if d not in (0, x.cut.dim))
+    """Return whether the tensor is one vector per sample, as in global response norm, so that its sums are small."""
+    return len(x.full_shape) > 1 and all(n == 1 for d, n in enumerate(x.full_shape) if d not in (0, x.sharding.dim))
 
 
-def _none_of(own: Tensor, dims: list[int], keep: bool) -> Tensor:
-    """Return zeros, for a rank that holds nothing of the dimension."""
-    return own.sum(dims, keep).byte()
+def _empty_any(local: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    """Return False (as bytes) for all results, on a rank whose shard is empty."""
+    return local.sum(dims, keepdim).byte()
 
 
-@rule("layer_norm", "rms_norm")
+@register_rule("layer_norm", "rms_norm")
 def _norm(call: FunctionCall) -> Any:
-    x = need_cut_argument(call["input"])
-    if x.cut.dim >= len(x.whole) - len(call["normalized_shape"]):
+    x = require_sharded(call["input"])
+    if x.sharding.dim >= len(x.full_shape) - len(call["normalized_shape"]):
         raise NoRule
-    if any(isinstance(call.given.get(name), ShardPropagatingTensor) for name in ("weight", "bias")):
+    if any(isinstance(call.arguments.get(name), ShardPropagatingTensor) for name in ("weight", "bias")):
         raise NoRule
-    read = {
-        id(value): copy_in(value, x.wire) for value in call.values() if isinstance(value, Tensor) and value is not x
+    copied_inputs = {
+        id(value): copy_to_parallel_region(value, x.group)
+        for value in call.values()
+        if isinstance(value, Tensor) and value is not x
     }
-    made = call.replacing(lambda value: x.local if value is x else read.get(id(value), value))
-    return piece_like(x, made, x.cut)
+    result = call.call_with(lambda value: x.local if value is x else copied_inputs.get(id(value), value))
+    return wrap_like(x, result, x.sharding)
 
 
-@rule("dropout")
+@register_rule("dropout")
 def _dropout(call: FunctionCall) -> Any:
-    """Drop with this rank's piece of the whole tensor's mask: equal to one process, and the generators stay in step."""
-    x, p = need_cut_argument(call["input"]), call["p"]
+    """Apply this rank's shard of the full tensor's mask, so that results and generator states equal one process's."""
+    x, p = require_sharded(call["input"]), call["p"]
     if not call["training"] or p == 0.0:
         return x
-    drawn = own_draws(x.local, p, x.cut, x.wire)
+    local_mask = local_dropout_mask(x.local, p, x.sharding, x.group)
     if call["inplace"]:
-        x.local.mul_(drawn)
+        x.local.mul_(local_mask)
         return x
-    return piece_like(x, x.local * drawn, x.cut)
+    return wrap_like(x, x.local * local_mask, x.sharding)
 
 
-def own_draws(local: Tensor, p: float, cut: DimSharding, wire: TensorParallelGroup) -> Tensor:
-    """Return this rank's piece of a dropout mask that is drawn for the whole tensor, in its memory order."""
-    shape = [cut.size if d == cut.dim else n for d, n in enumerate(local.shape)]
+def local_dropout_mask(local: Tensor, p: float, sharding: DimSharding, group: TensorParallelGroup) -> Tensor:
+    """Return this rank's shard of a dropout mask that is drawn for the full tensor, in its memory order."""
+    shape = [sharding.size if d == sharding.dim else n for d, n in enumerate(local.shape)]
     strides = local.stride()
     order = sorted(range(local.dim()), key=lambda d: (-strides[d], d)) if not local.is_contiguous() else None
     with torch.no_grad():
         if order is None:
             ones = torch.ones(shape, dtype=local.dtype, device=local.device)
         else:
-            laid = torch.ones([shape[d] for d in order], dtype=local.dtype, device=local.device)
-            ones = laid.permute([order.index(d) for d in range(local.dim())])
-        return piece_of(F.dropout(ones, p), cut, wire.rank)
+            permuted = torch.ones([shape[d] for d in order], dtype=local.dtype, device=local.device)
+            ones = permuted.permute([order.index(d) for d in range(local.dim())])
+        return slice_shard(F.dropout(ones, p), sharding, group.rank)

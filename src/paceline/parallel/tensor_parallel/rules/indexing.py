@@ -1,4 +1,4 @@
-"""Sharding rules of functions that take a part (slices, chunks, indices), and of tensor attributes such as shape."""
+"""Sharding rules of slicing, chunking and indexing, and of tensor attributes such as shape."""
 
 import math
 from typing import Any
@@ -6,128 +6,136 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.parallel.tensor_parallel.rules.views import need_cut_argument, piece_like, positive_dim
-from paceline.parallel.tensor_parallel.sharded_tensor import FunctionCall, NoRule, ShardPropagatingTensor, rule
+from paceline.parallel.tensor_parallel.rules.views import positive_dim, require_sharded, wrap_like
+from paceline.parallel.tensor_parallel.sharded_tensor import FunctionCall, NoRule, ShardPropagatingTensor, register_rule
 from paceline.parallel.tensor_parallel.sharding import DimSharding, IncompatibleReshape
 from paceline.torch_internals.private_api import tree_flatten
 
 
-def narrow_piece(
+def narrow_sharded(
     x: ShardPropagatingTensor, dim: int, start: int, stop: int, *, sections: tuple[int, ...] = ()
 ) -> ShardPropagatingTensor:
-    """Return `[start, stop)` along a dimension: any range of a whole dimension, whole sections of the sharded one."""
-    if dim != x.cut.dim:
-        return piece_like(x, x.local.narrow(dim, start, stop - start), x.cut)
-    found = x.cut.sliced(start, stop)
-    if found is None:
-        parts = sections or tuple(n for n in (start, stop - start, x.cut.size - stop) if n)
-        what = f"a slice [{start}:{stop}] of {x.cut.size}"
-        raise NoRule(IncompatibleReshape(what=what, sections=parts))
-    first, last = found
-    held = [fences[x.wire.rank + 1] - fences[x.wire.rank] for fences in x.cut.sections]
-    cut = DimSharding(dim=dim, sections=x.cut.sections[first:last])
-    return piece_like(x, x.local.narrow(dim, sum(held[:first]), sum(held[first:last])), cut)
-
-
-def _pieces(x: ShardPropagatingTensor, dim: int, sizes: list[int]) -> tuple[ShardPropagatingTensor, ...]:
-    found, start = [], 0
-    for size in sizes:
-        found.append(narrow_piece(x, dim, start, start + size, sections=tuple(sizes)))
-        start += size
-    return tuple(found)
-
-
-@rule("split", "split_with_sizes", "chunk", "tensor_split")
-def _split(call: FunctionCall) -> Any:
-    x, dim = need_cut_argument(call["input"]), call["dim"]
-    dim, (number,) = (
-        positive_dim(dim, len(x.whole)),
-        (call[name] for name in call.given if name not in ("input", "dim")),
+    """Return `[start, stop)` along a dimension; along the sharded dimension the range must consist of full sections."""
+    if dim != x.sharding.dim:
+        return wrap_like(x, x.local.narrow(dim, start, stop - start), x.sharding)
+    section_range = x.sharding.find_sections(start, stop)
+    if section_range is None:
+        suggested_sections = sections or tuple(n for n in (start, stop - start, x.sharding.size - stop) if n)
+        description = f"a slice [{start}:{stop}] of {x.sharding.size}"
+        raise NoRule(IncompatibleReshape(description=description, sections=suggested_sections))
+    first_section, last_section = section_range
+    local_sizes = [bounds[x.group.rank + 1] - bounds[x.group.rank] for bounds in x.sharding.sections]
+    sharding = DimSharding(dim=dim, sections=x.sharding.sections[first_section:last_section])
+    return wrap_like(
+        x, x.local.narrow(dim, sum(local_sizes[:first_section]), sum(local_sizes[first_section:last_section])), sharding
     )
-    probe = torch.empty(x.whole[dim], device="meta")
-    return _pieces(x, dim, [len(part) for part in getattr(Tensor, call.name)(probe, number)])
 
 
-@rule("narrow")
+def _narrow_by_sizes(x: ShardPropagatingTensor, dim: int, sizes: list[int]) -> tuple[ShardPropagatingTensor, ...]:
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(narrow_sharded(x, dim, start, start + size, sections=tuple(sizes)))
+        start += size
+    return tuple(pieces)
+
+
+@register_rule("split", "split_with_sizes", "chunk", "tensor_split")
+def _split(call: FunctionCall) -> Any:
+    x, dim = require_sharded(call["input"]), call["dim"]
+    dim, (split_argument,) = (
+        positive_dim(dim, len(x.full_shape)),
+        (call[name] for name in call.arguments if name not in ("input", "dim")),
+    )
+    probe = torch.empty(x.full_shape[dim], device="meta")
+    return _narrow_by_sizes(x, dim, [len(part) for part in getattr(Tensor, call.name)(probe, split_argument)])
+
+
+@register_rule("narrow")
 def _narrow(call: FunctionCall) -> Any:
-    x, start, length = need_cut_argument(call["input"]), call["start"], call["length"]
-    dim = positive_dim(call["dim"], len(x.whole))
-    if isinstance(start, Tensor) or start < 0 or start + length > x.whole[dim]:
+    x, start, length = require_sharded(call["input"]), call["start"], call["length"]
+    dim = positive_dim(call["dim"], len(x.full_shape))
+    if isinstance(start, Tensor) or start < 0 or start + length > x.full_shape[dim]:
         raise NoRule
-    return narrow_piece(x, dim, start, start + length)
+    return narrow_sharded(x, dim, start, start + length)
 
 
-@rule("select")
+@register_rule("select")
 def _select(call: FunctionCall) -> Any:
-    x = need_cut_argument(call["input"])
-    return _selected(x, positive_dim(call["dim"], len(x.whole)), call["index"])
+    x = require_sharded(call["input"])
+    return _select_index(x, positive_dim(call["dim"], len(x.full_shape)), call["index"])
 
 
-def _selected(x: ShardPropagatingTensor, dim: int, index: int) -> ShardPropagatingTensor:
-    if dim == x.cut.dim:
-        parts = (1,) * x.cut.size if x.cut.size <= 4 else ()
-        raise NoRule(IncompatibleReshape(what=f"one of {x.cut.size} taken from the split dimension", sections=parts))
-    return piece_like(x, x.local.select(dim, index), x.cut.at(x.cut.dim - (dim < x.cut.dim)))
+def _select_index(x: ShardPropagatingTensor, dim: int, index: int) -> ShardPropagatingTensor:
+    if dim == x.sharding.dim:
+        suggested_sections = (1,) * x.sharding.size if x.sharding.size <= 4 else ()
+        raise NoRule(
+            IncompatibleReshape(
+                description=f"an index into a sharded dimension of {x.sharding.size}", sections=suggested_sections
+            )
+        )
+    return wrap_like(x, x.local.select(dim, index), x.sharding.with_dim(x.sharding.dim - (dim < x.sharding.dim)))
 
 
-@rule("unbind")
+@register_rule("unbind")
 def _unbind(call: FunctionCall) -> Any:
-    x = need_cut_argument(call["input"])
-    dim = positive_dim(call["dim"], len(x.whole))
-    return tuple(_selected(x, dim, index) for index in range(x.whole[dim]))
+    x = require_sharded(call["input"])
+    dim = positive_dim(call["dim"], len(x.full_shape))
+    return tuple(_select_index(x, dim, index) for index in range(x.full_shape[dim]))
 
 
-@rule("__iter__")
+@register_rule("__iter__")
 def _iter(call: FunctionCall) -> Any:
     return iter(call.args[0].unbind(0))
 
 
-@rule("index_select")
+@register_rule("index_select")
 def _index_select(call: FunctionCall) -> Any:
-    x, index = need_cut_argument(call["input"]), call["index"]
-    dim = positive_dim(call["dim"], len(x.whole))
-    if dim == x.cut.dim or isinstance(index, ShardPropagatingTensor):
+    x, index = require_sharded(call["input"]), call["index"]
+    dim = positive_dim(call["dim"], len(x.full_shape))
+    if dim == x.sharding.dim or isinstance(index, ShardPropagatingTensor):
         raise NoRule
-    return piece_like(x, x.local.index_select(dim, index), x.cut)
+    return wrap_like(x, x.local.index_select(dim, index), x.sharding)
 
 
-@rule("__getitem__")
+@register_rule("__getitem__")
 def _getitem(call: FunctionCall) -> Any:
-    x, asked = need_cut_argument(call.args[0]), call.args[1]
-    index = tuple(_as_tensor(i) for i in (asked if isinstance(asked, tuple) else (asked,)))
-    is_several = isinstance(asked, list) and any(not isinstance(i, int) for i in asked)  # torch reads it as a tuple
-    if is_several or any(isinstance(i, ShardPropagatingTensor) for i in index):
+    x, raw_index = require_sharded(call.args[0]), call.args[1]
+    index = tuple(_normalize_index(i) for i in (raw_index if isinstance(raw_index, tuple) else (raw_index,)))
+    is_nested_list = isinstance(raw_index, list) and any(
+        not isinstance(i, int) for i in raw_index
+    )  # torch reads it as a tuple
+    if is_nested_list or any(isinstance(i, ShardPropagatingTensor) for i in index):
         raise NoRule
-    index = _spelt_out(index, len(x.whole))
-    at = _index_of_dim(index, x.cut.dim)
-    own = index[at]
-    if not isinstance(own, slice) or own.step not in (None, 1):
+    index = _expand_ellipsis(index, len(x.full_shape))
+    position = _index_of_dim(index, x.sharding.dim)
+    sharded_slice = index[position]
+    if not isinstance(sharded_slice, slice) or sharded_slice.step not in (None, 1):
         raise NoRule
-    start, stop, _ = own.indices(x.cut.size)
-    x = narrow_piece(x, x.cut.dim, start, stop)
-    index = (*index[:at], slice(None), *index[at + 1 :])
-    return piece_like(x, x.local[index], x.cut.at(_place_after(index, at)))
+    start, stop, _ = sharded_slice.indices(x.sharding.size)
+    x = narrow_sharded(x, x.sharding.dim, start, stop)
+    index = (*index[:position], slice(None), *index[position + 1 :])
+    return wrap_like(x, x.local[index], x.sharding.with_dim(_result_dim(index, position)))
 
 
-def _as_tensor(index: Any) -> Any:
-    """Convert a list to an index tensor. Indices that torch reads in other ways, such as `range`, have no rule."""
+def _normalize_index(index: Any) -> Any:
+    """Convert a list to an index tensor. Raise `NoRule` for other kinds of indices, such as `range`."""
     if isinstance(index, list) and not any(isinstance(i, Tensor) for i in tree_flatten(index)[0]):
         return torch.as_tensor(index)
-    known = index is None or index is Ellipsis or isinstance(index, int | slice | Tensor)
-    if not known or (isinstance(index, Tensor) and index.dtype == torch.uint8):
+    is_supported = index is None or index is Ellipsis or isinstance(index, int | slice | Tensor)
+    if not is_supported or (isinstance(index, Tensor) and index.dtype == torch.uint8):
         raise NoRule
     return index
 
 
-def _spelt_out(index: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
-    used = sum(_consumes(i) for i in index)
+def _expand_ellipsis(index: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
+    num_indexed = sum(_num_indexed_dims(i) for i in index)
     if any(i is Ellipsis for i in index):
-        at = next(n for n, i in enumerate(index) if i is Ellipsis)
-        return (*index[:at], *[slice(None)] * (ndim - used), *index[at + 1 :])
-    return (*index, *[slice(None)] * (ndim - used))
+        position = next(n for n, i in enumerate(index) if i is Ellipsis)
+        return (*index[:position], *[slice(None)] * (ndim - num_indexed), *index[position + 1 :])
+    return (*index, *[slice(None)] * (ndim - num_indexed))
 
 
-def _consumes(index: Any) -> int:
+def _num_indexed_dims(index: Any) -> int:
     if index is None or index is Ellipsis:
         return 0
     if isinstance(index, bool):
@@ -136,72 +144,86 @@ def _consumes(index: Any) -> int:
 
 
 def _index_of_dim(index: tuple[Any, ...], dim: int) -> int:
-    seen = 0
-    for at, i in enumerate(index):
-        if seen <= dim < seen + _consumes(i):
-            return at
-        seen += _consumes(i)
+    dims_before = 0
+    for position, i in enumerate(index):
+        if dims_before <= dim < dims_before + _num_indexed_dims(i):
+            return position
+        dims_before += _num_indexed_dims(i)
     raise NoRule
 
 
-def _place_after(index: tuple[Any, ...], at: int) -> int:
-    """Return the position in the result of the dimension of entry `at`. Raises `NoRule` for several index tensors."""
+def _result_dim(index: tuple[Any, ...], position: int) -> int:
+    """Return the dimension of the result that the index entry `position` makes.
+
+    Raises:
+        NoRule: the index has several tensors, or a tensor and an integer.
+    """
     tensors = [i for i in index if isinstance(i, Tensor)]
     if len(tensors) > 1 or (tensors and any(isinstance(i, int) for i in index)):
         raise NoRule
-    place = 0
-    for i in index[:at]:
+    result_dim = 0
+    for i in index[:position]:
         if isinstance(i, Tensor):
-            place += 1 if i.dtype == torch.bool else i.dim()
+            result_dim += 1 if i.dtype == torch.bool else i.dim()
         elif not isinstance(i, int):
-            place += 1
-    return place
+            result_dim += 1
+    return result_dim
 
 
-@rule("size")
+@register_rule("size")
 def _size(call: FunctionCall) -> Any:
-    whole = torch.Size(call["input"].whole)
-    return whole if call["dim"] is None else whole[call["dim"]]
+    full_shape = torch.Size(call["input"].full_shape)
+    return full_shape if call["dim"] is None else full_shape[call["dim"]]
 
 
-@rule("numel", "nelement", "__len__", "dim", "ndimension", ".ndim", ".shape")
-def _says(call: FunctionCall) -> Any:
+@register_rule("numel", "nelement", "__len__", "dim", "ndimension", ".ndim", ".shape")
+def _shape_attribute(call: FunctionCall) -> Any:
     name, (x,) = call.name, call.values()
     if name == ".shape":
-        return torch.Size(x.whole)
-    return math.prod(x.whole) if name in ("numel", "nelement") else x.whole[0] if name == "__len__" else len(x.whole)
+        return torch.Size(x.full_shape)
+    return (
+        math.prod(x.full_shape)
+        if name in ("numel", "nelement")
+        else x.full_shape[0]
+        if name == "__len__"
+        else len(x.full_shape)
+    )
 
 
-@rule("stride")
+@register_rule("stride")
 def _stride(call: FunctionCall) -> Any:
-    """Return the strides of the whole tensor in the memory order of the shard."""
+    """Return the strides of a full tensor with the memory order of the shard."""
     x = call["input"]
-    order = sorted(range(len(x.whole)), key=lambda d: (-x.local.stride(d), d))
+    order = sorted(range(len(x.full_shape)), key=lambda d: (-x.local.stride(d), d))
     if not x.local.permute(order).is_contiguous():
         raise NoRule
-    laid = torch.empty([x.whole[d] for d in order], device="meta").permute([order.index(d) for d in range(len(order))])
-    return laid.stride() if call["dim"] is None else laid.stride(call["dim"])
+    permuted = torch.empty([x.full_shape[d] for d in order], device="meta").permute(
+        [order.index(d) for d in range(len(order))]
+    )
+    return permuted.stride() if call["dim"] is None else permuted.stride(call["dim"])
 
 
-@rule(".dtype", ".device", ".requires_grad", ".is_cuda", ".grad_fn", ".is_leaf", ".layout", ".is_meta", ".is_sparse",
-      ".is_quantized", ".is_cpu", ".is_mps", ".is_nested", "is_floating_point", "is_complex", "get_device",
-      "element_size", "is_contiguous", "register_hook", "retain_grad", "new_zeros", "new_ones", "new_empty",
-      "new_full", "new_tensor", "is_inference", "is_pinned")  # fmt: skip
-def _of_local(call: FunctionCall) -> Any:
+@register_rule(".dtype", ".device", ".requires_grad", ".is_cuda", ".grad_fn", ".is_leaf", ".layout", ".is_meta",
+               ".is_sparse", ".is_quantized", ".is_cpu", ".is_mps", ".is_nested", "is_floating_point", "is_complex",
+               "get_device", "element_size", "is_contiguous", "register_hook", "retain_grad", "new_zeros", "new_ones",
+               "new_empty", "new_full", "new_tensor", "is_inference", "is_pinned")  # fmt: skip
+def _local_attribute(call: FunctionCall) -> Any:
     x = call.args[0] if call.args else call.kwargs.get("input")
     if not isinstance(x, ShardPropagatingTensor) or any(
         isinstance(value, ShardPropagatingTensor) for value in call.values() if value is not x
     ):
         raise NoRule
-    return call.replacing(lambda value: x.local if value is x else value)
+    return call.call_with(lambda value: x.local if value is x else value)
 
 
-@rule("__repr__", "__str__", "__format__")
+@register_rule("__repr__", "__str__", "__format__")
 def _repr(call: FunctionCall) -> Any:
     x = call.args[0]
-    return f"Split({list(x.whole)}, dimension {x.cut.dim} over {x.wire.size} ranks, here {list(x.local.shape)})"
+    return (
+        f"Split({list(x.full_shape)}, dimension {x.sharding.dim} over {x.group.size} ranks, here {list(x.local.shape)})"
+    )
 
 
-@rule("__hash__")
+@register_rule("__hash__")
 def _hash(call: FunctionCall) -> Any:
     return id(call.args[0])

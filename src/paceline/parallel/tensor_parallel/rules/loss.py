@@ -1,6 +1,7 @@
-"""Sharding rules of losses, softmax and argmax over a sharded vocabulary, without gathering the logits.
+"""Sharding rules of losses, softmax and argmax over a sharded vocabulary, without an all-gather of the logits.
 
-Each rank sends two numbers per row (its largest logit, its sum of exponentials), and the target's (Megatron-LM).
+The ranks all-reduce three numbers per row: the largest logit, the sum of exponentials and the target's logit
+(Megatron-LM).
 """
 
 from typing import Any
@@ -8,223 +9,267 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.parallel.tensor_parallel.collectives import TensorParallelGroup, reduce_out, take_own
-from paceline.parallel.tensor_parallel.once_differentiable import once
-from paceline.parallel.tensor_parallel.rules.views import need_cut_argument, piece_like, positive_dim
-from paceline.parallel.tensor_parallel.sharded_tensor import FunctionCall, NoRule, ShardPropagatingTensor, rule
+from paceline.parallel.tensor_parallel.collectives import (
+    TensorParallelGroup,
+    reduce_from_parallel_region,
+    take_local_shard,
+)
+from paceline.parallel.tensor_parallel.once_differentiable import once_differentiable
+from paceline.parallel.tensor_parallel.rules.views import positive_dim, require_sharded, wrap_like
+from paceline.parallel.tensor_parallel.sharded_tensor import FunctionCall, NoRule, ShardPropagatingTensor, register_rule
 
 
 class _LogSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, wire: TensorParallelGroup) -> Tensor:
-        top = wire.largest(_largest(local, dim))
-        total = wire.total((local - top).exp_().sum(dim, keepdim=True))
-        found = local - top - total.log_()
-        ctx.save_for_backward(found)
-        ctx.dim, ctx.wire = dim, wire
-        return found
+    def forward(ctx: Any, local: Tensor, dim: int, group: TensorParallelGroup) -> Tensor:
+        max_logit = group.all_reduce_max(_local_max(local, dim))
+        sum_exp = group.all_reduce((local - max_logit).exp_().sum(dim, keepdim=True))
+        log_probs = local - max_logit - sum_exp.log_()
+        ctx.save_for_backward(log_probs)
+        ctx.dim, ctx.group = dim, group
+        return log_probs
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (found,) = ctx.saved_tensors
-        total = ctx.wire.total(grad.sum(ctx.dim, keepdim=True))
-        return grad - found.exp() * total, None, None
+        (log_probs,) = ctx.saved_tensors
+        grad_sum = ctx.group.all_reduce(grad.sum(ctx.dim, keepdim=True))
+        return grad - log_probs.exp() * grad_sum, None, None
 
 
-class _EntropyOfClass(torch.autograd.Function):
+class _ShardedCrossEntropy(torch.autograd.Function):
     """The cross-entropy of each row: minus the log-probability of its target; zero for ignored rows.
 
-    It sends one message for both numbers of a row, and keeps one copy of the logits (their softmax) for backward.
+    Forward all-reduces the sum of exponentials and the target's logit together, and saves the softmax for backward.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, own: Tensor, mine: Tensor, kept: Tensor, dim: int, wire: TensorParallelGroup
+        ctx: Any,
+        local: Tensor,
+        local_index: Tensor,
+        is_local: Tensor,
+        is_counted: Tensor,
+        dim: int,
+        group: TensorParallelGroup,
     ) -> Tensor:
-        top = wire.largest(_largest(local, dim))
-        shares = (local - top).exp_()
-        logit = local.gather(dim, own) - top if local.shape[dim] else torch.zeros_like(top)
-        total, found = wire.total(torch.stack([shares.sum(dim, keepdim=True), logit.masked_fill_(~mine, 0.0)]))
-        ctx.save_for_backward(shares.div_(total), own, mine, kept)
+        max_logit = group.all_reduce_max(_local_max(local, dim))
+        exp_logits = (local - max_logit).exp_()
+        local_logit = local.gather(dim, local_index) - max_logit if local.shape[dim] else torch.zeros_like(max_logit)
+        sum_exp, target_logit = group.all_reduce(
+            torch.stack([exp_logits.sum(dim, keepdim=True), local_logit.masked_fill_(~is_local, 0.0)])
+        )
+        ctx.save_for_backward(exp_logits.div_(sum_exp), local_index, is_local, is_counted)
         ctx.dim = dim
-        losses: Tensor = (total.log() - found).masked_fill_(~kept, 0.0)
+        losses: Tensor = (sum_exp.log() - target_logit).masked_fill_(~is_counted, 0.0)
         return losses
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        shares, own, mine, kept = ctx.saved_tensors
-        grad = grad.masked_fill(~kept, 0.0)
-        found = shares * grad
-        if found.shape[ctx.dim]:
-            found.scatter_add_(ctx.dim, own, -grad.masked_fill(~mine, 0.0))
-        return found, None, None, None, None, None
+        softmax, local_index, is_local, is_counted = ctx.saved_tensors
+        grad = grad.masked_fill(~is_counted, 0.0)
+        local_grad = softmax * grad
+        if local_grad.shape[ctx.dim]:
+            local_grad.scatter_add_(ctx.dim, local_index, -grad.masked_fill(~is_local, 0.0))
+        return local_grad, None, None, None, None, None
 
 
-def _largest(local: Tensor, dim: int) -> Tensor:
+def _local_max(local: Tensor, dim: int) -> Tensor:
     """Return the maximum along a dimension that may be empty on this rank."""
     shape = [*local.shape[:dim], 1, *local.shape[dim + 1 :]]
-    top: Tensor = local.amax(dim, keepdim=True) if local.shape[dim] else local.new_full(shape, float("-inf"))
-    return top
+    maximum: Tensor = local.amax(dim, keepdim=True) if local.shape[dim] else local.new_full(shape, float("-inf"))
+    return maximum
 
 
-def _wide(x: ShardPropagatingTensor) -> torch.dtype:
+def _compute_dtype(x: ShardPropagatingTensor) -> torch.dtype:
     """Return the dtype of the computation: float32 for float16 and bfloat16."""
     return torch.float32 if x.local.dtype in (torch.float16, torch.bfloat16) else x.local.dtype
 
 
-def _given(x: ShardPropagatingTensor, *, is_loss: bool = True) -> torch.dtype:
-    """Return torch's dtype for such a result: float32 inside autocast (on CPU for a loss only)."""
+def _result_dtype(x: ShardPropagatingTensor, *, is_loss: bool = True) -> torch.dtype:
+    """Return the dtype that torch's function returns: float32 inside autocast (on CPU for a loss only)."""
     device = x.local.device.type
     has_autocast = torch.amp.is_autocast_available(device)  # "meta" has none
-    raised = has_autocast and torch.is_autocast_enabled(device) and (is_loss or device != "cpu")
-    return _wide(x) if raised else x.local.dtype
+    uses_float32 = has_autocast and torch.is_autocast_enabled(device) and (is_loss or device != "cpu")
+    return _compute_dtype(x) if uses_float32 else x.local.dtype
 
 
 def _log_softmax(x: ShardPropagatingTensor, dtype: torch.dtype) -> Tensor:
-    found: Tensor = _LogSoftmax.apply(x.local.to(dtype), x.cut.dim, x.wire)  # type: ignore[no-untyped-call]
-    return found
+    log_probs: Tensor = _LogSoftmax.apply(x.local.to(dtype), x.sharding.dim, x.group)  # type: ignore[no-untyped-call]
+    return log_probs
 
 
-@rule("softmax", "log_softmax")
+@register_rule("softmax", "log_softmax")
 def _softmax(call: FunctionCall) -> Any:
-    x, dim, dtype = need_cut_argument(call["input"]), call["dim"], call["dtype"]
+    x, dim, dtype = require_sharded(call["input"]), call["dim"], call["dtype"]
     if dim is None:
         raise NoRule
-    if positive_dim(dim, len(x.whole)) != x.cut.dim:
-        return piece_like(x, getattr(torch, call.name)(x.local, dim, dtype=dtype), x.cut)
-    found = _log_softmax(x, dtype or _wide(x))
-    found = found if call.name == "log_softmax" else found.exp()
-    return piece_like(x, found.to(dtype or _given(x, is_loss=False)), x.cut)
+    if positive_dim(dim, len(x.full_shape)) != x.sharding.dim:
+        return wrap_like(x, getattr(torch, call.name)(x.local, dim, dtype=dtype), x.sharding)
+    result = _log_softmax(x, dtype or _compute_dtype(x))
+    result = result if call.name == "log_softmax" else result.exp()
+    return wrap_like(x, result.to(dtype or _result_dtype(x, is_loss=False)), x.sharding)
 
 
-def _classes(x: ShardPropagatingTensor) -> int:
-    """Return the dimension of the classes: 1, or 0 without a batch."""
-    dim = 0 if len(x.whole) == 1 else 1
-    if x.cut.dim != dim or len(x.cut.sections) > 1:
+def _class_dim(x: ShardPropagatingTensor) -> int:
+    """Return the class dimension: 1, or 0 without a batch. Raise `NoRule` if another one is sharded."""
+    dim = 0 if len(x.full_shape) == 1 else 1
+    if x.sharding.dim != dim or len(x.sharding.sections) > 1:
         raise NoRule
     return dim
 
 
-@rule("cross_entropy")
+@register_rule("cross_entropy")
 def _cross_entropy(call: FunctionCall) -> Any:
-    x = need_cut_argument(call["input"])
-    dim = _classes(x)
-    target, wide = _target(x, call, dim), _wide(x)
-    smooth, weight, reduction, ignored = (
+    x = require_sharded(call["input"])
+    dim = _class_dim(x)
+    target, compute_dtype = _validate_target(x, call, dim), _compute_dtype(x)
+    label_smoothing, weight, reduction, ignore_index = (
         call[name] for name in ("label_smoothing", "weight", "reduction", "ignore_index")
     )
-    kept = None if target.is_floating_point() else target != ignored
-    if kept is not None and not smooth:
-        found = _of_class(piece_like(x, x.local.to(wide), x.cut), target, weight, ignored, dim)
-        return _reduced(found, target, kept, weight, reduction).to(_given(x))
-    logs = piece_like(x, _log_softmax(x, wide), x.cut)
-    if kept is None:
-        found = _against_shares(logs, target, weight, smooth, dim)
+    is_counted = None if target.is_floating_point() else target != ignore_index
+    if is_counted is not None and not label_smoothing:
+        losses = _cross_entropy_per_row(
+            wrap_like(x, x.local.to(compute_dtype), x.sharding), target, weight, ignore_index, dim
+        )
+        return _reduce_losses(losses, target, is_counted, weight, reduction).to(_result_dtype(x))
+    log_probs = wrap_like(x, _log_softmax(x, compute_dtype), x.sharding)
+    if is_counted is None:
+        losses = _soft_target_losses(log_probs, target, weight, label_smoothing, dim)
     else:
-        found = _picked(logs, target, weight, ignored, dim)
-        found = found * (1 - smooth) - _spread(logs, weight, dim).masked_fill(~kept, 0.0) * (smooth / x.cut.size)
-    return _reduced(found, target, kept, weight, reduction).to(_given(x))
+        losses = _nll_per_row(log_probs, target, weight, ignore_index, dim)
+        losses = losses * (1 - label_smoothing) - _sum_over_classes(log_probs, weight, dim).masked_fill(
+            ~is_counted, 0.0
+        ) * (label_smoothing / x.sharding.size)
+    return _reduce_losses(losses, target, is_counted, weight, reduction).to(_result_dtype(x))
 
 
-@rule("nll_loss")
-def _nll(call: FunctionCall) -> Any:
-    x, weight, ignored = need_cut_argument(call["input"]), call["weight"], call["ignore_index"]
-    dim, x = _classes(x), piece_like(x, x.local.to(_given(x)), x.cut)
-    target = _target(x, call, dim)
-    found = _picked(x, target, weight, ignored, dim)
-    return _reduced(found, target, target != ignored, weight, call["reduction"])
+@register_rule("nll_loss")
+def _nll_loss(call: FunctionCall) -> Any:
+    x, weight, ignore_index = require_sharded(call["input"]), call["weight"], call["ignore_index"]
+    dim, x = _class_dim(x), wrap_like(x, x.local.to(_result_dtype(x)), x.sharding)
+    target = _validate_target(x, call, dim)
+    losses = _nll_per_row(x, target, weight, ignore_index, dim)
+    return _reduce_losses(losses, target, target != ignore_index, weight, call["reduction"])
 
 
-def _target(x: ShardPropagatingTensor, call: FunctionCall, dim: int) -> Tensor:
-    """Return the target, class indices or probabilities, if its shape fits. Raises `NoRule` for anything else."""
+def _validate_target(x: ShardPropagatingTensor, call: FunctionCall, dim: int) -> Tensor:
+    """Return the target, class indices or probabilities. Raise `NoRule` if its shape or an option is not supported."""
     target: Tensor = call["target"]
-    shape = x.whole if target.is_floating_point() else (*x.whole[:dim], *x.whole[dim + 1 :])
-    is_old = call["size_average"] is not None or call["reduce"] is not None
-    known = call["reduction"] in ("none", "sum", "mean") and not isinstance(call["weight"], ShardPropagatingTensor)
-    if isinstance(target, ShardPropagatingTensor) or is_old or not known or tuple(target.shape) != tuple(shape):
+    shape = x.full_shape if target.is_floating_point() else (*x.full_shape[:dim], *x.full_shape[dim + 1 :])
+    is_deprecated_call = call["size_average"] is not None or call["reduce"] is not None
+    is_supported = call["reduction"] in ("none", "sum", "mean") and not isinstance(
+        call["weight"], ShardPropagatingTensor
+    )
+    if (
+        isinstance(target, ShardPropagatingTensor)
+        or is_deprecated_call
+        or not is_supported
+        or tuple(target.shape) != tuple(shape)
+    ):
         raise NoRule
     return target.long() if target.dtype is torch.uint8 else target
 
 
-def _of_class(x: ShardPropagatingTensor, target: Tensor, weight: Tensor | None, ignored: int, dim: int) -> Tensor:
-    """Return each row's loss from logits, times its class weight; zero if the target is ignored."""
-    kept, mine, own = _places(x, target, ignored)
-    given = (x.local, own.unsqueeze(dim), mine.unsqueeze(dim), kept.unsqueeze(dim), dim, x.wire)
-    found: Tensor = _EntropyOfClass.apply(*given).squeeze(dim)  # type: ignore[no-untyped-call]
-    return found if weight is None else found * weight[torch.where(kept, target, 0)]
-
-
-def _picked(logs: ShardPropagatingTensor, target: Tensor, weight: Tensor | None, ignored: int, dim: int) -> Tensor:
-    """Return minus the target's log-probability, times its class weight; zero if the target is ignored."""
-    kept, mine, index = _places(logs, target, ignored)
-    if logs.local.shape[dim]:
-        own = logs.local.gather(dim, index.unsqueeze(dim)).squeeze(dim)
-    else:
-        own = logs.local.sum(dim)
-    found = -reduce_out(own.masked_fill(~mine, 0.0), logs.wire)
-    return found if weight is None else found * weight[torch.where(kept, target, 0)]
-
-
-def _places(x: ShardPropagatingTensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return masks of the targets that count and of those on this rank, and their local indices (0 for the others)."""
-    start, stop = x.cut.ranges(x.wire.rank)[0]
-    kept = target != ignored
-    outside = kept & ((target < 0) | (target >= x.cut.size))
-    if target.device.type == "cpu" and bool(outside.any()):
-        raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
-    mine = kept & (target >= start) & (target < stop)
-    own = torch.where(mine, target - start, 0)
-    return kept, mine, own if target.device.type == "cpu" else own.masked_fill(outside, stop - start)  # gather raises
-
-
-def _spread(logs: ShardPropagatingTensor, weight: Tensor | None, dim: int) -> Tensor:
-    local = logs.local if weight is None else logs.local * _along(weight, logs, dim)
-    return reduce_out(local.sum(dim), logs.wire)
-
-
-def _along(weight: Tensor, logs: ShardPropagatingTensor, dim: int) -> Tensor:
-    own = take_own(weight, logs.cut.at(0), logs.wire)
-    return own.view([-1 if d == dim else 1 for d in range(logs.local.dim())])
-
-
-def _against_shares(
-    logs: ShardPropagatingTensor, target: Tensor, weight: Tensor | None, smooth: float, dim: int
+def _cross_entropy_per_row(
+    x: ShardPropagatingTensor, target: Tensor, weight: Tensor | None, ignore_index: int, dim: int
 ) -> Tensor:
-    shares = take_own(target, logs.cut, logs.wire)
-    if smooth:
-        shares = shares * (1 - smooth) + smooth / logs.cut.size
-    local = logs.local * shares
-    return -reduce_out((local if weight is None else local * _along(weight, logs, dim)).sum(dim), logs.wire)
+    """Return the cross-entropy of each row of logits, times its class weight; zero if the target is ignored."""
+    is_counted, is_local, local_index = _locate_targets(x, target, ignore_index)
+    arguments = (x.local, local_index.unsqueeze(dim), is_local.unsqueeze(dim), is_counted.unsqueeze(dim), dim, x.group)
+    losses: Tensor = _ShardedCrossEntropy.apply(*arguments).squeeze(dim)  # type: ignore[no-untyped-call]
+    return losses if weight is None else losses * weight[torch.where(is_counted, target, 0)]
 
 
-def _reduced(found: Tensor, target: Tensor, kept: Tensor | None, weight: Tensor | None, reduction: str) -> Tensor:
+def _nll_per_row(
+    log_probs: ShardPropagatingTensor, target: Tensor, weight: Tensor | None, ignore_index: int, dim: int
+) -> Tensor:
+    """Return the negative log-likelihood of each row, times its class weight; zero if the target is ignored."""
+    is_counted, is_local, index = _locate_targets(log_probs, target, ignore_index)
+    if log_probs.local.shape[dim]:
+        local_index = log_probs.local.gather(dim, index.unsqueeze(dim)).squeeze(dim)
+    else:
+        local_index = log_probs.local.sum(dim)
+    losses = -reduce_from_parallel_region(local_index.masked_fill(~is_local, 0.0), log_probs.group)
+    return losses if weight is None else losses * weight[torch.where(is_counted, target, 0)]
+
+
+def _locate_targets(x: ShardPropagatingTensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the masks of targets that are not ignored and of those on this rank, and the targets' local indices.
+
+    The local index of another rank's target is 0.
+    """
+    start, stop = x.sharding.ranges(x.group.rank)[0]
+    is_counted = target != ignore_index
+    is_out_of_range = is_counted & ((target < 0) | (target >= x.sharding.size))
+    if target.device.type == "cpu" and bool(is_out_of_range.any()):
+        raise IndexError(f"Target {int(target[is_out_of_range][0])} is out of bounds.")
+    is_local = is_counted & (target >= start) & (target < stop)
+    local_index = torch.where(is_local, target - start, 0)
+    return (
+        is_counted,
+        is_local,
+        local_index if target.device.type == "cpu" else local_index.masked_fill(is_out_of_range, stop - start),
+    )  # gather raises
+
+
+def _sum_over_classes(log_probs: ShardPropagatingTensor, weight: Tensor | None, dim: int) -> Tensor:
+    local = log_probs.local if weight is None else log_probs.local * _local_class_weights(weight, log_probs, dim)
+    return reduce_from_parallel_region(local.sum(dim), log_probs.group)
+
+
+def _local_class_weights(weight: Tensor, log_probs: ShardPropagatingTensor, dim: int) -> Tensor:
+    local_weight = take_local_shard(weight, log_probs.sharding.with_dim(0), log_probs.group)
+    return local_weight.view([-1 if d == dim else 1 for d in range(log_probs.local.dim())])
+
+
+def _soft_target_losses(
+    log_probs: ShardPropagatingTensor, target: Tensor, weight: Tensor | None, label_smoothing: float, dim: int
+) -> Tensor:
+    target_probs = take_local_shard(target, log_probs.sharding, log_probs.group)
+    if label_smoothing:
+        target_probs = target_probs * (1 - label_smoothing) + label_smoothing / log_probs.sharding.size
+    local = log_probs.local * target_probs
+    return -reduce_from_parallel_region(
+        (local if weight is None else local * _local_class_weights(weight, log_probs, dim)).sum(dim), log_probs.group
+    )
+
+
+def _reduce_losses(
+    losses: Tensor, target: Tensor, is_counted: Tensor | None, weight: Tensor | None, reduction: str
+) -> Tensor:
     if reduction == "none":
-        return found
+        return losses
     if reduction == "sum":
-        return found.sum()
-    if kept is None:
-        return found.sum() / found.numel()
+        return losses.sum()
+    if is_counted is None:
+        return losses.sum() / losses.numel()
     if weight is not None:
-        return found.sum() / weight[torch.where(kept, target, 0)].masked_fill(~kept, 0.0).sum()
-    return found.sum() / kept.sum()
+        return losses.sum() / weight[torch.where(is_counted, target, 0)].masked_fill(~is_counted, 0.0).sum()
+    return losses.sum() / is_counted.sum()
 
 
-@rule("argmax")
+@register_rule("argmax")
 def _argmax(call: FunctionCall) -> Any:
-    x, dim, keep = need_cut_argument(call["input"]), call["dim"], call["keepdim"]
+    x, dim, keepdim = require_sharded(call["input"]), call["dim"], call["keepdim"]
     if dim is None:
         raise NoRule
-    dim = positive_dim(dim, len(x.whole))
-    if dim != x.cut.dim:
-        return piece_like(x, x.local.argmax(dim, keep), x.cut.at(x.cut.dim - (not keep and dim < x.cut.dim)))
-    if len(x.cut.sections) > 1 or min(x.cut.held(rank) for rank in range(x.wire.size)) == 0:
+    dim = positive_dim(dim, len(x.full_shape))
+    if dim != x.sharding.dim:
+        return wrap_like(
+            x,
+            x.local.argmax(dim, keepdim),
+            x.sharding.with_dim(x.sharding.dim - (not keepdim and dim < x.sharding.dim)),
+        )
+    if len(x.sharding.sections) > 1 or min(x.sharding.local_size(rank) for rank in range(x.group.size)) == 0:
         raise NoRule
     with torch.no_grad():
         local = x.local.detach()
-        best, at = local.max(dim, keepdim=True)
-        top = x.wire.largest(best.clone())
-        place = torch.where(best == top, at + x.cut.ranges(x.wire.rank)[0][0], x.cut.size)
-        first = -x.wire.largest(-place)
-    return first if keep else first.squeeze(dim)
+        local_max, local_index = local.max(dim, keepdim=True)
+        global_max = x.group.all_reduce_max(local_max.clone())
+        candidate = torch.where(
+            local_max == global_max, local_index + x.sharding.ranges(x.group.rank)[0][0], x.sharding.size
+        )
+        index = -x.group.all_reduce_max(-candidate)
+    return index if keepdim else index.squeeze(dim)

@@ -1,8 +1,8 @@
 """Sharding rules of matmuls, embedding and attention.
 
-A sharded contracted dimension gives partial sums, which are added once; any other sharding stays. `linear` with the
-rows of its weight sharded is Megatron's column split, with its columns sharded the row split (the bias is added once,
-after the sum).
+If the contracted dimension is sharded, each rank computes a partial sum, and an all-reduce adds them. Any other
+sharding passes to the result. A `linear` whose weight is sharded along dimension 0 is Megatron-LM's column-parallel
+layer, along dimension 1 its row-parallel layer, whose bias is added once, after the sum.
 """
 
 from collections.abc import Callable
@@ -12,81 +12,89 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.parallel.tensor_parallel.collectives import TensorParallelGroup, copy_in, reduce_out, scatter, take_own
-from paceline.parallel.tensor_parallel.rules.elementwise import own_draws
-from paceline.parallel.tensor_parallel.rules.views import piece_like, positive_dim
+from paceline.parallel.tensor_parallel.collectives import (
+    TensorParallelGroup,
+    copy_to_parallel_region,
+    reduce_from_parallel_region,
+    reduce_scatter_partials,
+    take_local_shard,
+)
+from paceline.parallel.tensor_parallel.rules.elementwise import local_dropout_mask
+from paceline.parallel.tensor_parallel.rules.views import positive_dim, wrap_like
 from paceline.parallel.tensor_parallel.sharded_tensor import (
     FunctionCall,
     NoRule,
     ShardPropagatingTensor,
-    on_whole,
-    operand,
+    apply_to_full_tensors,
+    common_group_and_origins,
+    find_sharded_tensors,
+    local_operand,
     record_all_gather,
-    rule,
-    split_in,
-    wire_and_origins,
+    register_rule,
 )
-from paceline.parallel.tensor_parallel.sharding import DimSharding, even_cut
+from paceline.parallel.tensor_parallel.sharding import DimSharding, shard_evenly
 from paceline.torch_internals.function_signatures import read_call
 
-Attend = Callable[..., Tensor]
-"""Attention on this rank's heads: `heads` is the sharded queries, or None if this rank has all heads."""
+AttentionFunction = Callable[..., Tensor]
+"""Attention on this rank's heads; `sharded_query` are the sharded queries, or None if this rank has all heads."""
 
 
-def sum_partials(partial: Tensor, wire: TensorParallelGroup) -> Any:
-    """Add the partial sums of all ranks; with sequence sharding each rank keeps its piece of the sequence."""
-    if wire.sequence and partial.dim() == 3 and partial.shape[1] >= wire.size:
-        cut = even_cut(partial.shape[1], ranks=wire.size, dim=1)
-        return ShardPropagatingTensor.of(scatter(partial, cut, wire), cut, wire)
-    return reduce_out(partial, wire)
+def sum_partials(partial: Tensor, group: TensorParallelGroup) -> Any:
+    """Add the partial sums of all ranks; with sequence parallelism each rank keeps its shard of the sequence."""
+    if group.sequence and partial.dim() == 3 and partial.shape[1] >= group.size:
+        sharding = shard_evenly(partial.shape[1], ranks=group.size, dim=1)
+        return ShardPropagatingTensor.from_local(reduce_scatter_partials(partial, sharding, group), sharding, group)
+    return reduce_from_parallel_region(partial, group)
 
 
-def read_whole(x: Any, wire: TensorParallelGroup) -> Tensor:
-    """Return the whole of an operand that sharded work reads; backward sums its gradient."""
+def read_full_operand(x: Any, group: TensorParallelGroup) -> Tensor:
+    """Return the full tensor of an operand that sharded operations read; backward sums its gradient over the ranks."""
     if not isinstance(x, ShardPropagatingTensor):
-        return copy_in(x, wire)
-    if x.cut.dim != len(x.whole) - 2 or not wire.sequence:
-        record_all_gather(x, "a matmul that reads it whole")
-    return x.gathered(partial=True)
+        return copy_to_parallel_region(x, group)
+    if x.sharding.dim != len(x.full_shape) - 2 or not group.sequence:
+        record_all_gather(x, "a matmul that reads the full tensor")
+    return x.full_tensor(partial=True)
 
 
-def own_piece(x: Any, cut: DimSharding, dim: int, wire: TensorParallelGroup) -> Tensor:
-    """Return this rank's piece of an operand along `dim` (negative), to match a sharding."""
+def take_matching_shard(x: Any, sharding: DimSharding, dim: int, group: TensorParallelGroup) -> Tensor:
+    """Return this rank's shard of an operand along `dim` (negative), to match a sharding."""
     if isinstance(x, ShardPropagatingTensor):
-        if x.cut.sections == cut.sections and x.cut.dim - len(x.whole) == dim:
+        if x.sharding.sections == sharding.sections and x.sharding.dim - len(x.full_shape) == dim:
             return x.local
-        record_all_gather(x, "a matmul that reads it split differently")
-        x = x.gathered()
-    return take_own(x, cut.at(x.dim() + dim), wire)
+        record_all_gather(x, "a matmul that reads it with another sharding")
+        x = x.full_tensor()
+    return take_local_shard(x, sharding.with_dim(x.dim() + dim), group)
 
 
-@rule("linear")
+@register_rule("linear")
 def _linear(call: FunctionCall) -> Any:
     x, weight, bias = call["input"], call["weight"], call["bias"]
-    wire, _ = wire_and_origins(t for t in (x, weight, bias) if isinstance(t, ShardPropagatingTensor))
-    if isinstance(weight, ShardPropagatingTensor) and weight.cut.dim == 0:
-        own = None if bias is None else own_piece(bias, weight.cut, -1, wire)
-        made = F.linear(read_whole(x, wire), weight.local, own)
-        return ShardPropagatingTensor.of(made, weight.cut.at(made.dim() - 1), wire, origins=weight.origins)
+    group, _ = common_group_and_origins(t for t in (x, weight, bias) if isinstance(t, ShardPropagatingTensor))
+    if isinstance(weight, ShardPropagatingTensor) and weight.sharding.dim == 0:
+        local_bias = None if bias is None else take_matching_shard(bias, weight.sharding, -1, group)
+        output = F.linear(read_full_operand(x, group), weight.local, local_bias)
+        return ShardPropagatingTensor.from_local(
+            output, weight.sharding.with_dim(output.dim() - 1), group, origins=weight.origins
+        )
     if isinstance(weight, ShardPropagatingTensor):
         if isinstance(bias, ShardPropagatingTensor):
             raise NoRule
-        partial = F.linear(own_piece(x, weight.cut, -1, wire), weight.local)
-        total = sum_partials(partial, wire)
+        partial = F.linear(take_matching_shard(x, weight.sharding, -1, group), weight.local)
+        total = sum_partials(partial, group)
         return (
             total if bias is None else total + bias.to(total.dtype)
-        )  # under autocast a product has its own dtype, not the weights'
+        )  # under autocast the product and the weights have different dtypes
     if (
         not isinstance(x, ShardPropagatingTensor)
         or isinstance(bias, ShardPropagatingTensor)
-        or x.cut.dim == len(x.whole) - 1
+        or x.sharding.dim == len(x.full_shape) - 1
     ):
         raise NoRule
-    own = None if bias is None else copy_in(bias, wire)
-    return piece_like(x, F.linear(x.local, copy_in(weight, wire), own), x.cut)
+    local_bias = None if bias is None else copy_to_parallel_region(bias, group)
+    return wrap_like(x, F.linear(x.local, copy_to_parallel_region(weight, group), local_bias), x.sharding)
 
 
-@rule("matmul", "__matmul__", "__rmatmul__", "mm", "bmm")
+@register_rule("matmul", "__matmul__", "__rmatmul__", "mm", "bmm")
 def _matmul(call: FunctionCall) -> Any:
     a, b = call["input"], call["mat2" if call.name in ("mm", "bmm") else "other"]
     if (
@@ -95,68 +103,81 @@ def _matmul(call: FunctionCall) -> Any:
         or (call.name in ("mm", "bmm") and (a.dim(), b.dim()) != (2 + (call.name == "bmm"),) * 2)
     ):
         raise NoRule
-    wire, origins = wire_and_origins(t for t in (a, b) if isinstance(t, ShardPropagatingTensor))
-    if _at(a) == -1 or _at(b) == -2:
-        cut = a.cut if _at(a) == -1 else b.cut
-        return reduce_out(own_piece(a, cut, -1, wire) @ own_piece(b, cut, -2, wire), wire)
-    if _at(b) == -1:
-        made = read_whole(a, wire) @ b.local
-        return ShardPropagatingTensor.of(made, b.cut.at(made.dim() - 1), wire, origins=origins)
-    if _at(a) == -2:
-        made = a.local @ read_whole(b, wire)
-        return ShardPropagatingTensor.of(made, a.cut.at(made.dim() - 2), wire, origins=origins)
-    first = a if isinstance(a, ShardPropagatingTensor) else b
-    dim = first.cut.dim - len(first.whole)
-    made = operand(a, of=first, dim=dim) @ operand(b, of=first, dim=dim)
-    return ShardPropagatingTensor.of(made, first.cut.at(made.dim() + dim), wire, origins=origins)
+    group, origins = common_group_and_origins(t for t in (a, b) if isinstance(t, ShardPropagatingTensor))
+    if _negative_sharded_dim(a) == -1 or _negative_sharded_dim(b) == -2:
+        sharding = a.sharding if _negative_sharded_dim(a) == -1 else b.sharding
+        return reduce_from_parallel_region(
+            take_matching_shard(a, sharding, -1, group) @ take_matching_shard(b, sharding, -2, group), group
+        )
+    if _negative_sharded_dim(b) == -1:
+        output = read_full_operand(a, group) @ b.local
+        return ShardPropagatingTensor.from_local(output, b.sharding.with_dim(output.dim() - 1), group, origins=origins)
+    if _negative_sharded_dim(a) == -2:
+        output = a.local @ read_full_operand(b, group)
+        return ShardPropagatingTensor.from_local(output, a.sharding.with_dim(output.dim() - 2), group, origins=origins)
+    first_sharded = a if isinstance(a, ShardPropagatingTensor) else b
+    dim = first_sharded.sharding.dim - len(first_sharded.full_shape)
+    output = local_operand(a, like=first_sharded, dim=dim) @ local_operand(b, like=first_sharded, dim=dim)
+    return ShardPropagatingTensor.from_local(
+        output, first_sharded.sharding.with_dim(output.dim() + dim), group, origins=origins
+    )
 
 
-def _at(x: Any) -> int:
-    return x.cut.dim - len(x.whole) if isinstance(x, ShardPropagatingTensor) else 0
+def _negative_sharded_dim(x: Any) -> int:
+    return x.sharding.dim - len(x.full_shape) if isinstance(x, ShardPropagatingTensor) else 0
 
 
-@rule("addmm")
+@register_rule("addmm")
 def _addmm(call: FunctionCall) -> Any:
     bias, a, b = call["input"], call["mat1"], call["mat2"]
     if call["beta"] != 1 or call["alpha"] != 1:
         raise NoRule
-    if not (isinstance(b, ShardPropagatingTensor) and _at(b) == -1):
+    if not (isinstance(b, ShardPropagatingTensor) and _negative_sharded_dim(b) == -1):
         product = torch.matmul(a, b)
         return product + bias.to(product.dtype)
-    own = own_piece(bias, b.cut, -1, b.wire)
-    return ShardPropagatingTensor.of(torch.addmm(own, read_whole(a, b.wire), b.local), b.cut, b.wire, origins=b.origins)
+    local_bias = take_matching_shard(bias, b.sharding, -1, b.group)
+    return ShardPropagatingTensor.from_local(
+        torch.addmm(local_bias, read_full_operand(a, b.group), b.local), b.sharding, b.group, origins=b.origins
+    )
 
 
-@rule("einsum")
+@register_rule("einsum")
 def _einsum(call: FunctionCall) -> Any:
     equation, operands = call["equation"], call["operands"]
     if not isinstance(equation, str) or "." in equation or "->" not in equation:
         raise NoRule
-    ins, out = equation.replace(" ", "").split("->")
-    words = ins.split(",")
-    if len(words) != len(operands):
+    inputs, output_term = equation.replace(" ", "").split("->")
+    terms = inputs.split(",")
+    if len(terms) != len(operands):
         raise NoRule
-    at, first = next((n, t) for n, t in enumerate(operands) if isinstance(t, ShardPropagatingTensor))
-    letter = words[at][first.cut.dim]
-    if any(w.count(letter) > 1 or (letter in w and t.shape[w.index(letter)] != first.cut.size)
-           for w, t in zip(words, operands, strict=True)):  # fmt: skip
+    position, first_sharded = next((n, t) for n, t in enumerate(operands) if isinstance(t, ShardPropagatingTensor))
+    sharded_letter = terms[position][first_sharded.sharding.dim]
+    if any(w.count(sharded_letter) > 1
+           or (sharded_letter in w and t.shape[w.index(sharded_letter)] != first_sharded.sharding.size)
+           for w, t in zip(terms, operands, strict=True)):  # fmt: skip
         raise NoRule  # a diagonal, or a size of 1 that broadcasts
-    own = []
-    for word, value in zip(words, operands, strict=True):
-        if letter in word:
-            own.append(own_piece(value, first.cut, word.index(letter) - len(word), first.wire))
+    local_operands = []
+    for term, value in zip(terms, operands, strict=True):
+        if sharded_letter in term:
+            local_operands.append(
+                take_matching_shard(
+                    value, first_sharded.sharding, term.index(sharded_letter) - len(term), first_sharded.group
+                )
+            )
         else:
-            own.append(read_whole(value, first.wire))
-    made = torch.einsum(equation, *own)
-    wire, origins = wire_and_origins(t for t in operands if isinstance(t, ShardPropagatingTensor))
-    if letter not in out:
-        return reduce_out(made, wire)
-    return ShardPropagatingTensor.of(made, first.cut.at(out.index(letter)), wire, origins=origins)
+            local_operands.append(read_full_operand(value, first_sharded.group))
+    output = torch.einsum(equation, *local_operands)
+    group, origins = common_group_and_origins(t for t in operands if isinstance(t, ShardPropagatingTensor))
+    if sharded_letter not in output_term:
+        return reduce_from_parallel_region(output, group)
+    return ShardPropagatingTensor.from_local(
+        output, first_sharded.sharding.with_dim(output_term.index(sharded_letter)), group, origins=origins
+    )
 
 
-@rule("embedding")
+@register_rule("embedding")
 def _embedding(call: FunctionCall) -> Any:
-    """Look up the rows that this rank holds; the sum over ranks is exact, since all other ranks add zero."""
+    """Look up the rows that this rank holds. The sum over ranks is exact, because all other ranks add zero."""
     ids, weight, padding = call["input"], call["weight"], call["padding_idx"]
     if (
         not isinstance(weight, ShardPropagatingTensor)
@@ -167,131 +188,147 @@ def _embedding(call: FunctionCall) -> Any:
         raise NoRule
     if call["scale_grad_by_freq"]:
         raise NoRule
-    if weight.cut.dim == 1:
-        made = F.embedding(ids, weight.local, padding)
-        return ShardPropagatingTensor.of(made, weight.cut.at(made.dim() - 1), weight.wire, origins=weight.origins)
-    if len(weight.cut.sections) > 1:
+    if weight.sharding.dim == 1:
+        output = F.embedding(ids, weight.local, padding)
+        return ShardPropagatingTensor.from_local(
+            output, weight.sharding.with_dim(output.dim() - 1), weight.group, origins=weight.origins
+        )
+    if len(weight.sharding.sections) > 1:
         raise NoRule
-    start, stop = weight.cut.ranges(weight.wire.rank)[0]
+    start, stop = weight.sharding.ranges(weight.group.rank)[0]
     if padding is not None:
-        padding = positive_dim(padding, weight.cut.size)
-    elsewhere = (ids < start) | (ids >= stop)
-    _check_ids(ids, weight.cut.size)
-    own = torch.where(elsewhere, 0, ids - start)
-    inside = padding is not None and start <= padding < stop
-    found = F.embedding(own, weight.local, padding - start if inside and padding is not None else None)
-    return sum_partials(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), weight.wire)
+        padding = positive_dim(padding, weight.sharding.size)
+    is_remote = (ids < start) | (ids >= stop)
+    _check_ids(ids, weight.sharding.size)
+    local_ids = torch.where(is_remote, 0, ids - start)
+    holds_padding = padding is not None and start <= padding < stop
+    rows = F.embedding(local_ids, weight.local, padding - start if holds_padding and padding is not None else None)
+    return sum_partials(rows.masked_fill(is_remote.unsqueeze(-1), 0.0), weight.group)
 
 
 def _check_ids(ids: Tensor, size: int) -> None:
-    """Raise `IndexError` for an index out of range on CPU, as one process does; a sharded lookup would return zeros."""
+    """Raise `IndexError` for an index out of range on CPU, as torch does; a sharded lookup would return zeros."""
     if ids.device.type == "cpu" and ids.numel() and not bool(((ids >= 0) & (ids < size)).all()):
         raise IndexError("index out of range in self")
 
 
-@rule("scaled_dot_product_attention")
+@register_rule("scaled_dot_product_attention")
 def _attention(call: FunctionCall) -> Any:
-    return _own_heads(_attend, call.given)
+    return _attend_local_heads(_torch_attention, call.arguments)
 
 
-def attention_by(attend: Attend, args: Any, kwargs: Any) -> Any:
-    """Compute `F.scaled_dot_product_attention` on sharded heads, with `attend` on this rank's own heads.
+def compute_sharded_attention(attention_function: AttentionFunction, args: Any, kwargs: Any) -> Any:
+    """Compute `F.scaled_dot_product_attention` on sharded heads: `attention_function` gets this rank's heads.
 
-    If no rule keeps the sharding, `attend` is given whole tensors.
+    If no sharding rule applies, it gets the full tensors.
     """
 
     name = F.scaled_dot_product_attention.__name__
-    given = read_call(name, args, kwargs)
-    if given is None:
+    arguments = read_call(name, args, kwargs)
+    if arguments is None:
         return F.scaled_dot_product_attention(*args, **kwargs)  # torch raises the error for the wrong call
 
-    def on_all(**given: Any) -> Tensor:
-        return attend(given.pop("query"), given.pop("key"), given.pop("value"), heads=None, **given)
+    def attend_all_heads(**arguments: Any) -> Tensor:
+        return attention_function(
+            arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), sharded_query=None, **arguments
+        )
 
-    if not split_in((), given):
-        return on_all(**given)
+    if not find_sharded_tensors((), arguments):
+        return attend_all_heads(**arguments)
     try:
-        return _own_heads(attend, given)
+        return _attend_local_heads(attention_function, arguments)
     except NoRule as unknown:
-        return on_whole(on_all, (), given, name=name, misfit=unknown.misfit)
+        return apply_to_full_tensors(
+            attend_all_heads, (), arguments, name=name, incompatible_reshape=unknown.incompatible_reshape
+        )
 
 
-def _own_heads(attend: Attend, given: dict[str, Any]) -> ShardPropagatingTensor:
-    q, k, v, mask = given["query"], given["key"], given["value"], given["attn_mask"]
-    if not isinstance(q, ShardPropagatingTensor) or len(q.whole) - q.cut.dim < 3:
+def _attend_local_heads(attention_function: AttentionFunction, arguments: dict[str, Any]) -> ShardPropagatingTensor:
+    q, k, v, mask = arguments["query"], arguments["key"], arguments["value"], arguments["attn_mask"]
+    if not isinstance(q, ShardPropagatingTensor) or len(q.full_shape) - q.sharding.dim < 3:
         raise NoRule
-    if min(q.cut.held(rank) for rank in range(q.cut.ranks)) == 0:
-        raise NoRule  # on a rank without heads, backward would skip the collectives of the others
-    groups = given["enable_gqa"] and q.whole[-3] != k.shape[-3]
-    dim = q.cut.dim - len(q.whole)
-    wire, origins = wire_and_origins(t for t in (q, k, v) if isinstance(t, ShardPropagatingTensor))
-    own_k, own_v = (_keys(x, q, dim, grouped=groups) for x in (k, v))
-    made = attend(
+    if min(q.sharding.local_size(rank) for rank in range(q.sharding.ranks)) == 0:
+        raise NoRule  # a rank without heads would not take part in the collectives of backward
+    is_grouped = arguments["enable_gqa"] and q.full_shape[-3] != k.shape[-3]
+    dim = q.sharding.dim - len(q.full_shape)
+    group, origins = common_group_and_origins(t for t in (q, k, v) if isinstance(t, ShardPropagatingTensor))
+    local_keys, local_values = (_local_keys(x, q, dim, grouped=is_grouped) for x in (k, v))
+    output = attention_function(
         q.local,
-        own_k,
-        own_v,
-        heads=q,
-        attn_mask=operand(mask, of=q, dim=dim),
-        dropout_p=given["dropout_p"],
-        is_causal=given["is_causal"],
-        scale=given["scale"],
-        enable_gqa=q.local.shape[-3] != own_k.shape[-3],
+        local_keys,
+        local_values,
+        sharded_query=q,
+        attn_mask=local_operand(mask, like=q, dim=dim),
+        dropout_p=arguments["dropout_p"],
+        is_causal=arguments["is_causal"],
+        scale=arguments["scale"],
+        enable_gqa=q.local.shape[-3] != local_keys.shape[-3],
     )
-    return ShardPropagatingTensor.of(made, q.cut, wire, origins=origins)
+    return ShardPropagatingTensor.from_local(output, q.sharding, group, origins=origins)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, *, heads: ShardPropagatingTensor | None, **given: Any) -> Tensor:
+def _torch_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, sharded_query: ShardPropagatingTensor | None, **arguments: Any
+) -> Tensor:
     """Compute attention on this rank's heads with torch."""
-    if given["dropout_p"] > 0.0:
-        assert heads is not None
-        return _dropped(heads, key, value, given["dropout_p"], given)
-    return F.scaled_dot_product_attention(query, key, value, **given)
+    if arguments["dropout_p"] > 0.0:
+        assert sharded_query is not None
+        return _attention_with_dropout(sharded_query, key, value, arguments["dropout_p"], arguments)
+    return F.scaled_dot_product_attention(query, key, value, **arguments)
 
 
-def _keys(x: Any, q: ShardPropagatingTensor, dim: int, *, grouped: bool) -> Tensor:
+def _local_keys(x: Any, q: ShardPropagatingTensor, dim: int, *, grouped: bool) -> Tensor:
     """Return the keys or values for this rank's query heads.
 
-    Grouped-query heads are sharded like the query groups, or whole: then they are repeated, and this rank takes its
-    own.
+    In grouped-query attention, sharded key heads must match the query heads of the rank. Unsharded ones are repeated to
+    the number of query heads, and this rank takes its shard.
     """
     if not grouped or dim != -3:
-        found: Tensor = operand(x, of=q, dim=dim)
-        return found
-    times = q.whole[-3] // x.shape[-3]
+        local: Tensor = local_operand(x, like=q, dim=dim)
+        return local
+    group_size = q.full_shape[-3] // x.shape[-3]
     if isinstance(x, ShardPropagatingTensor):
-        if x.cut.dim - len(x.whole) != dim or x.cut.repeated(times).sections != q.cut.sections:
+        if (
+            x.sharding.dim - len(x.full_shape) != dim
+            or x.sharding.repeat_interleave(group_size).sections != q.sharding.sections
+        ):
             raise NoRule
         return x.local
-    return take_own(x.repeat_interleave(times, dim=-3), q.cut, q.wire)
+    return take_local_shard(x.repeat_interleave(group_size, dim=-3), q.sharding, q.group)
 
 
-def _dropped(q: ShardPropagatingTensor, k: Tensor, v: Tensor, p: float, given: dict[str, Any]) -> Tensor:
+def _attention_with_dropout(
+    q: ShardPropagatingTensor, k: Tensor, v: Tensor, p: float, arguments: dict[str, Any]
+) -> Tensor:
     """Compute attention with dropout in separate steps, as torch does on the CPU."""
     if q.local.device.type != "cpu":
-        raise NoRule  # fused kernels draw in their own order: every rank computes the whole
+        raise NoRule  # fused kernels draw in their own order: every rank computes all heads
     if q.local.shape[-3] != k.shape[-3]:
-        times = q.local.shape[-3] // k.shape[-3]
-        k, v = k.repeat_interleave(times, -3), v.repeat_interleave(times, -3)
-    scale = q.whole[-1] ** -0.5 if given["scale"] is None else given["scale"]
+        group_size = q.local.shape[-3] // k.shape[-3]
+        k, v = k.repeat_interleave(group_size, -3), v.repeat_interleave(group_size, -3)
+    scale = q.full_shape[-1] ** -0.5 if arguments["scale"] is None else arguments["scale"]
     scores = (q.local * scale**0.5) @ (k.transpose(-2, -1) * scale**0.5)
-    mask = given["attn_mask"]
-    if given["is_causal"]:
+    mask = arguments["attn_mask"]
+    if arguments["is_causal"]:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    shares = torch.softmax(scores, -1).contiguous()
-    return shares * own_draws(shares, p, q.cut, q.wire) @ v
+    weights = torch.softmax(scores, -1).contiguous()
+    return weights * local_dropout_mask(weights, p, q.sharding, q.group) @ v
 
 
-@rule("baddbmm")
+@register_rule("baddbmm")
 def _baddbmm(call: FunctionCall) -> Any:
-    """Apply `baddbmm` to operands whose batch dimension is sharded alike."""
+    """Apply `baddbmm` to operands that are sharded along the batch dimension."""
     operands = [call[name] for name in ("input", "batch1", "batch2")]
-    first = next((t for t in operands[1:] if isinstance(t, ShardPropagatingTensor)), None)
-    if first is None or _at(first) != -3:
+    first_sharded = next((t for t in operands[1:] if isinstance(t, ShardPropagatingTensor)), None)
+    if first_sharded is None or _negative_sharded_dim(first_sharded) != -3:
         raise NoRule
-    wire, origins = wire_and_origins(t for t in operands if isinstance(t, ShardPropagatingTensor))
-    own = [operand(t, of=first, dim=-3) for t in operands]
-    return ShardPropagatingTensor.of(
-        torch.baddbmm(*own, beta=call["beta"], alpha=call["alpha"]), first.cut, wire, origins=origins
+    group, origins = common_group_and_origins(t for t in operands if isinstance(t, ShardPropagatingTensor))
+    local_operands = [local_operand(t, like=first_sharded, dim=-3) for t in operands]
+    return ShardPropagatingTensor.from_local(
+        torch.baddbmm(*local_operands, beta=call["beta"], alpha=call["alpha"]),
+        first_sharded.sharding,
+        group,
+        origins=origins,
     )

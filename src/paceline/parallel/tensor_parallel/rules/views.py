@@ -1,4 +1,4 @@
-"""Sharding rules of views, copies and concatenations: the sharding moves with the dimension."""
+"""Sharding rules of views, copies and concatenations. The result is sharded along the same dimension of the data."""
 
 import math
 from typing import Any
@@ -6,209 +6,218 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.parallel.tensor_parallel.collectives import take_own
+from paceline.parallel.tensor_parallel.collectives import take_local_shard
 from paceline.parallel.tensor_parallel.sharded_tensor import (
     FunctionCall,
     NoRule,
     ShardPropagatingTensor,
-    rule,
-    wire_and_origins,
+    common_group_and_origins,
+    register_rule,
 )
-from paceline.parallel.tensor_parallel.sharding import DimSharding, IncompatibleReshape, reshape_cut
+from paceline.parallel.tensor_parallel.sharding import DimSharding, IncompatibleReshape, reshape_sharding
 
 
 def positive_dim(dim: int, ndim: int) -> int:
-    """Return a dimension counted from the front."""
+    """Return the non-negative index of a dimension."""
     return dim + ndim if dim < 0 else dim
 
 
-def piece_like(split: ShardPropagatingTensor, local: Tensor, cut: DimSharding) -> ShardPropagatingTensor:
-    """Wrap a local result with a sharding, in the group and with the origins of `split`."""
-    return ShardPropagatingTensor.of(local, cut, split.wire, origins=split.origins)
+def wrap_like(like: ShardPropagatingTensor, local: Tensor, sharding: DimSharding) -> ShardPropagatingTensor:
+    """Wrap a local result as sharded, with the group and the origins of `like`."""
+    return ShardPropagatingTensor.from_local(local, sharding, like.group, origins=like.origins)
 
 
-def need_cut_argument(value: Any) -> ShardPropagatingTensor:
-    """Return a sharded argument. Raise `NoRule` if it is a whole tensor."""
+def require_sharded(value: Any) -> ShardPropagatingTensor:
+    """Return the argument if it is sharded; otherwise raise `NoRule`."""
     if not isinstance(value, ShardPropagatingTensor):
         raise NoRule
     return value
 
 
-def view_piece(x: ShardPropagatingTensor, sizes: list[int], func: Any = torch.reshape) -> ShardPropagatingTensor:
-    """Return the tensor reshaped to `sizes`, which are those of the whole."""
+def reshape_sharded(x: ShardPropagatingTensor, sizes: list[int], func: Any = torch.reshape) -> ShardPropagatingTensor:
+    """Return the tensor reshaped to the full shape `sizes`."""
     if -1 in sizes:
-        known = math.prod(n for n in sizes if n != -1)
-        sizes = [math.prod(x.whole) // max(known, 1) if n == -1 else n for n in sizes]
-    if math.prod(sizes) != math.prod(x.whole):
-        raise RuntimeError(f"shape {sizes} is invalid for input of size {math.prod(x.whole)}")
-    cut = reshape_cut(x.cut, x.whole, tuple(sizes))
-    if isinstance(cut, IncompatibleReshape):
-        raise NoRule(cut)
-    listener = getattr(x.wire, "read_as", None)
-    if listener is not None and cut.size != x.cut.size:
-        listener(x.origins, cut.size)
-    local = [cut.held(x.wire.rank) if d == cut.dim else n for d, n in enumerate(sizes)]
-    return piece_like(x, func(x.local, local), cut)
+        known_numel = math.prod(n for n in sizes if n != -1)
+        sizes = [math.prod(x.full_shape) // max(known_numel, 1) if n == -1 else n for n in sizes]
+    if math.prod(sizes) != math.prod(x.full_shape):
+        raise RuntimeError(f"shape {sizes} is invalid for input of size {math.prod(x.full_shape)}")
+    sharding = reshape_sharding(x.sharding, x.full_shape, tuple(sizes))
+    if isinstance(sharding, IncompatibleReshape):
+        raise NoRule(sharding)
+    listener = getattr(x.group, "on_heads_viewed", None)
+    if listener is not None and sharding.size != x.sharding.size:
+        listener(x.origins, sharding.size)
+    local = [sharding.local_size(x.group.rank) if d == sharding.dim else n for d, n in enumerate(sizes)]
+    return wrap_like(x, func(x.local, local), sharding)
 
 
-@rule("view")
+@register_rule("view")
 def _view(call: FunctionCall) -> Any:
-    return view_piece(need_cut_argument(call["input"]), [*call["size"]], Tensor.view)
+    return reshape_sharded(require_sharded(call["input"]), [*call["size"]], Tensor.view)
 
 
-@rule("reshape")
+@register_rule("reshape")
 def _reshape(call: FunctionCall) -> Any:
-    return view_piece(need_cut_argument(call["input"]), [*call["shape"]])
+    return reshape_sharded(require_sharded(call["input"]), [*call["shape"]])
 
 
-@rule("view_as", "reshape_as")
+@register_rule("view_as", "reshape_as")
 def _view_as(call: FunctionCall) -> Any:
-    return view_piece(need_cut_argument(call["input"]), list(call["other"].shape))
+    return reshape_sharded(require_sharded(call["input"]), list(call["other"].shape))
 
 
-@rule("flatten")
+@register_rule("flatten")
 def _flatten(call: FunctionCall) -> Any:
-    x = need_cut_argument(call["input"])
-    start, end = (positive_dim(call[name], len(x.whole)) for name in ("start_dim", "end_dim"))
-    return view_piece(x, [*x.whole[:start], math.prod(x.whole[start : end + 1]), *x.whole[end + 1 :]])
-
-
-@rule("unflatten")
-def _unflatten(call: FunctionCall) -> Any:
-    x, sizes = need_cut_argument(call["input"]), list(call["sizes"])
-    dim = positive_dim(call["dim"], len(x.whole))
-    if -1 in sizes:
-        sizes[sizes.index(-1)] = x.whole[dim] // -math.prod(sizes)
-    return view_piece(x, [*x.whole[:dim], *sizes, *x.whole[dim + 1 :]])
-
-
-def _moved(x: ShardPropagatingTensor, order: list[int]) -> ShardPropagatingTensor:
-    return piece_like(x, x.local.permute(order), x.cut.at(order.index(x.cut.dim)))
-
-
-@rule("transpose", "swapaxes", "swapdims")
-def _transpose(call: FunctionCall) -> Any:
-    x = need_cut_argument(call["input"])
-    a, b = (positive_dim(call[name], len(x.whole)) for name in ("dim0", "dim1"))
-    order = list(range(len(x.whole)))
-    order[a], order[b] = order[b], order[a]
-    return _moved(x, order)
-
-
-@rule("t", ".T", ".mT")
-def _t(call: FunctionCall) -> Any:
-    x = need_cut_argument(call.args[0] if call.args else call["input"])
-    last = len(x.whole) - 1
-    if last < 1 or (last > 1 and call.name != ".mT"):
-        raise NoRule
-    return _moved(x, [*range(last - 1), last, last - 1])
-
-
-@rule("permute")
-def _permute(call: FunctionCall) -> Any:
-    x = need_cut_argument(call["input"])
-    return _moved(x, [positive_dim(d, len(x.whole)) for d in call["dims"]])
-
-
-@rule("movedim", "moveaxis")
-def _movedim(call: FunctionCall) -> Any:
-    x = need_cut_argument(call["input"])
-    marks = torch.empty([2 + d for d in range(len(x.whole))], device="meta")
-    return _moved(x, [n - 2 for n in marks.movedim(call["source"], call["destination"]).shape])
-
-
-@rule("unsqueeze")
-def _unsqueeze(call: FunctionCall) -> Any:
-    x = need_cut_argument(call["input"])
-    dim = positive_dim(call["dim"], len(x.whole) + 1)
-    return piece_like(x, x.local.unsqueeze(dim), x.cut.at(x.cut.dim + (dim <= x.cut.dim)))
-
-
-@rule("squeeze")
-def _squeeze(call: FunctionCall) -> Any:
-    x = need_cut_argument(call["input"])
-    asked = {positive_dim(d, len(x.whole)) for d in call.given.get("dim", range(len(x.whole)))}
-    gone = sorted(d for d in asked if x.whole[d] == 1)
-    if x.cut.dim in gone:
-        raise NoRule
-    local = x.local.squeeze(tuple(gone)) if gone else x.local
-    return piece_like(x, local, x.cut.at(x.cut.dim - sum(d < x.cut.dim for d in gone)))
-
-
-@rule("expand_as")
-def _expand_as(call: FunctionCall) -> Any:
-    return _expanded(need_cut_argument(call["input"]), list(call["other"].shape))
-
-
-@rule("expand", "broadcast_to")
-def _expand(call: FunctionCall) -> Any:
-    return _expanded(need_cut_argument(call["input"]), [*call["size"]])
-
-
-def _expanded(x: ShardPropagatingTensor, sizes: list[int]) -> ShardPropagatingTensor:
-    at = x.cut.dim + len(sizes) - len(x.whole)
-    if at < 0 or sizes[at] not in (-1, x.cut.size):
-        raise NoRule
-    sizes[at] = -1
-    return piece_like(x, x.local.expand(sizes), x.cut.at(at))
-
-
-@rule("repeat_interleave")
-def _repeat_interleave(call: FunctionCall) -> Any:
-    x, times, dim = need_cut_argument(call["input"]), call["repeats"], call["dim"]
-    if not isinstance(times, int) or dim is None:
-        raise NoRule
-    dim = positive_dim(dim, len(x.whole))
-    cut = x.cut.repeated(times) if dim == x.cut.dim else x.cut
-    return piece_like(x, x.local.repeat_interleave(times, dim), cut)
-
-
-@rule("contiguous", "clone", "detach", "to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda",
-      "zeros_like", "ones_like", "full_like", "requires_grad_", ".data")  # fmt: skip
-def _same(call: FunctionCall) -> Any:
-    x = next(value for value in call.values() if isinstance(value, ShardPropagatingTensor))
-    if call.args[:1] != (x,) and call.kwargs.get("input") is not x:
-        raise NoRule  # `whole.to(cut)`, `whole.type_as(cut)`
-    made = call.replacing(lambda value: value.local if isinstance(value, ShardPropagatingTensor) else value)
-    if not isinstance(made, Tensor):
-        return made  # type() returns the name of the type
-    return x if made is x.local else piece_like(x, made, x.cut)
-
-
-@rule("cat", "concat", "concatenate")
-def _cat(call: FunctionCall) -> Any:
-    tensors = [t for t in call["tensors"] if t.dim() != 1 or len(t)]  # torch skips them too
-    first = next(t for t in tensors if isinstance(t, ShardPropagatingTensor))
-    dim = positive_dim(call["dim"], len(first.whole))
-    if any(isinstance(t, ShardPropagatingTensor) and t.cut.dim != first.cut.dim for t in tensors):
-        raise NoRule
-    wire, origins = wire_and_origins(t for t in tensors if isinstance(t, ShardPropagatingTensor))
-    if dim == first.cut.dim:
-        if not all(isinstance(t, ShardPropagatingTensor) for t in tensors):
-            raise NoRule
-        sections = tuple(section for t in tensors for section in t.cut.sections)
-        cut = DimSharding(dim=dim, sections=sections)
-        return ShardPropagatingTensor.of(torch.cat([t.local for t in tensors], dim), cut, wire, origins=origins)
-    return ShardPropagatingTensor.of(
-        torch.cat([_piece(t, first) for t in tensors], dim), first.cut, wire, origins=origins
+    x = require_sharded(call["input"])
+    start, end = (positive_dim(call[name], len(x.full_shape)) for name in ("start_dim", "end_dim"))
+    return reshape_sharded(
+        x, [*x.full_shape[:start], math.prod(x.full_shape[start : end + 1]), *x.full_shape[end + 1 :]]
     )
 
 
-@rule("stack")
+@register_rule("unflatten")
+def _unflatten(call: FunctionCall) -> Any:
+    x, sizes = require_sharded(call["input"]), list(call["sizes"])
+    dim = positive_dim(call["dim"], len(x.full_shape))
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = x.full_shape[dim] // -math.prod(sizes)
+    return reshape_sharded(x, [*x.full_shape[:dim], *sizes, *x.full_shape[dim + 1 :]])
+
+
+def _permute_dims(x: ShardPropagatingTensor, order: list[int]) -> ShardPropagatingTensor:
+    return wrap_like(x, x.local.permute(order), x.sharding.with_dim(order.index(x.sharding.dim)))
+
+
+@register_rule("transpose", "swapaxes", "swapdims")
+def _transpose(call: FunctionCall) -> Any:
+    x = require_sharded(call["input"])
+    a, b = (positive_dim(call[name], len(x.full_shape)) for name in ("dim0", "dim1"))
+    order = list(range(len(x.full_shape)))
+    order[a], order[b] = order[b], order[a]
+    return _permute_dims(x, order)
+
+
+@register_rule("t", ".T", ".mT")
+def _transpose_matrix(call: FunctionCall) -> Any:
+    x = require_sharded(call.args[0] if call.args else call["input"])
+    last_dim = len(x.full_shape) - 1
+    if last_dim < 1 or (last_dim > 1 and call.name != ".mT"):
+        raise NoRule
+    return _permute_dims(x, [*range(last_dim - 1), last_dim, last_dim - 1])
+
+
+@register_rule("permute")
+def _permute(call: FunctionCall) -> Any:
+    x = require_sharded(call["input"])
+    return _permute_dims(x, [positive_dim(d, len(x.full_shape)) for d in call["dims"]])
+
+
+@register_rule("movedim", "moveaxis")
+def _movedim(call: FunctionCall) -> Any:
+    x = require_sharded(call["input"])
+    probe = torch.empty([2 + d for d in range(len(x.full_shape))], device="meta")
+    return _permute_dims(x, [n - 2 for n in probe.movedim(call["source"], call["destination"]).shape])
+
+
+@register_rule("unsqueeze")
+def _unsqueeze(call: FunctionCall) -> Any:
+    x = require_sharded(call["input"])
+    dim = positive_dim(call["dim"], len(x.full_shape) + 1)
+    return wrap_like(x, x.local.unsqueeze(dim), x.sharding.with_dim(x.sharding.dim + (dim <= x.sharding.dim)))
+
+
+@register_rule("squeeze")
+def _squeeze(call: FunctionCall) -> Any:
+    x = require_sharded(call["input"])
+    dims = {positive_dim(d, len(x.full_shape)) for d in call.arguments.get("dim", range(len(x.full_shape)))}
+    removed_dims = sorted(d for d in dims if x.full_shape[d] == 1)
+    if x.sharding.dim in removed_dims:
+        raise NoRule
+    local = x.local.squeeze(tuple(removed_dims)) if removed_dims else x.local
+    return wrap_like(x, local, x.sharding.with_dim(x.sharding.dim - sum(d < x.sharding.dim for d in removed_dims)))
+
+
+@register_rule("expand_as")
+def _expand_as(call: FunctionCall) -> Any:
+    return _expand_to(require_sharded(call["input"]), list(call["other"].shape))
+
+
+@register_rule("expand", "broadcast_to")
+def _expand(call: FunctionCall) -> Any:
+    return _expand_to(require_sharded(call["input"]), [*call["size"]])
+
+
+def _expand_to(x: ShardPropagatingTensor, sizes: list[int]) -> ShardPropagatingTensor:
+    dim = x.sharding.dim + len(sizes) - len(x.full_shape)
+    if dim < 0 or sizes[dim] not in (-1, x.sharding.size):
+        raise NoRule
+    sizes[dim] = -1
+    return wrap_like(x, x.local.expand(sizes), x.sharding.with_dim(dim))
+
+
+@register_rule("repeat_interleave")
+def _repeat_interleave(call: FunctionCall) -> Any:
+    x, repeats, dim = require_sharded(call["input"]), call["repeats"], call["dim"]
+    if not isinstance(repeats, int) or dim is None:
+        raise NoRule
+    dim = positive_dim(dim, len(x.full_shape))
+    sharding = x.sharding.repeat_interleave(repeats) if dim == x.sharding.dim else x.sharding
+    return wrap_like(x, x.local.repeat_interleave(repeats, dim), sharding)
+
+
+@register_rule("contiguous", "clone", "detach", "to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu",
+               "cuda", "zeros_like", "ones_like", "full_like", "requires_grad_", ".data")  # fmt: skip
+def _apply_locally(call: FunctionCall) -> Any:
+    x = next(value for value in call.values() if isinstance(value, ShardPropagatingTensor))
+    if call.args[:1] != (x,) and call.kwargs.get("input") is not x:
+        raise NoRule  # a full tensor and a sharded one: `full.to(sharded)`, `full.type_as(sharded)`
+    result = call.call_with(lambda value: value.local if isinstance(value, ShardPropagatingTensor) else value)
+    if not isinstance(result, Tensor):
+        return result  # type() returns the name of the type
+    return x if result is x.local else wrap_like(x, result, x.sharding)
+
+
+@register_rule("cat", "concat", "concatenate")
+def _cat(call: FunctionCall) -> Any:
+    tensors = [t for t in call["tensors"] if t.dim() != 1 or len(t)]  # torch skips empty vectors too
+    first_sharded = next(t for t in tensors if isinstance(t, ShardPropagatingTensor))
+    dim = positive_dim(call["dim"], len(first_sharded.full_shape))
+    if any(isinstance(t, ShardPropagatingTensor) and t.sharding.dim != first_sharded.sharding.dim for t in tensors):
+        raise NoRule
+    group, origins = common_group_and_origins(t for t in tensors if isinstance(t, ShardPropagatingTensor))
+    if dim == first_sharded.sharding.dim:
+        if not all(isinstance(t, ShardPropagatingTensor) for t in tensors):
+            raise NoRule
+        sections = tuple(section for t in tensors for section in t.sharding.sections)
+        sharding = DimSharding(dim=dim, sections=sections)
+        return ShardPropagatingTensor.from_local(
+            torch.cat([t.local for t in tensors], dim), sharding, group, origins=origins
+        )
+    return ShardPropagatingTensor.from_local(
+        torch.cat([_matching_shard(t, first_sharded) for t in tensors], dim),
+        first_sharded.sharding,
+        group,
+        origins=origins,
+    )
+
+
+@register_rule("stack")
 def _stack(call: FunctionCall) -> Any:
     tensors = list(call["tensors"])
-    first = next(t for t in tensors if isinstance(t, ShardPropagatingTensor))
-    dim = positive_dim(call["dim"], len(first.whole) + 1)
-    wire, origins = wire_and_origins(t for t in tensors if isinstance(t, ShardPropagatingTensor))
-    cut = first.cut.at(first.cut.dim + (dim <= first.cut.dim))
-    return ShardPropagatingTensor.of(torch.stack([_piece(t, first) for t in tensors], dim), cut, wire, origins=origins)
+    first_sharded = next(t for t in tensors if isinstance(t, ShardPropagatingTensor))
+    dim = positive_dim(call["dim"], len(first_sharded.full_shape) + 1)
+    group, origins = common_group_and_origins(t for t in tensors if isinstance(t, ShardPropagatingTensor))
+    sharding = first_sharded.sharding.with_dim(first_sharded.sharding.dim + (dim <= first_sharded.sharding.dim))
+    return ShardPropagatingTensor.from_local(
+        torch.stack([_matching_shard(t, first_sharded) for t in tensors], dim), sharding, group, origins=origins
+    )
 
 
-def _piece(tensor: Tensor, of: ShardPropagatingTensor) -> Tensor:
+def _matching_shard(tensor: Tensor, like: ShardPropagatingTensor) -> Tensor:
     if isinstance(tensor, ShardPropagatingTensor):
-        if tensor.cut != of.cut or len(tensor.whole) != len(of.whole):
+        if tensor.sharding != like.sharding or len(tensor.full_shape) != len(like.full_shape):
             raise NoRule
         return tensor.local
-    if tensor.dim() != len(of.whole) or tensor.shape[of.cut.dim] != of.cut.size:
+    if tensor.dim() != len(like.full_shape) or tensor.shape[like.sharding.dim] != like.sharding.size:
         raise NoRule
-    return take_own(tensor, of.cut, of.wire)
+    return take_local_shard(tensor, like.sharding, like.group)
