@@ -47,7 +47,7 @@ def worker(payload: dict) -> int:
     for name, exact in (("default", False), ("exact", True)):
         settings = Settings(train=Train(max_grad_norm=1.0, exact=exact))
         step = build_training_setup(job=job, settings=settings, plan=plan, world=world).step
-        feed = iter(make_loader(data=job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
+        feed = iter(make_loader(data=job.train_data, collate=None, order=None, seed=0, partition=cut, cursor=Cursor()))
         loops[name] = (step, feed)
     times: dict[str, list[float]] = {name: [] for name in loops}
     for number in range(payload["rounds"] + 2):

@@ -69,7 +69,7 @@ class Loop:
             global_batch_size=32, micro_batch_size=plan.micro_batch_size, replica=own.rank, replicas=own.world_size
         )
         self._given: Iterator = iter(
-            make_loader(data=job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
+            make_loader(data=job.train_data, collate=None, order=None, seed=0, partition=cut, cursor=Cursor())
         )
 
     def run(self) -> float:

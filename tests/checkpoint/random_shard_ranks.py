@@ -285,7 +285,7 @@ def play(ranks: int, work: Callable[[World], T]) -> list[T]:
             failed.append(error)
             found[rank] = error
             if ranks > 1:
-                worlds[rank].meeting.leave()  # type: ignore[attr-defined]
+                worlds[rank].rendezvous.end()  # type: ignore[attr-defined]
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
     for thread in threads:

@@ -11,11 +11,11 @@ import pytest
 
 SCRIPT = """
 import os
-from paceline.comm.collective_errors import all_arrived_within
+from paceline.comm.collective_errors import all_ranks_arrive
 from paceline.comm.process_group import LaunchInfo, World
 world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
-alone = world.rank == 0 and all_arrived_within(world, "what the first has met alone", seconds=1.0)
-found = [all_arrived_within(world, "both"), alone, all_arrived_within(world, "both")]
+alone = world.rank == 0 and all_ranks_arrive(world, "what the first has met alone", seconds=1.0)
+found = [all_ranks_arrive(world, "both"), alone, all_ranks_arrive(world, "both")]
 world.barrier()
 open(f"rank-{world.rank}", "w").write(str(found))
 world.close()

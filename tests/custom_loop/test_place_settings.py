@@ -132,7 +132,7 @@ def test_a_whole_model_is_a_plain_build_up_to_the_limit_and_by_name_beyond() -> 
         torch.manual_seed(3)
         return Net()
 
-    alone = MeshGroups.of_replicas(World.alone())
+    alone = MeshGroups.from_replicas(World.alone())
     limit = tensor_bytes(build())
     below = begin.build_initial_model(build, seed=1, limit_bytes=limit, worlds=alone)
     assert not below.notes and all(map(torch.equal, below.model.parameters(), build().parameters()))

@@ -149,8 +149,8 @@ def read_together(
         turn.acquire()
         try:
             feed = make_loader(
-                data=make(), collate=collate, order=None, seed=3, cut=cut, cursor=cursor or Cursor(), workers=workers,
-                sample_seeds="never" if replicas > 1 else "auto", shards=shards, agree=agree,
+                data=make(), collate=collate, order=None, seed=3, partition=cut, cursor=cursor or Cursor(), workers=workers,
+                sample_seeds="never" if replicas > 1 else "auto", shards=shards, gather_json=agree,
             )  # fmt: skip
             with closing(feed):
                 found[replica] = _drain(feed, steps=steps, cursor=cursor or Cursor(), state=state)
@@ -176,10 +176,10 @@ def _drain(feed: BatchLoader, *, steps: int, cursor: Cursor, state: Mapping[str,
         feed.restore(state)
     told = Told({}, {}, cursor, list(feed.notes))
     for _, given in zip(range(steps), feed, strict=False):
-        told.cursor = given.batch.after
+        told.cursor = given.batch.next_cursor
         told.notes += given.notes
         for part in given.micro:
-            told.micro[given.batch.after.step, part.index] = (part.indices, part.data.tolist())
+            told.micro[given.batch.next_cursor.step, part.index] = (part.indices, part.data.tolist())
     told.state = dict(feed.state())
     return told
 

@@ -100,7 +100,7 @@ def in_time() -> Iterator[None]:
 def train(data: Any, *, workers: int) -> None:
     cut = BatchPartition(global_batch_size=4, micro_batch_size=4, replicas=1)
     feed = make_loader(
-        data=data, collate=None if isinstance(data, DataLoader) else listed, order=None, seed=1, cut=cut,
+        data=data, collate=None if isinstance(data, DataLoader) else listed, order=None, seed=1, partition=cut,
         cursor=Cursor(), workers=workers,
     )  # fmt: skip
     with closing(feed):

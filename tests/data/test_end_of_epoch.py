@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_an_epoch_shorter_than_a_batch_is_not_left_out_altogether() -> None:
     def first(data: Any, size: int) -> int:
         cut = BatchPartition(global_batch_size=size, micro_batch_size=5, drop_last=True)
-        with closing(make_loader(data=data, seed=3, cut=cut, cursor=Cursor(), order=None, collate=None)) as feed:
+        with closing(make_loader(data=data, seed=3, partition=cut, cursor=Cursor(), order=None, collate=None)) as feed:
             return next(iter(feed)).batch.num_samples
 
     assert first(Noisy(), 45) == first(Stream(), 45) == 45
@@ -36,12 +36,12 @@ def test_an_epoch_shorter_than_a_batch_is_not_left_out_altogether() -> None:
 def test_samples_and_steps_are_counted_over_all_epochs(make: Any, drop_last: bool) -> None:
     cut = BatchPartition(global_batch_size=12, micro_batch_size=5, drop_last=drop_last)
     total, turns = 0, 0
-    with closing(make_loader(data=make(), seed=3, cut=cut, cursor=Cursor(), order=None, collate=None)) as feed:
+    with closing(make_loader(data=make(), seed=3, partition=cut, cursor=Cursor(), order=None, collate=None)) as feed:
         for steps, given in enumerate(islice(feed, 10), 1):
             batch = given.batch
             assert (batch.cursor.samples, batch.cursor.step) == (total, steps - 1)
             total += sum(micro.num_samples for micro in batch.micro)
-            assert (batch.after.samples, batch.after.step) == (total, steps)
+            assert (batch.next_cursor.samples, batch.next_cursor.step) == (total, steps)
             turns += batch.micro[0].start == 0
     assert turns == (4 if drop_last else 3)  # an epoch of 45 by 12 has 3 or 4 steps
 

@@ -9,7 +9,7 @@ SCRIPT = """
 import os, sys, time
 from paceline.data import fork_with_retry
 
-fork_with_retry.PATIENCE_SECONDS = (0.3, 0.3, 0.3)
+fork_with_retry.START_TIMEOUTS = (0.3, 0.3, 0.3)
 hangs = [int(sys.argv[1])]
 
 def hang():

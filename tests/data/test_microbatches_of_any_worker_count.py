@@ -62,12 +62,15 @@ def read(
     for replica in range(replicas):
         cut = BatchPartition(global_batch_size=12, micro_batch_size=5, replica=replica, replicas=replicas)
         options = {"order": None, "collate": None, **more}
-        feed = make_loader(data=data, seed=3, cut=cut, cursor=cursor or Cursor(), workers=workers, **options)
+        feed = make_loader(data=data, seed=3, partition=cut, cursor=cursor or Cursor(), workers=workers, **options)
         with closing(feed):
             for _, given in zip(range(steps), feed, strict=False):
                 for micro in given.micro:
                     parts = micro.data if isinstance(micro.data, list) else [micro.data]
-                    found[given.batch.after.step, micro.index] = (micro.indices, [part.tolist() for part in parts])
+                    found[given.batch.next_cursor.step, micro.index] = (
+                        micro.indices,
+                        [part.tolist() for part in parts],
+                    )
     return found
 
 
@@ -96,9 +99,9 @@ def test_streams_are_the_same_for_any_number_of_replicas() -> None:
 
 def test_a_stream_that_differs_between_two_readings_is_found() -> None:
     stream, cut = Stream(drift=True), BatchPartition(global_batch_size=12, micro_batch_size=6)
-    feed = make_loader(data=stream, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
+    feed = make_loader(data=stream, collate=None, order=None, seed=0, partition=cut, cursor=Cursor())
     given = next(iter(feed))
-    again = make_loader(data=stream, collate=None, order=None, seed=0, cut=cut, cursor=given.batch.after)
+    again = make_loader(data=stream, collate=None, order=None, seed=0, partition=cut, cursor=given.batch.next_cursor)
     again.restore(feed.state())
     with pytest.raises(DataError, match="differs"):
         next(iter(again))
@@ -165,8 +168,8 @@ class Slow(torch.utils.data.Dataset):
         if index > 50: time.sleep({sleep})
         return torch.tensor(index)
 
-cut = BatchPartition(global_batch_size=4, micro_batch_size=2)
-feed = make_loader(data=Slow(), collate=None, order="sequential", seed=0, cut=cut, cursor=Cursor(), workers=1)
+partition = BatchPartition(global_batch_size=4, micro_batch_size=2)
+feed = make_loader(data=Slow(), collate=None, order="sequential", seed=0, partition=partition, cursor=Cursor(), workers=1)
 steps = iter(feed)
 for _ in range({steps}): next(steps)
 sys.kept = feed, steps
@@ -255,7 +258,7 @@ def test_what_of_a_data_loader_is_not_kept_is_said_or_refused() -> None:
 
     def notes(**options: Any) -> str:
         loader = DataLoader(Noisy(), batch_size=4, **options)
-        feed = make_loader(data=loader, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
+        feed = make_loader(data=loader, collate=None, order=None, seed=0, partition=cut, cursor=Cursor())
         return " ".join(feed.notes)
 
     assert "--data.drop_last true" in notes(drop_last=True)
@@ -272,7 +275,7 @@ def test_what_of_a_data_loader_is_not_kept_is_said_or_refused() -> None:
         (Own(Noisy()), "with its own __iter__"),
     ):
         with pytest.raises(JobError, match=word):
-            make_loader(data=loader, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
+            make_loader(data=loader, collate=None, order=None, seed=0, partition=cut, cursor=Cursor())
 
 
 def test_an_evaluation_keeps_a_loaders_sampler() -> None:
@@ -288,8 +291,8 @@ def test_an_evaluation_keeps_a_loaders_sampler() -> None:
 
 def test_the_last_step_of_a_stream_ends_its_epoch() -> None:
     cut = BatchPartition(global_batch_size=12, micro_batch_size=6)
-    feed = make_loader(data=Stream(), collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
-    after = [given.batch.after for _, given in zip(range(4), feed, strict=False)]
+    feed = make_loader(data=Stream(), collate=None, order=None, seed=0, partition=cut, cursor=Cursor())
+    after = [given.batch.next_cursor for _, given in zip(range(4), feed, strict=False)]
     assert [(one.epoch, one.position, one.samples) for one in after] == [
         (0, 12, 12),
         (0, 24, 24),

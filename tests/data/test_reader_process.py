@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from paceline.data.loader import eval_feed, make_loader
 from paceline.data.order.cursor import Cursor
-from paceline.data.reader_process import DataProcess, read_apart
+from paceline.data.reader_process import DataProcess, read_in_process
 from paceline.data.source import Source
 from paceline.data.types import BatchPartition
 from paceline.errors import DataError
@@ -68,14 +68,21 @@ def read_all(data: Any, collate: Any, *, workers: int) -> None:
     cut = BatchPartition(global_batch_size=6, micro_batch_size=3, replicas=2)
     agree = lambda mine: [mine, mine]  # noqa: E731
     feed = make_loader(
-        data=data, collate=collate, order=None, seed=1, cut=cut, cursor=Cursor(), workers=workers, agree=agree
+        data=data,
+        collate=collate,
+        order=None,
+        seed=1,
+        partition=cut,
+        cursor=Cursor(),
+        workers=workers,
+        gather_json=agree,
     )
     with closing(feed):
         for given, _ in zip(feed, range(9), strict=False):
             spare = given.read_stand_in
         assert spare is None or len(spare()) == 3
     found = eval_feed(
-        data=data, collate=collate, batch_size=4, replica=0, replicas=1, seed=1, workers=workers, agree=agree
+        data=data, collate=collate, batch_size=4, replica=0, replicas=1, seed=1, workers=workers, gather_json=agree
     )
     assert sorted(v for micro in found for v in micro.data.tolist()) == list(range(21))
 
@@ -124,12 +131,12 @@ def test_who_reads_out_of_turn_is_a_data_worker() -> None:
 
 def test_an_error_comes_back_with_its_line_and_a_death_by_name() -> None:
     source = Source(data=[0], workers=1)
-    assert read_apart(source, lambda: (os.getpid(), torch.arange(3)))[0] != os.getpid()
+    assert read_in_process(source, lambda: (os.getpid(), torch.arange(3)))[0] != os.getpid()
     with pytest.raises(DataError, match="ValueError: not this one") as told:
-        read_apart(source, refuse)
+        read_in_process(source, refuse)
     assert "test_reader_process" in told.value.where
     with pytest.raises(DataError, match="a data worker died: its exit code is 3"):
-        read_apart(source, lambda: os._exit(3))
+        read_in_process(source, lambda: os._exit(3))
 
 
 def refuse() -> None:
@@ -147,7 +154,7 @@ def test_a_data_process_keeps_its_object_and_leaves_the_generators_alone() -> No
 
     before = torch.get_rng_state(), random.getstate()
     process = DataProcess(Source(data=[0], workers=1), make=Count)
-    assert [process.ask("add", 2), process.ask("add", number=3)] == [2, 5]
+    assert [process.call("add", 2), process.call("add", number=3)] == [2, 5]
     process.close()
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
 

@@ -74,7 +74,7 @@ def test_any_split_gives_each_sample_once(num: int, batch: int, micro: int, repl
         assert sorted(j for share in shares for j in share) == list(range(len(given_batch.micro)))
         consumed += [p for m in given_batch.micro for p in range(m.start, m.stop)]
         assert all(m.num_samples <= micro for m in given_batch.micro)
-        cursor = given_batch.after
+        cursor = given_batch.next_cursor
         if cursor.position >= num:
             break
     expected = num // batch * batch if drop_last else num
@@ -92,7 +92,7 @@ def test_samples_are_counted_from_the_run_s_start_over_all_epochs(num: int, batc
             cursor, num_samples=num, global_batch_size=batch, micro_batch_size=7, drop_last=drop_last
         )
         total, steps = total + sum(micro.num_samples for micro in given_batch.micro), steps + 1
-        cursor = given_batch.after
+        cursor = given_batch.next_cursor
         assert (cursor.samples, cursor.step) == (total, steps)
 
 

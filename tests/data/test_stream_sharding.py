@@ -12,7 +12,7 @@ import torch
 from paceline.data.loader import eval_feed
 from paceline.data.order.cursor import Cursor
 from paceline.data.order.virtual_shards import choose_shards, samples_per_shard
-from paceline.data.stream.dataset_state_json import CannotBeWritten, from_json, to_json
+from paceline.data.stream.dataset_state_json import NotJsonConvertible, from_json, to_json
 from paceline.errors import DataError, JobError, ResumeError, UsageError
 from tests.data.stream_replicas import Buffered, Files, Remembered, joined, naive_order, read_together
 
@@ -150,9 +150,9 @@ def test_what_can_not_be_split_is_read_whole_and_it_is_said() -> None:
 
 
 def test_the_number_of_shards_is_the_runs() -> None:
-    assert choose_shards(asked=None, real=100, global_batch_size=64) == 16
-    assert choose_shards(asked=None, real=5, global_batch_size=64) == 5
-    assert choose_shards(asked=None, real=None, global_batch_size=6) == 6
+    assert choose_shards(requested=None, num_real=100, global_batch_size=64) == 16
+    assert choose_shards(requested=None, num_real=5, global_batch_size=64) == 5
+    assert choose_shards(requested=None, num_real=None, global_batch_size=6) == 6
     with pytest.raises(UsageError, match="expected 1 to 12"):
         read_together(lambda: Files([9] * 20), replicas=1, steps=1, shards=13)
     before = read_together(lambda: Files([90] * 8), replicas=2, steps=9, shards=4)
@@ -208,8 +208,8 @@ def test_portions_do_not_depend_on_reading_ahead() -> None:
         size = rng.randrange(len(true), 14)
         known = [min(n, rng.randrange(15)) for n in true]
         ended = [k == n and rng.random() < 0.7 for k, n in zip(known, true, strict=True)]
-        found = samples_per_shard(have=known, ended=ended, size=size)
-        right = samples_per_shard(have=true, ended=[True] * len(true), size=size)
+        found = samples_per_shard(available=known, ended=ended, size=size)
+        right = samples_per_shard(available=true, ended=[True] * len(true), size=size)
         assert found is None or found == right
         assert right is not None and sum(right) == min(size, sum(true))
 
@@ -219,7 +219,7 @@ def test_states_are_json_or_nothing() -> None:
     again = from_json(json.loads(json.dumps(to_json(state))))
     assert again["a"] == state["a"] and again[3] == state[3] and torch.equal(again["t"], state["t"])
     assert (again["n"] == state["n"]).all()
-    with pytest.raises(CannotBeWritten, match="object"):
+    with pytest.raises(NotJsonConvertible, match="object"):
         to_json({"x": object()})
 
 

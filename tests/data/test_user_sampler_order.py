@@ -50,10 +50,10 @@ def fed(
         collate=None,
         order=order,
         seed=0,
-        cut=BatchPartition(global_batch_size=8, micro_batch_size=4, replicas=2),
+        partition=BatchPartition(global_batch_size=8, micro_batch_size=4, replicas=2),
         cursor=cursor or Cursor(),
         workers=workers,
-        agree=lambda mine: [mine, other if other and isinstance(mine, str) else mine],
+        gather_json=lambda mine: [mine, other if other and isinstance(mine, str) else mine],
     )
 
 
@@ -80,7 +80,7 @@ def test_an_epoch_is_gone_on_with_in_its_own_order_alone() -> None:
     begun = {}
     for name, order in {"seeded": seeded, "unseeded": unseeded, "shuffled": None}.items():
         feed = fed(order)
-        at = next(iter(feed)).batch.after
+        at = next(iter(feed)).batch.next_cursor
         begun[name] = feed.state()
     for name, order in {"seeded": seeded, "shuffled": None}.items():
         again = fed(order, cursor=at)
@@ -95,7 +95,7 @@ def test_an_epoch_is_gone_on_with_in_its_own_order_alone() -> None:
     ended = Cursor(epoch=0, position=40, samples=40, step=5)  # the next epoch may have any
     again = fed(unseeded, cursor=ended)
     again.restore(begun["unseeded"])
-    assert next(iter(again)).batch.after.epoch == 1
+    assert next(iter(again)).batch.next_cursor.epoch == 1
 
 
 def test_a_sampler_of_an_evaluation_is_compared_before_it_is_read() -> None:
@@ -103,7 +103,7 @@ def test_a_sampler_of_an_evaluation_is_compared_before_it_is_read() -> None:
         data = DataLoader(DATA, batch_size=4, sampler=sampler)
         made = eval_feed(
             data=data, collate=None, batch_size=4, replica=0, replicas=2, seed=0,
-            agree=lambda m: [m, given(sampler) if isinstance(m, str) else m],
+            gather_json=lambda m: [m, given(sampler) if isinstance(m, str) else m],
         )  # fmt: skip
         return [index for micro in made for index in micro.indices]
 

@@ -89,13 +89,13 @@ def fed(
     for replica in range(replicas):
         cut = BatchPartition(global_batch_size=8, micro_batch_size=2, replica=replica, replicas=replicas)
         options = {"collate": as_given, "order": None, **more}
-        feed = make_loader(data=data, seed=seed, cut=cut, cursor=cursor or Cursor(), workers=workers, **options)
+        feed = make_loader(data=data, seed=seed, partition=cut, cursor=cursor or Cursor(), workers=workers, **options)
         with closing(feed):
             for given in feed:
-                if given.batch.after.epoch == epochs:
+                if given.batch.next_cursor.epoch == epochs:
                     break
                 for micro in given.micro:
-                    found[given.batch.after.epoch, given.batch.after.step, micro.index] = micro.data
+                    found[given.batch.next_cursor.epoch, given.batch.next_cursor.step, micro.index] = micro.data
     return found
 
 
@@ -269,11 +269,11 @@ def together(mine: Any, other: Any, *, evaluates: bool) -> None:
 
     def read(data: Any, agree: Any) -> None:
         if evaluates:
-            list(eval_feed(data=data, collate=as_given, batch_size=4, replica=0, replicas=2, seed=5, agree=agree))
+            list(eval_feed(data=data, collate=as_given, batch_size=4, replica=0, replicas=2, seed=5, gather_json=agree))
         else:
             cut = BatchPartition(global_batch_size=8, micro_batch_size=2, replicas=2)
             options: Any = {"collate": as_given, "order": None, "seed": 5, "cut": cut, "cursor": Cursor()}
-            with closing(make_loader(data=data, agree=agree, **options)) as feed:
+            with closing(make_loader(data=data, gather_json=agree, **options)) as feed:
                 next(iter(feed))
 
     def tell(value: Any) -> list[Any]:
@@ -353,15 +353,15 @@ class Varied(Counted):
 
 def compared(server: Any, worker: Any, *, epochs: int = 2) -> None:
     """What a worker finds in each epoch, from what the server says of its own data."""
-    cut = BatchPartition(global_batch_size=8, micro_batch_size=2, reads=False)
+    cut = BatchPartition(global_batch_size=8, micro_batch_size=2, reads_samples=False)
     options: dict[str, Any] = {"collate": as_given, "order": None, "seed": 5}
     leased = RandomAccessLoader(data=worker, sample_seeds="auto", global_batch_size=8, drop_last=False, **options)
-    with closing(make_loader(data=server, cut=cut, cursor=Cursor(), **options)) as feed:
+    with closing(make_loader(data=server, partition=cut, cursor=Cursor(), **options)) as feed:
         for given in feed:
-            if (epoch := given.batch.after.epoch) == epochs:
+            if (epoch := given.batch.next_cursor.epoch) == epochs:
                 return
             assert given.summary is not None and {0, SAMPLES // 2} <= set(given.summary.samples)
-            leased.compare(epoch, given.summary, rank=2)
+            leased.compare_data(epoch, given.summary, rank=2)
 
 
 @pytest.mark.parametrize(

@@ -27,19 +27,19 @@ from paceline.step.local_sgd import fragment_schedule as outer
 
 plant = os.environ.get("PLANT", "")
 if plant == "forgotten":  # the outer momentum
-    keep = outer.Fragment.take
+    keep = outer.Fragment.apply
 
     def take(self):
-        self._outer.state.clear()
+        self._optimizer.state.clear()
         keep(self)
 
-    outer.Fragment.take = take
+    outer.Fragment.apply = take
 if plant == "at once":  # what should be taken later
     send = outer.Fragment.send
 
     def sent(self, step):
         send(self, step)
-        self.take() if self.due is not None else None
+        self.apply() if self.due_step is not None else None
 
     outer.Fragment.send = sent
 if plant == "whole":  # gradients divided by the count of all sites
@@ -249,7 +249,7 @@ def sites_of_three(
         weights=weights,
         peers=Equal(world_size=3),
         spread=lambda: told.append(1),
-        wrote=lambda: None,
+        on_write=lambda: None,
     )
 
 
@@ -293,14 +293,16 @@ def test_a_fragment_is_due_on_every_stage_also_where_there_is_nothing_of_it() ->
     stages = [sites_of_three("diloco,every=4,fragments=2,delay=3", model, told[i], stage=i) for i in range(2)]
     for step in range(1, 12):
         for sites in stages:
-            sites.after(step)
-        dues = [[fragment.due for fragment in sites.fragments] for sites in stages]
+            sites.synchronize_due(step)
+        dues = [[fragment.due_step for fragment in sites.fragments] for sites in stages]
         assert dues[0] == dues[1] and any(dues[0]) == (step > 1), "a checkpoint has those of the first rank alone"
         for sites, found in zip(stages, dues, strict=True):
             for fragment, due in zip(sites.fragments, found, strict=True):
-                kept = {(what, name): tensor for what, name, tensor in fragment.saved()}
-                fragment.restore(lambda *key, kept=kept: kept.get(key), due=due)  # type: ignore[misc]
-                assert fragment.due == due and (fragment._flat is not None) == bool(fragment.members and due)
+                kept = {(what, name): tensor for what, name, tensor in fragment.saved_state()}
+                fragment.restore(lambda *key, kept=kept: kept.get(key), due_step=due)  # type: ignore[misc]
+                assert fragment.due_step == due and (fragment._pending_gradient is not None) == bool(
+                    fragment.members and due
+                )
     assert len(told[0]) == len(told[1]) == 4, "spreading an update is for all ranks of a site together"
 
 
@@ -310,10 +312,10 @@ def test_sites_that_have_just_met_are_their_mean_also_when_a_run_goes_on() -> No
     own = {name: p.detach().clone() for name, p in model.named_parameters()}
     sites = sites_of_three("local,every=3", model, [])
     sites.restore(own, step=6)
-    with sites.together():
+    with sites.mean_weights():
         assert all(torch.equal(p, own[name]) for name, p in model.named_parameters())
     sites.restore({**own, "frozen since": torch.zeros(3)}, step=7)
-    with sites.together():
+    with sites.mean_weights():
         assert not all(torch.equal(p, own[name]) for name, p in model.named_parameters()), "the mean of three, rounded"
     assert all(torch.equal(p, own[name]) for name, p in model.named_parameters())
 
@@ -325,8 +327,8 @@ def test_a_buffer_that_a_forward_makes_as_long_as_its_input_stays_a_site_s_own()
     model.running_mean.fill_(1.0)
     model.register_buffer("places", torch.arange(9.0), persistent=False)
     for step in range(1, 7):
-        sites.after(step)
-        with sites.together() as own:
+        sites.synchronize_due(step)
+        with sites.mean_weights() as own:
             assert "running_mean" in own and "places" not in own, "another site's may have another length"
 
 
@@ -347,10 +349,10 @@ def test_running_statistics_of_sites_are_their_mean_right_after_a_meeting(update
         )
         for step in range(1, rule.every + 1):
             norm.running_mean.fill_(float(site + step))
-            sites.after(step)
+            sites.synchronize_due(step)
             if fragment_to_send(step, update=rule) == 0:
                 found[site] = float(norm.running_mean[0]) - step
-        sites.arrive()
+        sites.wait_for_all()
 
     threads = [threading.Thread(target=run, args=(site,)) for site in range(3)]
     for thread in threads:
@@ -392,10 +394,10 @@ def test_an_update_is_read_back_as_it_is_written() -> None:
 def test_mix_is_the_share_of_the_site_s_own_newer_weights() -> None:
     model = torch.nn.Linear(3, 2)
     rule = parse_update("diloco,every=4,delay=1,lr=1,momentum=0,mix=0.25")
-    part = Fragment(trainable_parameters(model), rule=rule, link=SiteGroup(World.alone()))
+    part = Fragment(trainable_parameters(model), rule=rule, sites=SiteGroup(World.alone()))
     with torch.no_grad():
         sent = model.weight.add_(1.0).clone()
         part.send(4)
         newer = model.weight.add_(2.0).clone()
-    part.take()
+    part.apply()
     torch.testing.assert_close(model.weight.detach(), 0.25 * newer + 0.75 * sent)

@@ -26,10 +26,10 @@ def first_step(loss: Any, *, replicas: int, asks: bool) -> tuple[str, dict[str, 
     job = replace(job_of("plain"), loss=loss, forward=lambda model, batch: model(batch[0])[0])
     made = built(job, replicas, micro=MICRO)
     cut = BatchPartition(global_batch_size=BATCH, micro_batch_size=MICRO)
-    feed = make_loader(data=job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor())
+    feed = make_loader(data=job.train_data, collate=None, order=None, seed=0, partition=cut, cursor=Cursor())
     contract = made.step.replica.contract
     if asks:
-        contract.ask_sum()
+        contract.request_sum_check()
     try:
         made.step.run(next(iter(feed)))
         return contract.note, {name: value.clone() for name, value in made.model.state_dict().items()}

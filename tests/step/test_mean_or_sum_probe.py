@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from paceline.step.loss.mean_or_sum_probe import MEAN_WITH_COUNT, NOT_ADDITIVE, keeps_nothing, loss_fault
+from paceline.step.loss.mean_or_sum_probe import MEAN_WITH_COUNT, NOT_ADDITIVE, find_loss_fault, has_no_side_effects
 
 CALLS: list[int] = []
 COUNTED = 0
@@ -73,14 +73,14 @@ SUMS = {
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_is_recognised(name: str) -> None:
     batch = BATCH if name == "targets" else (BATCH[0], TARGET.clamp(min=0))
-    fault = loss_fault(MEANS[name], OUTPUT, batch, MEANS[name](OUTPUT, batch))
+    fault = find_loss_fault(MEANS[name], OUTPUT, batch, MEANS[name](OUTPUT, batch))
     assert fault is not None and fault.kind == MEAN_WITH_COUNT
 
 
 @pytest.mark.parametrize("name", SUMS)
 def test_a_sum_is_none(name: str) -> None:
-    assert keeps_nothing(SUMS[name])
-    assert loss_fault(SUMS[name], OUTPUT, BATCH, SUMS[name](OUTPUT, BATCH)) is None
+    assert has_no_side_effects(SUMS[name])
+    assert find_loss_fault(SUMS[name], OUTPUT, BATCH, SUMS[name](OUTPUT, BATCH)) is None
 
 
 def contrastive(output: Tensor, batch: Any) -> Tensor:
@@ -103,8 +103,8 @@ SCALARS = {
 @pytest.mark.parametrize("name", SCALARS)
 def test_a_scalar_counts_as_the_mean_over_samples(name: str) -> None:
     loss, is_right = SCALARS[name]
-    assert keeps_nothing(loss)
-    fault = loss_fault(loss, OUTPUT, BATCH, (loss(OUTPUT, BATCH) * len(OUTPUT), float(len(OUTPUT))))
+    assert has_no_side_effects(loss)
+    fault = find_loss_fault(loss, OUTPUT, BATCH, (loss(OUTPUT, BATCH) * len(OUTPUT), float(len(OUTPUT))))
     assert (fault is None) == is_right, fault
     assert fault is None or (fault.is_scalar and fault.kind == NOT_ADDITIVE)
 
@@ -114,9 +114,9 @@ def test_a_pair_that_is_neither_sum_nor_mean_is_not_additive() -> None:
         p, y = output.softmax(1)[:, 0], (batch[1] == 0).float()
         return (1 - 2 * (p * y).sum() / (p.sum() + y.sum())) * len(output), len(output)
 
-    fault = loss_fault(dice, OUTPUT, BATCH, dice(OUTPUT, BATCH))
+    fault = find_loss_fault(dice, OUTPUT, BATCH, dice(OUTPUT, BATCH))
     assert fault is not None and fault.kind == NOT_ADDITIVE and not fault.is_scalar
-    assert fault.whole == dice(OUTPUT, BATCH)[0].item()
+    assert fault.full == dice(OUTPUT, BATCH)[0].item()
 
 
 HOOKED = nn.CrossEntropyLoss()
@@ -139,13 +139,13 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_may_do_more_than_compute_is_not_asked(name: str) -> None:
-    assert not keeps_nothing(UNKNOWN[name])
+    assert not has_no_side_effects(UNKNOWN[name])
 
 
 @pytest.mark.parametrize("loss", [counting, appending, printing, writing, nn.Linear(3, 1), [].append])
 def test_a_loss_that_could_notice_is_not_asked(loss: Any) -> None:
     found = (F.cross_entropy(OUTPUT, TARGET), len(OUTPUT))
-    assert not keeps_nothing(loss) and loss_fault(loss, OUTPUT, BATCH, found) is None
+    assert not has_no_side_effects(loss) and find_loss_fault(loss, OUTPUT, BATCH, found) is None
     assert not CALLS and not COUNTED
 
 
@@ -157,11 +157,11 @@ def test_a_closure_that_counts_is_not_asked() -> None:
         calls += 1
         return F.cross_entropy(output, batch[1]), len(output)
 
-    assert not keeps_nothing(loss) and not keeps_nothing(lambda o, b: (held(o).mean(), len(o)))
+    assert not has_no_side_effects(loss) and not has_no_side_effects(lambda o, b: (held(o).mean(), len(o)))
 
 
 def test_asking_changes_neither_the_batch_nor_the_output() -> None:
     batch = (BATCH[0], TARGET.clamp(min=0))
     before = [batch[0].clone(), batch[1].clone(), OUTPUT.detach().clone()]
-    assert loss_fault(MEANS["lambda"], OUTPUT, batch, MEANS["lambda"](OUTPUT, batch)) is not None
+    assert find_loss_fault(MEANS["lambda"], OUTPUT, batch, MEANS["lambda"](OUTPUT, batch)) is not None
     assert all(map(torch.equal, [*batch, OUTPUT], before)) and OUTPUT.grad is None

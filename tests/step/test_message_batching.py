@@ -21,7 +21,7 @@ class Peers:
 
 
 def bundle_of(peers: Any, *, most: int) -> MessageBatcher:
-    return MessageBatcher(peers, most=most)
+    return MessageBatcher(peers, max_vectors=most)
 
 
 def test_full_messages_leave_at_once_and_sums_are_there_when_waited_for() -> None:

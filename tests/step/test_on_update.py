@@ -76,7 +76,7 @@ def built(job: Job, replicas: int) -> TrainingSetup:
 
 def trained(made: TrainingSetup) -> dict[str, Tensor]:
     cut = BatchPartition(global_batch_size=BATCH, micro_batch_size=MICRO)
-    feed = iter(make_loader(data=made.job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
+    feed = iter(make_loader(data=made.job.train_data, collate=None, order=None, seed=0, partition=cut, cursor=Cursor()))
     try:
         for _ in range(STEPS):
             made.step.run(next(feed))

@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.comm.process_group import LaunchInfo, WorkerEntrance
+from paceline.comm.process_group import LaunchInfo, WorkerEndpoint
 from paceline.data.leased_loader import RandomAccessLoader
 from paceline.data.order.leases import BatchShare, Leases
-from paceline.data.source import Order
+from paceline.data.source import SampleOrder
 from paceline.launch.agent.shared_status import read_heartbeat
 from paceline.step.parameter_server.connections import WorkerConnections
 from paceline.step.parameter_server.flat_buffers import kinds_of, pack_gradients, unpack_gradients
@@ -29,7 +29,7 @@ from paceline.step.parameter_server.transport import (
     Message,
     MessageKind,
     connect_to_server,
-    host_store,
+    open_store,
 )
 from tests.conftest import Ended, Shop
 from tests.step.test_hogwild import SELDOM
@@ -438,10 +438,10 @@ def test_an_order_is_named_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> Non
         data=torch.arange(6), collate=None, order=lambda num_samples, epoch, seed: [*range(num_samples)][:: 1 - 2 * epoch],
         seed=0, sample_seeds="auto", global_batch_size=2, drop_last=False,
     )  # fmt: skip
-    told = {epoch: feed.order_of(epoch) for epoch in (0, 1)}
+    told = {epoch: feed.order_checksum(epoch) for epoch in (0, 1)}
     assert told[0] != told[1]
-    monkeypatch.setattr(Order, "name", lambda self, epoch: pytest.fail("counted again"))
-    assert {epoch: feed.order_of(epoch) for epoch in (1, 0)} == told
+    monkeypatch.setattr(SampleOrder, "name", lambda self, epoch: pytest.fail("counted again"))
+    assert {epoch: feed.order_checksum(epoch) for epoch in (1, 0)} == told
 
 
 def test_a_run_is_evaluated_and_shown_like_any_other(shop: Shop) -> None:
@@ -582,36 +582,36 @@ def test_a_count_that_the_loss_does_not_confirm_is_found(shop: Shop, bound: int)
 def test_weights_are_packed_once_for_the_shares_of_a_joint_batch() -> None:
     weight, books = torch.zeros(3), Leases(bound=0)
     state = ServerState(
-        leases=books, held=ServedWeights(names=["w"], weights=[weight], rest=[], model=""), timeout_seconds=1
+        leases=books, served=ServedWeights(names=["w"], weights=[weight], fixed=[], digest=""), timeout_seconds=1
     )
-    rows = [state.row(), state.row()]
+    rows = [state.weights_buffer(), state.weights_buffer()]
     assert rows[0] is rows[1]
     for step in range(3):
         weight.fill_(step)  # by an update, or by hand: then it makes no version
-        state.offer(step, {}, [BatchShare(step=step, number=number, of=2) for number in range(2)])
-        found = [state.lease(worker, row=row) for worker, row in enumerate(rows)]
+        state.offer_shares(step, {}, [BatchShare(step=step, number=number, num_shares=2) for number in range(2)])
+        found = [state.lease_share(worker, buffer=row) for worker, row in enumerate(rows)]
         assert rows[0][:12].view(torch.float32).tolist() == [step] * 3
         if step == 1:
             weight.fill_(9)
-            books.lose(1)  # the one that takes its share over has the weights of the batch
-            found[1] = state.lease(0, row=rows[0])
+            books.release_worker(1)  # the one that takes its share over has the weights of the batch
+            found[1] = state.lease_share(0, buffer=rows[0])
             assert rows[0][:12].view(torch.float32).tolist() == [step] * 3
         for one in found:
             assert one is not None
-            books.push(one[0])
-        books.record_update(books.ready())
+            books.record_push(one[0])
+        books.record_update(books.ready_leases())
         state.version += step % 2
 
 
 def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation may come first, and take longer than anybody waits for a silent one."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store = host_store(LaunchInfo(port=0), timeout_seconds=60)
-    entrance = WorkerEntrance(place=LaunchInfo(port=store.port))
+    store = open_store(LaunchInfo(port=0), timeout_seconds=60)
+    entrance = WorkerEndpoint(place=LaunchInfo(port=store.port))
     weight, fixed = torch.zeros(3), torch.zeros(2)
     state = ServerState(
         leases=Leases(bound=1),
-        held=ServedWeights(names=["w"], weights=[weight], rest=[fixed], model=""),
+        served=ServedWeights(names=["w"], weights=[weight], fixed=[fixed], digest=""),
         timeout_seconds=0.2,
     )
     connections = WorkerConnections(
@@ -619,14 +619,14 @@ def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypa
     )
     connections.open()
     connection = connect_to_server(entrance, server=0, timeout_seconds=60)
-    connection.send(Message(kind=MessageKind.HELLO, words={"rank": 1, "start_number": 1, "model": ""}))
+    connection.send(Message(kind=MessageKind.HELLO, fields={"rank": 1, "start_number": 1, "model": ""}))
     assert [connection.receive().kind for _ in range(3)] == [MessageKind.WAIT] * 3
     fixed.fill_(7)  # by hand, before the first batch
-    state.offer(0, {}, [BatchShare(step=0, number=0, of=1)])
+    state.offer_shares(0, {}, [BatchShare(step=0, number=0, num_shares=1)])
     while (message := connection.receive()).kind is MessageKind.WAIT:
         pass
-    assert message.kind is MessageKind.REST and message.row is not None
-    assert message.row[:8].view(torch.float32).tolist() == [7.0, 7.0]
+    assert message.kind is MessageKind.FIXED and message.buffer is not None
+    assert message.buffer[:8].view(torch.float32).tolist() == [7.0, 7.0]
     assert connection.receive().kind is MessageKind.LEASE
     connections.close()
 
@@ -702,16 +702,16 @@ def test_verify_does_the_run_again_in_its_own_order(shop: Shop) -> None:
 PLANTED = {
     "weights of the version before": """
 from paceline.step.parameter_server.state import ServerState
-plain = ServerState.lease
-def lease(self, worker, *, row):
+plain = ServerState.lease_share
+def lease(self, worker, *, buffer):
     before = getattr(self, "before", None)
-    found = plain(self, worker, row=row)
-    now = row.clone()
+    found = plain(self, worker, buffer=buffer)
+    now = buffer.clone()
     if before is not None and found is not None:
-        row.copy_(before)
+        buffer.copy_(before)
     self.before = now
     return found
-ServerState.lease = lease
+ServerState.lease_share = lease
 """,
     "a share divided by another count": """
 from paceline.step.parameter_server import parameter_server_step as server
@@ -719,8 +719,10 @@ server.divide_all = lambda tensors, count: [tensor.div_(count + 1) for tensor in
 """,
     "samples of another share": """
 from paceline.data import leased_loader as leased
-plain = leased.RandomAccessLoader.share
-leased.RandomAccessLoader.share = lambda self, cursor, number=0, of=1, **how: plain(self, cursor, number=(number + 1) % of, of=of, **how)
+plain = leased.RandomAccessLoader.read_share
+def read_share(self, cursor, number=0, num_shares=1, **how):
+    return plain(self, cursor, number=(number + 1) % num_shares, num_shares=num_shares, **how)
+leased.RandomAccessLoader.read_share = read_share
 """,
 }
 

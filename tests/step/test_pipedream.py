@@ -36,24 +36,24 @@ RULES = {
 
 
 def newest(self, number):  # no stash: whatever is there when the forward comes
-    return plain_of(self, self.newest)
+    return plain_get(self, self.newest)
 
 
 def swapped(self, weights):  # no stash: the backward meets the weights of its own time
     for name, tensor in (weights or {}).items():
-        tensor.data = self._live[name].detach().clone()
-    plain_lend(self, weights)
+        tensor.data = self._parameters[name].detach().clone()
+    plain_prepare(self, weights)
 
 
-plain_of, plain_lend = WeightVersions.of, WeightVersions.lend
+plain_get, plain_prepare = WeightVersions.get, WeightVersions.prepare_backward
 
 
 def make_job(kind: str = "text", rule: str = "adamw", depth: int = 4, samples: int = 4000, dropout: float = 0.0,
              clip: float = 0.0, tied: bool = False, batch: int = 8, plant: str = "", ema: bool = False) -> pl.Job:
     if plant == "newest":
-        WeightVersions.of = newest
+        WeightVersions.get = newest
     if plant == "swapped":
-        WeightVersions.lend = swapped
+        WeightVersions.prepare_backward = swapped
     if kind == "llama":
         config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=depth,
                              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,

@@ -112,7 +112,7 @@ def feed(made: TrainingSetup) -> Any:
     plan = made.plan
     cut = BatchPartition(global_batch_size=plan.global_batch_size, micro_batch_size=plan.micro_batch_size)
     job = made.job
-    return iter(make_loader(data=job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
+    return iter(make_loader(data=job.train_data, collate=None, order=None, seed=0, partition=cut, cursor=Cursor()))
 
 
 def alone(made: TrainingSetup) -> Reference:

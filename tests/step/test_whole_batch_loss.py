@@ -152,7 +152,9 @@ def gathered(
         try:
             own = output if batches[rank] is not None else None
             columns = None if kinds is None else dict(kinds)
-            found[rank] = gather_rows(own, batches[rank], world=worlds[rank], num_samples=sizes[rank], columns=columns)
+            found[rank] = gather_rows(
+                own, batches[rank], world=worlds[rank], num_samples=sizes[rank], known_columns=columns
+            )
         except JobError as error:
             found[rank] = error
 
@@ -237,7 +239,7 @@ def test_a_list_that_may_be_a_constant_or_a_column_is_refused_in_the_first_batch
     assert [batch["size"] for _, batch in column] == [[10.0, 20.0, 10.0, 20.0]] * 2
     kinds: dict[str, bool] = {}
     world = thread_worlds(replicas=1, world=World.alone(), timeout_seconds=30)[0]
-    gather_rows(None, {"a": ["x", "y"], "b": ["z"]}, world=world, num_samples=2, columns=kinds)
+    gather_rows(None, {"a": ["x", "y"], "b": ["z"]}, world=world, num_samples=2, known_columns=kinds)
     assert kinds == {"output": False, "batch['a']": True, "batch['b'][0]": False}
 
 

@@ -38,7 +38,9 @@ def test_a_step_never_waits_for_the_device() -> None:
     world = World.alone(device=torch.device("cuda", 0))
     step = build_training_setup(job=job, settings=Settings(train=Train(max_grad_norm=1.0)), plan=plan, world=world).step
     cut = BatchPartition(global_batch_size=32, micro_batch_size=32)
-    feed = iter(make_loader(data=data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor(), pin_memory=True))
+    feed = iter(
+        make_loader(data=data, collate=None, order=None, seed=0, partition=cut, cursor=Cursor(), pin_memory=True)
+    )
     for _ in range(3):
         step.run(next(feed))
     torch.cuda.set_sync_debug_mode("warn")
@@ -71,7 +73,7 @@ def test_replicas_as_threads_on_and_beside_a_gpu(devices: tuple[str, str], monke
         )  # fmt: skip
         made = build_training_setup(job=job, settings=Settings(), plan=plan, world=World.alone(device=device))
         cut = BatchPartition(global_batch_size=30, micro_batch_size=8)
-        feed = iter(make_loader(data=data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
+        feed = iter(make_loader(data=data, collate=None, order=None, seed=0, partition=cut, cursor=Cursor()))
         for _ in range(4):
             made.step.run(next(feed))
         weights.append([p.detach().cpu() for p in made.model.parameters()])
@@ -93,7 +95,7 @@ def test_a_step_that_is_not_finite_is_left_out_on_a_gpu_too() -> None:
     world = World.alone(device=torch.device("cuda", 0))
     made = build_training_setup(job=job, settings=Settings(train=Train(on_nonfinite="skip")), plan=plan, world=world)
     feed = make_loader(
-        data=data, collate=None, order="sequential", seed=0, cut=BatchPartition(global_batch_size=4, micro_batch_size=4),
+        data=data, collate=None, order="sequential", seed=0, partition=BatchPartition(global_batch_size=4, micro_batch_size=4),
         cursor=Cursor(),
     )  # fmt: skip
     assert [made.step.run(given).skipped for given, _ in zip(feed, range(4), strict=False)] == [

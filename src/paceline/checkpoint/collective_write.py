@@ -13,7 +13,7 @@ from paceline.checkpoint.files.two_phase_commit import (
     discard_staging_folder,
     total_bytes,
 )
-from paceline.comm.collective_errors import first_value_per_key, on_all_ranks
+from paceline.comm.collective_errors import first_value_per_key, run_on_all_ranks
 from paceline.comm.process_group import World
 from paceline.errors import SaveError
 from paceline.filesystem.disk_full import convert_to_save_error
@@ -40,13 +40,13 @@ def write_checkpoint(
     """
     num_bytes = sum(world.gather_json(total_bytes(files)))
     start_write = partial(_start_write, folder, step=step, num_bytes=num_bytes, folder_identity=folder_identity)
-    created = on_all_ranks(world, lambda: start_write() if world.is_main else None)
+    created = run_on_all_ranks(world, lambda: start_write() if world.is_main else None)
     staging = Path(world.share_json(str(created)))
     try:
-        local_entries = on_all_ranks(world, partial(_write_local_files, staging, files, world))
+        local_entries = run_on_all_ranks(world, partial(_write_local_files, staging, files, world))
         entries = first_value_per_key(world.gather_json(local_entries))
         finish = partial(_finish_write, folder, staging, entries=entries, state=state, step=step)
-        path = on_all_ranks(world, lambda: finish() if world.is_main else None)
+        path = run_on_all_ranks(world, lambda: finish() if world.is_main else None)
     except BaseException:
         if world.is_main:
             discard_staging_folder(staging)

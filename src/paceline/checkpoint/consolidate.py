@@ -12,7 +12,7 @@ from paceline.checkpoint.files.hf_folder import MAX_FILE_BYTES, write_model_fold
 from paceline.checkpoint.files.safetensors_io import LazyTensor
 from paceline.checkpoint.state_dict_view import StateDictView
 from paceline.checkpoint.tensor_bytes import lazy_tensor
-from paceline.comm.collective_errors import raise_for_all
+from paceline.comm.collective_errors import raise_on_all_ranks
 from paceline.comm.process_group import World
 from paceline.errors import CheckpointError, SaveError
 from paceline.filesystem.disk_full import convert_to_save_error
@@ -45,7 +45,7 @@ def consolidate_weights(
     for _ in full_tensors if not view.weights.is_unsharded else ():
         pass  # each tensor is a collective call: other ranks join it, and so does a first rank that can't write
     if not view.weights.is_unsharded:
-        raise_for_all(world, problem)
+        raise_on_all_ranks(world, problem)
     elif problem is not None:
         raise problem
     return folder

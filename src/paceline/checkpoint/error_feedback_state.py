@@ -12,7 +12,7 @@ from paceline.checkpoint.files.manifest import rank_file
 from paceline.checkpoint.files.resharding_reader import StoredTensors
 from paceline.checkpoint.files.safetensors_io import Writable
 from paceline.checkpoint.tensor_bytes import from_bytes, lazy_tensor
-from paceline.comm.collective_errors import on_all_ranks
+from paceline.comm.collective_errors import run_on_all_ranks
 from paceline.comm.process_group import World
 from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackReducer
 
@@ -43,7 +43,7 @@ def load_error_feedback(checkpoint: OpenCheckpoint, reducer: object, *, world: W
     saved = checkpoint.state.get("held_back")
     if isinstance(reducer, ErrorFeedbackReducer) and saved is not None:
         stored = checkpoint.files.get(ERROR_FEEDBACK, StoredTensors([]))
-        on_all_ranks(world, lambda: _load_errors(stored, reducer, num_replicas=int(saved["replicas"])))
+        run_on_all_ranks(world, lambda: _load_errors(stored, reducer, num_replicas=int(saved["replicas"])))
 
 
 def _load_errors(stored: StoredTensors, reducer: ErrorFeedbackReducer, *, num_replicas: int) -> None:

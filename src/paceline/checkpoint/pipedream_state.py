@@ -12,7 +12,7 @@ from paceline.checkpoint.files.manifest import rank_file
 from paceline.checkpoint.files.resharding_reader import StoredTensors
 from paceline.checkpoint.files.safetensors_io import Writable
 from paceline.checkpoint.shard_ownership import owned_shards, read_shard
-from paceline.comm.collective_errors import on_all_ranks
+from paceline.comm.collective_errors import run_on_all_ranks
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors
 from paceline.step.pipedream.pipedream_step import PipeDreamStep
 
@@ -31,12 +31,14 @@ class StashedWeightsState:
     def extend(self, files: Files, state: dict[str, Any], own: Mapping[str, Tensor]) -> tuple[Files, dict[str, Any]]:
         """Add the older weights, named `updates ago/FQN`, and the positions of the last batches."""
         step, writable = self.step, list[Writable]()
-        for number, weights in step.versions.saved().items():
+        for number, weights in step.versions.saved_state().items():
             for name, tensor in weights.items():
                 key = f"{step.versions.newest - number}/{name}"
                 parts, find = self.weights.shard_specs(name), partial(Tensor.detach, tensor)
                 writable += owned_shards(key, dtype=tensor.dtype, get_tensor=find, parts=parts, rank=self.rank)
-        return files | ({rank_file(STASH, self.rank): writable} if writable else {}), state | {"stash": step.place()}
+        return files | ({rank_file(STASH, self.rank): writable} if writable else {}), state | {
+            "stash": step.batch_ends()
+        }
 
     def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
         """Return the checkpoint as it is."""
@@ -53,10 +55,10 @@ class StashedWeightsState:
         position = loaded.state.get("stash") if is_same else None
         stored = loaded.files.get(STASH, StoredTensors([]))
         step, weights = self.step, self.weights
-        stashed = on_all_ranks(
+        stashed = run_on_all_ranks(
             weights.world, lambda: {} if position is None else _read_stashed_weights(step, stored, weights)
         )
-        step.begin(loaded.step, ends=[] if position is None else position["ends"], kept=stashed)
+        step.resume(loaded.step, ends=[] if position is None else position["ends"], older_weights=stashed)
 
 
 def _read_stashed_weights(

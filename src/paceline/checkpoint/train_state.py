@@ -32,7 +32,7 @@ from paceline.checkpoint.state_outside_state_dict import (
     state_dict_tensors,
 )
 from paceline.checkpoint.tensor_bytes import DTYPES, deduplicate_storages, describe_tensor
-from paceline.comm.collective_errors import first_value_per_key, on_all_ranks
+from paceline.comm.collective_errors import first_value_per_key, run_on_all_ranks
 from paceline.comm.process_group import World
 from paceline.console.formatting import first_names
 from paceline.errors import CheckpointError, JobError
@@ -109,7 +109,7 @@ def collect_files(train_state: TrainState) -> tuple[dict[str, list[Writable]], d
     view = view_state_dict(train_state.model, weights=weights, world=world)
     tensors, aliases = _model_tensors(train_state, view)
     buffers = train_state.non_persistent_buffers.changed_buffers(weights, world)
-    states, scalars = on_all_ranks(world, lambda: local_state(train_state.update.optimizers, shards))
+    states, scalars = run_on_all_ranks(world, lambda: local_state(train_state.update.optimizers, shards))
     files = _named_files(weights, world.rank, {MODEL: tensors, BUFFERS: buffers, EMA: _ema_tensors(train_state)})
     files |= _named_files(shards.sharded, world.rank, {OPTIMIZER: states})
     scaler = train_state.update.scaler
@@ -134,8 +134,8 @@ def load_model(checkpoint: OpenCheckpoint, train_state: TrainState) -> None:
     stored = checkpoint.files.get(MODEL, StoredTensors([]))
     aliases: Mapping[str, str] = checkpoint.state.get("aliases", {})
     view = view_state_dict(train_state.model, weights=train_state.weights, world=train_state.world)
-    on_all_ranks(train_state.world, lambda: _check_model(checkpoint, stored, aliases, view))
-    on_all_ranks(train_state.world, lambda: _load_tensors(checkpoint, stored, aliases, view, train_state))
+    run_on_all_ranks(train_state.world, lambda: _check_model(checkpoint, stored, aliases, view))
+    run_on_all_ranks(train_state.world, lambda: _load_tensors(checkpoint, stored, aliases, view, train_state))
     load_extra_state(train_state.model, checkpoint.state.get("extra_state", {}))
 
 
@@ -190,7 +190,7 @@ def load_update(
 
     `saved_identity` is that of the run that saved. Options that differ in `current_identity` keep their current values.
     """
-    on_all_ranks(train_state.world, lambda: _load_update(checkpoint, train_state, saved_identity, current_identity))
+    run_on_all_ranks(train_state.world, lambda: _load_update(checkpoint, train_state, saved_identity, current_identity))
 
 
 def _load_update(
@@ -334,7 +334,7 @@ def _named_files(
 def _gather_extra_state(train_state: TrainState) -> dict[str, Any]:
     """Return each module's extra state, from the first rank that holds a part of it or of its nearest parent."""
     world, weights = train_state.world, train_state.weights
-    local_state = on_all_ranks(world, lambda: get_extra_state(train_state.model))
+    local_state = run_on_all_ranks(world, lambda: get_extra_state(train_state.model))
     if weights.is_unsharded:
         return local_state
     owned = {name: value for name, value in local_state.items() if _extra_state_owner(name, weights) == world.rank}

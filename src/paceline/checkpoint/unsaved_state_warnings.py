@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.process_group import World
-from paceline.step.loss.modules_captured_by_loss import found_modules
+from paceline.step.loss.modules_captured_by_loss import find_modules
 
 _SAVED_ATTRIBUTES = ("state", "param_groups", "defaults")
 _TORCH_ATTRIBUTES = ("_step_count", "_numel_cache")  # written by torch, to warn or to be faster
@@ -35,7 +35,7 @@ class UntrackedStateWarning:
         self._optimizers = optimizers
         self._model = model
         model_ids = {id(module) for module in model.modules()} if model is not None else set()
-        self._loss = [pair for pair in found_modules(loss) if id(pair[1]) not in model_ids]
+        self._loss = [pair for pair in find_modules(loss) if id(pair[1]) not in model_ids]
         self._initial_optimizers = _leaves_of_optimizers(optimizers)
         self._initial_modules: _Leaves | None = None
         self._has_warned = False

@@ -11,7 +11,7 @@ from paceline.errors import CheckpointError, SaveError
 T = TypeVar("T")
 
 
-def on_all_ranks(world: World, work: Callable[[], T]) -> T:
+def run_on_all_ranks(world: World, work: Callable[[], T]) -> T:
     """Run `work` on every rank, and return once all ranks have run it.
 
     Raises:
@@ -22,11 +22,11 @@ def on_all_ranks(world: World, work: Callable[[], T]) -> T:
         result = work()
     except CheckpointError as error:
         problem = error
-    raise_for_all(world, problem)
+    raise_on_all_ranks(world, problem)
     return result
 
 
-def raise_for_all(world: World, problem: CheckpointError | None) -> None:
+def raise_on_all_ranks(world: World, problem: CheckpointError | None) -> None:
     """Raise an error on all ranks if any rank has one; every rank calls this.
 
     Raises:
@@ -42,7 +42,7 @@ def raise_for_all(world: World, problem: CheckpointError | None) -> None:
             raise kind(error["what"], where=where, cause=error["cause"], hint=error["hint"])
 
 
-def all_arrived_within(world: World, what: str, *, seconds: float = 5.0) -> bool:
+def all_ranks_arrive(world: World, label: str, *, seconds: float = 5.0) -> bool:
     """Return whether every rank calls this within `seconds`. Return False if that cannot be determined.
 
     Unlike a barrier, it does not hang if some ranks never call it.
@@ -50,9 +50,9 @@ def all_arrived_within(world: World, what: str, *, seconds: float = 5.0) -> bool
     if world.group is None:
         return True
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")  # a restart uses the same store, with old keys
-    keys = [f"met/{attempt}/{what}/{rank}" for rank in range(world.world_size)]
+    keys = [f"met/{attempt}/{label}/{rank}" for rank in range(world.world_size)]
     try:
-        store = world.words()
+        store = world.connect_store()
         store.set(keys[world.rank], "")
         store.wait(keys, timedelta(seconds=seconds))
     except RuntimeError:  # torch's store errors are subclasses
@@ -60,10 +60,10 @@ def all_arrived_within(world: World, what: str, *, seconds: float = 5.0) -> bool
     return True
 
 
-def first_value_per_key(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def first_value_per_key(mappings: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the ranks' mappings; each key gets the value of the first rank that has it."""
     merged: dict[str, Any] = {}
-    for mapping in told:
+    for mapping in mappings:
         for name, value in mapping.items():
             merged.setdefault(name, value)
     return merged

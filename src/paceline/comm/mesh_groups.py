@@ -30,9 +30,9 @@ class MeshGroups:
     expert_replicas: World
 
     @staticmethod
-    def of(all_ranks: World, *, mesh: Mesh) -> "MeshGroups":
+    def from_mesh(all_ranks: World, *, mesh: Mesh) -> "MeshGroups":
         """Return the groups of this rank; every rank calls this once."""
-        return MeshGroups._build(all_ranks, mesh, mesh, all_ranks.part)
+        return MeshGroups._build(all_ranks, mesh, mesh, all_ranks.subgroup)
 
     @staticmethod
     def for_local_sgd_site(all_ranks: World, *, mesh: Mesh) -> "MeshGroups":
@@ -40,8 +40,8 @@ class MeshGroups:
 
         Every rank calls this once.
         """
-        site = all_ranks.part(mesh.groups([axis for axis in AXIS_ORDER if axis != "dp_replicate"]))
-        return MeshGroups._build(site, mesh, replace(mesh, dp_replicate=1), all_ranks.part)
+        site = all_ranks.subgroup(mesh.groups([axis for axis in AXIS_ORDER if axis != "dp_replicate"]))
+        return MeshGroups._build(site, mesh, replace(mesh, dp_replicate=1), all_ranks.subgroup)
 
     @staticmethod
     def _build(
@@ -75,7 +75,7 @@ class MeshGroups:
         )
 
     @staticmethod
-    def of_replicas(world: World) -> "MeshGroups":
+    def from_replicas(world: World) -> "MeshGroups":
         """Return the groups of plain data parallelism, over processes or over threads of one process."""
         alone = World(local_rank=world.local_rank, device=world.device)
         return MeshGroups(

@@ -59,7 +59,7 @@ class LaunchInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerEntrance:
+class WorkerEndpoint:
     """The address at which workers outside the world connect; a new `session` separates it from an earlier one."""
 
     place: LaunchInfo
@@ -92,10 +92,10 @@ class World:
     group: dist.ProcessGroup | None = None
     timeout_seconds: float = 600.0
     traffic: Traffic = field(default_factory=Traffic, repr=False, compare=False)
-    entrance: WorkerEntrance | None = None
+    worker_endpoint: WorkerEndpoint | None = None
     store: Store | None = field(default=None, repr=False, compare=False)
-    parts: "dict[tuple[tuple[int, ...], ...], World]" = field(default_factory=dict, repr=False, compare=False)
-    is_imagined: bool = False
+    subgroups: "dict[tuple[tuple[int, ...], ...], World]" = field(default_factory=dict, repr=False, compare=False)
+    is_simulated: bool = False
     """True if other ranks and all tensor values are simulated; checks that need values are then skipped."""
 
     @staticmethod
@@ -138,7 +138,7 @@ class World:
                     cause=cause,
                     hint=hint,
                 ) from error
-        _joined.append(dist.group.WORLD)
+        _created_groups.append(dist.group.WORLD)
         return World(
             rank=place.rank,
             world_size=place.world_size,
@@ -150,7 +150,7 @@ class World:
             store=store,
         )
 
-    def words(self) -> Store:
+    def connect_store(self) -> Store:
         """Return the rendezvous store; if another launcher hosts it, connect to it first.
 
         Raises:
@@ -163,7 +163,7 @@ class World:
         assert self.store is not None
         return self.store
 
-    def part(self, groups: Sequence[Sequence[int]]) -> "World":
+    def subgroup(self, groups: Sequence[Sequence[int]]) -> "World":
         """Return the world of the ranks that share one of `groups` with this rank; every rank calls this.
 
         A group of one sends nothing, and a group of all ranks is this world itself.
@@ -172,46 +172,46 @@ class World:
         if len(local_group) == self.world_size:
             return self
         key = tuple(map(tuple, groups))
-        if key not in self.parts:
-            self.parts[key] = self._part(groups, local_group)
-        return self.parts[key]
+        if key not in self.subgroups:
+            self.subgroups[key] = self._new_subgroup(groups, local_group)
+        return self.subgroups[key]
 
-    def _part(self, groups: Sequence[Sequence[int]], local_group: list[int]) -> "World":
+    def _new_subgroup(self, groups: Sequence[Sequence[int]], local_group: list[int]) -> "World":
         timeout = timedelta(seconds=self.timeout_seconds)
         new_groups = [dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None for ranks in groups]
         group = next(one for one, ranks in zip(new_groups, groups, strict=True) if self.rank in ranks)
-        return replace(self, rank=local_group.index(self.rank), world_size=len(local_group), group=group, parts={})
+        return replace(self, rank=local_group.index(self.rank), world_size=len(local_group), group=group, subgroups={})
 
     @property
     def is_main(self) -> bool:
         """True on rank 0, which writes the run's output."""
         return self.rank == 0
 
-    def sends(self, kind: str, tensor: torch.Tensor) -> None:
+    def count_sent_bytes(self, kind: str, tensor: torch.Tensor) -> None:
         """Add the bytes that a collective sends to `traffic`; `bytes_sent.SHARES` lists the kinds of collectives."""
-        self.traffic.sent_bytes += self._shares[kind] * tensor.nbytes
+        self.traffic.sent_bytes += self._sent_shares[kind] * tensor.nbytes
 
     @cached_property
-    def _shares(self) -> dict[str, float]:
+    def _sent_shares(self) -> dict[str, float]:
         return {kind: share(self.world_size) for kind, share in SHARES.items()}
 
     def all_reduce(self, tensor: torch.Tensor, *, op: Op = "sum") -> torch.Tensor:
         """Reduce the tensor in place over all ranks and return it."""
         if self.group is not None:
-            self.sends("all_reduce", tensor)
+            self.count_sent_bytes("all_reduce", tensor)
             dist.all_reduce(tensor, op=_OPS[op], group=self.group)
         return tensor
 
     def start_all_reduce(self, tensor: torch.Tensor, *, op: Op = "sum") -> Callable[[], object]:
         """Start an in-place all-reduce; the returned function waits for it."""
         if self.group is None:
-            return _nothing
-        self.sends("all_reduce", tensor)
+            return _no_wait
+        self.count_sent_bytes("all_reduce", tensor)
         return _wait_function(dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True))
 
     def start_all_to_all(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
         """Start an all-to-all: row r of `source` is sent to rank r, and row r of `target` receives rank r's row."""
-        self.sends("all_to_all", source)
+        self.count_sent_bytes("all_to_all", source)
         return _wait_function(dist.all_to_all_single(target, source, group=self.group, async_op=True))
 
     def all_gather(self, tensor: torch.Tensor, *, shapes: Sequence[Shape]) -> list[torch.Tensor]:
@@ -222,7 +222,7 @@ class World:
         flat = tensor.new_zeros(max(sizes))
         flat[: tensor.numel()] = tensor.reshape(-1)
         parts = [torch.empty_like(flat) for _ in sizes]
-        self.sends("all_gather", flat)
+        self.count_sent_bytes("all_gather", flat)
         dist.all_gather(parts, flat, group=self.group)
         return [part[:size].view(shape) for part, size, shape in zip(parts, sizes, shapes, strict=True)]
 
@@ -231,7 +231,7 @@ class World:
         if self.group is None:
             return rows
         local_rows = rows.new_empty((len(rows) // self.world_size, *rows.shape[1:]))
-        self.sends("reduce_scatter", rows)
+        self.count_sent_bytes("reduce_scatter", rows)
         REDUCE_SCATTER(local_rows, rows, group=self.group)
         return local_rows
 
@@ -240,7 +240,7 @@ class World:
         if self.group is None:
             return rows.clone()
         received = rows.new_empty(sum(receive), *rows.shape[1:])
-        self.sends("all_to_all", rows)
+        self.count_sent_bytes("all_to_all", rows)
         dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=self.group)
         return received
 
@@ -256,7 +256,7 @@ class World:
         send_ops = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=following) for tensor in sent]
         receive_ops = [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=previous) for tensor in received]
         for tensor in sent:
-            self.sends("send", tensor)
+            self.count_sent_bytes("send", tensor)
         works = dist.batch_isend_irecv([*send_ops, *receive_ops])
 
         def wait() -> list[torch.Tensor]:
@@ -269,7 +269,7 @@ class World:
 
     def start_send(self, tensor: torch.Tensor, *, to: int, tag: int) -> "PendingMessage":
         """Start to send a tensor to one rank. The tensor must not change before the send has completed."""
-        self.sends("send", tensor)
+        self.count_sent_bytes("send", tensor)
         return _require_work(dist.isend(tensor, group=self.group, group_dst=to, tag=tag))
 
     def start_receive(self, tensor: torch.Tensor, *, source: int, tag: int) -> "PendingMessage":
@@ -279,7 +279,7 @@ class World:
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """Copy `source`'s tensor to all ranks, in place."""
         if self.group is not None:
-            self.sends("broadcast", tensor)
+            self.count_sent_bytes("broadcast", tensor)
             dist.broadcast(tensor, group_src=source, group=self.group)
         return tensor
 
@@ -294,7 +294,7 @@ class World:
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
         padded[: encoded.numel()] = encoded
         parts = [torch.empty_like(padded) for _ in lengths]
-        self.sends("all_gather", padded)
+        self.count_sent_bytes("all_gather", padded)
         dist.all_gather(parts, padded, group=self.group)
         texts = [bytes(part[:size].cpu().numpy()) for part, size in zip(parts, lengths, strict=True)]
         return [json.loads(text) for text in texts]
@@ -311,19 +311,19 @@ class World:
         """Destroy the process group; every rank calls this once, at the end."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
-        _joined.clear()
-        self.let_go()
+        _created_groups.clear()
+        self.release_group()
 
-    def let_go(self) -> None:
+    def release_group(self) -> None:
         """Release the group and the store; the group's threads must end before the interpreter exits."""
         if self.group is not None:
-            for world in (self, *self.parts.values()):
+            for world in (self, *self.subgroups.values()):
                 object.__setattr__(world, "group", None)
             object.__setattr__(self, "store", None)
             gc.collect()
 
 
-_joined: list[dist.ProcessGroup | None] = []
+_created_groups: list[dist.ProcessGroup | None] = []
 """The process group that Paceline has created in this process; it may belong to a failed run."""
 
 
@@ -335,13 +335,13 @@ def _destroy_failed_group() -> None:
     """
     if not dist.is_initialized():
         return
-    if dist.group.WORLD not in _joined:
+    if dist.group.WORLD not in _created_groups:
         raise UsageError(
             f"this process is already in a process group of {dist.get_world_size()} ranks, which the script created.",
             cause="the script calls torch.distributed.init_process_group(), and this run joins the ranks by itself",
             hint="remove init_process_group(), or keep your own loop and its group with pl.place (docs/place.md)",
         )
-    _joined.clear()
+    _created_groups.clear()
     dist.destroy_process_group()
 
 
@@ -394,5 +394,5 @@ def _wait_function(work: dist.Work | None) -> Callable[[], object]:
     return _require_work(work).wait
 
 
-def _nothing() -> None:
+def _no_wait() -> None:
     return None

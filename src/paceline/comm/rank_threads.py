@@ -30,7 +30,7 @@ class PeerFailed(Exception):
 @dataclass
 class _Round:
     values: list[Any]
-    present: int = 0
+    num_posted: int = 0
 
 
 class ThreadRendezvous:
@@ -58,14 +58,14 @@ class ThreadRendezvous:
         self._messages: dict[tuple[int, int, int], Any] = {}
         self._is_over = False
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset all rounds and messages for a new step."""
         self._rounds = {}
         self._messages = {}
         self._next_round = [0] * self.replicas
         self._is_over = False
 
-    def leave(self) -> None:
+    def end(self) -> None:
         """Wake all waiting replicas and end the rendezvous."""
         with self._condition:
             self._is_over = True
@@ -78,8 +78,8 @@ class ThreadRendezvous:
             self._next_round[replica] += 1
             round_ = self._rounds.setdefault(number, _Round(values=[None] * self.replicas))
             round_.values[replica] = value
-            round_.present += 1
-            if round_.present == self.replicas:
+            round_.num_posted += 1
+            if round_.num_posted == self.replicas:
                 del self._rounds[number]
                 self._condition.notify_all()
         return lambda: self._collect(round_, replica)
@@ -101,14 +101,14 @@ class ThreadRendezvous:
     def _collect(self, round_: _Round, replica: int) -> list[Any]:
         with self._pause(replica), self._condition:
             is_in_time = self._condition.wait_for(
-                lambda: self._is_over or round_.present == self.replicas, self._timeout
+                lambda: self._is_over or round_.num_posted == self.replicas, self._timeout
             )
-            if round_.present == self.replicas:
+            if round_.num_posted == self.replicas:
                 return round_.values
         raise (
             PeerFailed
             if is_in_time
-            else self._timeout_error(f"only {round_.present} of {self.replicas} replicas arrived")
+            else self._timeout_error(f"only {round_.num_posted} of {self.replicas} replicas arrived")
         )
 
     def _timeout_error(self, message: str) -> RunError:
@@ -129,7 +129,7 @@ class ThreadRendezvous:
 class _PendingMessage:
     """A message between replicas, sent or received; `wait` completes it."""
 
-    arrive: Callable[[], object] = lambda: None
+    complete: Callable[[], object] = lambda: None
 
     def is_completed(self) -> bool:
         """Return False: a message is only completed by `wait`."""
@@ -137,18 +137,18 @@ class _PendingMessage:
 
     def wait(self) -> object:
         """Wait until the message has arrived."""
-        return self.arrive()
+        return self.complete()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadWorld(World):
     """A world of the replicas of one process: `rank` is the replica's number. No data leaves the process."""
 
-    meeting: ThreadRendezvous = field(repr=False)
+    rendezvous: ThreadRendezvous = field(repr=False)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every replica's value, in replica order."""
-        return self.meeting.post(value, replica=self.rank)()
+        return self.rendezvous.post(value, replica=self.rank)()
 
     def all_reduce(self, tensor: Tensor, *, op: Op = "sum") -> Tensor:
         """Reduce in place over all replicas and return it."""
@@ -157,8 +157,8 @@ class ThreadWorld(World):
 
     def start_all_reduce(self, tensor: Tensor, *, op: Op = "sum") -> Callable[[], object]:
         """Post a copy of the tensor; the returned function waits and writes the result into the tensor."""
-        collect = self.meeting.post(tensor.detach().clone(), replica=self.rank)
-        return lambda: tensor.detach().copy_(_reduced(collect(), op, tensor.device))
+        collect = self.rendezvous.post(tensor.detach().clone(), replica=self.rank)
+        return lambda: tensor.detach().copy_(_reduce(collect(), op, tensor.device))
 
     def all_gather(self, tensor: Tensor, *, shapes: Sequence[Shape]) -> list[Tensor]:
         """Return copies of every replica's tensor."""
@@ -181,7 +181,7 @@ class ThreadWorld(World):
 
     def start_ring_shift(self, tensors: Sequence[Tensor], *, shapes: Sequence[Shape]) -> Callable[[], list[Tensor]]:
         """Post copies of the tensors; the returned function waits for the previous replica's."""
-        collect = self.meeting.post([tensor.detach().clone() for tensor in tensors], replica=self.rank)
+        collect = self.rendezvous.post([tensor.detach().clone() for tensor in tensors], replica=self.rank)
 
         def wait() -> list[Tensor]:
             sent = collect()[(self.rank - 1) % self.world_size]
@@ -193,13 +193,13 @@ class ThreadWorld(World):
 
     def start_send(self, tensor: Tensor, *, to: int, tag: int) -> PendingMessage:
         """Send a copy of the tensor to one replica."""
-        self.meeting.send(tensor.detach().clone(), address=(self.rank, to, tag))
+        self.rendezvous.send(tensor.detach().clone(), address=(self.rank, to, tag))
         return _PendingMessage()
 
     def start_receive(self, tensor: Tensor, *, source: int, tag: int) -> PendingMessage:
         """Return a pending message; waiting for it copies what one replica has sent into the tensor."""
         address = (source, self.rank, tag)
-        return _PendingMessage(lambda: tensor.detach().copy_(self.meeting.receive(address=address)))
+        return _PendingMessage(lambda: tensor.detach().copy_(self.rendezvous.receive(address=address)))
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
         """Copy `source`'s tensor to every replica, in place."""
@@ -228,12 +228,12 @@ def thread_worlds(
 def _worlds(world: World, rendezvous: ThreadRendezvous) -> list[World]:
     replicas = rendezvous.replicas
     return [
-        ThreadWorld(rank=rank, world_size=replicas, local_rank=rank, device=_device(world, rank), meeting=rendezvous)
+        ThreadWorld(rank=rank, world_size=replicas, local_rank=rank, device=_device(world, rank), rendezvous=rendezvous)
         for rank in range(replicas)
     ]
 
 
-def run_threads(work: Callable[[int], T], *, ranks: int, leave: Callable[[], None]) -> list[T]:
+def run_threads(work: Callable[[int], T], *, ranks: int, end_waiting: Callable[[], None]) -> list[T]:
     """Run `work(rank)` in one thread per rank and return the results. After an error `leave` wakes the waiting ranks.
 
     Raises:
@@ -247,7 +247,7 @@ def run_threads(work: Callable[[int], T], *, ranks: int, leave: Callable[[], Non
             results[rank] = work(rank)
         except BaseException as error:  # raised below, in the caller's thread
             errors[rank] = error
-            leave()
+            end_waiting()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
@@ -271,7 +271,7 @@ def run_simulated_ranks(work: Callable[[World], T], *, ranks: int, seed: int | N
     if seed is None:
         rendezvous = ThreadRendezvous(replicas=ranks, timeout_seconds=_SIMULATION_SECONDS, simulates=True)
         worlds = _worlds(World.alone(), rendezvous)
-        return run_threads(lambda rank: work(worlds[rank]), ranks=ranks, leave=rendezvous.leave)
+        return run_threads(lambda rank: work(worlds[rank]), ranks=ranks, end_waiting=rendezvous.end)
     with preserve_rng():
         rng_turns = _RankTurns(ranks=ranks, seed=seed)
         rendezvous = ThreadRendezvous(
@@ -280,10 +280,10 @@ def run_simulated_ranks(work: Callable[[World], T], *, ranks: int, seed: int | N
         worlds = _worlds(World.alone(), rendezvous)
 
         def in_turn(rank: int) -> T:
-            with rng_turns.of(rank):
+            with rng_turns.run_as(rank):
                 return work(worlds[rank])
 
-        return run_threads(in_turn, ranks=ranks, leave=rendezvous.leave)
+        return run_threads(in_turn, ranks=ranks, end_waiting=rendezvous.end)
 
 
 class _RankTurns:
@@ -295,7 +295,7 @@ class _RankTurns:
         self._turn = threading.Lock()
 
     @contextmanager
-    def of(self, rank: int) -> Iterator[None]:
+    def run_as(self, rank: int) -> Iterator[None]:
         """Return a context in which only this rank runs."""
         self._acquire(rank)
         try:
@@ -327,7 +327,7 @@ def _device(world: World, rank: int) -> torch.device:
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
-def _reduced(values: list[Tensor], op: Op, device: torch.device) -> Tensor:
+def _reduce(values: list[Tensor], op: Op, device: torch.device) -> Tensor:
     combines: dict[str, Callable[[Tensor, Tensor], Tensor]]
     combines = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
     combine = combines[op]

@@ -25,7 +25,7 @@ def found_world(*, device: str, settings: Settings) -> World:
     train = settings.train
     if dist.is_available() and dist.is_initialized():
         theirs = _theirs(train.timeout_seconds)
-        atexit.register(theirs.let_go)
+        atexit.register(theirs.release_group)
         return theirs
     kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
     joined = detect_world(os.environ)

@@ -90,7 +90,7 @@ def _place(
     here = world or found_world(device=device, settings=chosen)
     asked = parse_layout(layout or ("single" if here.world_size == 1 else "ddp"))
     mesh = _mesh(asked, here.world_size)
-    worlds = MeshGroups.of(here, mesh=mesh)
+    worlds = MeshGroups.from_mesh(here, mesh=mesh)
     guard_hooks()
     state = torch.get_rng_state()
     drawn = hashlib.blake2b(bytes(state.numpy()), digest_size=8).hexdigest()

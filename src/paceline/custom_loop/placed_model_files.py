@@ -22,7 +22,7 @@ from paceline.checkpoint.optimizer_state import (
 from paceline.checkpoint.state_dict_view import StateDictView, view_state_dict
 from paceline.checkpoint.state_json import decode_state, drop_job_created
 from paceline.checkpoint.state_outside_state_dict import state_dict_tensors
-from paceline.comm.collective_errors import on_all_ranks
+from paceline.comm.collective_errors import run_on_all_ranks
 from paceline.comm.process_group import World
 from paceline.console.formatting import first_names
 from paceline.errors import CheckpointError
@@ -49,14 +49,14 @@ def save_folder(
     aside = folder.with_name(f".{folder.name}.saving")
     weights = view_state_dict(model, weights=placed.weights, world=world)
     single = _single(optimizers, shares)
-    held, scalars = on_all_ranks(world, lambda: _states(optimizers, shares, single))
+    held, scalars = run_on_all_ranks(world, lambda: _states(optimizers, shares, single))
     states = ShardedTensors(world=world, tensors=held)
     plain = [_plain(said) for said in optimizer_scalars(optimizers, shares, scalars)]
     listed = StateDictView(entries=states.local_tensors, weights=states)
     config = getattr(model, "config", None)
-    on_all_ranks(world, lambda: consolidate_weights(weights, aside, config=config, world=world))
-    on_all_ranks(world, lambda: consolidate_weights(listed, aside / OPTIMIZER, config=None, world=world))
-    on_all_ranks(world, lambda: _end(aside, folder, plain) if world.is_main else None)
+    run_on_all_ranks(world, lambda: consolidate_weights(weights, aside, config=config, world=world))
+    run_on_all_ranks(world, lambda: consolidate_weights(listed, aside / OPTIMIZER, config=None, world=world))
+    run_on_all_ranks(world, lambda: _end(aside, folder, plain) if world.is_main else None)
 
 
 def _end(aside: Path, folder: Path, plain: Sequence[Any]) -> None:

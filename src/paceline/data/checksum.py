@@ -108,6 +108,6 @@ class _ContentCrc:
         return zlib.crc32(plain.view(torch.uint8).numpy().data, start)
 
 
-def fold(total: int, number: int) -> int:
+def extend_checksum(total: int, crc: int) -> int:
     """Return a running checksum extended by one more checksum."""
-    return zlib.crc32(number.to_bytes(4, "little"), total)
+    return zlib.crc32(crc.to_bytes(4, "little"), total)

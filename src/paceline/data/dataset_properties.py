@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.data.checksum import checksum
-from paceline.data.fetch import WorkerError, all_checksums, tell_epoch, worker_error
-from paceline.data.reader_process import read_apart
+from paceline.data.fetch import WorkerError, checksum_of_samples, set_dataset_epoch, worker_error
+from paceline.data.reader_process import read_in_process
 from paceline.data.sample_seeds import seed_sample
 from paceline.data.source import Source
 from paceline.data.stream.virtual_sharding import call_user_dataset
 from paceline.errors import DesyncError, JobError
 from paceline.torch_internals.rng import host_states, preserve_rng
 
-Agree = Callable[[Any], list[Any]]
+GatherJson = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,38 +27,38 @@ class DatasetProperties:
     """
 
     num_samples: int
-    draws: bool = False
+    draws_random: bool = False
     fingerprint: int = 0
-    problem: WorkerError | None = None
+    error: WorkerError | None = None
 
-    def refuse_problem(self) -> None:
+    def raise_error(self) -> None:
         """Raise an error if the data can't be read.
 
         Raises:
             JobError: with the user's line.
         """
-        if self.problem is not None:
-            raised = JobError(self.problem.what, where=self.problem.where, hint=self.problem.hint)
-            raised.add_note(self.problem.full)
+        if self.error is not None:
+            raised = JobError(self.error.what, where=self.error.where, hint=self.error.hint)
+            raised.add_note(self.error.full)
             raise raised
 
 
-def find_facts(source: Source, *, seed: int) -> DatasetProperties:
+def find_properties(source: Source, *, seed: int) -> DatasetProperties:
     """Return the properties of the job's `train_data`, a map-style dataset.
 
     Raises:
         JobError: it is empty, or its length changes from call to call.
     """
-    return read_apart(source, lambda: _find_properties(source.data, seed=seed), seed=seed)
+    return read_in_process(source, lambda: _find_properties(source.data, seed=seed), seed=seed)
 
 
 def _find_properties(data: Any, *, seed: int) -> DatasetProperties:
     name = "train_data"
-    total = find_length(data, name=name)
+    total = read_length(data, name=name)
     draws_random, fingerprint, found_error = False, 0, None
     with preserve_rng():
-        call_user_dataset(lambda: tell_epoch(data, 0), doing=f"set_epoch(0) of {name}")
-        for index in looked_at(total):
+        call_user_dataset(lambda: set_dataset_epoch(data, 0), doing=f"set_epoch(0) of {name}")
+        for index in property_samples(total):
             seed_sample(seed=seed, epoch=0, index=index)
             states_before = host_states()
             try:
@@ -69,16 +69,16 @@ def _find_properties(data: Any, *, seed: int) -> DatasetProperties:
             draws_random = draws_random or found_error is not None or host_states() != states_before
             if found_error is not None:
                 break
-    find_length(data, name=name, before=total)
-    return DatasetProperties(num_samples=total, draws=draws_random, fingerprint=fingerprint, problem=found_error)
+    read_length(data, name=name, expected=total)
+    return DatasetProperties(num_samples=total, draws_random=draws_random, fingerprint=fingerprint, error=found_error)
 
 
-def looked_at(num_samples: int) -> list[int]:
+def property_samples(num_samples: int) -> list[int]:
     """Return the indices of the samples that are read for the properties: the first and the middle one."""
     return list({0: 0, num_samples // 2: 0})
 
 
-def find_length(data: Any, *, name: str, before: int | None = None) -> int:
+def read_length(data: Any, *, name: str, expected: int | None = None) -> int:
     """Return `len(data)`.
 
     Raises:
@@ -87,9 +87,9 @@ def find_length(data: Any, *, name: str, before: int | None = None) -> int:
     total = call_user_dataset(lambda: len(data), doing=f"len() of {name}")
     if total == 0:
         raise JobError(f"{name} is empty.", where=type(data).__name__, hint="check the path it reads from")
-    if before is not None and total != before:
+    if expected is not None and total != expected:
         raise JobError(
-            f"len() of {name} changes from call to call: {before:,} samples, then {total:,}.",
+            f"len() of {name} changes from call to call: {expected:,} samples, then {total:,}.",
             where=type(data).__name__,
             cause="the order of samples is fixed for a whole epoch, and is the same on every rank",
             hint="a __len__ that stays the same, or a stream (an iterable without __len__)",
@@ -97,13 +97,13 @@ def find_length(data: Any, *, name: str, before: int | None = None) -> int:
     return int(total)
 
 
-def refuse_other_data(
+def refuse_different_data(
     lengths: Mapping[int, int],
     checksums: Mapping[int, int],
     *,
     samples: Sequence[int],
     name: str,
-    is_same: Callable[[], bool],
+    is_repeatable: Callable[[], bool],
 ) -> None:
     """Compare the ranks' data by length and checksum. All ranks with the same arguments raise the same error.
 
@@ -123,7 +123,7 @@ def refuse_other_data(
             hint=_WHOLE_DATASET_HINT,
         )
     different_rank = next((rank for rank, value in checksums.items() if value != checksums[first_rank]), None)
-    if different_rank is not None and is_same():
+    if different_rank is not None and is_repeatable():
         shown = " or ".join(map(str, sorted(samples)))
         raise DesyncError(
             f"sample {shown} of {name} differs between rank {different_rank} and rank {first_rank}.",
@@ -133,19 +133,19 @@ def refuse_other_data(
         )
 
 
-def read_again(source: Source, *, samples: Sequence[int], epoch: int | None, seed: int) -> bool:
+def is_repeatable_read(source: Source, *, samples: Sequence[int], epoch: int | None, seed: int) -> bool:
     """Return whether reading these samples twice gives the same samples."""
 
     def read_twice() -> bool:
         if epoch is not None:
-            tell_epoch(source.data, epoch)
-        return len({all_checksums(source.data, samples, epoch=epoch or 0, seed=seed) for _ in range(2)}) == 1
+            set_dataset_epoch(source.data, epoch)
+        return len({checksum_of_samples(source.data, samples, epoch=epoch or 0, seed=seed) for _ in range(2)}) == 1
 
-    return read_apart(source, read_twice, seed=seed)
+    return read_in_process(source, read_twice, seed=seed)
 
 
-def spread_checksums(
-    source: Source, *, chosen: Sequence[int] | None, seed: int, most: int, seconds: float
+def sample_checksums(
+    source: Source, *, fixed_indices: Sequence[int] | None, seed: int, max_samples: int, seconds: float
 ) -> tuple[list[int], list[int]]:
     """Return indices of samples spread over the dataset, and the checksum of each.
 
@@ -154,16 +154,16 @@ def spread_checksums(
 
     def read_samples() -> tuple[list[int], list[int]]:
         start_time, total = time.monotonic(), len(source.data)
-        indices = list(chosen or random.Random(seed).sample(range(total), min(total, most)))
+        indices = list(fixed_indices or random.Random(seed).sample(range(total), min(total, max_samples)))
         checksums: list[int] = []
-        tell_epoch(source.data, 0)
+        set_dataset_epoch(source.data, 0)
         for index in indices:
-            checksums.append(all_checksums(source.data, [index], epoch=0, seed=seed))
-            if chosen is None and time.monotonic() - start_time > seconds:
+            checksums.append(checksum_of_samples(source.data, [index], epoch=0, seed=seed))
+            if fixed_indices is None and time.monotonic() - start_time > seconds:
                 break
         return indices[: len(checksums)], checksums
 
-    return read_apart(source, read_samples, seed=seed)
+    return read_in_process(source, read_samples, seed=seed)
 
 
 _WHOLE_DATASET_HINT = "is it already split by rank? give every rank the whole dataset: the run distributes the samples"

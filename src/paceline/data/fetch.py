@@ -32,7 +32,7 @@ class MicrobatchRequest:
 
     epoch: int | None
     indices: tuple[int, ...]
-    seen: "SampleCheckRequest | None" = None
+    check: "SampleCheckRequest | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,21 +64,21 @@ class Fetcher(Dataset[Any]):
         self._collate = collate or default_collate
         self._seed = seed
         self._seed_samples = seed_samples
-        self._begun = False
+        self._has_length = False
         self._epoch: int | None = None
 
     def __getitem__(self, request: MicrobatchRequest) -> Any:
         try:
-            self._begin(request.epoch)
-            if request.seen is not None:
-                return self._summarize(request.epoch or 0, request.seen.samples)
+            self._set_epoch(request.epoch)
+            if request.check is not None:
+                return self._summarize(request.epoch or 0, request.check.samples)
         except Exception as error:
             return worker_error(error, doing=f"reading the data of epoch {request.epoch}")
         if not request.indices:
             return None
         samples: list[Any] = []
         try:
-            self._read(request, samples)
+            self._read_samples(request, samples)
         except Exception as error:
             return worker_error(error, doing=f"reading sample {request.indices[len(samples)]}")
         try:
@@ -90,23 +90,23 @@ class Fetcher(Dataset[Any]):
                 hint="collate=lambda samples: ... to pad or stack them",
             )
 
-    def _begin(self, epoch: int | None) -> None:
+    def _set_epoch(self, epoch: int | None) -> None:
         """Set the epoch. Call `len()` once before, as a DataLoader does, since some datasets read their index then."""
-        if not self._begun:
-            self._begun = True
+        if not self._has_length:
+            self._has_length = True
             len(self._data)
         if epoch is not None and epoch != self._epoch:
             self._epoch = epoch
-            tell_epoch(self._data, epoch)
+            set_dataset_epoch(self._data, epoch)
 
     def _summarize(self, epoch: int, samples: tuple[int, ...]) -> DatasetSummary:
         total = len(self._data)
         if max(samples, default=0) >= total:
             return DatasetSummary(num_samples=total)
-        value = all_checksums(self._data, samples, epoch=epoch, seed=self._seed)
+        value = checksum_of_samples(self._data, samples, epoch=epoch, seed=self._seed)
         return DatasetSummary(num_samples=total, samples=samples, checksum=value)
 
-    def _read(self, request: MicrobatchRequest, samples: list[Any]) -> None:
+    def _read_samples(self, request: MicrobatchRequest, samples: list[Any]) -> None:
         """Append the samples to `samples`, whose length after an exception shows which sample failed."""
         epoch = request.epoch or 0
         if not self._seed_samples:
@@ -117,7 +117,7 @@ class Fetcher(Dataset[Any]):
             samples.append(self._data[index])
 
 
-def all_checksums(data: Any, samples: Sequence[int], *, epoch: int, seed: int) -> int:
+def checksum_of_samples(data: Any, samples: Sequence[int], *, epoch: int, seed: int) -> int:
     """Return one checksum over these samples, each read with its own seed; 0 if a sample can't be read."""
     value = 0
     with preserve_rng():
@@ -164,7 +164,7 @@ def raise_worker_error(value: Any) -> Any:
     return value
 
 
-def worker_init(source: Source, *, alone: bool, parent: int) -> Callable[[int], None]:
+def start_function(source: Source, *, appears_alone: bool, parent: int) -> Callable[[int], None]:
     """Return the function that a data worker runs first: it makes the worker ignore signals and die with its `parent`.
 
     It calls the user's `worker_init_fn` last, with the dataset in `get_worker_info()`. `alone`: the worker appears as
@@ -173,16 +173,16 @@ def worker_init(source: Source, *, alone: bool, parent: int) -> Callable[[int], 
     user_init = source.loader.worker_init_fn if source.loader is not None else None
 
     def start(number: int) -> None:
-        obey_rank(parent)
+        follow_rank(parent)
         torch.set_num_threads(1)
-        introduce_worker(source.data, alone=alone)
+        introduce_worker(source.data, alone=appears_alone)
         if user_init is not None:
             user_init(number)
 
     return start
 
 
-def obey_rank(parent: int) -> None:
+def follow_rank(parent: int) -> None:
     """Make this process ignore stop signals and die with its parent.
 
     It installs a handler instead of SIG_IGN, because programs that the dataset starts would inherit SIG_IGN.
@@ -192,7 +192,7 @@ def obey_rank(parent: int) -> None:
         signal.signal(name, _ignore_signal)
 
 
-def tell_epoch(data: Any, epoch: int) -> None:
+def set_dataset_epoch(data: Any, epoch: int) -> None:
     """Call `set_epoch(epoch)` on a dataset or, if it is a wrapper without this method, on the datasets that it wraps.
 
     torch's `Subset` and `ConcatDataset`, and wrappers like them, have these in `dataset` or `datasets`.

@@ -13,7 +13,7 @@ from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 from multiprocessing.process import BaseProcess
 
-PATIENCE_SECONDS = (2.0, 4.0, 8.0, 16.0)
+START_TIMEOUTS = (2.0, 4.0, 8.0, 16.0)
 """The timeout of each try in seconds; one more try has no timeout, since the machine may only be slow."""
 
 
@@ -21,7 +21,7 @@ class _StartedFork(Popen):
     """A fork that is repeated until a child has started."""
 
     def _launch(self, process_obj: BaseProcess) -> None:
-        for seconds in PATIENCE_SECONDS:
+        for seconds in START_TIMEOUTS:
             read, write = os.pipe()
             process_obj.begun = (read, write)  # type: ignore[attr-defined]
             super()._launch(process_obj)  # type: ignore[misc]
@@ -41,15 +41,15 @@ class _StartedFork(Popen):
 class _StartedProcess(ForkProcess):
     """A process that reports its start to its parent."""
 
-    begun: tuple[int, int] | None = None
+    start_pipe: tuple[int, int] | None = None
 
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Popen:  # noqa: N802  multiprocessing's own name
         return _StartedFork(process_obj)
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:
-        if self.begun is not None:
-            read, write = self.begun
+        if self.start_pipe is not None:
+            read, write = self.start_pipe
             os.write(write, b"1")
             os.close(read)
             os.close(write)

@@ -7,24 +7,24 @@ from typing import Any, Protocol
 from paceline.console.formatting import plural
 from paceline.data.dataset_properties import (
     DatasetProperties,
-    find_facts,
-    find_length,
-    looked_at,
-    read_again,
-    refuse_other_data,
+    find_properties,
+    is_repeatable_read,
+    property_samples,
+    read_length,
+    refuse_different_data,
 )
-from paceline.data.fetch import Fetcher, MicrobatchRequest, SampleCheckRequest, all_checksums, raise_worker_error
+from paceline.data.fetch import Fetcher, MicrobatchRequest, SampleCheckRequest, checksum_of_samples, raise_worker_error
 from paceline.data.order.batches import Batch
 from paceline.data.order.cursor import Cursor
 from paceline.data.order.microbatch_assignment import assign_microbatches
-from paceline.data.order_check import refuse_apart, refuse_other
-from paceline.data.reader_process import read_apart
-from paceline.data.source import Collate, Order, Source, read_source, refuse_no_batch
-from paceline.data.stream.epoch import Agree
+from paceline.data.order_check import refuse_changed_order, refuse_different_orders
+from paceline.data.reader_process import read_in_process
+from paceline.data.source import Collate, SampleOrder, Source, read_source, refuse_no_batch
+from paceline.data.stream.epoch import GatherJson
 from paceline.data.stream.iterable_loader import IterableLoader
-from paceline.data.stream.single_pass import stream_once
+from paceline.data.stream.single_pass import read_stream_once
 from paceline.data.types import BatchPartition, DatasetSummary, ReplicaMicrobatch, StepInput
-from paceline.data.workers import Workers
+from paceline.data.workers import DataWorkers
 from paceline.errors import DataError, JobError
 from paceline.torch_internals.rng import stream_key
 
@@ -58,14 +58,14 @@ def make_loader(
     collate: Collate | None,
     order: Any,
     seed: int,
-    cut: BatchPartition,
+    partition: BatchPartition,
     cursor: Cursor,
     workers: int = 0,
     sample_seeds: str = "auto",
     pin_memory: bool = False,
     shards: int | None = None,
-    agree: Agree | None = None,
-    facts: DatasetProperties | None = None,
+    gather_json: GatherJson | None = None,
+    properties: DatasetProperties | None = None,
 ) -> BatchLoader:
     """Return the loader of one replica, starting at `cursor`. `data` may be a `Source` with known `facts`.
 
@@ -74,20 +74,26 @@ def make_loader(
     """
     source = read_source(data, collate=collate, order=order, workers=workers, name="train_data")
     if not source.is_indexed:
-        if not cut.reads:
-            raise refuse_stream()
+        if not partition.reads_samples:
+            raise stream_error()
         return IterableLoader(
-            source=source, cut=cut, cursor=cursor, seed=seed, sample_seeds=sample_seeds, shards=shards, agree=agree
+            source=source,
+            partition=partition,
+            cursor=cursor,
+            seed=seed,
+            sample_seeds=sample_seeds,
+            shards=shards,
+            gather_json=gather_json,
         )
     return MapStyleLoader(
         source=source,
-        facts=facts or find_facts(source, seed=seed),
+        properties=properties or find_properties(source, seed=seed),
         seed=seed,
-        cut=cut,
+        partition=partition,
         cursor=cursor,
         sample_seeds=sample_seeds,
         pin_memory=pin_memory,
-        agree=agree,
+        gather_json=gather_json,
     )
 
 
@@ -98,30 +104,30 @@ class MapStyleLoader:
         self,
         *,
         source: Source,
-        facts: DatasetProperties,
+        properties: DatasetProperties,
         seed: int,
-        cut: BatchPartition,
+        partition: BatchPartition,
         cursor: Cursor,
         sample_seeds: str,
         pin_memory: bool,
-        agree: Agree | None = None,
+        gather_json: GatherJson | None = None,
     ) -> None:
         self._source = source
         self._seed = seed
-        self._num_samples = facts.num_samples
-        self._cut = cut
-        self._gather_json = agree
-        self._order_source = source.gives_order
+        self._num_samples = properties.num_samples
+        self._partition = partition
+        self._gather_json = gather_json
+        self._order_source = source.order_source
         self._epoch_state: Mapping[str, Any] = {}
         self._cursor = cursor
-        self._order = Order(order=source.order, num_samples=facts.num_samples, seed=seed)
+        self._order = SampleOrder(order=source.order, num_samples=properties.num_samples, seed=seed)
         self.num_samples: int | None = self._order.size(cursor.epoch)
-        if cut.drop_last:
-            refuse_no_batch(self.num_samples, batch=cut.global_batch_size)
-        seeded = sample_seeds == "always" or (sample_seeds == "auto" and facts.draws)
+        if partition.drop_last:
+            refuse_no_batch(self.num_samples, batch=partition.global_batch_size)
+        seeded = sample_seeds == "always" or (sample_seeds == "auto" and properties.draws_random)
         self._fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=seeded)
-        worker_seed = stream_key(seed, "workers", cut.replica, cursor.epoch, cursor.position)
-        self._workers = Workers(fetcher=self._fetcher, source=source, pin_memory=pin_memory, seed=worker_seed)
+        worker_seed = stream_key(seed, "workers", partition.replica, cursor.epoch, cursor.position)
+        self._workers = DataWorkers(fetcher=self._fetcher, source=source, pin_memory=pin_memory, seed=worker_seed)
         self.notes = (*source.notes, *self._size_warning())
 
     def __iter__(self) -> Iterator[StepInput]:
@@ -129,8 +135,8 @@ class MapStyleLoader:
         fetched = self._workers.start(self._all_requests())
         epoch, summary = None, None
         for batch, requests in self._plan_batches():
-            if batch.after.epoch != epoch:
-                epoch = batch.after.epoch
+            if batch.next_cursor.epoch != epoch:
+                epoch = batch.next_cursor.epoch
                 check = self._data_check(epoch)
                 summary = raise_worker_error(self._fetcher[check] if fetched is None else next(fetched))
                 self._begin_epoch(epoch, summary)
@@ -150,7 +156,7 @@ class MapStyleLoader:
             )
 
     def _size_warning(self) -> tuple[str, ...]:
-        batch, total = self._cut.global_batch_size, self.num_samples or 0
+        batch, total = self._partition.global_batch_size, self.num_samples or 0
         if batch <= total:
             return ()
         return (
@@ -160,8 +166,8 @@ class MapStyleLoader:
 
     def _read_stand_in(self, batch: Batch) -> Any:
         """Read the first microbatch of a global batch now, outside the order of the data workers."""
-        request = self._wanted(batch, 0)
-        return raise_worker_error(read_apart(self._source, lambda: self._fetcher[request], seed=self._seed))
+        request = self._request(batch, 0)
+        return raise_worker_error(read_in_process(self._source, lambda: self._fetcher[request], seed=self._seed))
 
     def _data_check(self, epoch: int) -> MicrobatchRequest:
         """Return the request that checks the data at an epoch's start: its length, and the samples to compare.
@@ -170,10 +176,14 @@ class MapStyleLoader:
         request also has the samples that were compared at the run's start.
         """
         random_sample = (stream_key(self._seed, "glance", epoch) % self._num_samples,)
-        samples = random_sample if self._cut.reads else tuple({*looked_at(self._num_samples), *random_sample})
-        is_compared = self._gather_json is not None or not self._cut.reads
+        samples = (
+            random_sample
+            if self._partition.reads_samples
+            else tuple({*property_samples(self._num_samples), *random_sample})
+        )
+        is_compared = self._gather_json is not None or not self._partition.reads_samples
         return MicrobatchRequest(
-            epoch=epoch, indices=(), seen=SampleCheckRequest(samples=samples if is_compared else ())
+            epoch=epoch, indices=(), check=SampleCheckRequest(samples=samples if is_compared else ())
         )
 
     def _all_requests(self) -> Iterator[MicrobatchRequest]:
@@ -183,8 +193,8 @@ class MapStyleLoader:
         """
         epoch: int | None = None
         for batch, requests in self._plan_batches():
-            if batch.after.epoch != epoch:
-                epoch = batch.after.epoch
+            if batch.next_cursor.epoch != epoch:
+                epoch = batch.next_cursor.epoch
                 yield self._data_check(epoch)
             yield from [request for _, request in requests] or [MicrobatchRequest(epoch=epoch, indices=())]
 
@@ -212,12 +222,12 @@ class MapStyleLoader:
             summaries = self._gather_json([summary.num_samples, summary.checksum])
             lengths, checksums = [one[0] for one in summaries], [one[1] for one in summaries]
             is_repeatable = partial(self._is_repeatable, summary.samples, epoch)
-            refuse_other_data(
+            refuse_different_data(
                 dict(enumerate(lengths)),
                 dict(enumerate(checksums)),
                 samples=summary.samples,
                 name="train_data",
-                is_same=is_repeatable,
+                is_repeatable=is_repeatable,
             )
         if summary.num_samples != self._num_samples:
             raise DataError(
@@ -226,40 +236,49 @@ class MapStyleLoader:
                 cause="its __len__ changes from call to call, or depends on set_epoch()",
                 hint="a fixed length; order=lambda num_samples, epoch, seed: [...] says which samples an epoch has",
             )
-        checksum, order_source = self._order.name(epoch), self._order_source
-        if self._order.is_own and self._gather_json is not None:
-            refuse_apart(self._gather_json(checksum), what=order_source, when=f", in epoch {epoch}")
+        checksum, order_source = self._order.checksum_or_name(epoch), self._order_source
+        if self._order.is_user_defined and self._gather_json is not None:
+            refuse_different_orders(
+                self._gather_json(checksum), order_source=order_source, epoch_note=f", in epoch {epoch}"
+            )
         if self._epoch_state.get("epoch") == epoch and "order" in self._epoch_state:
-            refuse_other(checksum, saved=str(self._epoch_state["order"]), what=order_source, when=f", in epoch {epoch}")
+            refuse_changed_order(
+                checksum,
+                saved=str(self._epoch_state["order"]),
+                order_source=order_source,
+                epoch_note=f", in epoch {epoch}",
+            )
         self._epoch_state = {"epoch": epoch, "order": checksum}
 
     def _is_repeatable(self, samples: Sequence[int], epoch: int) -> bool:
         assert self._gather_json is not None
-        return all(self._gather_json(read_again(self._source, samples=samples, epoch=epoch, seed=self._seed)))
+        return all(self._gather_json(is_repeatable_read(self._source, samples=samples, epoch=epoch, seed=self._seed)))
 
     def _plan_batches(self) -> Iterator[tuple[Batch, list[tuple[int, MicrobatchRequest]]]]:
-        cursor, partition = self._cursor, self._cut
+        cursor, partition = self._cursor, self._partition
         while True:
-            batch = self._order.batch(
+            batch = self._order.next_batch(
                 cursor,
                 global_batch_size=partition.global_batch_size,
                 micro_batch_size=partition.micro_batch_size,
                 drop_last=partition.drop_last,
             )
-            cursor = batch.after
+            cursor = batch.next_cursor
             local_indices = (
                 assign_microbatches(len(batch.micro), replica=partition.replica, replicas=partition.replicas)
-                if partition.reads
+                if partition.reads_samples
                 else ()
             )
-            yield batch, [(index, self._wanted(batch, index)) for index in local_indices]
+            yield batch, [(index, self._request(batch, index)) for index in local_indices]
 
-    def _wanted(self, batch: Batch, index: int) -> MicrobatchRequest:
-        micro, epoch = batch.micro[index], batch.after.epoch
-        return MicrobatchRequest(epoch=epoch, indices=self._order.at(epoch=epoch, start=micro.start, stop=micro.stop))
+    def _request(self, batch: Batch, index: int) -> MicrobatchRequest:
+        micro, epoch = batch.micro[index], batch.next_cursor.epoch
+        return MicrobatchRequest(
+            epoch=epoch, indices=self._order.indices_at(epoch=epoch, start=micro.start, stop=micro.stop)
+        )
 
 
-def refuse_stream() -> JobError:
+def stream_error() -> JobError:
     """Return the error for a stream whose samples would have to be assigned by index."""
     return JobError(
         "train_data is a stream, but --update ps assigns samples by their index, again if a worker dies.",
@@ -279,7 +298,7 @@ def eval_feed(
     workers: int = 0,
     name: str = "eval_data",
     totals: dict[str, list[int]] | None = None,
-    agree: Agree | None = None,
+    gather_json: GatherJson | None = None,
 ) -> Iterator[ReplicaMicrobatch]:
     """Yield microbatches such that each sample is read once over all replicas; replicas may read different numbers.
 
@@ -289,14 +308,16 @@ def eval_feed(
     source = read_source(data, collate=collate, order=None, workers=workers, name=name)
     if not source.is_indexed:
         shard_totals = {} if totals is None else totals
-        yield from stream_once(
+        yield from read_stream_once(
             source=source, batch_size=batch_size, replica=replica, replicas=replicas, seed=seed, totals=shard_totals
         )
         return
-    num_samples = _equal_length(source, seed=seed, name=name, gather_json=agree)
-    order = Order(order=source.order or "sequential", num_samples=num_samples, seed=seed)
-    if order.is_own and agree is not None:
-        refuse_apart(agree(order.name(0)), what=f"{source.gives_order} of {name}", when="")
+    num_samples = _equal_length(source, seed=seed, name=name, gather_json=gather_json)
+    order = SampleOrder(order=source.order or "sequential", num_samples=num_samples, seed=seed)
+    if order.is_user_defined and gather_json is not None:
+        refuse_different_orders(
+            gather_json(order.checksum_or_name(0)), order_source=f"{source.order_source} of {name}", epoch_note=""
+        )
     total = order.size(0)
     starts = list(range(0, total, batch_size))
     fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=False)
@@ -304,12 +325,14 @@ def eval_feed(
         (
             index,
             MicrobatchRequest(
-                epoch=None, indices=order.at(epoch=0, start=starts[index], stop=starts[index] + batch_size)
+                epoch=None, indices=order.indices_at(epoch=0, start=starts[index], stop=starts[index] + batch_size)
             ),
         )
         for index in assign_microbatches(len(starts), replica=replica, replicas=replicas)
     ]
-    pool = Workers(fetcher=fetcher, source=source, pin_memory=False, seed=stream_key(seed, "workers", name, replica))
+    pool = DataWorkers(
+        fetcher=fetcher, source=source, pin_memory=False, seed=stream_key(seed, "workers", name, replica)
+    )
     fetched = pool.start(wanted for _, wanted in requests)
     try:
         for index, request in requests:
@@ -319,7 +342,7 @@ def eval_feed(
         pool.close()
 
 
-def _equal_length(source: Source, *, seed: int, name: str, gather_json: Agree | None) -> int:
+def _equal_length(source: Source, *, seed: int, name: str, gather_json: GatherJson | None) -> int:
     """Return the number of samples; replicas compare it, and the middle sample.
 
     Raises:
@@ -327,18 +350,22 @@ def _equal_length(source: Source, *, seed: int, name: str, gather_json: Agree | 
     """
 
     def read_summary() -> list[int]:
-        total = find_length(source.data, name=name)
-        return [total, 0 if gather_json is None else all_checksums(source.data, [total // 2], epoch=0, seed=seed)]
+        total = read_length(source.data, name=name)
+        return [total, 0 if gather_json is None else checksum_of_samples(source.data, [total // 2], epoch=0, seed=seed)]
 
-    local_summary = read_apart(source, read_summary, seed=seed)
+    local_summary = read_in_process(source, read_summary, seed=seed)
     if gather_json is not None:
         summaries, samples = gather_json(local_summary), [local_summary[0] // 2]
 
         def is_repeatable() -> bool:
-            return all(gather_json(read_again(source, samples=samples, epoch=None, seed=seed)))
+            return all(gather_json(is_repeatable_read(source, samples=samples, epoch=None, seed=seed)))
 
         lengths, checksums = [one[0] for one in summaries], [one[1] for one in summaries]
-        refuse_other_data(
-            dict(enumerate(lengths)), dict(enumerate(checksums)), samples=samples, name=name, is_same=is_repeatable
+        refuse_different_data(
+            dict(enumerate(lengths)),
+            dict(enumerate(checksums)),
+            samples=samples,
+            name=name,
+            is_repeatable=is_repeatable,
         )
     return local_summary[0]

@@ -8,32 +8,33 @@ _ORDER = "order=lambda num_samples, epoch, seed: numpy.random.default_rng([seed,
 _SAMPLER = "torch.randperm(n) without a generator of its own in __iter__: torch's is seeded for each epoch"
 
 
-def refuse_apart(names: Sequence[str], *, what: str, when: str) -> None:
+def refuse_different_orders(checksums: Sequence[str], *, order_source: str, epoch_note: str) -> None:
     """Compare every rank's order; all ranks raise the same error.
 
     Raises:
         DesyncError: a rank's order differs from rank 0's.
     """
-    different_ranks = [rank for rank, name in enumerate(names) if name != names[0]]
+    different_ranks = [rank for rank, name in enumerate(checksums) if name != checksums[0]]
     if different_ranks:
         raise DesyncError(
-            f"{what} gives a different order on rank {', '.join(map(str, different_ranks))} than on rank 0{when}.",
+            f"{order_source} gives a different order on rank {', '.join(map(str, different_ranks))} "
+            f"than on rank 0{epoch_note}.",
             cause="it draws from an unseeded generator, or depends on the rank",
-            hint=_hint(what),
+            hint=_hint(order_source),
         )
 
 
-def refuse_other(name: str, *, saved: str, what: str, when: str) -> None:
+def refuse_changed_order(checksum: str, *, saved: str, order_source: str, epoch_note: str) -> None:
     """Compare the order of a resumed epoch with the one it was started with.
 
     Raises:
         ResumeError: the order is different.
     """
-    if name != saved:
+    if checksum != saved:
         raise ResumeError(
-            f"{what} gives a different order than this run began with{when}.",
+            f"{order_source} gives a different order than this run began with{epoch_note}.",
             cause="a generator that is unseeded or continues from epoch to epoch, or a changed order=",
-            hint=f"{_hint(what)}; or --allow order: some samples repeat in this epoch, others are skipped",
+            hint=f"{_hint(order_source)}; or --allow order: some samples repeat in this epoch, others are skipped",
         )
 
 

@@ -16,11 +16,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from paceline.data.fetch import obey_rank, raise_worker_error, worker_error, worker_init
+from paceline.data.fetch import follow_rank, raise_worker_error, start_function, worker_error
 from paceline.data.fork_with_retry import STARTED_FORK
 from paceline.data.source import Source
-from paceline.data.worker_serialization import load
-from paceline.data.workers import closed_at_exit, start_workers, worker_died
+from paceline.data.worker_serialization import deserialize
+from paceline.data.workers import close_at_exit, start_workers, worker_death_error
 from paceline.errors import DataError, PacelineError
 from paceline.torch_internals.private_api import become_worker, hide_worker
 from paceline.torch_internals.rng import stream_key
@@ -28,7 +28,7 @@ from paceline.torch_internals.rng import stream_key
 Found = TypeVar("Found")
 
 
-def read_apart(source: Source, read: Callable[[], Found], *, seed: int = 0) -> Found:
+def read_in_process(source: Source, read: Callable[[], Found], *, seed: int = 0) -> Found:
     """Return `read()`, which runs in a separate process if the source has data workers.
 
     Raises:
@@ -39,7 +39,7 @@ def read_apart(source: Source, read: Callable[[], Found], *, seed: int = 0) -> F
         return read()
     process = DataProcess(source, make=lambda: _ReadOnce(read=read), seed=seed)
     try:
-        result: Found = process.ask("read")
+        result: Found = process.call("read")
         return result
     finally:
         process.close()
@@ -63,23 +63,23 @@ class DataProcess:
         self._process: BaseProcess = process
         self._pipe: Connection = parent_pipe
         self._finalizer = weakref.finalize(self, _stop_process, process, parent_pipe)
-        closed_at_exit(self)
+        close_at_exit(self)
 
-    def ask(self, method: str, /, *args: Any, **named: Any) -> Any:
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the object in the process and return the result.
 
         Raises:
             PacelineError, DataError: the method raised an exception, or the process has died.
         """
         try:
-            self._pipe.send_bytes(pickle.dumps((method, args, named), protocol=5))
+            self._pipe.send_bytes(pickle.dumps((method, args, kwargs), protocol=5))
             wait([self._pipe, self._process.sentinel])
             if not self._pipe.poll():
                 raise EOFError
-            is_result, value = load(self._pipe.recv_bytes())
+            is_result, value = deserialize(self._pipe.recv_bytes())
         except (EOFError, OSError) as error:
             self._process.join(1.0)
-            raise worker_died(f"its exit code is {self._process.exitcode}") from error
+            raise worker_death_error(f"its exit code is {self._process.exitcode}") from error
         if is_result:
             return value
         raise value
@@ -99,7 +99,7 @@ def _serve_calls(
     source: Source, make: Callable[[], Any], seed: int, parent: int, parent_pipe: Connection, pipe: Connection
 ) -> None:
     """Run the requested calls in the forked process until the pipe is closed."""
-    obey_rank(parent)
+    follow_rank(parent)
     parent_pipe.close()
     become_worker(source.data, seed=seed)
     target: Any = None
@@ -110,7 +110,7 @@ def _serve_calls(
             return
         try:
             if target is None:
-                worker_init(source, alone=True, parent=parent)(0)
+                start_function(source, appears_alone=True, parent=parent)(0)
                 if not source.is_indexed:
                     hide_worker()
                 target = make()

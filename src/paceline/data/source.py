@@ -51,7 +51,7 @@ class Source:
         return is_indexed(self.data)
 
     @property
-    def gives_order(self) -> str:
+    def order_source(self) -> str:
         """The origin of the order, as text for messages."""
         is_from_loader = self.loader is not None and self.order is self.loader.sampler
         return "the DataLoader's sampler" if is_from_loader else "order="
@@ -62,23 +62,23 @@ def is_indexed(data: Any) -> bool:
     return not isinstance(data, IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
-class MadeDatasets:
+class DatasetCache:
     """A cache of the datasets that functions return: a map-style dataset is created once, any other for each pass."""
 
     def __init__(self) -> None:
         self._datasets: dict[int, tuple[Any, Any]] = {}
 
-    def data(self, given: Any) -> Any:
+    def get(self, data: Any) -> Any:
         """Return the dataset: `data` itself, or what it returns if it is a function."""
-        if not _makes_data(given):
-            return given
-        if id(given) in self._datasets:
-            return self._datasets[id(given)][1]
-        dataset = given()
+        if not _makes_data(data):
+            return data
+        if id(data) in self._datasets:
+            return self._datasets[id(data)][1]
+        dataset = data()
         if isinstance(dataset, Iterator) and not any(hasattr(dataset, name) for name in _DATASET_METHODS):
-            return RegeneratedIterable(make=given)
+            return RegeneratedIterable(make=data)
         if is_indexed(dataset.dataset if isinstance(dataset, DataLoader) else dataset):
-            self._datasets[id(given)] = given, dataset
+            self._datasets[id(data)] = data, dataset
         return dataset
 
 
@@ -89,7 +89,7 @@ def _makes_data(data: Any) -> bool:
 
 
 def read_source(
-    data: Any, *, collate: Collate | None, order: Any, workers: int, name: str, made: MadeDatasets | None = None
+    data: Any, *, collate: Collate | None, order: Any, workers: int, name: str, cache: DatasetCache | None = None
 ) -> Source:
     """Return `data` as a `Source`, without reading it; a `Source` is returned unchanged.
 
@@ -98,7 +98,7 @@ def read_source(
     """
     if isinstance(data, Source):
         return data
-    data = (made or MadeDatasets()).data(data)
+    data = (cache or DatasetCache()).get(data)
     if isinstance(data, DataLoader):
         return _from_loader(data, collate=collate, order=order, workers=workers, name=name)
     if collate is None:
@@ -123,7 +123,7 @@ def _from_loader(loader: DataLoader[Any], *, collate: Collate | None, order: Any
     if method not in (None, "fork"):
         notes.append(f"the DataLoader's multiprocessing_context {method} is ignored: data workers are forked")
     if order is None and is_indexed(loader.dataset):
-        order, note = _order_of(loader.sampler)
+        order, note = _order_from_sampler(loader.sampler)
         notes += [note] if note else []
     return Source(
         data=loader.dataset,
@@ -156,7 +156,7 @@ def _check_loader(loader: DataLoader[Any], name: str) -> None:
         )
 
 
-def _order_of(sampler: Any) -> tuple[Any, str]:
+def _order_from_sampler(sampler: Any) -> tuple[Any, str]:
     if isinstance(sampler, SequentialSampler):
         return "sequential", ""
     if isinstance(sampler, RandomSampler) and not sampler.replacement:
@@ -185,7 +185,7 @@ def refuse_no_batch(num_samples: int, *, batch: int) -> None:
         )
 
 
-class Order:
+class SampleOrder:
     """The map from positions of an epoch to samples: a pure function of (seed, epoch, position)."""
 
     def __init__(self, *, order: Any, num_samples: int, seed: int) -> None:
@@ -195,17 +195,17 @@ class Order:
         self._epochs: dict[int, Permutation | Positions] = {}
 
     @property
-    def is_own(self) -> bool:
+    def is_user_defined(self) -> bool:
         """Return whether the order is user-defined."""
         return self._order is not None and not (isinstance(self._order, str) and self._order == "sequential")
 
-    def name(self, epoch: int) -> str:
+    def checksum_or_name(self, epoch: int) -> str:
         """Return a name that identifies the order; a checksum for a user-defined one."""
-        if not self.is_own:
+        if not self.is_user_defined:
             return self._order or "shuffled"
         return f"{zlib.crc32(np.ascontiguousarray(self._indices_of_epoch(epoch)).tobytes()):08x}"
 
-    def batch(self, cursor: Cursor, *, global_batch_size: int, micro_batch_size: int, drop_last: bool) -> Batch:
+    def next_batch(self, cursor: Cursor, *, global_batch_size: int, micro_batch_size: int, drop_last: bool) -> Batch:
         """Return the batch at `cursor`; each epoch is as long as its own order.
 
         Raises:
@@ -229,7 +229,7 @@ class Order:
         """Return the number of samples in this epoch."""
         return len(self._indices_of_epoch(epoch))
 
-    def at(self, *, epoch: int, start: int, stop: int) -> tuple[int, ...]:
+    def indices_at(self, *, epoch: int, start: int, stop: int) -> tuple[int, ...]:
         """Return the sample indices at these positions."""
         return tuple(self._indices_of_epoch(epoch)[start:stop].tolist())
 

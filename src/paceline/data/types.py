@@ -20,7 +20,7 @@ class BatchPartition:
     replica: int = 0
     replicas: int = 1
     drop_last: bool = False
-    reads: bool = True
+    reads_samples: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ class SerializedMicrobatch:
 
     def pin_memory(self) -> "DeserializedMicrobatch":
         """Return the pinned content: torch's pin-memory thread calls this."""
-        return DeserializedMicrobatch(pin_memory(load(self.content)))
+        return DeserializedMicrobatch(pin_memory(deserialize(self.content)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,32 +34,32 @@ class DeserializedMicrobatch:
     value: Any
 
 
-def pack(value: Any) -> SerializedMicrobatch:
+def serialize_microbatch(value: Any) -> SerializedMicrobatch:
     """Serialize a microbatch in a data worker; if that fails, serialize the `WorkerError` instead."""
     try:
         return SerializedMicrobatch(bytes(ForkingPickler.dumps(value)))
     except Exception as error:
-        return SerializedMicrobatch(bytes(ForkingPickler.dumps(not_sent(error))))
+        return SerializedMicrobatch(bytes(ForkingPickler.dumps(serialization_error(error))))
 
 
-def not_sent(error: Exception) -> WorkerError:
+def serialization_error(error: Exception) -> WorkerError:
     """Return the error for samples that a data worker cannot serialize."""
     return worker_error(error, doing="sending samples from a data worker to its rank", hint=_HINT)
 
 
-def unpack(parcel: Any) -> Any:
+def deserialize_microbatch(value: Any) -> Any:
     """Return the content that a data worker has packed.
 
     Raises:
         DataError: it cannot be rebuilt in this process.
         OSError, EOFError: the worker has died, and its shared memory no longer exists.
     """
-    if isinstance(parcel, DeserializedMicrobatch):
-        return parcel.value
-    return load(parcel.content) if isinstance(parcel, SerializedMicrobatch) else parcel
+    if isinstance(value, DeserializedMicrobatch):
+        return value.value
+    return deserialize(value.content) if isinstance(value, SerializedMicrobatch) else value
 
 
-def load(content: bytes) -> Any:
+def deserialize(content: bytes) -> Any:
     """Return the object that another process has serialized.
 
     Raises:

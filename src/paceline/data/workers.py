@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from paceline.console.formatting import plural
-from paceline.data.fetch import Fetcher, MicrobatchRequest, worker_init
+from paceline.data.fetch import Fetcher, MicrobatchRequest, start_function
 from paceline.data.fork_with_retry import STARTED_FORK
 from paceline.data.source import Source
-from paceline.data.worker_serialization import pack, unpack
+from paceline.data.worker_serialization import deserialize_microbatch, serialize_microbatch
 from paceline.errors import DataError
 from paceline.launch.agent.socket_paths import short_temporary_folder
 from paceline.launch.failures.oom_detection import explain_data_worker_error, explain_lock_error
@@ -24,24 +24,24 @@ from paceline.torch_internals.private_api import abandon_data_workers, stop_data
 _open_pools: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
-def closed_at_exit(pool: Any) -> None:
+def close_at_exit(pool: Any) -> None:
     """Stop these data workers when the interpreter ends, if they are still running."""
     _open_pools.add(pool)
 
 
-def kept_settings(source: Source) -> dict[str, Any]:
+def loader_arguments(source: Source) -> dict[str, Any]:
     """Return the arguments of Paceline's DataLoader, with the worker settings of the user's."""
     user_loader = source.loader
     return {
         "batch_size": None,
-        "collate_fn": pack,
+        "collate_fn": serialize_microbatch,
         "prefetch_factor": getattr(user_loader, "prefetch_factor", None) or 2,
         "timeout": getattr(user_loader, "timeout", 0),
         "multiprocessing_context": STARTED_FORK,
     }
 
 
-def worker_seeds(seed: int) -> torch.Generator:
+def worker_generator(seed: int) -> torch.Generator:
     """Return the generator that seeds a DataLoader's workers, so that the rank's own generator is not advanced."""
     return torch.Generator().manual_seed(seed)
 
@@ -54,7 +54,7 @@ class _RequestSampler(Sampler[Any]):
         return iter(self._requests)
 
 
-class Workers:
+class DataWorkers:
     """The data workers of one loader, if it has any."""
 
     def __init__(self, *, fetcher: Fetcher, source: Source, pin_memory: bool, seed: int = 0) -> None:
@@ -63,23 +63,23 @@ class Workers:
         self._source = source
         self._pin_memory = pin_memory
         self._iterator: Any = None
-        closed_at_exit(self)
+        close_at_exit(self)
 
-    def start(self, wanted: Iterable[MicrobatchRequest]) -> Iterator[Any] | None:
+    def start(self, requests: Iterable[MicrobatchRequest]) -> Iterator[Any] | None:
         """Start workers that fetch these requests in order; return an iterator of the results, None without workers."""
         self.close()
         if not self._source.workers:
             return None
         pins_memory = self._pin_memory or bool(getattr(self._source.loader, "pin_memory", False))
-        init_worker = worker_init(self._source, alone=False, parent=os.getpid())
+        init_worker = start_function(self._source, appears_alone=False, parent=os.getpid())
         loader = DataLoader(
             self._fetcher,
             num_workers=self._source.workers,
-            sampler=_RequestSampler(wanted),
+            sampler=_RequestSampler(requests),
             pin_memory=pins_memory,
             worker_init_fn=init_worker,
-            generator=worker_seeds(self._seed),
-            **kept_settings(self._source),
+            generator=worker_generator(self._seed),
+            **loader_arguments(self._source),
         )
         with start_workers(self._source.workers):
             self._iterator = iter(loader)
@@ -126,19 +126,19 @@ def guard_worker_death(iterator: Iterator[Any]) -> Iterator[Any]:
     """Yield the iterator's values; if a data worker dies, raise an error that says so."""
     while True:
         try:
-            value = unpack(next(iterator))
+            value = deserialize_microbatch(next(iterator))
         except StopIteration:
             return
         except (RuntimeError, OSError, EOFError) as error:
             reason = str(error) if isinstance(error, RuntimeError) else "the data that it had read is lost"
-            raise worker_died(reason) from error
+            raise worker_death_error(reason) from error
         yield value
 
 
-def worker_died(said: str) -> DataError:
+def worker_death_error(reason: str) -> DataError:
     """Return the error for a data worker that died; `reason` is what is known about its death."""
     return DataError(
-        f"a data worker died: {said}",
+        f"a data worker died: {reason}",
         cause="it was killed, perhaps for memory, a library crashed, its code called exit, or too many files were open",
         hint="--data.workers 0 shows the error in the rank itself",
     )

@@ -78,7 +78,7 @@ def _replay_stages(
         with simulated_ranks.run_lock:
             return _replay_stage(job, settings, plan, simulated_ranks, stage, *timelines[stage : stage + 1])
 
-    return run_threads(replay_stage, ranks=plan.mesh.pp, leave=simulated_ranks.abort)
+    return run_threads(replay_stage, ranks=plan.mesh.pp, end_waiting=simulated_ranks.abort)
 
 
 def _replay_stage(

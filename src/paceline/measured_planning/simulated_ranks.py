@@ -55,7 +55,7 @@ class SimulatedRanks:
             world_size=ranks,
             backend=backend if ranks > 1 else "none",
             group=self.fake_group(ranks),
-            is_imagined=True,
+            is_simulated=True,
             simulated_ranks=self,
             stages=tuple(range(self.mesh.pp)),
             stage=stage,
@@ -107,7 +107,7 @@ class SimulatedRanks:
         self.has_failed.set()
         with self.lock:
             for meeting in self.rendezvous_by_stages.values():
-                meeting.leave()
+                meeting.end()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,15 +118,20 @@ class SimulatedWorld(World):
     stages: tuple[int, ...] = (0,)
     stage: int = 0
 
-    def part(self, groups: Sequence[Sequence[int]]) -> World:
-        """Return this rank's group, as `World.part`; it must have the same number of ranks in each of its stages."""
+    def subgroup(self, groups: Sequence[Sequence[int]]) -> World:
+        """Return this rank's group, as `World.subgroup`; it has as many ranks in each of its stages."""
         group_ranks = next(list(ranks) for ranks in groups if self.rank in ranks)
         if len(group_ranks) == self.world_size:
             return self
         stages = tuple(sorted({rank // self.simulated_ranks.ranks_per_stage for rank in group_ranks}))
         group = self.simulated_ranks.fake_group(len(group_ranks))
         return replace(
-            self, rank=group_ranks.index(self.rank), world_size=len(group_ranks), group=group, stages=stages, parts={}
+            self,
+            rank=group_ranks.index(self.rank),
+            world_size=len(group_ranks),
+            group=group,
+            stages=stages,
+            subgroups={},
         )
 
     def all_reduce(self, tensor: Tensor, *, op: Op = "sum") -> Tensor:
@@ -152,7 +157,7 @@ class SimulatedWorld(World):
 
     def start_send(self, tensor: Tensor, *, to: int, tag: int) -> "_Message":
         """Send a tensor to another stage."""
-        self.sends("send", tensor)
+        self.count_sent_bytes("send", tensor)
         message = _Message(tensor=tensor, reports_completion=self.backend != "gloo")
         self.simulated_ranks.queues[self.stage, self.stages[to], tag].put(message)
         return message

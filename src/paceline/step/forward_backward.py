@@ -79,7 +79,7 @@ class MicrobatchForwardBackward:
         return totals, counts is None
 
     def _gather_counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
-        if not (self._divides_locally and self._replica.contract.counts_first):
+        if not (self._divides_locally and self._replica.contract.has_early_counts):
             return self._reporter.gather_counts(data)
         local = local_counts(self._replica.contract, data)
         return {name: torch.as_tensor(count) for name, count in local.items()}
@@ -174,7 +174,7 @@ class BatchForwardBackward:
             output = _run_model(replica, data, step=step, index=micro.index)
         num_local_samples = sum(micro.num_samples for micro in step_batch.micro)
         gathered = gather_rows(
-            output, data, world=replica.worlds.data, num_samples=num_local_samples, columns=self._columns
+            output, data, world=replica.worlds.data, num_samples=num_local_samples, known_columns=self._columns
         )
         if gathered is not None:
             with open_all(replica.forward_contexts):
@@ -222,7 +222,7 @@ def forward(replica: ReplicaContext, microbatch: LocalMicrobatch, *, step: int, 
         with microbatch.forward_context():
             output = replica.contract.forward(replica.model, microbatch.data)
         terms = replica.contract.terms(output, microbatch.data, num_samples=num_samples)
-        replica.contract.answer_sum(output, microbatch.data, terms)
+        replica.contract.run_sum_check(output, microbatch.data, terms)
     if num_samples > 0:
         for tape in replica.state_recorders:
             tape.end_forward(index)

@@ -323,7 +323,7 @@ class LossReporter:
 
     def gather_counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
         """Return the counts of the global batch if the job gives them before the forward, else None."""
-        if not self._contract.counts_first:
+        if not self._contract.has_early_counts:
             return None
         local = local_counts(self._contract, data)
         if self._names is None:
@@ -336,7 +336,7 @@ class LossReporter:
         if self._names is None:
             names_by_rank = self._world.gather_json(None if terms is None else list(terms))
             first = next(names for names in names_by_rank if names is not None)
-            if len(first) > 1 and not (self._contract.counts_first or self._contract.over_batch):
+            if len(first) > 1 and not (self._contract.has_early_counts or self._contract.over_batch):
                 raise JobError(
                     f"the loss has {len(first)} terms ({', '.join(first)}), each with its own count.",
                     cause="their counts over all ranks must be known before the first backward",

@@ -38,7 +38,7 @@ class BatchGuard:
                 )
             if self.pending_batch is not None:
                 raise UsageError(
-                    f"the batch of step {self.pending_batch.batch.after.step} was taken from run.batches() "
+                    f"the batch of step {self.pending_batch.batch.next_cursor.step} was taken from run.batches() "
                     "but not stepped.",
                     cause="a continue before run.step(batch), or list(run.batches())",
                     hint="for batch in run.batches(): run.step(batch); skip samples in train_data or order=",
@@ -52,10 +52,10 @@ class BatchGuard:
         Raises:
             UsageError: the batch was already stepped, or is not the latest one.
         """
-        if self.pending_batch is not None and step_batch.batch.after == self.pending_batch.batch.after:
+        if self.pending_batch is not None and step_batch.batch.next_cursor == self.pending_batch.batch.next_cursor:
             return
-        step = step_batch.batch.after.step
-        is_later_step = self.pending_batch is not None and step >= self.pending_batch.batch.after.step
+        step = step_batch.batch.next_cursor.step
+        is_later_step = self.pending_batch is not None and step >= self.pending_batch.batch.next_cursor.step
         raise UsageError(
             f"this batch is not the last one from run.batches(): it belongs to step {step}."
             if is_later_step

@@ -43,7 +43,7 @@ from paceline.checkpoint.train_state import (
     load_update,
 )
 from paceline.checkpoint.unsaved_state_warnings import UntrackedStateWarning
-from paceline.comm.collective_errors import on_all_ranks
+from paceline.comm.collective_errors import run_on_all_ranks
 from paceline.comm.process_group import World
 from paceline.config.task import Task
 from paceline.data.loader import BatchLoader
@@ -154,7 +154,7 @@ def _build_stashed_weights_state(step: PipeDreamStep, setup: TrainingSetup) -> R
 
 
 def _build_sites_state(step: LocalStep, setup: TrainingSetup) -> RuleState:
-    return SitesState(setup=setup, sites=step.sites)
+    return SitesState(setup=setup, sites=step.fragment_schedule)
 
 
 _RULE_STATES: Mapping[type[SynchronousStep], Callable[[Any, TrainingSetup], RuleState]] = {
@@ -224,7 +224,7 @@ class Checkpointer:
                 folder_identity=self._folder_identity,
             )
         self.last_saved = cursor.step
-        on_all_ranks(self._world, partial(self._mark_and_prune, path, cursor.step, is_best))
+        run_on_all_ranks(self._world, partial(self._mark_and_prune, path, cursor.step, is_best))
         untracked_warning = self._untracked_state.warning_text(self._world)
         if not self._world.is_main:
             return []
@@ -251,7 +251,7 @@ class Checkpointer:
         """
         setup = self._setup
         optimizers, shares = setup.update.optimizers, build_train_state(setup).optimizer_shards
-        _, scalars = on_all_ranks(setup.site, partial(local_state, optimizers, shares))
+        _, scalars = run_on_all_ranks(setup.site, partial(local_state, optimizers, shares))
         optimizer_scalars(optimizers, shares, scalars)
         self._untracked_state.start_tracking()
 
@@ -263,8 +263,8 @@ class Checkpointer:
         """
         step = self.last_saved
         path = self._folder / step_name(step)
-        on_all_ranks(self._world, partial(self._amend, path, extra))
-        on_all_ranks(self._world, partial(self._mark_and_prune, path, step, is_best))
+        run_on_all_ranks(self._world, partial(self._amend, path, extra))
+        run_on_all_ranks(self._world, partial(self._mark_and_prune, path, step, is_best))
 
     def _amend(self, path: Path, extra: Mapping[str, Any]) -> None:
         if self._world.is_main:
@@ -384,7 +384,7 @@ def restore_weights(loaded: OpenCheckpoint, *, setup: TrainingSetup) -> None:
     load_model(loaded, build_train_state(setup))
     ema = setup.update.ema
     if ema is not None:
-        on_all_ranks(setup.world, lambda: load_ema(loaded, ema, weights=setup.weights))
+        run_on_all_ranks(setup.world, lambda: load_ema(loaded, ema, weights=setup.weights))
 
 
 def write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:

@@ -13,7 +13,7 @@ from paceline.checkpoint.files.resharding_reader import StoredTensors
 from paceline.checkpoint.files.safetensors_io import Writable
 from paceline.checkpoint.shard_ownership import owned_shards, read_shard
 from paceline.checkpoint.train_state import OPTIMIZER
-from paceline.comm.collective_errors import on_all_ranks
+from paceline.comm.collective_errors import run_on_all_ranks
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors
 from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from paceline.step.local_sgd.local_sgd_step import LocalStep
@@ -27,13 +27,13 @@ Files = dict[str, list[Writable]]
 
 def get_sites(setup: TrainingSetup) -> FragmentSchedule | None:
     """Return the outer optimizer if there are several sites, else None."""
-    return setup.step.sites if isinstance(setup.step, LocalStep) else None
+    return setup.step.fragment_schedule if isinstance(setup.step, LocalStep) else None
 
 
 def is_writer(setup: TrainingSetup) -> bool:
     """Return True if this rank's site writes the state that all sites share."""
     sites = get_sites(setup)
-    return sites is None or sites.number == 0
+    return sites is None or sites.site_index == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,25 +48,25 @@ class SitesState:
     ) -> tuple[Files, dict[str, Any]]:
         """Return this rank's files and JSON state, extended for sites. Every rank must call this."""
         setup, sites = self.setup, self.sites
-        site_files = files if sites.number == 0 else {}
+        site_files = files if sites.site_index == 0 else {}
         rank = setup.site.rank
         stem = OPTIMIZER.partition(".")[0]
         site_files = site_files | {
-            _site_file(sites.number, name): rows for name, rows in files.items() if name.startswith(stem)
+            _site_file(sites.site_index, name): rows for name, rows in files.items() if name.startswith(stem)
         }
-        site_files[_site_file(sites.number, rank_file(SITE_WEIGHTS_FILE, rank))] = [
+        site_files[_site_file(sites.site_index, rank_file(SITE_WEIGHTS_FILE, rank))] = [
             row for name, tensor in local_weights.items() for row in _writable_shards(setup, name, name, tensor)
         ]
-        if sites.number == 0:
+        if sites.site_index == 0:
             rows = [
                 row
                 for fragment in sites.fragments
-                for kind, name, tensor in fragment.saved()
+                for kind, name, tensor in fragment.saved_state()
                 for row in _writable_shards(setup, f"{kind}/{name}", name, tensor)
             ]
             site_files[rank_file(OUTER_FILE, rank)] = rows
         site_states = sites.peers.gather_json({name: state[name] for name in _PER_SITE_STATE})
-        due_averages = [fragment.due for fragment in sites.fragments]
+        due_averages = [fragment.due_step for fragment in sites.fragments]
         return {name: rows for name, rows in site_files.items() if rows}, state | {
             "sites": site_states,
             "due": due_averages,
@@ -80,9 +80,9 @@ class SitesState:
         sites = self.sites
         if not is_same:
             return loaded
-        prefix = _site_file(sites.number, "")
+        prefix = _site_file(sites.site_index, "")
         files = {name.removeprefix(prefix): stored for name, stored in loaded.files.items() if name.startswith(prefix)}
-        return replace(loaded, files=loaded.files | files, state=loaded.state | loaded.state["sites"][sites.number])
+        return replace(loaded, files=loaded.files | files, state=loaded.state | loaded.state["sites"][sites.site_index])
 
     def load(self, loaded: OpenCheckpoint, *, is_same: bool) -> None:
         """Load this site's own weights and the weights that all sites agreed on. Every rank must call this.
@@ -92,10 +92,10 @@ class SitesState:
         """
         setup, sites = self.setup, self.sites
         if not is_same:
-            sites.begin()
+            sites.reset()
             return
         stored = loaded.files.get(SITE_WEIGHTS_FILE, StoredTensors([]))
-        site_weights = on_all_ranks(
+        site_weights = run_on_all_ranks(
             setup.site, lambda: {name: _read_shard(stored, name, name, setup) for name in stored}
         )
         sites.restore({name: tensor for name, tensor in site_weights.items() if tensor is not None}, step=loaded.step)
@@ -106,9 +106,9 @@ class SitesState:
 
         def restore() -> None:
             for fragment, due in zip(sites.fragments, loaded.state["due"], strict=True):
-                fragment.restore(find, due=due)
+                fragment.restore(find, due_step=due)
 
-        on_all_ranks(setup.site, restore)
+        run_on_all_ranks(setup.site, restore)
 
 
 def _site_file(site: int, name: str) -> str:

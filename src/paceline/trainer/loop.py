@@ -151,7 +151,7 @@ class Loop:
             for check in self._forecast_checks:
                 timing.enter_context(check.timing())
             result = self._run_step(step_batch)
-        self.cursor = step_batch.batch.after
+        self.cursor = step_batch.batch.next_cursor
         self._batch_guard.pending_batch = None
         for note in [*step_batch.notes, *self.setup.step.new_notes()]:
             self.event_bus.emit(Note(text=note))
@@ -207,7 +207,8 @@ class Loop:
         except NonFiniteError as error:
             world = World.alone() if self.setup.step.has_delayed_results else self.setup.world
             step_batch = next(
-                (one for one in self._recent_inputs if one.batch.after.step == error.step), self._recent_inputs[-1]
+                (one for one in self._recent_inputs if one.batch.next_cursor.step == error.step),
+                self._recent_inputs[-1],
             )
             if not step_rule(self.setup.plan.update_rule).traits.reads_samples:
                 step_batch = read_full_batch(step_batch, self.setup)

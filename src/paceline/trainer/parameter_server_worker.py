@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm.process_group import LaunchInfo, WorkerEntrance, World
+from paceline.comm.process_group import LaunchInfo, WorkerEndpoint, World
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import DatasetSummary, StepInput
 from paceline.errors import JobError, MachineError
@@ -23,7 +23,7 @@ from paceline.launch.agent.signals import stop_flag
 from paceline.launch.failures.failure_record import annotate_step
 from paceline.launch.inherited_environment import START_NUMBER, attempt_folder
 from paceline.step.forward_backward import backward, forward, loss_for_backward
-from paceline.step.parameter_server.flat_buffers import flat_of, kinds_of, pack_gradients
+from paceline.step.parameter_server.flat_buffers import kinds_of, layout_of, pack_gradients
 from paceline.step.parameter_server.model_state import fixed_tensors, model_digest
 from paceline.step.parameter_server.transport import (
     CONNECT_SECONDS,
@@ -61,10 +61,10 @@ def run_worker(prepared_job: PreparedJob) -> int:
     setup = build_training_setup(
         job=prepared_job.job, settings=prepared_job.settings, plan=prepared_job.plan, world=World.alone()
     )
-    return compute_shares(prepared_job, setup, WorkerEntrance(place=LaunchInfo.read(os.environ)))
+    return compute_shares(prepared_job, setup, WorkerEndpoint(place=LaunchInfo.read(os.environ)))
 
 
-def compute_shares(prepared_job: PreparedJob, setup: TrainingSetup, entrance: WorkerEntrance) -> int:
+def compute_shares(prepared_job: PreparedJob, setup: TrainingSetup, entrance: WorkerEndpoint) -> int:
     """Compute shares on an already built model until the server says that the run is over, and return the exit code."""
     worker, seconds = ParameterServerWorker(prepared_job, setup), prepared_job.settings.train.timeout_seconds
 
@@ -144,13 +144,13 @@ class ParameterServerWorker:
         """
         hello = {"rank": rank, "start_number": self._start_number, "model": model_digest(self._replica.model)}
         for connection in connections:
-            connection.send(Message(kind=MessageKind.HELLO, words=hello))
+            connection.send(Message(kind=MessageKind.HELLO, fields=hello))
         self._servers = [
             self._receive_initial_state(connection, _first_reply(connection)) for connection in connections
         ]
         first_server, *other_servers = self._servers
         while True:
-            message = first_server.connection.receive(row=first_server.row)
+            message = first_server.connection.receive(buffer=first_server.row)
             if message.kind is MessageKind.OVER:
                 return
             if message.kind is MessageKind.LEASE:
@@ -162,17 +162,17 @@ class ParameterServerWorker:
         self, message: Message, first_server: "_ServerConnection", other_servers: "Sequence[_ServerConnection]"
     ) -> None:
         """Compute and push one lease. The first server's push comes last, because only then does the lease count."""
-        lease = message.words
+        lease = message.fields
         versions = [first_server.load(message)]
         for other in other_servers:
-            other.connection.send(Message(kind=MessageKind.PULL, words={"version": lease["version"]}))
-            versions.append(other.load(other.connection.receive(row=other.row)))
+            other.connection.send(Message(kind=MessageKind.PULL, fields={"version": lease["version"]}))
+            versions.append(other.load(other.connection.receive(buffer=other.row)))
         with annotate_step(int(lease["cursor"]["step"]) + 1):
             share_report = self._compute_share(lease)
         for server in [*other_servers, first_server]:
             gradients = [_coalesce(weight.grad) for weight in server.weights]
             push = {**share_report, "lease": lease["lease"], "versions": versions, "gradients": kinds_of(gradients)}
-            server.connection.send(Message(kind=MessageKind.PUSH, words=push, row=pack_gradients(gradients)))
+            server.connection.send(Message(kind=MessageKind.PUSH, fields=push, buffer=pack_gradients(gradients)))
             if server is not first_server:
                 server.connection.receive()
         self.num_pushed += 1
@@ -180,19 +180,19 @@ class ParameterServerWorker:
     def _receive_initial_state(self, connection: Connection, message: Message) -> "_ServerConnection":
         """Copy the server's frozen tensors and buffers, and return its connection with the weights that it holds."""
         frozen_tensors = fixed_tensors(self._replica.model)
-        if message.row is not None:
-            for tensor, value in zip(frozen_tensors, flat_of(frozen_tensors).views(message.row), strict=True):
+        if message.buffer is not None:
+            for tensor, value in zip(frozen_tensors, layout_of(frozen_tensors).views(message.buffer), strict=True):
                 tensor.data.copy_(value)
         self._replica.buffers.begin()
         parameters = {member.name: member.parameter for member in self._named}
-        return _ServerConnection(connection, [parameters[name] for name in message.words["names"]])
+        return _ServerConnection(connection, [parameters[name] for name in message.fields["names"]])
 
     def _compute_share(self, lease: Mapping[str, Any]) -> dict[str, Any]:
         """Compute the gradient of a share into every `.grad`, and return its loss terms."""
         cursor = Cursor.from_json(lease["cursor"])
         stop_flag.reinstall()
         self._fire_faults(cursor.step + 1)
-        read = partial(self._loader.share, cursor, micro_batch_size=int(lease["micro_batch_size"]))
+        read = partial(self._loader.read_share, cursor, micro_batch_size=int(lease["micro_batch_size"]))
         if "summary" in lease:
             server_summary = lease["summary"]
             summary = DatasetSummary(
@@ -200,15 +200,15 @@ class ParameterServerWorker:
                 samples=tuple(server_summary["samples"]),
                 checksum=server_summary["checksum"],
             )
-            self._loader.compare(int(lease["epoch"]), summary, rank=LaunchInfo.read(os.environ).rank)
-        step_batch = read(number=int(lease["number"]), of=int(lease["of"]))
+            self._loader.compare_data(int(lease["epoch"]), summary, rank=LaunchInfo.read(os.environ).rank)
+        step_batch = read(number=int(lease["number"]), num_shares=int(lease["of"]))
         counts = self._count_targets(step_batch, read_batch=read)
         terms = self._compute_gradients(step_batch, step=cursor.step, counts=counts)
         if self._pulse is not None:
             self._pulse.write(step=cursor.step + 1)
         data_report = {
-            "epoch": step_batch.batch.after.epoch,
-            "order": self._loader.order_of(step_batch.batch.after.epoch),
+            "epoch": step_batch.batch.next_cursor.epoch,
+            "order": self._loader.order_checksum(step_batch.batch.next_cursor.epoch),
         }
         divisors = None if counts is None else {name: float(count) for name, count in counts.items()}
         return {**data_report, "terms": terms, "divided_by": divisors, "stop": stop_flag.is_requested}
@@ -224,7 +224,7 @@ class ParameterServerWorker:
 
         They cover the whole batch if the batch is one update, else this share.
         """
-        if not self._replica.contract.counts_first:
+        if not self._replica.contract.has_early_counts:
             return None
         if self._sums_shares and len(step_batch.micro) < step_batch.num_micro:
             step_batch = read_batch()
@@ -274,15 +274,15 @@ class _ServerConnection:
     def __init__(self, connection: Connection, weights: Sequence[Tensor]) -> None:
         self.connection = connection
         self.weights = list(weights)
-        self._flat = flat_of(weights)
-        self.row = self._flat.row()
+        self._flat = layout_of(weights)
+        self.row = self._flat.empty_buffer()
 
     def load(self, message: Message) -> int:
         """Copy the pulled values into the weights, and return their version."""
-        if message.row is not None:
-            for tensor, value in zip(self.weights, self._flat.views(message.row), strict=True):
+        if message.buffer is not None:
+            for tensor, value in zip(self.weights, self._flat.views(message.buffer), strict=True):
                 tensor.data.copy_(value)
-        return int(message.words["version"])
+        return int(message.fields["version"])
 
 
 def _coalesce(gradient: Tensor | None) -> Tensor | None:

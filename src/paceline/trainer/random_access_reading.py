@@ -2,7 +2,7 @@
 
 from paceline.config.settings import Settings
 from paceline.data.leased_loader import RandomAccessLoader
-from paceline.data.reader_process import read_apart
+from paceline.data.reader_process import read_in_process
 from paceline.data.types import StepInput
 from paceline.job import Job
 from paceline.trainer.setup.build_training_setup import TrainingSetup
@@ -27,6 +27,6 @@ def read_full_batch(step_batch: StepInput, setup: TrainingSetup) -> StepInput:
 
     def read() -> StepInput:
         loader = random_access_loader(setup.job, settings, global_batch_size=plan.global_batch_size)
-        return loader.share(step_batch.batch.cursor, micro_batch_size=plan.micro_batch_size)
+        return loader.read_share(step_batch.batch.cursor, micro_batch_size=plan.micro_batch_size)
 
-    return read_apart(setup.data.train, read, seed=settings.seed)
+    return read_in_process(setup.data.train, read, seed=settings.seed)

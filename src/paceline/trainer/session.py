@@ -18,7 +18,7 @@ from paceline.config.job_reference import file_name
 from paceline.config.loading import as_toml
 from paceline.config.secret_settings import holds_secret
 from paceline.console.formatting import plural
-from paceline.data.dataset_properties import DatasetProperties, find_facts, looked_at, read_again, refuse_other_data
+from paceline.data import dataset_properties
 from paceline.data.loader import BatchLoader
 from paceline.data.order.cursor import Cursor
 from paceline.errors import raise_all
@@ -219,7 +219,7 @@ class _SessionBuilder:
             start_time=start_time,
         )
         if prepared_job.task.verb == "train":
-            self.setup.step.replica.contract.ask_sum()
+            self.setup.step.replica.contract.request_sum_check()
             refuse_short_schedules(self.setup.update.schedules, total_steps=loop.total_steps)
             refuse_large_batch(self.setup.plan, num_samples=loader.num_samples)
             events += self._schedule_notes(loader, loop) if not cursor.step else []
@@ -230,8 +230,9 @@ class _SessionBuilder:
         batch, samples = self.prepared_job.plan.global_batch_size, loader.num_samples
         drop_last = self.prepared_job.settings.data.drop_last
         epoch_steps = None if samples is None else max(1, samples // batch if drop_last else -(-samples // batch))
-        schedules, total = self.setup.update.schedules, loop.total_steps
-        warnings = schedules_in_epochs(schedules, total_steps=total, epoch_steps=epoch_steps)
+        warnings = schedules_in_epochs(
+            self.setup.update.schedules, total_steps=loop.total_steps, epoch_steps=epoch_steps
+        )
         return [Note(text=text, level="warning") for text in warnings]
 
     def _find_forecast(self) -> FallbackLayout | None:
@@ -246,8 +247,7 @@ class _SessionBuilder:
 
     def _count_parameters(self) -> int:
         """Return the number of trainable parameters on all ranks together."""
-        shards = self.setup.kept
-        return sum(math.prod(shards.shard_specs(name)[0].shape) for name in shards.names)
+        return sum(math.prod(self.setup.kept.shard_specs(name)[0].shape) for name in self.setup.kept.names)
 
     def _open_checkpoint(self) -> tuple[OpenCheckpoint | None, list[Event]]:
         if self.resume is None:
@@ -263,25 +263,27 @@ class _SessionBuilder:
             folder = move_superseded(self.run.checkpoints, start=loaded.path)
         return [] if folder is None else [Note(text=f"checkpoints after {loaded.path.name} were set aside in {folder}")]
 
-    def _read_data_properties(self) -> DatasetProperties | None:
+    def _read_data_properties(self) -> dataset_properties.DatasetProperties | None:
         """Return the properties of indexed data, after a check that they are equal on every rank; None for a stream."""
         source, seed = self.setup.data.train, self.prepared_job.settings.seed
         if not source.is_indexed:
             return None
-        data_properties = find_facts(source, seed=seed)
-        data_properties.refuse_problem()
+        data_properties = dataset_properties.find_properties(source, seed=seed)
+        data_properties.raise_error()
         by_rank = self.world.gather_json([data_properties.num_samples, data_properties.fingerprint])
-        samples = looked_at(data_properties.num_samples)
+        samples = dataset_properties.property_samples(data_properties.num_samples)
 
-        def is_same() -> bool:
-            return all(self.world.gather_json(read_again(source, samples=samples, epoch=0, seed=seed)))
+        def is_repeatable() -> bool:
+            local = dataset_properties.is_repeatable_read(source, samples=samples, epoch=0, seed=seed)
+            return all(self.world.gather_json(local))
 
-        lengths, checksums = [one[0] for one in by_rank], [one[1] for one in by_rank]
-        lengths_and_checksums = dict(enumerate(lengths)), dict(enumerate(checksums))
-        refuse_other_data(*lengths_and_checksums, samples=samples, name="train_data", is_same=is_same)
+        lengths, checksums = (dict(enumerate(each[part] for each in by_rank)) for part in range(2))
+        dataset_properties.refuse_different_data(
+            lengths, checksums, samples=samples, name="train_data", is_repeatable=is_repeatable
+        )
         return data_properties
 
-    def _make_loader(self, cursor: Cursor, data_properties: DatasetProperties | None) -> BatchLoader:
+    def _make_loader(self, cursor: Cursor, data_properties: dataset_properties.DatasetProperties | None) -> BatchLoader:
         plan, settings = self.prepared_job.plan, self.prepared_job.settings
         return feed_for(
             self.setup.data,
@@ -443,7 +445,7 @@ class _SessionBuilder:
         return tuple(lines)
 
 
-def _data_identity(data_properties: DatasetProperties | None) -> dict[str, Any]:
+def _data_identity(data_properties: dataset_properties.DatasetProperties | None) -> dict[str, Any]:
     """Return the data properties in the form that a checkpoint stores."""
     if data_properties is None:
         return {"num_samples": None, "data": "stream"}

@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 from paceline.checkpoint.state_outside_state_dict import state_dict_tensors
-from paceline.data.reader_process import read_apart
+from paceline.data.reader_process import read_in_process
 from paceline.parallel.module_access.tensor_access import copy_into
 from paceline.torch_internals.rng import host_states, seed_all, stream_key
 from paceline.trainer.evaluation.evaluator import EvaluatedSplit, Evaluator
@@ -151,7 +151,7 @@ class _ReferenceEvaluation:
         seed = self._setup.settings.seed
         split = self._setup.data.split(data, name="eval_data")
         with torch.no_grad(), single_process():
-            batches, self.draws_random_numbers = read_apart(
+            batches, self.draws_random_numbers = read_in_process(
                 split, lambda: _collate_batches(data, size, self._collate, seed=seed)
             )
             for number, (batch, rows) in enumerate(batches):
@@ -213,5 +213,5 @@ def _select_subset(data: Any, setup: TrainingSetup) -> Any:
     if is_stream or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return None
     size = setup.plan.micro_batch_size
-    total = read_apart(setup.data.split(data, name="eval_data"), lambda: len(data))
+    total = read_in_process(setup.data.split(data, name="eval_data"), lambda: len(data))
     return Subset(data, range(min(total, _EVALUATED_BATCHES * setup.world.world_size * size + 1))) if total else None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.checkpoint.state_outside_state_dict import state_dict_tensors
 from paceline.console.formatting import plural
-from paceline.data.dataset_properties import spread_checksums
+from paceline.data.dataset_properties import sample_checksums
 from paceline.data.order.cursor import Cursor
 from paceline.data.stream.iterable_loader import checksum
 from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
@@ -100,7 +100,7 @@ def read_first_batches(setup: TrainingSetup, steps: int, contents: ContentChecks
     try:
         for step_input in islice(iter(loader), steps):
             contents |= {
-                (step_input.batch.after.step, micro.index): checksum(micro.data, 0) for micro in step_input.micro
+                (step_input.batch.next_cursor.step, micro.index): checksum(micro.data, 0) for micro in step_input.micro
             }
             yield step_input
     finally:
@@ -129,10 +129,10 @@ def _compare_other_samples(rung_result: RungResult, setup: TrainingSetup) -> Non
     source, seed, world = setup.data.train, setup.settings.seed, setup.world
     if world.world_size == 1 or not source.is_indexed:
         return
-    read_checksums = partial(spread_checksums, source, seed=seed, most=_MAX_SAMPLES, seconds=_MAX_SECONDS)
-    first = read_checksums(chosen=None) if world.is_main else None
+    read_checksums = partial(sample_checksums, source, seed=seed, max_samples=_MAX_SAMPLES, seconds=_MAX_SECONDS)
+    first = read_checksums(fixed_indices=None) if world.is_main else None
     indices = world.share_json(None if first is None else first[0])
-    checksums = read_checksums(chosen=indices)[1]
+    checksums = read_checksums(fixed_indices=indices)[1]
     is_same = all(world.gather_json(first is None or first[1] == checksums))
     for index, *values in zip(indices, *world.gather_json(checksums), strict=True):
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
@@ -303,7 +303,9 @@ def _gather_site_weights(
     for name, tensor in local_weights.items():
         for site in range(sites.peers.world_size):
             gathered[f"{name} of site {site}"] = sites.peers.broadcast(tensor.clone(), source=site)
-    synced_weights = {m.name: a.detach() for f in sites.fragments for m, a in zip(f.members, f.agreed, strict=True)}
+    synced_weights = {
+        m.name: a.detach() for f in sites.fragments for m, a in zip(f.members, f.synchronized, strict=True)
+    }
     for name in setup.kept.names:
         gathered[f"{name} (synchronized)"] = setup.kept.gather_full_tensor(name, synced_weights.get(name))
     return gathered

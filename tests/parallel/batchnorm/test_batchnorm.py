@@ -309,7 +309,7 @@ def built(job: Job, replicas: int, *, micro: int, buffers: Any = "fold") -> Trai
 def trained(made: TrainingSetup, *, micro: int, steps: int = STEPS) -> dict[str, Tensor]:
     """A few steps of ours."""
     cut = BatchPartition(global_batch_size=BATCH, micro_batch_size=micro)
-    feed = iter(make_loader(data=made.job.train_data, collate=None, order=None, seed=0, cut=cut, cursor=Cursor()))
+    feed = iter(make_loader(data=made.job.train_data, collate=None, order=None, seed=0, partition=cut, cursor=Cursor()))
     try:
         for _ in range(steps):
             made.step.run(next(feed))

@@ -67,9 +67,9 @@ def grid(work: Callable[[World, WorldGroup], Any], *, sequence: bool = False) ->
     def leave() -> None:
         for world in (each[0] for each in (*rings, *groups)):
             assert isinstance(world, ThreadWorld)
-            world.meeting.leave()
+            world.rendezvous.end()
 
-    found = run_threads(run, ranks=CP * TP, leave=leave)
+    found = run_threads(run, ranks=CP * TP, end_waiting=leave)
     return {divmod(rank, TP): found[rank] for rank in range(CP * TP)}
 
 

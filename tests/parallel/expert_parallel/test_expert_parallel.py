@@ -297,7 +297,7 @@ class Counted:
 
     def __init__(self, over: World) -> None:
         self.over, self.rank, self.world_size, self.elements = over, over.rank, over.world_size, 0
-        self.is_imagined = over.is_imagined
+        self.is_imagined = over.is_simulated
 
     def all_to_all(self, rows: Tensor, *, send: Any, receive: Any) -> Tensor:
         self.elements += rows.numel()

@@ -26,7 +26,7 @@ from paceline.parallel.module_access.shard_spec import ShardSpec
 from paceline.parallel.module_access.sharded_tensors import LocalTensor, ShardedTensors
 from paceline.schedule.weight_version_rules import Rule, VersionRule
 from paceline.step.loss.loss_return_value import LossContract
-from paceline.step.loss.modules_captured_by_loss import found_parameters
+from paceline.step.loss.modules_captured_by_loss import find_parameters
 from paceline.step.pipedream.pipedream_step import PipeDreamStep
 from paceline.step.pipedream.weight_versions import WeightVersions
 from paceline.trainer.checks.loss_modules import loss_notes
@@ -133,7 +133,7 @@ HELD: dict[str, tuple[Callable[..., Any], list[str]]] = {
 @pytest.mark.parametrize("name", HELD)
 def test_parameters_of_the_loss_are_found_and_named(name: str) -> None:
     loss, names = HELD[name]
-    assert list(found_parameters(loss)) == names
+    assert list(find_parameters(loss)) == names
     notes = loss_notes(loss, model=nn.Linear(4, 2), world=World(device=torch.device("cpu")))
     assert len(notes) == bool(names) and all(each in notes[0] for each in names)
 
@@ -417,16 +417,16 @@ class Overflowing(World):
 def test_the_weights_of_earlier_updates_stand_under_their_own_number(step: int) -> None:
     model = nn.Linear(2, 1, bias=False)
     stash = PipeDreamStep.__new__(PipeDreamStep)
-    stash._stash, stash._stage = VersionRule(stages=3, rule=Rule.NEWEST), 0
-    stash.versions = WeightVersions(model, named=trainable_parameters(model), direct=False)
+    stash._version_rule, stash._stage = VersionRule(stages=3, rule=Rule.NEWEST), 0
+    stash.versions = WeightVersions(model, named=trainable_parameters(model), is_direct=False)
     kept = {ago: {"weight": torch.full((1, 2), float(step - ago))} for ago in (1, 2)}
     with torch.no_grad():
         model.weight.fill_(float(step))
-    stash.begin(step, ends=[-2, -1, 0], kept=kept)
+    stash.resume(step, ends=[-2, -1, 0], older_weights=kept)
     for number in (step, step - 1, step - 2):
-        weights = stash.versions.of(number)
+        weights = stash.versions.get(number)
         assert weights is not None and weights["weight"].tolist() == [[float(number)] * 2]
-    assert stash.versions.held(0) == step - 2
+    assert stash.versions.available_version(0) == step - 2
     held = LocalTensor(
         name="weight", shard_spec=ShardSpec.full((1, 2)), dtype=torch.float32, get_tensor=lambda: model.weight.detach()
     )

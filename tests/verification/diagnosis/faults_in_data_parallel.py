@@ -128,8 +128,9 @@ MicrobatchStatistics.fold = fold
 from paceline.data.loader import MapStyleLoader
 _start = MapStyleLoader.__init__
 
-def start(self, *, cut, **rest):
-    _start(self, cut=replace(cut, drop_last=cut.drop_last or cut.replicas > 1), **rest)
+def start(self, *, partition, **rest):
+    whole = partition.replicas == 1
+    _start(self, partition=replace(partition, drop_last=partition.drop_last or not whole), **rest)
 
 MapStyleLoader.__init__ = start
 _read = read_digits
@@ -147,15 +148,15 @@ def read_digits():
         says=("rank 1", "twice|sample|index|read"),
         code="""
 from paceline.data.loader import MapStyleLoader
-_wanted = MapStyleLoader._wanted
+_request = MapStyleLoader._request
 
 def wanted(self, batch, index):
-    asked = _wanted(self, batch, index)
-    if self._cut.replicas > 1 and self._cut.replica == 1:
+    asked = _request(self, batch, index)
+    if self._partition.replicas > 1 and self._partition.replica == 1:
         return replace(asked, indices=(*asked.indices[:-1], asked.indices[0]))
     return asked
 
-MapStyleLoader._wanted = wanted
+MapStyleLoader._request = wanted
 """,
     ),
     Planted(
@@ -309,8 +310,9 @@ _AllReduceBucket._fill_payload = payload
 from paceline.data.loader import MapStyleLoader
 _start = MapStyleLoader.__init__
 
-def start(self, *, seed, cut, **rest):
-    _start(self, seed=seed + (cut.replica if cut.replicas > 1 else 0), cut=cut, **rest)
+def start(self, *, seed, partition, **rest):
+    own = partition.replica if partition.replicas > 1 else 0
+    _start(self, seed=seed + own, partition=partition, **rest)
 
 MapStyleLoader.__init__ = start
 """,

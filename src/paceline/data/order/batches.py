@@ -24,13 +24,13 @@ class Batch:
     """A global batch with the run's cursor before and after it."""
 
     cursor: Cursor
-    after: Cursor
+    next_cursor: Cursor
     micro: tuple[Microbatch, ...]
 
     @property
     def num_samples(self) -> int:
         """The number of samples over all ranks."""
-        return self.after.samples - self.cursor.samples
+        return self.next_cursor.samples - self.cursor.samples
 
 
 def next_batch(
@@ -53,7 +53,7 @@ def next_batch(
         Microbatch(index=index, start=start, stop=min(start + micro_batch_size, stop))
         for index, start in enumerate(starts)
     )
-    return Batch(cursor=cursor, after=_advance(cursor, size), micro=micro)
+    return Batch(cursor=cursor, next_cursor=_advance(cursor, size), micro=micro)
 
 
 def _advance(cursor: Cursor, size: int) -> Cursor:

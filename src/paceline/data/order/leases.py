@@ -20,7 +20,7 @@ class BatchShare:
 
     step: int
     number: int
-    of: int
+    num_shares: int
 
 
 @dataclass(kw_only=True, eq=False)
@@ -31,7 +31,7 @@ class Lease:
     share: BatchShare
     worker: int
     version: int
-    pushed: bool = False
+    is_pushed: bool = False
 
 
 class Leases:
@@ -42,7 +42,7 @@ class Leases:
 
     def __init__(self, *, bound: float) -> None:
         self.version = 0
-        self.late: dict[int, Counter[int]] = {}
+        self.staleness_counts: dict[int, Counter[int]] = {}
         self._bound = bound
         self._free_shares: deque[BatchShare] = deque()
         self._in_flight: list[Lease] = []
@@ -60,20 +60,20 @@ class Leases:
         return len(self._free_shares)
 
     @property
-    def num_out(self) -> int:
+    def num_in_flight(self) -> int:
         """The number of shares that are leased and not applied yet."""
         return len(self._in_flight)
 
     @property
-    def oldest(self) -> int:
+    def oldest_number(self) -> int:
         """The number of the oldest lease that is not applied yet, or of the next lease if there is none."""
         return min((lease.number for lease in self._in_flight), default=self._num_leases + 1)
 
-    def offer(self, shares: Iterable[BatchShare]) -> None:
+    def add_shares(self, shares: Iterable[BatchShare]) -> None:
         """Add a batch's shares to the free shares."""
         self._free_shares += shares
 
-    def grant(self, worker: int) -> Lease | None:
+    def lease_next(self, worker: int) -> Lease | None:
         """Return a lease on the oldest free share, or None if no share is free or the bound forbids it."""
         if not self._free_shares or not self._can_lease(self._free_shares[0]):
             return None
@@ -82,21 +82,21 @@ class Leases:
         self._in_flight.append(lease)
         return lease
 
-    def push(self, lease: Lease) -> None:
+    def record_push(self, lease: Lease) -> None:
         """Record that the complete gradient of a lease has arrived."""
-        assert lease in self._in_flight and not lease.pushed
-        lease.pushed = True
+        assert lease in self._in_flight and not lease.is_pushed
+        lease.is_pushed = True
         self._pushed.append(lease)
 
-    def lose(self, worker: int) -> list[BatchShare]:
+    def release_worker(self, worker: int) -> list[BatchShare]:
         """Free the shares that a lost worker had not pushed, before all later shares, and return them."""
-        lost = [lease for lease in self._in_flight if lease.worker == worker and not lease.pushed]
+        lost = [lease for lease in self._in_flight if lease.worker == worker and not lease.is_pushed]
         self._in_flight = [lease for lease in self._in_flight if lease not in lost]
         freed = sorted((lease.share for lease in lost), key=lambda share: (share.step, share.number))
         self._free_shares = deque(sorted([*freed, *self._free_shares], key=lambda share: (share.step, share.number)))
         return freed
 
-    def ready(self) -> Sequence[Lease]:
+    def ready_leases(self) -> Sequence[Lease]:
         """Return the leases of the next update in the order of summation; empty if no update may be applied now."""
         if self.sums_shares:
             return self._ready_batch()
@@ -105,21 +105,21 @@ class Leases:
                 return (lease,)
         return ()
 
-    def record_update(self, leases: Sequence[Lease], *, counts: bool = True) -> None:
+    def record_update(self, leases: Sequence[Lease], *, is_applied: bool = True) -> None:
         """Record the update of these leases; with `is_applied` False it was skipped and makes no new version."""
         for lease in leases:
             self._in_flight.remove(lease)
             self._pushed.remove(lease)
-            if counts:
-                self.late.setdefault(lease.worker, Counter())[self.version - lease.version] += 1
-        self.version += int(counts)
+            if is_applied:
+                self.staleness_counts.setdefault(lease.worker, Counter())[self.version - lease.version] += 1
+        self.version += int(is_applied)
 
     def _ready_batch(self) -> Sequence[Lease]:
         if not self._pushed:
             return ()
         first_step = min(lease.share.step for lease in self._pushed)
         pushed = [lease for lease in self._pushed if lease.share.step == first_step]
-        return sorted(pushed, key=lambda lease: lease.share.number) if len(pushed) == pushed[0].share.of else ()
+        return sorted(pushed, key=lambda lease: lease.share.number) if len(pushed) == pushed[0].share.num_shares else ()
 
     def _can_lease(self, share: BatchShare) -> bool:
         if self.sums_shares:

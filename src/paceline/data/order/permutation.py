@@ -41,9 +41,9 @@ class Permutation:
         first, last = start // _BLOCK, (stop - 1) // _BLOCK
         if first == last:
             return self._indices_of_block(first)[start - first * _BLOCK : stop - first * _BLOCK]
-        return self.at(np.arange(start, stop, dtype=np.int64))
+        return self.indices_at(np.arange(start, stop, dtype=np.int64))
 
-    def at(self, positions: Positions) -> Positions:
+    def indices_at(self, positions: Positions) -> Positions:
         """Return the sample indices at these positions, uncached."""
         values = self._encrypt(positions.astype(np.uint64))
         is_invalid = values >= self.num_samples
@@ -56,7 +56,7 @@ class Permutation:
         if block != self._block:
             start = block * _BLOCK
             stop = min(start + _BLOCK, self.num_samples)
-            self._cached = self.at(np.arange(start, stop, dtype=np.int64))
+            self._cached = self.indices_at(np.arange(start, stop, dtype=np.int64))
             self._block = block
         return self._cached
 

@@ -10,7 +10,7 @@ import torch
 _TAG = "__kind__"
 
 
-class CannotBeWritten(Exception):
+class NotJsonConvertible(Exception):
     """The error for a value that cannot be converted to JSON without loss; the message names its type."""
 
 
@@ -38,7 +38,7 @@ def to_json(value: Any) -> Any:
         return {_TAG: "scalar", "array": _array_to_json(np.asarray(value))}
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return {_TAG: "array", "array": _array_to_json(value)}
-    raise CannotBeWritten(f"a {type(value).__name__}")
+    raise NotJsonConvertible(f"a {type(value).__name__}")
 
 
 def from_json(value: Any) -> Any:

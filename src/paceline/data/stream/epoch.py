@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 from paceline.data.order.microbatch_assignment import assign_microbatches
 from paceline.data.order.virtual_shards import block_sizes, samples_per_shard
-from paceline.data.reader_process import read_apart
+from paceline.data.reader_process import read_in_process
 from paceline.data.source import Source
-from paceline.data.stream.rank_mismatch import EVERY_RANK, NOT_SEEDED, SEED_IT, other_stream
+from paceline.data.stream.rank_mismatch import EVERY_RANK, NOT_SEEDED, SEED_IT, mismatch_error
 from paceline.data.stream.shard_buffer import ShardBuffer
 from paceline.data.stream.shard_reader import Record, ShardPosition, ShardReader
 from paceline.data.stream.shard_workers import InProcessShards, ShardRequest, WorkerShards
@@ -19,10 +19,10 @@ from paceline.data.stream.virtual_sharding import StreamSharding
 from paceline.data.types import BatchPartition
 from paceline.errors import DataError
 
-AHEAD = 4
-FIRST = 4
-SEEN = 64
-Agree = Callable[[Any], list[Any]]
+NUM_BATCHES_AHEAD = 4
+NUM_FIRST_SAMPLES = 4
+NUM_DIAGNOSED_SAMPLES = 64
+GatherJson = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,33 +33,33 @@ class StreamReading:
     all shards.
     """
 
-    split: StreamSharding
+    sharding: StreamSharding
     source: Source
-    cut: BatchPartition
+    partition: BatchPartition
     seed: int | None
-    agree: Agree | None
+    gather_json: GatherJson | None
 
     @property
-    def shares(self) -> bool:
+    def divides_shards(self) -> bool:
         """True if the replicas divide the shards between them."""
-        return self.agree is not None and self.split.shards > 1 and self.cut.replicas > 1
+        return self.gather_json is not None and self.sharding.shards > 1 and self.partition.replicas > 1
 
-    def needs(self, takes: Sequence[int], replica: int) -> frozenset[int]:
+    def needed_shards(self, shard_counts: Sequence[int], replica: int) -> frozenset[int]:
         """Return the shards that a replica's microbatches take samples from."""
-        if not self.shares:
-            return frozenset(shard for shard in range(len(takes)) if takes[shard])
-        return _shards_by_replica(self.cut, tuple(takes))[replica]
+        if not self.divides_shards:
+            return frozenset(shard for shard in range(len(shard_counts)) if shard_counts[shard])
+        return _shards_by_replica(self.partition, tuple(shard_counts))[replica]
 
 
 class Epoch:
     """An epoch of a stream. `next_batch` plans how many samples each shard gives next; `take_batch` returns them."""
 
-    def __init__(self, *, reads: StreamReading, number: int, saved: Mapping[str, Any] | None = None) -> None:
-        self._reading = reads
+    def __init__(self, *, reading: StreamReading, number: int, saved: Mapping[str, Any] | None = None) -> None:
+        self._reading = reading
         self._number = number
-        shards = reads.split.shards
+        shards = reading.sharding.shards
         saved = saved or {}
-        self.read: list[int] = list(saved.get("read", [0] * shards))
+        self.num_read: list[int] = list(saved.get("read", [0] * shards))
         self._ended: list[bool] = list(saved.get("ended", [False] * shards))
         self._records: dict[int, Record] = {int(k): v for k, v in saved.get("records", {}).items()}
         self._planned_batches: deque[list[int]] = deque()
@@ -69,14 +69,16 @@ class Epoch:
         live_shards = [shard for shard in range(shards) if not self._ended[shard]]
         shard_counts = [0] * shards
         for shard, num_samples in (
-            zip(live_shards, block_sizes(reads.cut.global_batch_size, len(live_shards)), strict=True)
+            zip(live_shards, block_sizes(reading.partition.global_batch_size, len(live_shards)), strict=True)
             if live_shards
             else ()
         ):
             shard_counts[shard] = num_samples
         self._shard_counts = shard_counts
-        self._last_needs = [reads.needs(shard_counts, replica) for replica in range(reads.cut.replicas)]
-        self._open_shards(sorted(self._last_needs[reads.cut.replica]))
+        self._last_needs = [
+            reading.needed_shards(shard_counts, replica) for replica in range(reading.partition.replicas)
+        ]
+        self._open_shards(sorted(self._last_needs[reading.partition.replica]))
         if not saved:
             try:
                 self._compare_first_samples()
@@ -96,7 +98,11 @@ class Epoch:
     def checksum(self) -> int:
         """A checksum that must be equal on all replicas."""
         first_buffer = self._buffers.get(0)
-        return first_buffer.checksum if self._reading.split.shards == 1 and first_buffer is not None else sum(self.read)
+        return (
+            first_buffer.checksum
+            if self._reading.sharding.shards == 1 and first_buffer is not None
+            else sum(self.num_read)
+        )
 
     def next_batch(self) -> list[int] | None:
         """Return how many samples the next batch takes from each shard; None at the end of the epoch."""
@@ -104,10 +110,10 @@ class Epoch:
             self._plan()
         return self._planned_batches[0] if self._planned_batches else None
 
-    def give(self) -> list[Any]:
+    def take_batch(self) -> list[Any]:
         """Return the batch's samples by position, None for those that other replicas read."""
         shard_counts = self._planned_batches.popleft()
-        needed = self._reading.needs(shard_counts, self._reading.cut.replica)
+        needed = self._reading.needed_shards(shard_counts, self._reading.partition.replica)
         self._catch_up(sorted(needed - set(self._buffers)))
         samples: list[Any] = []
         for shard, count in enumerate(shard_counts):
@@ -116,17 +122,17 @@ class Epoch:
             if len(taken) != count:
                 raise _short_shard_error(shard)
             samples += taken
-            self.read[shard] += count
-        if self._reading.shares:
+            self.num_read[shard] += count
+        if self._reading.divides_shards:
             for shard in sorted(set(self._buffers) - needed):
-                self._buffers.pop(shard).drop()
+                self._buffers.pop(shard).release()
         return samples
 
     def state(self) -> dict[str, Any]:
         """Return the position of every shard as JSON. Every replica calls this."""
         records = self._gather_records()
         ended = [done and shard not in records for shard, done in enumerate(self._ended)]
-        return {"read": list(self.read), "ended": ended, "records": {str(k): v for k, v in records.items()}}
+        return {"read": list(self.num_read), "ended": ended, "records": {str(k): v for k, v in records.items()}}
 
     def close(self) -> None:
         """Stop reading."""
@@ -138,19 +144,19 @@ class Epoch:
         reading = self._reading
         requests = [
             ShardRequest(
-                stand=self._position_of(shard),
-                portion=max(1, self._shard_counts[shard]),
+                position=self._position_of(shard),
+                chunk_size=max(1, self._shard_counts[shard]),
                 record=self._records.get(shard),
             )
             for shard in shards
         ]
-        pool: InProcessShards | WorkerShards = InProcessShards(split=reading.split, wishes=requests)
+        pool: InProcessShards | WorkerShards = InProcessShards(sharding=reading.sharding, requests=requests)
         if reading.source.workers and requests:
-            pool = WorkerShards(split=reading.split, wishes=requests, source=reading.source)
+            pool = WorkerShards(sharding=reading.sharding, requests=requests, source=reading.source)
         self._pools.append(pool)
         for request in requests:
-            self._buffers[request.stand.shard] = ShardBuffer(
-                shard=request.stand.shard, pool=pool, record=request.record
+            self._buffers[request.position.shard] = ShardBuffer(
+                shard=request.position.shard, pool=pool, record=request.record
             )
 
     def _catch_up(self, shards: Sequence[int]) -> None:
@@ -159,62 +165,68 @@ class Epoch:
             self._open_shards(shards)
         for shard in shards:
             buffer = self._buffers[shard]
-            buffer.take(self.read[shard] - buffer.read)
-            if buffer.read != self.read[shard]:
+            buffer.take(self.num_read[shard] - buffer.num_read)
+            if buffer.num_read != self.num_read[shard]:
                 raise _short_shard_error(shard)
 
-    def _raise_mismatch(self, gather_json: Agree, shard: int, *, ranks: tuple[int, int]) -> NoReturn:
+    def _raise_mismatch(self, gather_json: GatherJson, shard: int, *, ranks: tuple[int, int]) -> NoReturn:
         """Raise an error that explains why two ranks have different samples; first, every replica reads samples twice.
 
         Raises:
             DataError: always.
         """
         if isinstance(self._reading.source.data, Iterator):  # it can be read only once
-            local_checksums = [self._buffers[shard].first(SEEN)] * 2
+            local_checksums = [self._buffers[shard].peek_checksums(NUM_DIAGNOSED_SAMPLES)] * 2
         else:
-            local_checksums = read_apart(
-                self._reading.source, lambda: [self._read_first_checksums(shard, SEEN) for _ in range(2)]
+            local_checksums = read_in_process(
+                self._reading.source,
+                lambda: [self._read_first_checksums(shard, NUM_DIAGNOSED_SAMPLES) for _ in range(2)],
             )
         checksums_by_rank = gather_json(local_checksums)
-        where = f"shard {shard} of the stream" if self._reading.split.shards > 1 else "the stream"
-        raise other_stream(
+        where = f"shard {shard} of the stream" if self._reading.sharding.shards > 1 else "the stream"
+        raise mismatch_error(
             [first for first, _ in checksums_by_rank], [again for _, again in checksums_by_rank], ranks, where=where
         )
 
-    def _read_first_checksums(self, shard: int, num_samples: int = FIRST) -> list[int]:
+    def _read_first_checksums(self, shard: int, num_samples: int = NUM_FIRST_SAMPLES) -> list[int]:
         """Return the checksums of the first samples of a shard that other replicas read."""
-        reader = ShardReader(split=self._reading.split, stand=self._position_of(shard))
-        return [row.crc for row in reader.chunk(num_samples).rows]
+        reader = ShardReader(sharding=self._reading.sharding, position=self._position_of(shard))
+        return [row.crc for row in reader.read_chunk(num_samples).samples]
 
     def _position_of(self, shard: int) -> ShardPosition:
         return ShardPosition(shard=shard, epoch=self._number, seed=self._reading.seed)
 
     def _plan(self) -> None:
         """Read ahead, agree with the other replicas on the available samples, and plan the next batches."""
-        size, num_ahead = self._reading.cut.global_batch_size, 1 if not self._reading.shares else AHEAD
+        size, num_ahead = (
+            self._reading.partition.global_batch_size,
+            1 if not self._reading.divides_shards else NUM_BATCHES_AHEAD,
+        )
         while not self._planned_batches and not self._is_over:
             available = self._gather_available(num_ahead)
-            while len(self._planned_batches) < AHEAD and not self._is_over:
-                shard_counts = samples_per_shard(have=available, ended=self._ended, size=size)
+            while len(self._planned_batches) < NUM_BATCHES_AHEAD and not self._is_over:
+                shard_counts = samples_per_shard(available=available, ended=self._ended, size=size)
                 if shard_counts is None:
                     break
-                if not any(shard_counts) or (self._reading.cut.drop_last and sum(shard_counts) < size):
+                if not any(shard_counts) or (self._reading.partition.drop_last and sum(shard_counts) < size):
                     self._is_over = True
                     break
                 self._planned_batches.append(shard_counts)
                 available = [left - count for left, count in zip(available, shard_counts, strict=True)]
             if num_ahead > size:
                 for buffer in self._buffers.values():
-                    buffer.fail()
+                    buffer.raise_error()
             num_ahead *= 2
         self._share_records()
 
     def _gather_available(self, num_ahead: int) -> list[int]:
         """Return how many samples of each shard were read ahead; the result is the same on all replicas."""
         for shard, buffer in self._buffers.items():
-            buffer.ensure(num_ahead * max(1, self._shard_counts[shard]) + 1)
-        local_progress = {str(s): [h.have, h.ended, h.read, h.checksum] for s, h in self._buffers.items()}
-        available = [0] * len(self.read)
+            buffer.read_ahead(num_ahead * max(1, self._shard_counts[shard]) + 1)
+        local_progress = {
+            str(s): [h.num_buffered, h.has_ended, h.num_read, h.checksum] for s, h in self._buffers.items()
+        }
+        available = [0] * len(self.num_read)
         progress_by_shard: dict[int, tuple[int, Any]] = {}
         for rank, progress in enumerate(self._gather(local_progress)):
             for name, (num_left, ended, read, total) in progress.items():
@@ -228,11 +240,11 @@ class Epoch:
 
     def _share_records(self) -> None:
         """Gather the record of every shard on all replicas, if another replica reads a shard in the planned batches."""
-        if not self._reading.shares:
+        if not self._reading.divides_shards:
             return
         needs = [self._last_needs]
         needs += [
-            [self._reading.needs(takes, r) for r in range(self._reading.cut.replicas)]
+            [self._reading.needed_shards(takes, r) for r in range(self._reading.partition.replicas)]
             for takes in self._planned_batches
         ]
         if any(one != other for one, other in pairwise(needs)):
@@ -248,37 +260,41 @@ class Epoch:
         return records
 
     def _gather(self, value: Any) -> list[Any]:
-        return self._reading.agree(value) if self._reading.shares and self._reading.agree is not None else [value]
+        return (
+            self._reading.gather_json(value)
+            if self._reading.divides_shards and self._reading.gather_json is not None
+            else [value]
+        )
 
     def _compare_first_samples(self) -> None:
         """Compare the first samples of each shard between two replicas: each also reads those of the next replica.
 
         If the stream is not split, every replica has read the same samples, and all are compared.
         """
-        if self._reading.agree is None:
+        if self._reading.gather_json is None:
             return
         cut, local_checksums = (
-            self._reading.cut,
-            {str(shard): held.first(FIRST) for shard, held in self._buffers.items()},
+            self._reading.partition,
+            {str(shard): held.peek_checksums(NUM_FIRST_SAMPLES) for shard, held in self._buffers.items()},
         )
-        if self._reading.shares:
+        if self._reading.divides_shards:
             theirs = self._last_needs[(cut.replica + 1) % cut.replicas] - set(self._buffers)
             if theirs:
-                local_checksums |= read_apart(
+                local_checksums |= read_in_process(
                     self._reading.source, lambda: {str(each): self._read_first_checksums(each) for each in theirs}
                 )
         checksums_by_shard: dict[str, tuple[int, list[int]]] = {}
-        for rank, theirs in enumerate(self._reading.agree(local_checksums)):
+        for rank, theirs in enumerate(self._reading.gather_json(local_checksums)):
             for name, numbers in theirs.items():
                 other, before = checksums_by_shard.setdefault(name, (rank, numbers))
                 if before != numbers:
-                    self._raise_mismatch(self._reading.agree, int(name), ranks=(other, rank))
+                    self._raise_mismatch(self._reading.gather_json, int(name), ranks=(other, rank))
         seen: dict[tuple[int, ...], str] = {}
         for name, (_, numbers) in sorted(checksums_by_shard.items()):
             equal_shard = seen.setdefault(tuple(numbers), name)
-            if equal_shard != name and len(set(numbers)) == FIRST:
+            if equal_shard != name and len(set(numbers)) == NUM_FIRST_SAMPLES:
                 raise DataError(
-                    f"shards {equal_shard} and {name} of the stream start with the same {FIRST} samples.",
+                    f"shards {equal_shard} and {name} of the stream start with the same {NUM_FIRST_SAMPLES} samples.",
                     cause="shard(num_shards=, index=) returns the same samples for every index",
                     hint="--data.shards 1 reads the stream whole on every replica",
                 )

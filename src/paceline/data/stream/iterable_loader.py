@@ -14,9 +14,9 @@ from paceline.data.order.batches import Batch, Microbatch
 from paceline.data.order.cursor import Cursor
 from paceline.data.order.microbatch_assignment import assign_microbatches
 from paceline.data.source import Source
-from paceline.data.stream.epoch import Agree, Epoch, StreamReading
+from paceline.data.stream.epoch import Epoch, GatherJson, StreamReading
 from paceline.data.stream.microbatch_collator import Collator
-from paceline.data.stream.virtual_sharding import StreamSharding, split_of
+from paceline.data.stream.virtual_sharding import StreamSharding, decide_sharding
 from paceline.data.types import BatchPartition, ReplicaMicrobatch, StepInput
 from paceline.errors import DataError, JobError, ResumeError
 from paceline.torch_internals.rng import stream_key
@@ -33,30 +33,30 @@ class IterableLoader:
         self,
         *,
         source: Source,
-        cut: BatchPartition,
+        partition: BatchPartition,
         cursor: Cursor,
         seed: int,
         sample_seeds: str = "auto",
         shards: int | None = None,
-        agree: Agree | None = None,
+        gather_json: GatherJson | None = None,
     ) -> None:
         if source.order is not None:
             raise JobError("order= needs data that can be indexed.", hint="leave order= out for an iterable")
         self._source = source
-        self._cut = cut
+        self._partition = partition
         self._cursor = cursor
         self._requested_shards = shards
         self._seed = None if sample_seeds == "never" else seed
-        self._gather_json = agree
+        self._gather_json = gather_json
         self._saved_state: Mapping[str, Any] | None = None
         self._epoch: Epoch | None = None
         self._collator: Collator | None = None
-        self._sharding = split_of(source, asked=shards, global_batch_size=cut.global_batch_size)
+        self._sharding = decide_sharding(source, requested=shards, global_batch_size=partition.global_batch_size)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The lines that the banner shows about the data."""
-        return (*self._source.notes, describe_stream(self._sharding, replicas=self._cut.replicas, kind="data"))
+        return (*self._source.notes, describe_stream(self._sharding, replicas=self._partition.replicas, kind="data"))
 
     def __iter__(self) -> Iterator[StepInput]:
         """Yield step inputs forever: the stream is read again for each epoch."""
@@ -67,15 +67,15 @@ class IterableLoader:
             shard_counts = epoch.next_batch()
             if shard_counts is None:
                 raise self._no_batch_error(cursor)
-            batch = _batch(cursor, sum(shard_counts), self._cut.micro_batch_size)
-            samples = epoch.give()
+            batch = _make_batch(cursor, sum(shard_counts), self._partition.micro_batch_size)
+            samples = epoch.take_batch()
             micro = self._collate_local(batch, samples)
             fingerprint = epoch.checksum
             if epoch.next_batch() is None:
-                end = batch.after
+                end = batch.next_cursor
                 next_epoch = Cursor(epoch=end.epoch + 1, samples=end.samples, step=end.step)
-                batch = Batch(cursor=batch.cursor, after=next_epoch, micro=batch.micro)
-            self._cursor = cursor = batch.after
+                batch = Batch(cursor=batch.cursor, next_cursor=next_epoch, micro=batch.micro)
+            self._cursor = cursor = batch.next_cursor
             yield StepInput(batch=batch, micro=micro, fingerprint=fingerprint & 0xFFFFFF, notes=tuple(epoch.notes))
             if cursor.position == 0:
                 epoch = self._open_epoch(cursor.epoch)
@@ -103,12 +103,15 @@ class IterableLoader:
             )
         sharding = self._sharding
         if saved_shards != sharding.shards:
-            sharding = split_of(
-                self._source, asked=saved_shards, global_batch_size=max(saved_shards, self._cut.global_batch_size)
+            sharding = decide_sharding(
+                self._source,
+                requested=saved_shards,
+                global_batch_size=max(saved_shards, self._partition.global_batch_size),
             )
         if saved_shards != sharding.shards:
             raise ResumeError(
-                f"the stream was split into {saved_shards} shards, but can't be split now: {sharding.why_whole}.",
+                f"the stream was split into {saved_shards} shards, but can't be split now: "
+                f"{sharding.reason_not_split}.",
                 cause="different data, or a different version of it",
                 hint="use the data that the run was started with",
             )
@@ -125,8 +128,10 @@ class IterableLoader:
         problem, hint = "is empty", "check the path it reads from"
         if cursor.position:
             problem = "ends before the position at which this run stopped"
-        elif self._cut.drop_last:
-            problem = f"is shorter than a global batch of {self._cut.global_batch_size}, which data.drop_last drops"
+        elif self._partition.drop_last:
+            problem = (
+                f"is shorter than a global batch of {self._partition.global_batch_size}, which data.drop_last drops"
+            )
             hint = "--data.drop_last false, or a smaller --train.global_batch_size"
         return DataError(f"the stream of train_data {problem}.", hint=hint)
 
@@ -139,9 +144,13 @@ class IterableLoader:
         if self._epoch is not None:
             self._epoch.close()
         reading = StreamReading(
-            split=self._sharding, source=self._source, cut=self._cut, seed=self._seed, agree=self._gather_json
+            sharding=self._sharding,
+            source=self._source,
+            partition=self._partition,
+            seed=self._seed,
+            gather_json=self._gather_json,
         )
-        self._epoch = Epoch(reads=reading, number=number, saved=saved)
+        self._epoch = Epoch(reading=reading, number=number, saved=saved)
         return self._epoch
 
     def _resume_epoch(self) -> Epoch:
@@ -151,44 +160,46 @@ class IterableLoader:
         if saved is not None and is_saved and sum(saved["read"]) == cursor.position:
             return self._open_epoch(cursor.epoch, saved)
         epoch = self._open_epoch(cursor.epoch)
-        while sum(epoch.read) < cursor.position and epoch.next_batch() is not None:
-            epoch.give()
+        while sum(epoch.num_read) < cursor.position and epoch.next_batch() is not None:
+            epoch.take_batch()
         return epoch
 
     def _collate_local(self, batch: Batch, samples: list[Any]) -> tuple[ReplicaMicrobatch, ...]:
         first_position, microbatches = batch.cursor.position, []
         assert self._collator is not None
-        for index in assign_microbatches(len(batch.micro), replica=self._cut.replica, replicas=self._cut.replicas):
+        for index in assign_microbatches(
+            len(batch.micro), replica=self._partition.replica, replicas=self._partition.replicas
+        ):
             micro = batch.micro[index]
             seed = None if self._seed is None else stream_key(self._seed, "microbatch", batch.cursor.epoch, micro.start)
             microbatch_samples = samples[micro.start - first_position : micro.stop - first_position]
             microbatches.append(
-                self._collator.microbatch(microbatch_samples, index=index, start=micro.start, seed=seed)
+                self._collator.collate_microbatch(microbatch_samples, index=index, start=micro.start, seed=seed)
             )
         return tuple(microbatches)
 
 
-def describe_stream(split: StreamSharding, *, replicas: int, kind: str) -> str:
+def describe_stream(sharding: StreamSharding, *, replicas: int, kind: str) -> str:
     """Return one line that says how the stream is read."""
-    if split.shards == 1:
-        resume = "; a resume continues from its state" if split.keeps_place else ""
+    if sharding.shards == 1:
+        resume = "; a resume continues from its state" if sharding.has_state else ""
         return (
-            f"{kind}: a stream, not split ({split.why_whole}); every replica reads all of it and keeps its own "
-            f"microbatches (exact, costs reading){resume}"
+            f"{kind}: a stream, not split ({sharding.reason_not_split}); every replica reads all of it and keeps "
+            f"its own microbatches (exact, costs reading){resume}"
         )
     reading = (
         "each replica reads its own"
-        if split.shards >= replicas
-        else f"about {-(-replicas // split.shards)} replicas read each (costs reading; more of them need a new run)"
+        if sharding.shards >= replicas
+        else f"about {-(-replicas // sharding.shards)} replicas read each (costs reading; more of them need a new run)"
     )
-    return f"{kind}: a stream in {split.shards} virtual shards, fixed for this run; {reading}"
+    return f"{kind}: a stream in {sharding.shards} virtual shards, fixed for this run; {reading}"
 
 
-def _batch(cursor: Cursor, size: int, micro_batch_size: int) -> Batch:
+def _make_batch(cursor: Cursor, size: int, micro_batch_size: int) -> Batch:
     stop = cursor.position + size
     starts = range(cursor.position, stop, micro_batch_size)
     micro = tuple(
         Microbatch(index=i, start=start, stop=min(start + micro_batch_size, stop)) for i, start in enumerate(starts)
     )
     next_cursor = Cursor(epoch=cursor.epoch, position=stop, samples=cursor.samples + size, step=cursor.step + 1)
-    return Batch(cursor=cursor, after=next_cursor, micro=micro)
+    return Batch(cursor=cursor, next_cursor=next_cursor, micro=micro)

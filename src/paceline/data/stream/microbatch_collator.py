@@ -9,7 +9,7 @@ from torch.utils.data import default_collate
 from paceline.data.fetch import raise_worker_error, worker_error
 from paceline.data.reader_process import DataProcess
 from paceline.data.source import Source
-from paceline.data.stream.shard_workers import as_full, as_light
+from paceline.data.stream.shard_workers import restore_tensors, tensors_by_value
 from paceline.data.types import ReplicaMicrobatch
 from paceline.torch_internals.rng import seed_all
 
@@ -23,18 +23,20 @@ class Collator:
         if source.workers and self._collation.collate is not default_collate:
             self._process = DataProcess(source, make=lambda: self._collation)
 
-    def microbatch(self, rows: list[Any], *, index: int, start: int, seed: int | None = None) -> ReplicaMicrobatch:
+    def collate_microbatch(
+        self, samples: list[Any], *, index: int, start: int, seed: int | None = None
+    ) -> ReplicaMicrobatch:
         """Return one microbatch of the samples from position `start` on.
 
         Raises:
             DataError: the collation raised.
         """
         if self._process is None:
-            data = self._collation.made(rows, seed)
+            data = self._collation.run(samples, seed)
         else:
-            data = as_full(self._process.ask("sent", as_light(rows), seed))
-        indices = tuple(range(start, start + len(rows)))
-        return ReplicaMicrobatch(index=index, num_samples=len(rows), data=raise_worker_error(data), indices=indices)
+            data = restore_tensors(self._process.call("run_serialized", tensors_by_value(samples), seed))
+        indices = tuple(range(start, start + len(samples)))
+        return ReplicaMicrobatch(index=index, num_samples=len(samples), data=raise_worker_error(data), indices=indices)
 
     def close(self) -> None:
         """End the collation process."""
@@ -46,7 +48,7 @@ class Collator:
 class _Collation:
     collate: Callable[[list[Any]], Any]
 
-    def made(self, samples: list[Any], seed: int | None) -> Any:
+    def run(self, samples: list[Any], seed: int | None) -> Any:
         if seed is not None:
             seed_all(seed)
         try:
@@ -54,5 +56,5 @@ class _Collation:
         except Exception as error:
             return worker_error(error, doing="collating samples of a stream", hint="collate=lambda samples: ...")
 
-    def sent(self, samples: Any, seed: int | None) -> Any:
-        return as_light(self.made(as_full(samples), seed))
+    def run_serialized(self, samples: Any, seed: int | None) -> Any:
+        return tensors_by_value(self.run(restore_tensors(samples), seed))

@@ -22,8 +22,8 @@ _OTHER_ORDER = "the same samples in a different order: an unsorted os.listdir, a
 _SORT_IT = "sorted(os.listdir(...)), and a shuffle whose seed is the same on every rank"
 
 
-def other_stream(
-    firsts: Sequence[Sequence[int]], again: Sequence[Sequence[int]], ranks: tuple[int, int], *, where: str
+def mismatch_error(
+    first_reads: Sequence[Sequence[int]], second_reads: Sequence[Sequence[int]], ranks: tuple[int, int], *, where: str
 ) -> DataError:
     """Return the error for two ranks with different samples, from checksums of every rank's first samples, read twice.
 
@@ -31,10 +31,10 @@ def other_stream(
     """
     rank, other = ranks
     message = f"{where} gives different samples on rank {other} and rank {rank}"
-    if any(list(first) != list(second) for first, second in zip(firsts, again, strict=True)):
+    if any(list(first) != list(second) for first, second in zip(first_reads, second_reads, strict=True)):
         return DataError(f"{message}, and different ones when it is read again.", cause=NOT_SEEDED, hint=SEED_IT)
-    common = len(set(firsts[rank]) & set(firsts[other]))
-    read = max(len(firsts[rank]), len(firsts[other]))
+    common = len(set(first_reads[rank]) & set(first_reads[other]))
+    read = max(len(first_reads[rank]), len(first_reads[other]))
     if common:
         message = f"{message}: {common} of the first {read} are the same"
         return DataError(

@@ -3,9 +3,9 @@
 from collections import deque
 from typing import Any
 
-from paceline.data.checksum import fold
+from paceline.data.checksum import extend_checksum
 from paceline.data.fetch import raise_worker_error
-from paceline.data.stream.shard_reader import READ_AGAIN, Record, StreamSample
+from paceline.data.stream.shard_reader import NUM_READ_AGAIN, Record, StreamSample
 from paceline.data.stream.shard_workers import InProcessShards, WorkerShards
 
 
@@ -14,7 +14,7 @@ class ShardBuffer:
 
     def __init__(self, *, shard: int, pool: InProcessShards | WorkerShards, record: Record | None = None) -> None:
         self.shard = shard
-        self.read = 0
+        self.num_read = 0
         self.checksum = 0
         self.notes: list[str] = []
         self._pool = pool
@@ -23,62 +23,62 @@ class ShardBuffer:
         self._error: Any = None
         self._anchors: list[dict[str, Any]] = []
         if record is not None:
-            self.read, self.checksum = int(record["read"]), int(record["checksum"])
+            self.num_read, self.checksum = int(record["read"]), int(record["checksum"])
             self._anchors = [dict(record["anchor"])] if record.get("anchor") else []
 
     @property
-    def have(self) -> int:
+    def num_buffered(self) -> int:
         """The number of samples in the buffer."""
         return len(self._samples)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """True if the shard has no samples after those in the buffer."""
         return self._has_ended
 
-    def ensure(self, samples: int) -> None:
+    def read_ahead(self, num_samples: int) -> None:
         """Read ahead until `samples` are buffered or the shard ends. An error is stored until its sample is needed."""
-        while self.have < samples and not self._has_ended and self._error is None:
-            chunk = self._pool.chunk(self.shard)
-            self._samples += chunk.rows
-            self._has_ended, self._error = chunk.ended, chunk.trouble
+        while self.num_buffered < num_samples and not self._has_ended and self._error is None:
+            chunk = self._pool.read_chunk(self.shard)
+            self._samples += chunk.samples
+            self._has_ended, self._error = chunk.has_ended, chunk.error
             self.notes += chunk.notes
 
-    def fail(self) -> None:
+    def raise_error(self) -> None:
         """Raise the error that occurred while reading ahead, if any."""
         raise_worker_error(self._error)
 
-    def first(self, samples: int) -> list[int]:
+    def peek_checksums(self, num_samples: int) -> list[int]:
         """Return the checksums of the next samples without taking them."""
-        self.ensure(samples)
-        return [row.crc for row, _ in zip(self._samples, range(samples), strict=False)]
+        self.read_ahead(num_samples)
+        return [row.crc for row, _ in zip(self._samples, range(num_samples), strict=False)]
 
-    def take(self, samples: int) -> list[Any]:
+    def take(self, num_samples: int) -> list[Any]:
         """Take the next samples from the buffer; fewer than `samples` only at the end of the shard."""
-        self.ensure(samples)
-        if samples > self.have:
-            self.fail()
+        self.read_ahead(num_samples)
+        if num_samples > self.num_buffered:
+            self.raise_error()
         taken = []
-        for _ in range(min(samples, self.have)):
+        for _ in range(min(num_samples, self.num_buffered)):
             sample = self._samples.popleft()
-            self.read += 1
-            self.checksum = fold(self.checksum, sample.crc)
+            self.num_read += 1
+            self.checksum = extend_checksum(self.checksum, sample.crc)
             for anchor in self._anchors:
-                anchor["checksum"] = fold(anchor["checksum"], sample.crc)
+                anchor["checksum"] = extend_checksum(anchor["checksum"], sample.crc)
             if sample.state is not None:
-                self._anchors.append({"read": self.read, "state": sample.state, "checksum": 0})
+                self._anchors.append({"read": self.num_read, "state": sample.state, "checksum": 0})
             taken.append(sample.sample)
-        expired = [anchor for anchor in self._anchors if anchor["read"] <= self.read - READ_AGAIN]
+        expired = [anchor for anchor in self._anchors if anchor["read"] <= self.num_read - NUM_READ_AGAIN]
         self._anchors = expired[-1:] + self._anchors[len(expired) :]
         return taken
 
     def record(self) -> dict[str, Any]:
         """Return the record to resume from, as JSON: a recent state, and a checksum of the samples read since."""
-        record: dict[str, Any] = {"read": self.read, "checksum": self.checksum}
-        if self._anchors and self._anchors[0]["read"] <= self.read - READ_AGAIN:
+        record: dict[str, Any] = {"read": self.num_read, "checksum": self.checksum}
+        if self._anchors and self._anchors[0]["read"] <= self.num_read - NUM_READ_AGAIN:
             record["anchor"] = dict(self._anchors[0])
         return record
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Release the shard."""
-        self._pool.drop(self.shard)
+        self._pool.release(self.shard)

@@ -4,16 +4,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.data.checksum import checksum, fold
+from paceline.data.checksum import checksum, extend_checksum
 from paceline.data.fetch import WorkerError, worker_error
-from paceline.data.stream.dataset_state_json import CannotBeWritten, from_json, to_json
+from paceline.data.stream.dataset_state_json import NotJsonConvertible, from_json, to_json
 from paceline.data.stream.rank_mismatch import NOT_SEEDED, SEED_IT
 from paceline.data.stream.virtual_sharding import StreamSharding, call_user_dataset
 from paceline.errors import DataError
 from paceline.torch_internals.rng import seed_all, stream_key
 
 ANCHOR_EVERY = 16
-READ_AGAIN = 8
+NUM_READ_AGAIN = 8
 Record = Mapping[str, Any]
 
 
@@ -30,9 +30,9 @@ class StreamSample:
 class ShardChunk:
     """A chunk of consecutive samples of one shard. After the last one, the shard has ended or an `error` occurred."""
 
-    rows: list[StreamSample]
-    ended: bool = False
-    trouble: WorkerError | None = None
+    samples: list[StreamSample]
+    has_ended: bool = False
+    error: WorkerError | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -48,17 +48,17 @@ class ShardPosition:
 class ShardReader:
     """A reader of one shard. On resume it reads the last recorded samples again and compares their checksum."""
 
-    def __init__(self, *, split: StreamSharding, stand: ShardPosition, record: Record | None = None) -> None:
-        self._split = split
-        self._position = stand
-        self._number = 0
+    def __init__(self, *, sharding: StreamSharding, position: ShardPosition, record: Record | None = None) -> None:
+        self._sharding = sharding
+        self._position = position
+        self._num_read = 0
         self._notes: list[str] = []
         self._data: Any = None
         self._iterator: Iterator[Any] | None = None
         self._record = record
         self._can_save_state = True
 
-    def chunk(self, size: int) -> ShardChunk:
+    def read_chunk(self, size: int) -> ShardChunk:
         """Return the next `size` samples, fewer at the end."""
         samples: list[StreamSample] = []
         try:
@@ -67,11 +67,11 @@ class ShardReader:
             while len(samples) < size:
                 samples.append(self._read_sample())
         except StopIteration:
-            return ShardChunk(rows=samples, ended=True, notes=self._take_notes())
+            return ShardChunk(samples=samples, has_ended=True, notes=self._take_notes())
         except DataError as error:
             found = WorkerError(what=error.what, where=error.where, hint=error.hint, cause=error.cause)
-            return ShardChunk(rows=samples, trouble=found)
-        return ShardChunk(rows=samples, notes=self._take_notes())
+            return ShardChunk(samples=samples, error=found)
+        return ShardChunk(samples=samples, notes=self._take_notes())
 
     def _take_notes(self) -> tuple[str, ...]:
         notes, self._notes = tuple(self._notes), []
@@ -103,14 +103,14 @@ class ShardReader:
         total = 0
         try:
             for _ in range(num_samples):
-                total = fold(total, self._read_sample().crc)
+                total = extend_checksum(total, self._read_sample().crc)
         except StopIteration:
             return None
         return total
 
     def _open(self, anchor: Record | None = None) -> None:
-        self._number = 0 if anchor is None else int(anchor["read"])
-        self._data = self._split.open(shard=self._position.shard, epoch=self._position.epoch)
+        self._num_read = 0 if anchor is None else int(anchor["read"])
+        self._data = self._sharding.open_shard(shard=self._position.shard, epoch=self._position.epoch)
         if anchor is not None:
             state = from_json(anchor["state"])
             call_user_dataset(
@@ -122,7 +122,7 @@ class ShardReader:
     def _seed(self) -> None:
         position = self._position
         if position.seed is not None:
-            seed_all(stream_key(position.seed, "shard", position.epoch, position.shard, self._number))
+            seed_all(stream_key(position.seed, "shard", position.epoch, position.shard, self._num_read))
 
     def _read_sample(self) -> StreamSample:
         assert self._iterator is not None
@@ -134,17 +134,17 @@ class ShardReader:
         except Exception as error:
             described = worker_error(error, doing=f"reading {self._sample_name()}")
             raise DataError(described.what, where=described.where) from error
-        self._number += 1
+        self._num_read += 1
         return StreamSample(sample=sample, crc=checksum(sample, 0), state=self._state_json())
 
     def _state_json(self) -> Any:
-        if not self._split.keeps_place or not self._can_save_state or self._number % ANCHOR_EVERY:
+        if not self._sharding.has_state or not self._can_save_state or self._num_read % ANCHOR_EVERY:
             return None
         try:
             return to_json(
                 call_user_dataset(self._data.state_dict, doing=f"state_dict of shard {self._position.shard}")
             )
-        except CannotBeWritten as error:
+        except NotJsonConvertible as error:
             self._can_save_state = False
             self._notes.append(
                 f"data: the state_dict of the stream contains {error}, which JSON can't hold; a "
@@ -153,11 +153,11 @@ class ShardReader:
             return None
 
     def _sample_name(self) -> str:
-        where = f" of shard {self._position.shard}" if self._split.shards > 1 else ""
-        return f"sample {self._number}{where} of the stream"
+        where = f" of shard {self._position.shard}" if self._sharding.shards > 1 else ""
+        return f"sample {self._num_read}{where} of the stream"
 
     def _changed_data_error(self, read: int) -> DataError:
-        where = f" of shard {self._position.shard}" if self._split.shards > 1 else ""
+        where = f" of shard {self._position.shard}" if self._sharding.shards > 1 else ""
         return DataError(
             f"the stream differs from what this run has read (first {read} samples{where}).",
             cause=NOT_SEEDED,

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.data.fetch import worker_init
+from paceline.data.fetch import start_function
 from paceline.data.source import Source
 from paceline.data.stream.shard_reader import Record, ShardChunk, ShardPosition, ShardReader
 from paceline.data.stream.virtual_sharding import StreamSharding
-from paceline.data.worker_serialization import load, not_sent
-from paceline.data.workers import closed_at_exit, guard_worker_death, kept_settings, start_workers, worker_seeds
+from paceline.data.worker_serialization import deserialize, serialization_error
+from paceline.data.workers import close_at_exit, guard_worker_death, loader_arguments, start_workers, worker_generator
 from paceline.torch_internals.private_api import hide_worker, stop_data_workers
 from paceline.torch_internals.rng import stream_key
 
@@ -25,23 +25,25 @@ from paceline.torch_internals.rng import stream_key
 class ShardRequest:
     """A shard to read, `chunk_size` samples at a time, from its start or from a record."""
 
-    stand: ShardPosition
-    portion: int
+    position: ShardPosition
+    chunk_size: int
     record: Record | None = None
 
 
 class InProcessShards:
     """The shards that are read in this process."""
 
-    def __init__(self, *, split: StreamSharding, wishes: list[ShardRequest]) -> None:
-        self._chunk_sizes = {wish.stand.shard: wish.portion for wish in wishes}
-        self._readers = {w.stand.shard: ShardReader(split=split, stand=w.stand, record=w.record) for w in wishes}
+    def __init__(self, *, sharding: StreamSharding, requests: list[ShardRequest]) -> None:
+        self._chunk_sizes = {wish.position.shard: wish.chunk_size for wish in requests}
+        self._readers = {
+            w.position.shard: ShardReader(sharding=sharding, position=w.position, record=w.record) for w in requests
+        }
 
-    def chunk(self, shard: int) -> ShardChunk:
+    def read_chunk(self, shard: int) -> ShardChunk:
         """Return the next rows of a shard."""
-        return self._readers[shard].chunk(self._chunk_sizes[shard])
+        return self._readers[shard].read_chunk(self._chunk_sizes[shard])
 
-    def drop(self, shard: int) -> None:
+    def release(self, shard: int) -> None:
         """Release a shard that is not needed any more."""
         self._readers.pop(shard, None)
 
@@ -52,12 +54,12 @@ class InProcessShards:
 class WorkerShards:
     """The shards that data workers read ahead, each shard in one of them."""
 
-    def __init__(self, *, split: StreamSharding, wishes: list[ShardRequest], source: Source) -> None:
-        first = wishes[0].stand
-        self._pending_chunks: dict[int, deque[ShardChunk]] = {wish.stand.shard: deque() for wish in wishes}
-        workers = min(source.workers, len(wishes))
-        dataset = _ShardDataset(sharding=split, requests_by_worker=[wishes[k::workers] for k in range(workers)])
-        init_worker = worker_init(source, alone=True, parent=os.getpid())
+    def __init__(self, *, sharding: StreamSharding, requests: list[ShardRequest], source: Source) -> None:
+        first = requests[0].position
+        self._pending_chunks: dict[int, deque[ShardChunk]] = {wish.position.shard: deque() for wish in requests}
+        workers = min(source.workers, len(requests))
+        dataset = _ShardDataset(sharding=sharding, requests_by_worker=[requests[k::workers] for k in range(workers)])
+        init_worker = start_function(source, appears_alone=True, parent=os.getpid())
 
         def start(number: int) -> None:
             init_worker(number)
@@ -67,23 +69,23 @@ class WorkerShards:
             dataset,
             num_workers=workers,
             worker_init_fn=start,
-            generator=worker_seeds(stream_key(first.seed or 0, "workers", first.epoch, first.shard)),
-            **kept_settings(source),
+            generator=worker_generator(stream_key(first.seed or 0, "workers", first.epoch, first.shard)),
+            **loader_arguments(source),
         )
         with start_workers(workers):
             self._iterator: Any = iter(loader)
         self._items = guard_worker_death(self._iterator)
-        closed_at_exit(self)
+        close_at_exit(self)
 
-    def chunk(self, shard: int) -> ShardChunk:
+    def read_chunk(self, shard: int) -> ShardChunk:
         """Return the next rows of a shard."""
         while not self._pending_chunks[shard]:
-            for number, chunk in load(next(self._items)):
+            for number, chunk in deserialize(next(self._items)):
                 if number in self._pending_chunks:
                     self._pending_chunks[number].append(_unpack_chunk(chunk))
         return self._pending_chunks[shard].popleft()
 
-    def drop(self, shard: int) -> None:
+    def release(self, shard: int) -> None:
         """Release a shard that is not needed any more."""
         self._pending_chunks.pop(shard, None)
 
@@ -105,12 +107,15 @@ class _ShardDataset(IterableDataset[bytes]):
     def __iter__(self) -> Iterator[bytes]:
         hide_worker()
         requests = self._requests_by_worker[self.worker]
-        readers = {w.stand.shard: ShardReader(split=self._sharding, stand=w.stand, record=w.record) for w in requests}
-        chunk_sizes: Mapping[int, int] = {wish.stand.shard: wish.portion for wish in requests}
+        readers = {
+            w.position.shard: ShardReader(sharding=self._sharding, position=w.position, record=w.record)
+            for w in requests
+        }
+        chunk_sizes: Mapping[int, int] = {wish.position.shard: wish.chunk_size for wish in requests}
         while readers:
-            chunks = {shard: reader.chunk(chunk_sizes[shard]) for shard, reader in readers.items()}
+            chunks = {shard: reader.read_chunk(chunk_sizes[shard]) for shard, reader in readers.items()}
             yield _serialize_chunks(chunks)
-            readers = {s: r for s, r in readers.items() if not chunks[s].ended and chunks[s].trouble is None}
+            readers = {s: r for s, r in readers.items() if not chunks[s].has_ended and chunks[s].error is None}
 
 
 def _serialize_chunks(chunks: Mapping[int, ShardChunk]) -> bytes:
@@ -118,7 +123,9 @@ def _serialize_chunks(chunks: Mapping[int, ShardChunk]) -> bytes:
     try:
         return pickle.dumps([(shard, _pack_chunk(chunk)) for shard, chunk in chunks.items()], protocol=5)
     except Exception as error:
-        return pickle.dumps([(shard, ShardChunk(rows=[], trouble=not_sent(error))) for shard in chunks], protocol=5)
+        return pickle.dumps(
+            [(shard, ShardChunk(samples=[], error=serialization_error(error))) for shard in chunks], protocol=5
+        )
 
 
 _BY_VALUE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -133,25 +140,25 @@ class _TensorByValue:
 
 
 def _pack_chunk(chunk: ShardChunk) -> ShardChunk:
-    return replace(chunk, rows=[replace(row, sample=as_light(row.sample)) for row in chunk.rows])
+    return replace(chunk, samples=[replace(row, sample=tensors_by_value(row.sample)) for row in chunk.samples])
 
 
 def _unpack_chunk(chunk: ShardChunk) -> ShardChunk:
-    return replace(chunk, rows=[replace(row, sample=as_full(row.sample)) for row in chunk.rows])
+    return replace(chunk, samples=[replace(row, sample=restore_tensors(row.sample)) for row in chunk.samples])
 
 
-def as_light(value: Any) -> Any:
+def tensors_by_value(value: Any) -> Any:
     """Return a sample, or a list of samples, with tensors replaced by `_Tensor`."""
     if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
         return _TensorByValue(value.numpy()) if value.dtype in _BY_VALUE_DTYPES and not value.requires_grad else value
-    return _map_items(value, as_light)
+    return _map_items(value, tensors_by_value)
 
 
-def as_full(value: Any) -> Any:
+def restore_tensors(value: Any) -> Any:
     """Return a sample, or a list of samples, with each `_Tensor` replaced by a tensor."""
     if type(value) is _TensorByValue:
         return torch.from_numpy(np.asarray(value.values))
-    return _map_items(value, as_full)
+    return _map_items(value, restore_tensors)
 
 
 def _map_items(value: Any, change: Any) -> Any:

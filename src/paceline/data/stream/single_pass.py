@@ -6,21 +6,21 @@ samples of one shard.
 
 from collections.abc import Iterator
 
-from paceline.data.order.virtual_shards import MOST_SHARDS
+from paceline.data.order.virtual_shards import MAX_SHARDS
 from paceline.data.source import Source
 from paceline.data.stream.microbatch_collator import Collator
 from paceline.data.stream.shard_buffer import ShardBuffer
 from paceline.data.stream.shard_reader import ShardPosition
 from paceline.data.stream.shard_workers import InProcessShards, ShardRequest, WorkerShards
-from paceline.data.stream.virtual_sharding import StreamSharding, split_of
+from paceline.data.stream.virtual_sharding import StreamSharding, decide_sharding
 from paceline.data.types import ReplicaMicrobatch
 
 
-def stream_once(
+def read_stream_once(
     *, source: Source, batch_size: int, replica: int, replicas: int, seed: int, totals: dict[str, list[int]]
 ) -> Iterator[ReplicaMicrobatch]:
     """Yield this replica's microbatches; `totals` receives the sample count and checksum of every shard it has read."""
-    sharding = split_of(source, asked=None, global_batch_size=MOST_SHARDS)
+    sharding = decide_sharding(source, requested=None, global_batch_size=MAX_SHARDS)
     local_shards = [
         shard for shard in range(sharding.shards) if replica in reading_replicas(shard, sharding.shards, replicas)
     ]
@@ -31,13 +31,15 @@ def stream_once(
         while buffers:
             for shard in list(buffers):
                 buffer = buffers[shard]
-                start = buffer.read
+                start = buffer.num_read
                 samples = buffer.take(batch_size)
                 readers = reading_replicas(shard, sharding.shards, replicas)
                 if samples and readers[round_number % len(readers)] == replica:
-                    yield collator.microbatch(samples, index=round_number * sharding.shards + shard, start=start)
+                    yield collator.collate_microbatch(
+                        samples, index=round_number * sharding.shards + shard, start=start
+                    )
                 if len(samples) < batch_size:
-                    totals[str(shard)] = [buffer.read, buffer.checksum]
+                    totals[str(shard)] = [buffer.num_read, buffer.checksum]
                     buffers.pop(shard)
             round_number += 1
     finally:
@@ -56,8 +58,8 @@ def _open_pool(
     sharding: StreamSharding, shards: list[int], source: Source, batch_size: int, seed: int
 ) -> InProcessShards | WorkerShards:
     requests = [
-        ShardRequest(stand=ShardPosition(shard=shard, epoch=0, seed=seed), portion=batch_size) for shard in shards
+        ShardRequest(position=ShardPosition(shard=shard, epoch=0, seed=seed), chunk_size=batch_size) for shard in shards
     ]
     if source.workers and requests:
-        return WorkerShards(split=sharding, wishes=requests, source=source)
-    return InProcessShards(split=sharding, wishes=requests)
+        return WorkerShards(sharding=sharding, requests=requests, source=source)
+    return InProcessShards(sharding=sharding, requests=requests)

@@ -19,13 +19,13 @@ class StreamSharding:
 
     data: Any
     shards: int = 1
-    keeps_place: bool = False
-    why_whole: str = ""
+    has_state: bool = False
+    reason_not_split: str = ""
 
-    def open(self, *, shard: int, epoch: int) -> Any:
+    def open_shard(self, *, shard: int, epoch: int) -> Any:
         """Return a new dataset of one shard for this epoch."""
         _set_epoch(self.data, epoch)
-        if not self.keeps_place:
+        if not self.has_state:
             return self.data
         doing = f"shard(num_shards={self.shards}, index={shard})"
         part = call_user_dataset(lambda: self.data.shard(num_shards=self.shards, index=shard), doing=doing)
@@ -35,7 +35,7 @@ class StreamSharding:
         return part
 
 
-def split_of(source: Source, *, asked: int | None, global_batch_size: int) -> StreamSharding:
+def decide_sharding(source: Source, *, requested: int | None, global_batch_size: int) -> StreamSharding:
     """Return how this stream is split, which depends only on the data, the batch size and the requested number.
 
     Raises:
@@ -44,17 +44,19 @@ def split_of(source: Source, *, asked: int | None, global_batch_size: int) -> St
     data, num_real = source.data, num_real_shards(source.data)
     if num_real == 0 and hasattr(data, "shard"):
         raise JobError("the stream has no shard.", where=type(data).__name__, hint="check the path it reads from")
-    shards = choose_shards(asked=asked, real=num_real, global_batch_size=global_batch_size)
+    shards = choose_shards(requested=requested, num_real=num_real, global_batch_size=global_batch_size)
     missing = [name for name in ("shard", "state_dict", "load_state_dict") if not hasattr(data, name)]
     if missing:
-        return StreamSharding(data=data, why_whole=f"it has no {missing[0]}()")
-    if asked is not None and num_real is not None and asked > num_real:
-        reason = f"it has {num_real} shard{'s' if num_real > 1 else ''} and data.shards is {asked}"
-        return StreamSharding(data=data, keeps_place=True, why_whole=reason)
+        return StreamSharding(data=data, reason_not_split=f"it has no {missing[0]}()")
+    if requested is not None and num_real is not None and requested > num_real:
+        reason = f"it has {num_real} shard{'s' if num_real > 1 else ''} and data.shards is {requested}"
+        return StreamSharding(data=data, has_state=True, reason_not_split=reason)
     if shards == 1:
-        reason = "data.shards is 1" if asked == 1 else "it has one shard" if num_real == 1 else "a batch is one sample"
-        return StreamSharding(data=data, keeps_place=True, why_whole=reason)
-    return StreamSharding(data=data, shards=shards, keeps_place=True)
+        reason = (
+            "data.shards is 1" if requested == 1 else "it has one shard" if num_real == 1 else "a batch is one sample"
+        )
+        return StreamSharding(data=data, has_state=True, reason_not_split=reason)
+    return StreamSharding(data=data, shards=shards, has_state=True)
 
 
 def num_real_shards(data: Any) -> int | None:

@@ -5,9 +5,9 @@ from dataclasses import replace
 from functools import partial
 
 from paceline.config.settings import Settings
-from paceline.data.dataset_properties import find_length
+from paceline.data.dataset_properties import read_length
 from paceline.data.fetch import Fetcher, MicrobatchRequest, WorkerError
-from paceline.data.reader_process import read_apart
+from paceline.data.reader_process import read_in_process
 from paceline.data.source import Source
 from paceline.errors import UsageError
 from paceline.job import Job
@@ -64,7 +64,7 @@ def use_largest_sample(job: Job, settings: Settings) -> tuple[Job, str]:
     source = JobData(job, settings).train
     if not source.is_indexed:
         return job, ""
-    sizes = read_apart(source, partial(_sample_sizes, source, settings.seed), seed=settings.seed)
+    sizes = read_in_process(source, partial(_sample_sizes, source, settings.seed), seed=settings.seed)
     if not sizes:
         return job, ""
     num_examined = len(sizes)
@@ -78,7 +78,7 @@ def use_largest_sample(job: Job, settings: Settings) -> tuple[Job, str]:
 
 def _sample_sizes(source: Source, seed: int) -> dict[int, int]:
     """Return the element counts of some samples by index; empty if one can't be read."""
-    total = find_length(source.data, name="train_data")
+    total = read_length(source.data, name="train_data")
     last, num_examined = total - 1, min(_MAX_EXAMINED, total)
     fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=False)
     with preserve_rng():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.collective_errors import all_arrived_within
+from paceline.comm.collective_errors import all_ranks_arrive
 from paceline.comm.process_group import LaunchInfo, World
 from paceline.data.types import StepInput
 from paceline.errors import DataError, JobError, PacelineError, as_refused
@@ -187,7 +187,7 @@ def _rejection(error: Exception, candidate: str, world: World) -> RejectedLayout
 
     Otherwise raise it, also if it is independent of the layout: data that can't be read, or memory that ran out.
     """
-    if isinstance(error, DataError) or is_out_of_memory(error) or not all_arrived_within(world, candidate):
+    if isinstance(error, DataError) or is_out_of_memory(error) or not all_ranks_arrive(world, candidate):
         raise error
     return RejectedLayout(reason=as_refused(error), is_job_error=True)
 

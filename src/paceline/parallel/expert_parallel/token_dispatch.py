@@ -40,7 +40,7 @@ def plan_route(index: Tensor, *, ranges: Sequence[tuple[int, int]], world: World
     mine = ranges[world.rank][1] - ranges[world.rank][0]
     held = [stop - start for start, stop in ranges]
     came = world.all_to_all(counts, send=held, receive=[mine] * world.world_size).view(world.world_size, mine)
-    if world.is_imagined:
+    if world.is_simulated:
         came = _unlucky(came)
     send = tuple(int(part.sum()) for part in counts.cpu().split(held))
     receive = tuple(int(row.sum()) for row in came.cpu())

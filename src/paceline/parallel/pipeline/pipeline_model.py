@@ -90,7 +90,7 @@ def cut_model(
     program = cache(lambda num_micro: build_pipeline_program(asked, mesh, num_micro=num_micro))
     some = read(asked.schedule) if is_schedule_file(asked.schedule) else program(1)
     own = some.stages_of(world.rank)
-    compares = not world.is_imagined  # simulated ranks have no values
+    compares = not world.is_simulated  # simulated ranks have no values
     found = _chain(model, num_stages=some.num_stages, call=call, how=how, seconds=seconds, late=late, compares=compares)
     stages: Stages | GraphStages
     if isinstance(found, StageSplit):

@@ -132,7 +132,7 @@ def _measure_rates(
         seconds = budget.seconds_for(1, total=len(levels) - number)
         ranks = [rank for rank in range(world.world_size) if rank % ranks_per_node < busy]
         cpu_readings.append(read_cpu_times())
-        subgroup = world.part([ranks, *([rank] for rank in range(world.world_size) if rank not in ranks)])
+        subgroup = world.subgroup([ranks, *([rank] for rank in range(world.world_size) if rank not in ranks)])
         if world.rank in ranks:
             shares_cores = busy * threads > fingerprint.cores
             rates.append(

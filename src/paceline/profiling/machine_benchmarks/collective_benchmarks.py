@@ -23,7 +23,7 @@ def measure_links(world: World, *, seconds: float, shares_cores: bool = False) -
     limit = min(_MAX_CALL_SECONDS, seconds / (max(len(sizes), 1) * len(_COLLECTIVES) * _CALLS_IN_BUDGET))
     collectives: list[Collective] = []
     for size in sizes:
-        subgroup = world.part(neighbor_groups(world.world_size, size=size))
+        subgroup = world.subgroup(neighbor_groups(world.world_size, size=size))
         families = list(_benchmarks(subgroup, size=size))
         seconds_per_size = seconds / len(sizes)
         curves = time_families(

@@ -39,12 +39,12 @@ class FragmentSchedule:
         weights: ShardedTensors,
         peers: World,
         spread: Callable[[], None],
-        wrote: Callable[[], None],
+        on_write: Callable[[], None],
     ) -> None:
         self._rule = rule
         self._weights = weights
         self._spread = spread
-        self._on_write = wrote
+        self._on_write = on_write
         self._sites = SiteGroup(peers)
         self._has_diverged = False
         shapes = {
@@ -55,14 +55,14 @@ class FragmentSchedule:
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         fragment_index = assign_fragments(sizes, fragments=rule.fragments)
         self.fragments = [
-            Fragment([m for m in named if fragment_index[m.name] == number], rule=rule, link=self._sites)
+            Fragment([m for m in named if fragment_index[m.name] == number], rule=rule, sites=self._sites)
             for number in range(rule.fragments)
         ]
         self._initial_buffers = {name: tensor.clone() for name, tensor in self._buffers() if tensor.is_floating_point()}
         self._changing_buffers: list[str] = []
 
     @property
-    def number(self) -> int:
+    def site_index(self) -> int:
         """The index of this site."""
         return self._sites.peers.rank
 
@@ -72,36 +72,36 @@ class FragmentSchedule:
         return self._sites.peers
 
     @property
-    def told(self) -> dict[str, float]:
+    def communication_cost(self) -> dict[str, float]:
         """The cost of synchronisation for this rank: bytes sent and seconds waited."""
         return {"sent_bytes": self.peers.traffic.sent_bytes, "waited_seconds": self._sites.waited_seconds}
 
-    def after(self, step: int) -> None:
+    def synchronize_due(self, step: int) -> None:
         """Send and apply the fragments that are due after `step` updates."""
         self._has_diverged = True
         fragment_number = fragment_to_send(step, update=self._rule)
         if fragment_number is not None:
             self.fragments[fragment_number].send(step)
-        due = [fragment for fragment in self.fragments if fragment.due == step]
+        due = [fragment for fragment in self.fragments if fragment.due_step == step]
         for fragment in due:
-            fragment.take()
+            fragment.apply()
         if due:
             self._spread()
         if fragment_number == 0:
             self._average_buffers()
         self._has_diverged = not self._is_synchronized(step)
 
-    def arrive(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until no all-reduce is in flight."""
         for fragment in self.fragments:
-            fragment.arrive()
+            fragment.wait()
 
-    def differing(self) -> str | None:
+    def find_difference(self) -> str | None:
         """Return the first parameter whose synchronised weights differ between sites, or None if all are equal."""
         pairs = [
             (member.name, agreed)
             for fragment in self.fragments
-            for member, agreed in zip(fragment.members, fragment.agreed, strict=True)
+            for member, agreed in zip(fragment.members, fragment.synchronized, strict=True)
         ]
         if not pairs:
             return None
@@ -113,14 +113,14 @@ class FragmentSchedule:
         different_indices = torch.nonzero(largest != smallest).reshape(-1).tolist()
         return pairs[different_indices[0]][0] if different_indices else None
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Take the current weights, which are equal on all sites, as the synchronised weights."""
         self._has_diverged = False
         for fragment in self.fragments:
-            fragment.begin()
+            fragment.reset()
 
     @contextmanager
-    def together(self) -> Iterator[dict[str, Tensor]]:
+    def mean_weights(self) -> Iterator[dict[str, Tensor]]:
         """Return a context in which the model has the mean of the sites' weights.
 
         It yields this site's own weights, and restores them bit for bit at its end.
@@ -140,14 +140,14 @@ class FragmentSchedule:
             if self._has_diverged:
                 self._write(current, local_weights)
 
-    def restore(self, own: Mapping[str, Tensor], *, step: int) -> None:
+    def restore(self, local_weights: Mapping[str, Tensor], *, step: int) -> None:
         """Restore this site's own weights and buffers, after `step` updates."""
         self._has_diverged = not self._is_synchronized(step)
         self._changing_buffers = sorted(
-            self._find_changing_buffers() | {name for name in own if name in self._initial_buffers}
+            self._find_changing_buffers() | {name for name in local_weights if name in self._initial_buffers}
         )
         current = dict(self._local_state())
-        self._write(current, {name: tensor for name, tensor in own.items() if name in current})
+        self._write(current, {name: tensor for name, tensor in local_weights.items() if name in current})
 
     def _is_synchronized(self, step: int) -> bool:
         """Return whether all sites have equal weights; a mean is then skipped, because rounding could change them."""
@@ -163,7 +163,7 @@ class FragmentSchedule:
     def _local_state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters and buffers on this rank whose values differ between sites."""
         for fragment in self.fragments:
-            yield from zip((member.name for member in fragment.members), fragment.live, strict=True)
+            yield from zip((member.name for member in fragment.members), fragment.weights, strict=True)
         self._changing_buffers = sorted(self._find_changing_buffers())
         for name, tensor in self._buffers():
             if name in self._changing_buffers or not tensor.is_floating_point():

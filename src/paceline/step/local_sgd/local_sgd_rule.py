@@ -60,11 +60,11 @@ class LocalSgdRule(StepRule):
             weights=placed.weights,
             peers=replace(replicas, traffic=Traffic()),
             spread=placed.sync_after_update,
-            wrote=replica.buffers.begin,
+            on_write=replica.buffers.begin,
         )
         return LocalStep(
             replica,
-            sites=fragment_schedule,
+            fragment_schedule=fragment_schedule,
             first_microbatch=replicas.rank * plan.mesh.dp_shard,
             forward_backward=forward_backward,
         )

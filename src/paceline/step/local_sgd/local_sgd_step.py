@@ -34,14 +34,14 @@ class LocalStep(SynchronousStep):
         self,
         replica: ReplicaContext,
         *,
-        sites: FragmentSchedule,
+        fragment_schedule: FragmentSchedule,
         first_microbatch: int,
         forward_backward: ForwardBackward | None = None,
     ) -> None:
         super().__init__(replica, forward_backward=forward_backward)
-        self.sites = sites
+        self.fragment_schedule = fragment_schedule
         self._first_microbatch = first_microbatch
-        self._batcher = MessageBatcher(sites.peers, most=_STEPS_PER_MESSAGE)
+        self._batcher = MessageBatcher(fragment_schedule.peers, max_vectors=_STEPS_PER_MESSAGE)
         self._names: tuple[str, ...] | None = None
 
     def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
@@ -50,12 +50,12 @@ class LocalStep(SynchronousStep):
         if result is not None:
             result.reduced.check_counts()
         if self._names is None:
-            names_by_rank = self.sites.peers.gather_json(None if result is None else result.totals.names)
+            names_by_rank = self.fragment_schedule.peers.gather_json(None if result is None else result.totals.names)
             self._names = tuple(next(names for names in names_by_rank if names))
         result = result or self._run_without_samples(step_batch, stop=stop)
         result = replace(result, totals=result.totals.reduce_over_sites(self._batcher))
         start_time = time.perf_counter()
-        self.sites.after(self.steps_done)
+        self.fragment_schedule.synchronize_due(self.steps_done)
         result.communication_seconds += time.perf_counter() - start_time
         return result
 
@@ -82,21 +82,23 @@ class LocalStep(SynchronousStep):
     @property
     def sent_bytes(self) -> float:
         """The bytes sent to other sites only."""
-        return self.sites.told["sent_bytes"]
+        return self.fragment_schedule.communication_cost["sent_bytes"]
 
     def finish_pending(self) -> None:
         """Wait until no all-reduce between sites is in flight."""
-        self.sites.arrive()
+        self.fragment_schedule.wait_for_all()
 
     def synchronised_weights(self) -> AbstractContextManager[dict[str, Tensor]]:
         """Return a context in which the model has the mean of the sites' weights; it yields the site's own weights."""
-        return self.sites.together()
+        return self.fragment_schedule.mean_weights()
 
     def collect_staleness(self) -> Sequence[Mapping[str, Any]]:
         """Return the cost of synchronisation for this rank: bytes sent and seconds waited."""
         world = self.replica.world
-        site_name = f"site {self.sites.number}" + (f", its rank {world.rank}" if world.world_size > 1 else "")
-        return [{"who": site_name, "late": [], **self.sites.told}]
+        site_name = f"site {self.fragment_schedule.site_index}" + (
+            f", its rank {world.rank}" if world.world_size > 1 else ""
+        )
+        return [{"who": site_name, "late": [], **self.fragment_schedule.communication_cost}]
 
     def _run_without_samples(self, step_batch: StepBatch, *, stop: bool) -> StepResult:
         """Return the result of a short batch that has no samples for this site."""

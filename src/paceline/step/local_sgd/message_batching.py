@@ -11,9 +11,9 @@ from paceline.comm.process_group import World
 class MessageBatcher:
     """A batcher that sums up to `max_vectors` vectors over `peers` in one all-reduce. All peers add in equal order."""
 
-    def __init__(self, peers: World, *, most: int) -> None:
+    def __init__(self, peers: World, *, max_vectors: int) -> None:
         self.peers = peers
-        self._max_vectors = most
+        self._max_vectors = max_vectors
         self._current = _Message()
 
     def add(self, vector: Tensor) -> Callable[[], None]:
@@ -27,7 +27,7 @@ class MessageBatcher:
         message.vectors.append(vector)
         if len(message.vectors) == self._max_vectors:
             self.send()
-        return lambda: message.arrive(self.peers)
+        return lambda: message.complete(self.peers)
 
     def send(self) -> None:
         """Send the current message, if it has any vectors and was not sent yet."""
@@ -50,7 +50,7 @@ class _Message:
         self._flat = torch.cat(self.vectors)
         self._wait = peers.start_all_reduce(self._flat)
 
-    def arrive(self, peers: World) -> None:
+    def complete(self, peers: World) -> None:
         """Wait for the all-reduce and copy the sums into the vectors; send first if necessary."""
         if not self.is_sent:
             self.send(peers)

@@ -19,7 +19,7 @@ class SiteGroup:
         self.peers = peers
         self.waited_seconds = 0.0
 
-    def wait(self, wait: Callable[[], object]) -> None:
+    def wait_timed(self, wait: Callable[[], object]) -> None:
         """Call `wait` and add its duration to `waited_seconds`."""
         start_time = time.perf_counter()
         wait()
@@ -29,73 +29,75 @@ class SiteGroup:
         """Return the mean of each tensor over the sites."""
         if not tensors:
             return []
-        flat = _flat(tensors)
-        self.wait(self.peers.start_all_reduce(flat))
+        flat = _flatten(tensors)
+        self.wait_timed(self.peers.start_all_reduce(flat))
         return _split_like(flat.div_(self.peers.world_size), tensors)
 
 
 class Fragment:
     """A set of this rank's parameters that are synchronised together."""
 
-    def __init__(self, members: Sequence[NamedParameter], *, rule: UpdateRule, link: SiteGroup) -> None:
+    def __init__(self, members: Sequence[NamedParameter], *, rule: UpdateRule, sites: SiteGroup) -> None:
         self.members = list(members)
-        self.due: int | None = None
+        self.due_step: int | None = None
         self._rule = rule
-        self._sites = link
-        self._flat: Tensor | None = None
+        self._sites = sites
+        self._pending_gradient: Tensor | None = None
         self._wait: Callable[[], object] | None = None
-        self.agreed: list[nn.Parameter] = []
-        self.begin()
+        self.synchronized: list[nn.Parameter] = []
+        self.reset()
 
     @property
-    def live(self) -> list[Tensor]:
+    def weights(self) -> list[Tensor]:
         """The current weights, which the site trains."""
         return [local_elements(member.parameter.detach()) for member in self.members]
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Take the current weights as the synchronised weights, and reset the outer optimizer."""
-        self.agreed = [nn.Parameter(averaging_dtype_tensor(tensor).clone()) for tensor in self.live]
+        self.synchronized = [nn.Parameter(averaging_dtype_tensor(tensor).clone()) for tensor in self.weights]
         momentum = self._rule.momentum
-        self._outer = (
-            torch.optim.SGD(self.agreed, lr=self._rule.lr, momentum=momentum, nesterov=momentum > 0.0)
-            if self.agreed
+        self._optimizer = (
+            torch.optim.SGD(self.synchronized, lr=self._rule.lr, momentum=momentum, nesterov=momentum > 0.0)
+            if self.synchronized
             else None
         )
-        self.due, self._flat, self._wait = None, None, None
+        self.due_step, self._pending_gradient, self._wait = None, None, None
 
     def send(self, step: int) -> None:
         """Start the all-reduce of the pseudo-gradient: synchronised minus current weights.
 
         Every rank sets `due_step`, even if its stage has no parameter of this fragment.
         """
-        self.due = step + self._rule.delay
-        if self.agreed:
-            pairs = zip(self.agreed, self.live, strict=True)
-            self._flat = _flat([agreed.detach() - averaging_dtype_tensor(live) for agreed, live in pairs])
-            self._wait = self._sites.peers.start_all_reduce(self._flat)
+        self.due_step = step + self._rule.delay
+        if self.synchronized:
+            pairs = zip(self.synchronized, self.weights, strict=True)
+            self._pending_gradient = _flatten(
+                [agreed.detach() - averaging_dtype_tensor(live) for agreed, live in pairs]
+            )
+            self._wait = self._sites.peers.start_all_reduce(self._pending_gradient)
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Wait for the all-reduce. `apply` uses the result when it is due."""
         if self._wait is not None:
-            self._sites.wait(self._wait)
+            self._sites.wait_timed(self._wait)
             self._wait = None
 
-    def take(self) -> None:
+    def apply(self) -> None:
         """Run the step of the outer optimizer on the mean pseudo-gradient of all sites."""
-        self.arrive()
-        if self._flat is not None and self._outer is not None:
-            gradients = _split_like(self._flat / self._sites.peers.world_size, self.agreed)
-            for parameter, gradient in zip(self.agreed, gradients, strict=True):
+        self.wait()
+        if self._pending_gradient is not None and self._optimizer is not None:
+            gradients = _split_like(self._pending_gradient / self._sites.peers.world_size, self.synchronized)
+            for parameter, gradient in zip(self.synchronized, gradients, strict=True):
                 parameter.grad = gradient
-            self._outer.step()
-            self._outer.zero_grad()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
             self._update_weights()
-        self.due, self._flat = None, None
+        self.due_step, self._pending_gradient = None, None
 
     def _update_weights(self) -> None:
         local_fraction = self._rule.mix if self._rule.delay else 0.0
         with torch.no_grad():
-            for live, agreed in zip(self.live, self.agreed, strict=True):
+            for live, agreed in zip(self.weights, self.synchronized, strict=True):
                 copy_into(
                     live,
                     (averaging_dtype_tensor(live) * local_fraction + agreed * (1.0 - local_fraction))
@@ -103,33 +105,33 @@ class Fragment:
                     else agreed,
                 )
 
-    def saved(self) -> Iterator[tuple[str, str, Tensor]]:
+    def saved_state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the state that is equal on all sites, as (kind, FQN, this rank's part)."""
-        self.arrive()
-        pending_parts = [] if self._flat is None else _split_like(self._flat, self.agreed)
-        for position, (member, parameter) in enumerate(zip(self.members, self.agreed, strict=True)):
+        self.wait()
+        pending_parts = [] if self._pending_gradient is None else _split_like(self._pending_gradient, self.synchronized)
+        for position, (member, parameter) in enumerate(zip(self.members, self.synchronized, strict=True)):
             yield "agreed", member.name, parameter.detach()
-            momentum = None if self._outer is None else self._outer.state[parameter].get("momentum_buffer")
+            momentum = None if self._optimizer is None else self._optimizer.state[parameter].get("momentum_buffer")
             if momentum is not None:
                 yield "momentum", member.name, momentum
             if pending_parts:
                 yield "coming", member.name, pending_parts[position]
 
-    def restore(self, find: Callable[[str, str], Tensor | None], *, due: int | None) -> None:
+    def restore(self, find: Callable[[str, str], Tensor | None], *, due_step: int | None) -> None:
         """Restore the saved state; `find(kind, name)` returns None for state that was not saved."""
-        self.begin()
+        self.reset()
         pending_parts: list[Tensor] = []
-        for member, parameter in zip(self.members, self.agreed, strict=True):
+        for member, parameter in zip(self.members, self.synchronized, strict=True):
             saved = {what: find(what, member.name) for what in ("agreed", "momentum", "coming")}
             with torch.no_grad():
                 parameter.copy_(parameter if saved["agreed"] is None else saved["agreed"])
-            if saved["momentum"] is not None and self._outer is not None:
-                self._outer.state[parameter]["momentum_buffer"] = saved["momentum"].to(parameter.device)
+            if saved["momentum"] is not None and self._optimizer is not None:
+                self._optimizer.state[parameter]["momentum_buffer"] = saved["momentum"].to(parameter.device)
             pending = saved["coming"]
             pending_parts.append(torch.zeros_like(parameter) if pending is None else pending.to(parameter.device))
-        self.due = due
-        if pending_parts and due is not None:
-            self._flat = _flat(pending_parts)
+        self.due_step = due_step
+        if pending_parts and due_step is not None:
+            self._pending_gradient = _flatten(pending_parts)
 
 
 def averaging_dtype_tensor(tensor: Tensor) -> Tensor:
@@ -137,7 +139,7 @@ def averaging_dtype_tensor(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
+def _flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 

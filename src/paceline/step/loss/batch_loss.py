@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.comm.process_group import World
 from paceline.data.checksum import checksum
-from paceline.data.stream.dataset_state_json import CannotBeWritten, from_json, to_json
+from paceline.data.stream.dataset_state_json import NotJsonConvertible, from_json, to_json
 from paceline.errors import JobError
 from paceline.step.loss.loss_return_value import Terms
 from paceline.torch_internals.pytree import is_column, is_square, joined_columns, map_leaves
@@ -27,7 +27,7 @@ _NAMES = ("output", "batch")
 
 
 def gather_rows(
-    output: Any, batch: Any, *, world: World, num_samples: int, columns: dict[str, bool] | None = None
+    output: Any, batch: Any, *, world: World, num_samples: int, known_columns: dict[str, bool] | None = None
 ) -> tuple[Any, Any] | None:
     """Join output and batch over replicas in rank order: the rows of every tensor, and every column.
 
@@ -39,11 +39,11 @@ def gather_rows(
         JobError: a tensor's first dimension is not the samples, or a value cannot be joined and is not the same on
             every replica.
     """
-    columns_by_path = {} if columns is None else columns
+    columns_by_path = {} if known_columns is None else known_columns
     local_parts = (
         None
         if batch is None
-        else _BatchParts.of((output, batch), num_samples=num_samples, columns_by_path=columns_by_path)
+        else _BatchParts.from_batch((output, batch), num_samples=num_samples, columns_by_path=columns_by_path)
     )
     parts_by_rank: list[dict[str, Any] | None] = world.gather_json(
         None if local_parts is None else local_parts.as_json()
@@ -58,16 +58,17 @@ def gather_rows(
     for position, (shape, dtype_name) in enumerate(with_samples[0]["tensors"]):
         tensor = local_tensors[position] if local_tensors else None
         if not shape:
-            joined.append(tensor if tensor is None else share_gradient(tensor, among=len(with_samples)))
+            joined.append(tensor if tensor is None else share_gradient(tensor, num_replicas=len(with_samples)))
             continue
         rows = [0 if each is None else each["tensors"][position][0][0] for each in parts_by_rank]
         joined.append(_join_rows(tensor, rows, shape[1:], getattr(torch, dtype_name.removeprefix("torch.")), world))
     if local_parts is None:
         return None
     joined_lists = [
-        joined_columns([from_json(each["columns"][place]) for each in with_samples]) for place in local_parts.places
+        joined_columns([from_json(each["columns"][place]) for each in with_samples])
+        for place in local_parts.column_paths
     ]
-    return local_parts.rebuilt(joined, joined_lists)
+    return local_parts.rebuild(joined, joined_lists)
 
 
 @dataclass(kw_only=True)
@@ -79,21 +80,21 @@ class _BatchParts:
 
     value: tuple[Any, Any]
     num_samples: int
-    kinds: dict[str, bool]
+    columns_by_path: dict[str, bool]
     tensors: list[Tensor] = field(default_factory=list)
     columns: dict[str, Any] = field(default_factory=dict)
     fixed: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
-    def of(value: tuple[Any, Any], *, num_samples: int, columns_by_path: dict[str, bool]) -> "_BatchParts":
+    def from_batch(value: tuple[Any, Any], *, num_samples: int, columns_by_path: dict[str, bool]) -> "_BatchParts":
         """Split output and batch into tensors, columns and other values."""
-        parts = _BatchParts(value=value, num_samples=num_samples, kinds=columns_by_path)
+        parts = _BatchParts(value=value, num_samples=num_samples, columns_by_path=columns_by_path)
         for name, each in zip(_NAMES, value, strict=True):
             map_leaves(each, parts._store_leaf, is_leaf=parts._is_leaf, path=name)
         return parts
 
     @property
-    def places(self) -> list[str]:
+    def column_paths(self) -> list[str]:
         """The paths of the columns."""
         return list(self.columns)
 
@@ -102,7 +103,7 @@ class _BatchParts:
         tensors = [(list(tensor.shape), str(tensor.dtype)) for tensor in self.tensors]
         return {"samples": self.num_samples, "tensors": tensors, "columns": self.columns, "fixed": self.fixed}
 
-    def rebuilt(self, tensors: list[Any], columns: list[Any]) -> tuple[Any, Any]:
+    def rebuild(self, tensors: list[Any], columns: list[Any]) -> tuple[Any, Any]:
         """Return output and batch with these tensors and columns in place of their own."""
         remaining_tensors, column_by_path = iter(tensors), dict(zip(self.columns, columns, strict=True))
 
@@ -119,7 +120,7 @@ class _BatchParts:
         return isinstance(value, Tensor) or self._is_column(path, value)
 
     def _is_column(self, path: str, value: Any) -> bool:
-        return self.kinds.get(path, True) and is_column(value, self.num_samples)
+        return self.columns_by_path.get(path, True) and is_column(value, self.num_samples)
 
     def _store_leaf(self, path: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -134,7 +135,7 @@ class _BatchParts:
 
     def _column_to_json(self, path: str, leaf: Any) -> Any:
         """Return the column as JSON."""
-        if path not in self.kinds and is_square(leaf):
+        if path not in self.columns_by_path and is_square(leaf):
             raise JobError(
                 f'loss_over="batch" can\'t tell rows from columns in {path}: it is as long as the samples, '
                 f"{self.num_samples}, and so is each of its entries.",
@@ -142,7 +143,7 @@ class _BatchParts:
             )
         try:
             return to_json(leaf)
-        except CannotBeWritten as error:
+        except NotJsonConvertible as error:
             raise JobError(
                 f'loss_over="batch" joins outputs and batch over replicas, but {path} holds {error}.',
                 cause="replicas exchange tensors, arrays, text, numbers, and lists and dicts of these",
@@ -150,9 +151,9 @@ class _BatchParts:
             ) from error
 
 
-def share_gradient(tensor: Tensor, *, among: int) -> Tensor:
+def share_gradient(tensor: Tensor, *, num_replicas: int) -> Tensor:
     """Return the same value with its gradient divided by `num_replicas`, since each of them adds this gradient."""
-    return tensor.detach() + (tensor - tensor.detach()) / among if tensor.requires_grad else tensor
+    return tensor.detach() + (tensor - tensor.detach()) / num_replicas if tensor.requires_grad else tensor
 
 
 def mean_terms(terms: Terms) -> Tensor:

@@ -13,16 +13,16 @@ _TARGETS = ("label", "labels", "target", "targets", "y")
 _FORMS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def misfit_of_batch(
-    forward: Callable[..., Any], batch: Any, words: Sequence[Any], named: Mapping[str, Any]
+def batch_mismatch_error(
+    forward: Callable[..., Any], batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> JobError | None:
     """Return the error for a `forward` that does not accept these arguments, or None if it does."""
     signature = inspect.signature(forward)
     try:
-        signature.bind(*words, **named)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
         owner = type(getattr(forward, "__self__", forward)).__name__
-        passed = ", ".join([*map(_describe_value, words), *named]) or "nothing"
+        passed = ", ".join([*map(_describe_value, args), *kwargs]) or "nothing"
         return JobError(
             f"{owner}.forward({', '.join(map(str, signature.parameters))}) does not fit the batch: {error}.",
             where=_source_line(forward),

@@ -21,9 +21,9 @@ class FrozenParameters:
     @property
     def checks(self) -> list[Callable[[], None]]:
         """The checks that each step runs: none if the model has no frozen parameter."""
-        return [self.refuse_thawed] if self._entries else []
+        return [self.refuse_unfrozen] if self._entries else []
 
-    def refuse_thawed(self) -> None:
+    def refuse_unfrozen(self) -> None:
         """Raise an error if one of these parameters is trainable now.
 
         Raises:

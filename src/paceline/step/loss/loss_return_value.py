@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError
 from paceline.job import Job
-from paceline.step.loss.batch_mismatch import misfit_of_batch
+from paceline.step.loss.batch_mismatch import batch_mismatch_error
 from paceline.step.loss.frozen_parameters import FrozenParameters
-from paceline.step.loss.mean_or_sum_probe import MEAN_WITH_COUNT, LossFault, loss_fault
-from paceline.step.loss.model_loss import DIVISOR, OwnLoss
+from paceline.step.loss.mean_or_sum_probe import MEAN_WITH_COUNT, LossFault, find_loss_fault
+from paceline.step.loss.model_loss import DIVISOR, ModelLoss
 from paceline.torch_internals.scalars import as_number
 
 Number = Tensor | float
 Terms = dict[str, tuple[Tensor, Number]]
-SINGLE = "loss"
+SINGLE_TERM = "loss"
 COUNT_HINT = "return (loss_sum, how many targets it sums over)"
 
 
@@ -31,10 +31,10 @@ class LossContract:
     `probes_model_loss=False` skips the trial call that tests the model's own loss, for runs on simulated values.
     """
 
-    def __init__(self, *, job: Job, model: nn.Module, asks: bool = True) -> None:
+    def __init__(self, *, job: Job, model: nn.Module, probes_model_loss: bool = True) -> None:
         self._job = job
-        self._model_loss = OwnLoss(
-            model, takes_divisor=asks and job.forward is None and _accepts_argument(model, DIVISOR)
+        self._model_loss = ModelLoss(
+            model, takes_divisor=probes_model_loss and job.forward is None and _accepts_argument(model, DIVISOR)
         )
         self._accepted_names = _accepted_names(model)
         self._forward = model.forward
@@ -43,7 +43,7 @@ class LossContract:
         self.note = ""
 
     @property
-    def counts_first(self) -> bool:
+    def has_early_counts(self) -> bool:
         """True if counts are known before the forward, so that the loss is divided before backward."""
         return self._job.count is not None
 
@@ -53,28 +53,30 @@ class LossContract:
         return self._job.loss_over == "batch"
 
     @property
-    def is_own(self) -> bool:
+    def is_model_loss(self) -> bool:
         """True if the model computes its own loss."""
         return self._job.loss is None
 
-    def moved(self) -> None:
+    def mark_labels_shifted(self) -> None:
         """Treat labels as already shifted from now on, as they are in slices of the sequence."""
-        self._model_loss.settle(moved=True)
+        self._model_loss.stop_probing(are_labels_shifted=True)
 
-    def learn(self, batch: Any) -> None:
+    def probe_model_loss(self, batch: Any) -> None:
         """Test on one microbatch, before the model is split, whether the model's own loss is a sum or a mean."""
         if self._job.loss is None and isinstance(batch, Mapping):
-            self._model_loss.arguments({name: value for name, value in batch.items() if name in self._accepted_names})
-            self._model_loss.settle()
+            self._model_loss.forward_arguments(
+                {name: value for name, value in batch.items() if name in self._accepted_names}
+            )
+            self._model_loss.stop_probing()
 
-    def ask_sum(self) -> None:
+    def request_sum_check(self) -> None:
         """Check on the next microbatch whether the loss is a sum over samples; if it is not, set `note`."""
         self._checks_sum = self._job.loss is not None and self._job.loss_over != "batch"
 
-    def answer_sum(self, output: Any, batch: Any, terms: Terms) -> None:
+    def run_sum_check(self, output: Any, batch: Any, terms: Terms) -> None:
         """Run that check on this microbatch, if it was requested."""
-        if self._checks_sum and list(terms) == [SINGLE]:
-            fault = loss_fault(self._job.loss, output, batch, terms[SINGLE])
+        if self._checks_sum and list(terms) == [SINGLE_TERM]:
+            fault = find_loss_fault(self._job.loss, output, batch, terms[SINGLE_TERM])
             self.note = "" if fault is None else _fault_note(fault)
         self._checks_sum = False
 
@@ -82,7 +84,7 @@ class LossContract:
         """Return the counts of one microbatch, before its forward."""
         assert self._job.count is not None
         returned = self._job.count(batch)
-        counts_by_name = dict(returned) if isinstance(returned, Mapping) else {SINGLE: returned}
+        counts_by_name = dict(returned) if isinstance(returned, Mapping) else {SINGLE_TERM: returned}
         return {str(name): _to_count(str(name), value) for name, value in counts_by_name.items()}
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
@@ -111,7 +113,7 @@ class LossContract:
         try:
             return model(*args, **kwargs)
         except TypeError:
-            mismatch = misfit_of_batch(self._forward, batch, args, kwargs)
+            mismatch = batch_mismatch_error(self._forward, batch, args, kwargs)
             if mismatch is None:
                 raise
             raise mismatch from None
@@ -131,7 +133,7 @@ class LossContract:
     def terms(self, output: Any, batch: Any, *, num_samples: int) -> Terms:
         """Return the named `(sum, count)` of one microbatch."""
         if self._job.loss is None:
-            return {SINGLE: self._model_loss.term(output, batch, num_samples=num_samples)}
+            return {SINGLE_TERM: self._model_loss.term(output, batch, num_samples=num_samples)}
         if _is_torch_loss(self._job.loss) and not isinstance(batch, Tensor):
             raise JobError(
                 f"loss= is a {type(self._job.loss).__name__}, which takes (output, target), not (output, batch).",
@@ -141,9 +143,9 @@ class LossContract:
         if isinstance(returned, Mapping):
             return {str(name): _to_sum_and_count(name, value) for name, value in returned.items()}
         if isinstance(returned, tuple):
-            return {SINGLE: _to_sum_and_count(SINGLE, returned)}
+            return {SINGLE_TERM: _to_sum_and_count(SINGLE_TERM, returned)}
         if isinstance(returned, Tensor):
-            return {SINGLE: (_to_scalar(SINGLE, returned) * num_samples, float(num_samples))}
+            return {SINGLE_TERM: (_to_scalar(SINGLE_TERM, returned) * num_samples, float(num_samples))}
         raise JobError(
             f"loss= returned a {type(returned).__name__}.",
             cause="expected (loss_sum, count), a dict of them, or a scalar tensor",
@@ -155,7 +157,7 @@ class LossContract:
         if self._job.loss is not None:
             arguments.pop("labels", None)
             return arguments
-        return self._model_loss.arguments(arguments)
+        return self._model_loss.forward_arguments(arguments)
 
 
 def _fault_note(fault: LossFault) -> str:
@@ -165,7 +167,7 @@ def _fault_note(fault: LossFault) -> str:
             "reduction='sum' in most losses of torch (docs/loss.md)"
         )
     first, second = fault.halves
-    measured = f"{fault.whole:.4g} for a microbatch, {first:.4g} and {second:.4g} for its halves"
+    measured = f"{fault.full:.4g} for a microbatch, {first:.4g} and {second:.4g} for its halves"
     fault_text = (
         "returns a scalar that is not the mean over samples" if fault.is_scalar else "is not a sum over samples"
     )

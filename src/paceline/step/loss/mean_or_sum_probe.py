@@ -76,18 +76,18 @@ class LossFault:
     """Why a loss is not a sum over samples: `kind`, and what it returned for a microbatch and for its two halves."""
 
     kind: str
-    whole: float
+    full: float
     halves: tuple[float, float]
     is_scalar: bool = False
 
 
-def loss_fault(loss: Any, output: Any, batch: Any, found: tuple[Tensor, Any]) -> LossFault | None:
+def find_loss_fault(loss: Any, output: Any, batch: Any, result: tuple[Tensor, Any]) -> LossFault | None:
     """Return why the loss is not a sum over samples, or None if it is one. `result` is its `(sum, count)` for `batch`.
 
     The loss runs on each half of the microbatch, without gradients. If it could have side effects, or the microbatch
     cannot be halved, it does not run, and the result is None.
     """
-    if not keeps_nothing(loss):
+    if not has_no_side_effects(loss):
         return None
     size = output.shape[0] if type(output) is Tensor and output.dim() else 0
     cuts = slice(0, size // 2), slice(size // 2, size)
@@ -102,7 +102,7 @@ def loss_fault(loss: Any, output: Any, batch: Any, found: tuple[Tensor, Any]) ->
     is_scalar = all(isinstance(half, Tensor) for half in halves)
     if is_scalar:  # the mean over the samples
         halves = [(half * (cut.stop - cut.start), cut.stop - cut.start) for half, cut in zip(halves, cuts, strict=True)]
-    pairs = [_as_numbers(found), *map(_as_numbers, halves)]
+    pairs = [_as_numbers(result), *map(_as_numbers, halves)]
     numbers = [pair for pair in pairs if pair is not None and pair[1] > 0]
     if len(numbers) < len(pairs) or numbers[1][1] + numbers[2][1] != numbers[0][1]:
         return None
@@ -117,14 +117,14 @@ def _judge(numbers: Sequence[tuple[float, float]], *, is_scalar: bool, tolerance
         return None
     if is_scalar:
         return LossFault(
-            kind=NOT_ADDITIVE, whole=total / count, halves=(first / first_count, second / second_count), is_scalar=True
+            kind=NOT_ADDITIVE, full=total / count, halves=(first / first_count, second / second_count), is_scalar=True
         )
     parts = first * first_count, second * second_count
     is_mean = _is_close(sum(parts), total * count, tolerance * sum(map(abs, parts)))
-    return LossFault(kind=MEAN_WITH_COUNT if is_mean else NOT_ADDITIVE, whole=total, halves=(first, second))
+    return LossFault(kind=MEAN_WITH_COUNT if is_mean else NOT_ADDITIVE, full=total, halves=(first, second))
 
 
-def keeps_nothing(function: Any, *, seen: frozenset[int] = frozenset()) -> bool:
+def has_no_side_effects(function: Any, *, seen: frozenset[int] = frozenset()) -> bool:
     """Return whether calls of a function have no side effect, on this rank or another. If in doubt, return False.
 
     The function must write nothing, and use only constants, functions like it, and torch operations that only compute:
@@ -132,7 +132,7 @@ def keeps_nothing(function: Any, *, seen: frozenset[int] = frozenset()) -> bool:
     """
     if isinstance(function, partial):
         values = [*function.args, *function.keywords.values()]
-        return keeps_nothing(function.func, seen=seen) and all(_is_plain(value, seen) for value in values)
+        return has_no_side_effects(function.func, seen=seen) and all(_is_plain(value, seen) for value in values)
     if _is_pure_torch(function):
         return True
     if not isinstance(function, FunctionType):
@@ -165,7 +165,7 @@ def _is_plain(value: Any, seen: frozenset[int]) -> bool:
         return all(_is_plain(each, seen) for each in value)
     if isinstance(value, ModuleType):
         return _is_of_torch(value.__name__)
-    return isinstance(value, _CONSTANT_TYPES) or keeps_nothing(value, seen=seen)
+    return isinstance(value, _CONSTANT_TYPES) or has_no_side_effects(value, seen=seen)
 
 
 def _is_pure_torch(value: Any) -> bool:

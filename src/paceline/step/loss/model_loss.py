@@ -22,7 +22,7 @@ _MAX_TRIES = 3
 _TOLERANCE = 1e-4
 
 
-class OwnLoss:
+class ModelLoss:
     """A model's loss, in `output.loss`. The first batch with several targets shows whether it is a sum or a mean."""
 
     def __init__(self, model: nn.Module, *, takes_divisor: bool) -> None:
@@ -31,16 +31,16 @@ class OwnLoss:
         self._tries_left = _MAX_TRIES if takes_divisor else 0
         self._is_sum = False
 
-    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def forward_arguments(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the forward's arguments, with a divisor of 1 if the model's loss then is a sum."""
         if self._tries_left and not self._is_sum:
-            self._probe(given)
-        return {**given, DIVISOR: 1} if self._is_sum else dict(given)
+            self._probe(batch)
+        return {**batch, DIVISOR: 1} if self._is_sum else dict(batch)
 
-    def settle(self, *, moved: bool = False) -> None:
+    def stop_probing(self, *, are_labels_shifted: bool = False) -> None:
         """Stop testing and keep the current result. `are_labels_shifted`: labels are shifted before the forward."""
         self._tries_left = 0
-        self._shifts_labels = self._shifts_labels and not moved
+        self._shifts_labels = self._shifts_labels and not are_labels_shifted
 
     def term(self, output: Any, batch: Any, *, num_samples: int) -> tuple[Tensor, Tensor | float]:
         """Return the loss sum and its count.

@@ -10,7 +10,7 @@ from torch import nn
 _MAX_DEPTH = 4
 
 
-def found_modules(function: Any) -> list[tuple[str, nn.Module]]:
+def find_modules(function: Any) -> list[tuple[str, nn.Module]]:
     """Return the modules that a function reaches by its closure, `self`, arguments or globals, with their names."""
     found: dict[int, tuple[str, nn.Module]] = {}
     for path, module in _modules(function, "loss", 0, set()):
@@ -19,10 +19,10 @@ def found_modules(function: Any) -> list[tuple[str, nn.Module]]:
     return list(found.values())
 
 
-def found_parameters(function: Any) -> dict[str, nn.Parameter]:
+def find_parameters(function: Any) -> dict[str, nn.Parameter]:
     """Return the parameters that a function reaches, directly or within modules, by name."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
-    for path, module in found_modules(function):
+    for path, module in find_modules(function):
         for name, parameter in module.named_parameters(recurse=False):
             found.setdefault(id(parameter), (f"{path}.{name}", parameter))
     for path, parameter in _walk(function, "loss", 0, set()):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from paceline.errors import DesyncError
-from paceline.step.parameter_server.flat_buffers import flat_of, unpack_gradients
-from paceline.step.parameter_server.pushed_gradients import GradientPush, from_words
+from paceline.step.parameter_server.flat_buffers import layout_of, unpack_gradients
+from paceline.step.parameter_server.pushed_gradients import GradientPush, push_from_json
 from paceline.step.parameter_server.state import ServerState
 from paceline.step.parameter_server.transport import (
     Connection,
@@ -37,13 +37,13 @@ class WorkerConnections:
     def close(self) -> None:
         """Tell all workers that the run is over, and wait at most 5 seconds for the threads that serve them."""
         self._acceptor.is_closed = True
-        self._state.end()
+        self._state.end_run()
         deadline = time.monotonic() + _CLOSE_SECONDS
         for thread in self._threads if self._leads else ():
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _accept_workers(self) -> None:
-        while (number := call_unless_closed(self._acceptor.next)) is not None:
+        while (number := call_unless_closed(self._acceptor.wait_for_worker)) is not None:
             thread = threading.Thread(target=self._serve_worker, args=(number,), daemon=True, name=f"paceline-{number}")
             self._threads.append(thread)
             thread.start()
@@ -53,11 +53,11 @@ class WorkerConnections:
             connection = self._acceptor.connect(worker)
             self._handshake(connection, worker)
             self._serve_leases(connection, worker) if self._leads else self._serve_parts(connection)
-            self._state.remove_worker(worker, why="the run is over")
+            self._state.remove_worker(worker, reason="the run is over")
         except ConnectionLost as error:
-            self._state.remove_worker(worker, why=self._reason(str(error).lower()))
+            self._state.remove_worker(worker, reason=self._reason(str(error).lower()))
         except Exception as error:
-            self._state.fail(error)
+            self._state.store_failure(error)
 
     def _reason(self, text: str) -> str:
         """Return a short form of gloo's error text."""
@@ -70,19 +70,19 @@ class WorkerConnections:
         )
 
     def _handshake(self, connection: Connection, worker: int) -> None:
-        fields = connection.receive().words
-        self._state.add_worker(worker, rank=fields["rank"], start_number=fields["start_number"], model=fields["model"])
+        fields = connection.receive().fields
+        self._state.add_worker(worker, rank=fields["rank"], start_number=fields["start_number"], digest=fields["model"])
         while not self._state.wait_for_first_batch():
             if self._leads:  # a worker waits for the first server first
                 connection.send(Message(kind=MessageKind.WAIT))
         with self._state.lock:
-            fixed = flat_of(self._state.held.rest).packed(self._state.held.rest)
-        connection.send(Message(kind=MessageKind.REST, words={"names": list(self._state.held.names)}, row=fixed))
+            fixed = layout_of(self._state.served.fixed).pack(self._state.served.fixed)
+        connection.send(Message(kind=MessageKind.FIXED, fields={"names": list(self._state.served.names)}, buffer=fixed))
 
     def _serve_leases(self, connection: Connection, worker: int) -> None:
-        state, buffer = self._state, self._state.row()
+        state, buffer = self._state, self._state.weights_buffer()
         while not state.is_over:
-            granted = state.lease(worker, row=buffer)
+            granted = state.lease_share(worker, buffer=buffer)
             if granted is None:
                 if not state.is_over:
                     connection.send(Message(kind=MessageKind.WAIT))
@@ -92,33 +92,33 @@ class WorkerConnections:
                 "lease": lease.number,
                 "version": lease.version,
                 "number": lease.share.number,
-                "of": lease.share.of,
+                "of": lease.share.num_shares,
             }
-            connection.send(Message(kind=MessageKind.LEASE, words={**location, **lease_fields}, row=buffer))
-            state.push(lease, self._parse_push(connection.receive()))
+            connection.send(Message(kind=MessageKind.LEASE, fields={**location, **lease_fields}, buffer=buffer))
+            state.store_push(lease, self._parse_push(connection.receive()))
         connection.send(Message(kind=MessageKind.OVER))
 
     def _serve_parts(self, connection: Connection) -> None:
-        buffer = self._state.row()
+        buffer = self._state.weights_buffer()
         while True:
             message = connection.receive()
             if message.kind is MessageKind.PULL:
-                version = self._state.weights_at(int(message.words["version"]), row=buffer)
-                if version < int(message.words["version"]) and not self._state.is_over:
+                version = self._state.pack_version(int(message.fields["version"]), buffer=buffer)
+                if version < int(message.fields["version"]) and not self._state.is_over:
                     raise DesyncError("a worker requests the weights after an update that this server has not applied.")
-                connection.send(Message(kind=MessageKind.LEASE, words={"version": version}, row=buffer))
+                connection.send(Message(kind=MessageKind.LEASE, fields={"version": version}, buffer=buffer))
             elif message.kind is MessageKind.PUSH:
-                self._state.stage(int(message.words["lease"]), self._parse_push(message))
+                self._state.store_part(int(message.fields["lease"]), self._parse_push(message))
                 connection.send(Message(kind=MessageKind.WAIT))
 
     def _parse_push(self, message: Message) -> GradientPush:
-        fields, buffer = message.words, message.row
+        fields, buffer = message.fields, message.buffer
         if fields["order"] is not None:
-            self._state.same_order(int(fields["epoch"]), *fields["order"])
+            self._state.check_order(int(fields["epoch"]), *fields["order"])
         kinds: Sequence[int] = fields["gradients"]
-        like: Sequence[Tensor] = self._state.held.weights
+        like: Sequence[Tensor] = self._state.served.weights
         gradients = [None] * len(kinds) if buffer is None else unpack_gradients(buffer, kinds=kinds, like=like)
-        return from_words(fields, gradients=gradients)
+        return push_from_json(fields, gradients=gradients)
 
 
 def call_unless_closed(call: Callable[[], int | None]) -> int | None:

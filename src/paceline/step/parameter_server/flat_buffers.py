@@ -23,26 +23,26 @@ class FlatLayout:
             offset += -(-size // _ALIGNED) * _ALIGNED
         self.num_bytes = offset
 
-    def row(self) -> Tensor:
+    def empty_buffer(self) -> Tensor:
         """Return an empty buffer for all tensors."""
         return torch.empty(self.num_bytes, dtype=torch.uint8)
 
-    def views(self, row: Tensor) -> list[Tensor]:
+    def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the tensors as views of a buffer."""
         return [
-            row[place : place + size].view(dtype).view(shape)
+            buffer[place : place + size].view(dtype).view(shape)
             for (place, size), (shape, dtype) in zip(self._ranges, self._shapes, strict=True)
         ]
 
-    def packed(self, tensors: Sequence[Tensor], *, into: Tensor | None = None) -> Tensor:
+    def pack(self, tensors: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
         """Copy the tensors into a buffer and return it."""
-        buffer = self.row() if into is None else into
+        buffer = self.empty_buffer() if out is None else out
         for view, tensor in zip(self.views(buffer), tensors, strict=True):
             view.copy_(tensor.detach())
         return buffer
 
 
-def flat_of(tensors: Sequence[Tensor]) -> FlatLayout:
+def layout_of(tensors: Sequence[Tensor]) -> FlatLayout:
     """Return the layout of these tensors."""
     return FlatLayout([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
 
@@ -58,10 +58,10 @@ def pack_gradients(gradients: Sequence[Tensor | None]) -> Tensor:
     for gradient in gradients:
         if gradient is not None:
             parts += [gradient.indices(), gradient.values()] if gradient.is_sparse else [gradient]
-    return flat_of(parts).packed(parts)
+    return layout_of(parts).pack(parts)
 
 
-def unpack_gradients(row: Tensor, *, kinds: Sequence[int], like: Sequence[Tensor]) -> list[Tensor | None]:
+def unpack_gradients(buffer: Tensor, *, kinds: Sequence[int], like: Sequence[Tensor]) -> list[Tensor | None]:
     """Return the gradients in a buffer of `pack_gradients` as views; `like` are the parameters."""
     shapes: list[Shape] = []
     for kind, parameter in zip(kinds, like, strict=True):
@@ -69,7 +69,7 @@ def unpack_gradients(row: Tensor, *, kinds: Sequence[int], like: Sequence[Tensor
             shapes.append((tuple(parameter.shape), parameter.dtype))
         elif kind != ABSENT:
             shapes += [((1, kind), torch.int64), ((kind, *parameter.shape[1:]), parameter.dtype)]
-    parts = iter(FlatLayout(shapes).views(row))
+    parts = iter(FlatLayout(shapes).views(buffer))
     return [_next_gradient(kind, parameter, parts) for kind, parameter in zip(kinds, like, strict=True)]
 
 

@@ -9,13 +9,13 @@ from paceline.parallel.module_access.parameters import NamedParameter, trainable
 from paceline.step.parameter_server.state import ServedWeights
 
 
-def held_by(model: nn.Module, members: Sequence[NamedParameter]) -> ServedWeights:
+def served_weights(model: nn.Module, named_parameters: Sequence[NamedParameter]) -> ServedWeights:
     """Return what a server sends to its workers; `members` are the parameters that its optimizer updates."""
     return ServedWeights(
-        names=[member.name for member in members],
-        weights=[member.parameter for member in members],
-        rest=fixed_tensors(model),
-        model=model_digest(model),
+        names=[member.name for member in named_parameters],
+        weights=[member.parameter for member in named_parameters],
+        fixed=fixed_tensors(model),
+        digest=model_digest(model),
     )
 
 
@@ -26,7 +26,7 @@ def fixed_tensors(model: nn.Module) -> list[Tensor]:
     return [*frozen, *(buffer for buffer in model.buffers() if buffer.is_contiguous())]
 
 
-def row_tables(model: nn.Module) -> dict[str, str]:
+def sparse_tables(model: nn.Module) -> dict[str, str]:
     """Return the trainable embedding tables with sparse gradients, as module name by parameter name."""
     tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     names = {id(m.weight): name for name, m in tables if m.sparse}

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from paceline.comm.process_group import LaunchInfo, WorkerEntrance, World
+from paceline.comm.process_group import LaunchInfo, WorkerEndpoint, World
 from paceline.config.settings import Settings
 from paceline.config.update_rule import UpdateRule
 from paceline.console.formatting import plural
@@ -16,9 +16,9 @@ from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.mesh import Mesh
-from paceline.step.parameter_server.model_state import row_tables
+from paceline.step.parameter_server.model_state import sparse_tables
 from paceline.step.parameter_server.parameter_server_step import ServerStep
-from paceline.step.parameter_server.transport import host_store
+from paceline.step.parameter_server.transport import open_store
 from paceline.step.replica_context import ReplicaContext
 from paceline.step.step_rule import RuleTraits, StepRequest, StepRule
 from paceline.step.synchronous import SynchronousStep
@@ -78,11 +78,11 @@ class ParameterServerRule(StepRule):
         """Join the other servers, if there are several. Workers connect to the servers' `worker_endpoint`."""
         servers = plan.update_rule.servers
         if servers == 1:
-            store = host_store(place, timeout_seconds=timeout_seconds)
-            return World(timeout_seconds=timeout_seconds, entrance=WorkerEntrance(place=place), store=store)
+            store = open_store(place, timeout_seconds=timeout_seconds)
+            return World(timeout_seconds=timeout_seconds, worker_endpoint=WorkerEndpoint(place=place), store=store)
         launch_info = replace(place, world_size=servers)
         world = World.join(place=launch_info, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
-        return replace(world, entrance=WorkerEntrance(place=place))
+        return replace(world, worker_endpoint=WorkerEndpoint(place=place))
 
     def plan_for_group(self, plan: ExecutionPlan, *, world_size: int) -> ExecutionPlan:
         """Return the plan of the servers, each of which owns some of the parameters. A worker keeps its own plan."""
@@ -91,7 +91,7 @@ class ParameterServerRule(StepRule):
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return a server's step."""
         plan, replica = request.plan, request.contexts[0]
-        refuse_served(replica, plan)
+        refuse_unsupported_model(replica, plan)
         return ServerStep(
             replica,
             rule=plan.update_rule,
@@ -105,7 +105,7 @@ class ParameterServerRule(StepRule):
         return str(replace(plan.update_rule, servers=1))
 
 
-def refuse_served(replica: ReplicaContext, plan: ExecutionPlan) -> None:
+def refuse_unsupported_model(replica: ReplicaContext, plan: ExecutionPlan) -> None:
     """Raise an error for each feature of the model that a parameter server does not support.
 
     Raises:
@@ -137,7 +137,7 @@ def refuse_served(replica: ReplicaContext, plan: ExecutionPlan) -> None:
 def _refuse_sparse_tables(replica: ReplicaContext) -> list[PacelineError]:
     """Return an error for each sparse table whose optimizer needs dense gradients: workers push only some rows."""
     errors: list[PacelineError] = []
-    tables, groups = row_tables(replica.model), _optimizer_groups(replica)
+    tables, groups = sparse_tables(replica.model), _optimizer_groups(replica)
     for member in [member for member in replica.update.named_parameters if member.name in tables]:
         optimizer, group = groups.get(id(member.parameter), (None, {}))
         dense_option = next((f" with {option}" for option in _DENSE_OPTIONS if group.get(option)), "")

@@ -24,14 +24,14 @@ from paceline.errors import RunError
 from paceline.launch.failures.failure_record import annotate_step
 from paceline.step.microbatches import StepBatch
 from paceline.step.parameter_server.connections import WorkerConnections
-from paceline.step.parameter_server.model_state import held_by, row_tables
+from paceline.step.parameter_server.model_state import served_weights, sparse_tables
 from paceline.step.parameter_server.pushed_gradients import (
     AppliedUpdate,
     GradientPush,
     PushedBatch,
     PushedTotals,
-    as_words,
-    from_words,
+    push_from_json,
+    push_to_json,
     sum_pushed_gradients,
 )
 from paceline.step.parameter_server.state import ServerState
@@ -77,7 +77,7 @@ class ServerStep(SynchronousStep):
         state = self._state or self._open_server()
         pushed_batch = self._start_batch(step_batch, stop=stop)
         location = _location(step_batch, micro_batch_size=self._micro_batch_size)
-        state.offer(self.steps_done, location, pushed_batch.shares if self.replica.world.is_main else ())
+        state.offer_shares(self.steps_done, location, pushed_batch.shares if self.replica.world.is_main else ())
         self.steps_done += 1
         if self._leases.sums_shares:
             self._apply_until(state, until=lambda: not self._open_batches)
@@ -107,9 +107,9 @@ class ServerStep(SynchronousStep):
     def collect_staleness(self) -> list[dict[str, Any]]:
         """Return the gradient staleness of each worker."""
         counts_by_worker: dict[str, dict[int, int]] = {}
-        for worker, counts in self._leases.late.items():
+        for worker, counts in self._leases.staleness_counts.items():
             worker_counts = counts_by_worker.setdefault(
-                self._state.names[worker] if self._state is not None else str(worker), {}
+                self._state.worker_names[worker] if self._state is not None else str(worker), {}
             )
             for staleness, count in counts.items():
                 worker_counts[staleness] = worker_counts.get(staleness, 0) + count
@@ -135,15 +135,15 @@ class ServerStep(SynchronousStep):
     def _open_server(self) -> ServerState:
         """Open the server, at the first batch or evaluation. Workers get weights only once a batch is offered."""
         world, members = self.replica.world, [m for m in self.replica.update.named_parameters if m.parameter.numel()]
-        assert world.entrance is not None
+        assert world.worker_endpoint is not None
         self._local_parameters = [member.parameter for member in members]
-        tables = row_tables(self.replica.model)
+        tables = sparse_tables(self.replica.model)
         for member in self.replica.update.named_parameters:
             if not member.parameter.numel():  # on another server: the optimizer gets a zero gradient
                 member.parameter.grad = _zero_gradient(member.parameter, as_rows=member.name in tables)
-        served = held_by(self.replica.model, members)
-        self._state = ServerState(leases=self._leases, held=served, timeout_seconds=world.timeout_seconds)
-        acceptor = ConnectionAcceptor(world.entrance, server=world.rank, timeout_seconds=world.timeout_seconds)
+        served = served_weights(self.replica.model, members)
+        self._state = ServerState(leases=self._leases, served=served, timeout_seconds=world.timeout_seconds)
+        acceptor = ConnectionAcceptor(world.worker_endpoint, server=world.rank, timeout_seconds=world.timeout_seconds)
         self._connections = WorkerConnections(self._state, acceptor=acceptor, leads=world.is_main)
         self._connections.open()
         return self._state
@@ -159,15 +159,17 @@ class ServerStep(SynchronousStep):
             compute_seconds=0.0,
             communication_seconds=0.0,
         )
-        shares = [BatchShare(step=self.steps_done, number=number, of=num_shares) for number in range(num_shares)]
+        shares = [
+            BatchShare(step=self.steps_done, number=number, num_shares=num_shares) for number in range(num_shares)
+        ]
         batch = PushedBatch(number=self.steps_done, shares=shares, stop=stop, totals=totals, result=result)
         self._batches[self.steps_done] = batch
         self._open_batches.append(batch)
         return batch
 
     def _wait_for_shares(self, batch: PushedBatch) -> None:
-        if self._state is not None and not batch.is_whole:
-            self._apply_until(self._state, until=lambda: batch.is_whole)
+        if self._state is not None and not batch.is_complete:
+            self._apply_until(self._state, until=lambda: batch.is_complete)
 
     def _apply_until(self, state: ServerState, *, until: Callable[[], bool]) -> None:
         """Apply pushed gradients on the first server until `until()` is true; the other servers follow its decisions.
@@ -181,7 +183,7 @@ class ServerStep(SynchronousStep):
             while True:
                 if state.failure is not None:
                     raise state.failure
-                leases = self._leases.ready()
+                leases = self._leases.ready_leases()
                 if leases:
                     self._apply_leases(state, leases, [state.pushes.pop(lease.number) for lease in leases])
                 elif until():
@@ -196,7 +198,7 @@ class ServerStep(SynchronousStep):
         if time.monotonic() - self._last_decision_time > state.patience:
             self._broadcast_decision(_WAIT_DECISION)
         limit = max(state.timeout_seconds, CONNECT_SECONDS)
-        if not state.num_workers and time.monotonic() - state.unconnected_since > limit:
+        if not state.num_workers and time.monotonic() - state.last_disconnect_time > limit:
             raise RunError(
                 f"no worker has connected for {limit:g} s.",
                 cause="they were killed, or can't reach this process",
@@ -208,8 +210,10 @@ class ServerStep(SynchronousStep):
         self._last_decision_time = time.monotonic()
         if self.replica.world.world_size > 1:
             pairs = zip(leases, pushes, strict=True)
-            updates = [[lease.number, lease.share.step, lease.share.number, as_words(push)] for lease, push in pairs]
-            self.replica.world.share_json([kind, updates, self._leases.oldest])
+            updates = [
+                [lease.number, lease.share.step, lease.share.number, push_to_json(push)] for lease, push in pairs
+            ]
+            self.replica.world.share_json([kind, updates, self._leases.oldest_number])
 
     def _follow_decisions(self, state: ServerState) -> None:
         """Apply the first server's decisions. The caller holds the lock, which is released during each wait."""
@@ -226,7 +230,7 @@ class ServerStep(SynchronousStep):
             if kind == _APPLY_DECISION:
                 state.wait_until(lambda decided=updates: all(number in state.pushes for number, *_ in decided))  # type: ignore[misc]
                 pushes = {
-                    number: from_words(words, gradients=state.pushes.pop(lease).gradients)
+                    number: push_from_json(words, gradients=state.pushes.pop(lease).gradients)
                     for lease, _, number, words in updates
                 }
                 self._apply_update(state, self._batches[updates[0][1]], pushes)
@@ -244,9 +248,9 @@ class ServerStep(SynchronousStep):
         if self.record is not None:
             pairs = zip(leases, pushes, strict=True)
             self.record += [
-                AppliedUpdate(share=lease.share, versions=push.versions, counts=is_applied) for lease, push in pairs
+                AppliedUpdate(share=lease.share, versions=push.versions, is_applied=is_applied) for lease, push in pairs
             ]
-        self._leases.record_update(leases, counts=is_applied)
+        self._leases.record_update(leases, is_applied=is_applied)
 
     def _apply_update(self, state: ServerState, batch: PushedBatch, pushes: dict[int, GradientPush]) -> bool:
         batch.pushes |= {number: replace(push, gradients=()) for number, push in pushes.items()}
@@ -257,7 +261,7 @@ class ServerStep(SynchronousStep):
             )
             state.version += int(is_applied)
             self._is_synchronized = self.replica.world.world_size == 1
-            if batch.is_whole:
+            if batch.is_complete:
                 self._complete_batch(state, batch)
         state.lock.notify_all()
         return is_applied
@@ -290,11 +294,11 @@ class ServerStep(SynchronousStep):
     def _complete_batch(self, state: ServerState, batch: PushedBatch) -> None:
         """Complete a batch whose shares are all applied. If each share is one update, advance the schedules now."""
         del self._batches[batch.number]
-        del state.where[batch.number]
+        del state.locations[batch.number]
         if not self._leases.sums_shares:
-            batch.totals.store(batch.in_order(), stop=batch.stop, sums_shares=False)
+            batch.totals.store(batch.ordered_pushes(), stop=batch.stop, sums_shares=False)
             self.replica.update.step_schedules()
-        while self._open_batches and self._open_batches[0].is_whole:
+        while self._open_batches and self._open_batches[0].is_complete:
             self._open_batches.popleft()
         self.lag = len(self._open_batches)
 

@@ -63,7 +63,7 @@ class AppliedUpdate:
 
     share: BatchShare
     versions: Sequence[int]
-    counts: bool
+    is_applied: bool
 
 
 class PushedTotals(TotalsReduction):
@@ -101,24 +101,24 @@ class PushedBatch:
     pushes: dict[int, GradientPush] = field(default_factory=dict)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """True if every share is applied."""
         return len(self.pushes) == len(self.shares)
 
-    def in_order(self) -> list[GradientPush]:
+    def ordered_pushes(self) -> list[GradientPush]:
         """Return the pushes in the order of the shares' numbers."""
         return [push for _, push in sorted(self.pushes.items())]
 
 
-def as_words(push: GradientPush) -> dict[str, Any]:
+def push_to_json(push: GradientPush) -> dict[str, Any]:
     """Return the part of a push that the other servers need, as JSON; they have received their own gradients."""
     return {"terms": push.terms, "divided_by": push.divided_by, "stop": push.stop, "versions": push.versions}
 
 
-def from_words(words: Mapping[str, Any], *, gradients: Sequence[Tensor | None]) -> GradientPush:
+def push_from_json(fields: Mapping[str, Any], *, gradients: Sequence[Tensor | None]) -> GradientPush:
     """Return the push that such JSON describes, with this server's gradients."""
-    terms = {int(index): {n: (t, c) for n, (t, c) in terms.items()} for index, terms in words["terms"].items()}
-    options = {name: words[name] for name in ("divided_by", "stop", "versions")}
+    terms = {int(index): {n: (t, c) for n, (t, c) in terms.items()} for index, terms in fields["terms"].items()}
+    options = {name: fields[name] for name in ("divided_by", "stop", "versions")}
     return GradientPush(gradients=gradients, terms=terms, **options)
 
 

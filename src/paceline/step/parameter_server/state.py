@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.data.order.leases import BatchShare, Lease, Leases
 from paceline.errors import DesyncError, RunError
-from paceline.step.parameter_server.flat_buffers import flat_of
+from paceline.step.parameter_server.flat_buffers import layout_of
 from paceline.step.parameter_server.pushed_gradients import GradientPush
 
 _PATIENCE = 0.25  # fraction of the timeout of the other end
@@ -28,29 +28,29 @@ class ServedWeights:
 
     names: Sequence[str]
     weights: Sequence[Tensor] = field(repr=False)
-    rest: Sequence[Tensor] = field(repr=False)
-    model: str
+    fixed: Sequence[Tensor] = field(repr=False)
+    digest: str
 
 
 class ServerState:
     """The state shared between threads. A thread reads and writes its attributes only while it holds `lock`."""
 
-    def __init__(self, *, leases: Leases, held: ServedWeights, timeout_seconds: float) -> None:
+    def __init__(self, *, leases: Leases, served: ServedWeights, timeout_seconds: float) -> None:
         self.lock = threading.Condition()
         self.leases = leases
-        self.held = held
+        self.served = served
         self.timeout_seconds = timeout_seconds
         self.version = 0
         self.pushes: dict[int, GradientPush] = {}
-        self.where: dict[int, Mapping[str, Any]] = {}
-        self.names: dict[int, str] = {}
+        self.locations: dict[int, Mapping[str, Any]] = {}
+        self.worker_names: dict[int, str] = {}
         self.notes: list[str] = []
         self.failure: Exception | None = None
-        self.has_begun = False
+        self.has_started = False
         self.is_over = False
-        self.unconnected_since = time.monotonic()
-        self._layout = flat_of(held.weights)
-        self._shared_buffer = self._layout.row() if leases.sums_shares else None
+        self.last_disconnect_time = time.monotonic()
+        self._layout = layout_of(served.weights)
+        self._shared_buffer = self._layout.empty_buffer() if leases.sums_shares else None
         self._shared_version: int | None = None
         self._connected_workers: set[int] = set()
         self._order_by_epoch: dict[int, str] = {}
@@ -65,78 +65,80 @@ class ServerState:
         """The number of connected workers."""
         return len(self._connected_workers)
 
-    def row(self) -> Tensor:
+    def weights_buffer(self) -> Tensor:
         """Return a buffer for the weights.
 
         If a batch is one update, all workers share one buffer: all shares of a batch have the same weights, and none
         is in flight when the weights of the next batch are packed.
         """
-        return self._layout.row() if self._shared_buffer is None else self._shared_buffer
+        return self._layout.empty_buffer() if self._shared_buffer is None else self._shared_buffer
 
-    def offer(self, step: int, where: Mapping[str, Any], shares: Iterable[BatchShare]) -> None:
+    def offer_shares(self, step: int, location: Mapping[str, Any], shares: Iterable[BatchShare]) -> None:
         """Offer a batch's shares; `location` says where its samples are. The caller may have changed weights before."""
         with self.lock:
-            self.has_begun = True
-            self.where[step] = where
+            self.has_started = True
+            self.locations[step] = location
             self._shared_version = None
-            self.leases.offer(shares)
+            self.leases.add_shares(shares)
             self.lock.notify_all()
 
     def wait_for_first_batch(self) -> bool:
         """Wait up to `patience` for the first batch; until then, the main loop may still change the weights."""
         with self.lock:
-            return self.lock.wait_for(lambda: self.has_begun or self.is_over, timeout=self.patience)
+            return self.lock.wait_for(lambda: self.has_started or self.is_over, timeout=self.patience)
 
-    def end(self) -> None:
+    def end_run(self) -> None:
         """Mark the run as over and wake all waiting threads."""
         with self.lock:
             self.is_over = True
             self.lock.notify_all()
 
-    def fail(self, error: Exception) -> None:
+    def store_failure(self, error: Exception) -> None:
         """Store an error for the main loop to raise."""
         with self.lock:
             self.failure = error
             self.lock.notify_all()
 
-    def add_worker(self, worker: int, *, rank: int, start_number: int, model: str) -> None:
+    def add_worker(self, worker: int, *, rank: int, start_number: int, digest: str) -> None:
         """Register a worker.
 
         Raises:
             DesyncError: the worker has built another model.
         """
         with self.lock:
-            if model != self.held.model:
+            if digest != self.served.digest:
                 raise DesyncError(
                     f"the worker of rank {rank} has built a different model than the server.",
                     cause="code that builds, ties or freezes layers on some ranks only",
                     hint="build the same model on every rank",
                 )
             self._connected_workers.add(worker)
-            self.names[worker] = f"worker {rank}"
+            self.worker_names[worker] = f"worker {rank}"
             if start_number > 1:
                 self.notes.append(f"the worker of rank {rank} has restarted")
             self.lock.notify_all()
 
-    def remove_worker(self, worker: int, *, why: str) -> None:
+    def remove_worker(self, worker: int, *, reason: str) -> None:
         """Remove a worker; the shares that it did not push completely become free again."""
         with self.lock:
             if worker not in self._connected_workers:
                 return
             self._connected_workers.discard(worker)
-            self.unconnected_since = time.monotonic()
-            freed = self.leases.lose(worker)
+            self.last_disconnect_time = time.monotonic()
+            freed = self.leases.release_worker(worker)
             if not self.is_over:
-                lost = ", ".join(f"step {share.step + 1}'s part {share.number + 1} of {share.of}" for share in freed)
+                lost = ", ".join(
+                    f"step {share.step + 1}'s part {share.number + 1} of {share.num_shares}" for share in freed
+                )
                 outcome = (
                     f"its unpushed gradient is lost, and {lost} goes to the next free worker"
                     if freed
                     else "it computed no share"
                 )
-                self.notes.append(f"lost {self.names[worker]}, {why}: {outcome}")
+                self.notes.append(f"lost {self.worker_names[worker]}, {reason}: {outcome}")
             self.lock.notify_all()
 
-    def lease(self, worker: int, *, row: Tensor) -> tuple[Lease, Mapping[str, Any]] | None:
+    def lease_share(self, worker: int, *, buffer: Tensor) -> tuple[Lease, Mapping[str, Any]] | None:
         """Lease a share to this worker, and pack the weights into `row`.
 
         Returns None if no share is free for a while, or the run is over.
@@ -144,7 +146,7 @@ class ServerState:
         granted_leases: list[Lease] = []
 
         def try_grant() -> bool:
-            lease = None if self.is_over else self.leases.grant(worker)
+            lease = None if self.is_over else self.leases.lease_next(worker)
             granted_leases.extend([] if lease is None else [lease])
             return self.is_over or lease is not None
 
@@ -152,57 +154,57 @@ class ServerState:
             self.lock.wait_for(try_grant, timeout=self.patience)
             if not granted_leases:
                 return None
-            self._pack_weights(row)
+            self._pack_weights(buffer)
             self.lock.notify_all()
-            return granted_leases[0], self.where[granted_leases[0].share.step]
+            return granted_leases[0], self.locations[granted_leases[0].share.step]
 
     def _pack_weights(self, buffer: Tensor) -> None:
         if buffer is self._shared_buffer and self._shared_version == self.version:
             return
-        self._layout.packed(self.held.weights, into=buffer)
+        self._layout.pack(self.served.weights, out=buffer)
         self._shared_version = self.version if buffer is self._shared_buffer else None
 
-    def push(self, lease: Lease, push: GradientPush) -> None:
+    def store_push(self, lease: Lease, push: GradientPush) -> None:
         """Store the complete gradient of a share."""
         with self.lock:
-            self.leases.push(lease)
+            self.leases.record_push(lease)
             self.pushes[lease.number] = push
             self.lock.notify_all()
 
-    def same_order(self, epoch: int, name: str, what: str) -> None:
+    def check_order(self, epoch: int, checksum: str, source: str) -> None:
         """Check that all workers have the same order of samples, which may come from the user's code.
 
         Raises:
             DesyncError
         """
         with self.lock:
-            if self._order_by_epoch.setdefault(epoch, name) != name:
+            if self._order_by_epoch.setdefault(epoch, checksum) != checksum:
                 raise DesyncError(
-                    f"{what} gave workers different orders of the samples, in epoch {epoch}.",
+                    f"{source} gave workers different orders of the samples, in epoch {epoch}.",
                     cause="it draws from its own generator, or depends on the process",
                     hint="order=lambda num_samples, epoch, seed: a pure function of these",
                 )
 
-    def weights_at(self, version: int, *, row: Tensor) -> int:
+    def pack_version(self, version: int, *, buffer: Tensor) -> int:
         """Wait for `version` updates or a timeout, pack the newest weights into `row`, and return their version."""
         with self.lock:
             self.lock.wait_for(lambda: self.is_over or self.version >= version, timeout=self.timeout_seconds)
-            self._pack_weights(row)
+            self._pack_weights(buffer)
             return self.version
 
-    def stage(self, number: int, push: GradientPush) -> None:
+    def store_part(self, number: int, push: GradientPush) -> None:
         """Store this server's part of a gradient; it is used once the first server has its part too."""
         with self.lock:
             self.pushes[number] = push
             self.lock.notify_all()
 
-    def wait_until(self, until: Callable[[], bool]) -> None:
+    def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait, with the lock held, until `until()` is true.
 
         Raises:
             RunError: it is not true within `timeout_seconds`.
         """
-        if not self.lock.wait_for(lambda: until() or self.failure is not None, timeout=self.timeout_seconds):
+        if not self.lock.wait_for(lambda: condition() or self.failure is not None, timeout=self.timeout_seconds):
             raise RunError(
                 f"this server did not receive its part of a gradient within {self.timeout_seconds:g} s.",
                 cause="a worker was lost after it had sent the first server's part, or a slow link",

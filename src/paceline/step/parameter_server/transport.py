@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
-from paceline.comm.process_group import LaunchInfo, WorkerEntrance
+from paceline.comm.process_group import LaunchInfo, WorkerEndpoint
 from paceline.errors import MachineError
 
 _SERVER, _WORKER = 0, 1
@@ -26,7 +26,7 @@ class MessageKind(IntEnum):
     """The kind of a message."""
 
     HELLO = 1
-    REST = 2
+    FIXED = 2
     LEASE = 3
     WAIT = 4
     PUSH = 5
@@ -43,8 +43,8 @@ class Message:
     """A message: its kind, its JSON fields, and optionally a buffer of bytes."""
 
     kind: MessageKind
-    words: Mapping[str, Any] = field(default_factory=dict)
-    row: Tensor | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    buffer: Tensor | None = None
 
 
 class Connection:
@@ -66,13 +66,13 @@ class Connection:
         Raises:
             ConnectionLost
         """
-        fields = torch.frombuffer(bytearray(json.dumps(dict(message.words)).encode()), dtype=torch.uint8)
-        num_bytes = 0 if message.row is None else message.row.numel()
+        fields = torch.frombuffer(bytearray(json.dumps(dict(message.fields)).encode()), dtype=torch.uint8)
+        num_bytes = 0 if message.buffer is None else message.buffer.numel()
         parts = [torch.tensor([int(message.kind), fields.numel(), num_bytes]), fields]
-        for part in [*parts, *([] if message.row is None or not num_bytes else [message.row])]:
+        for part in [*parts, *([] if message.buffer is None or not num_bytes else [message.buffer])]:
             self._complete(self._group.send, part)
 
-    def receive(self, *, row: Tensor | None = None) -> Message:
+    def receive(self, *, buffer: Tensor | None = None) -> Message:
         """Receive the next message; its bytes are read into `row` if the sizes match.
 
         Raises:
@@ -83,11 +83,13 @@ class Connection:
         kind, length, num_bytes = header.tolist()
         fields = torch.empty(length, dtype=torch.uint8)
         self._complete(self._group.recv, fields)
-        if row is None or row.numel() != num_bytes:
-            row = torch.empty(num_bytes, dtype=torch.uint8)
+        if buffer is None or buffer.numel() != num_bytes:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
         if num_bytes:
-            self._complete(self._group.recv, row)
-        return Message(kind=MessageKind(kind), words=json.loads(bytes(fields.numpy())), row=row if num_bytes else None)
+            self._complete(self._group.recv, buffer)
+        return Message(
+            kind=MessageKind(kind), fields=json.loads(bytes(fields.numpy())), buffer=buffer if num_bytes else None
+        )
 
     def _complete(self, transfer: Any, tensor: Tensor) -> None:
         try:
@@ -96,7 +98,7 @@ class Connection:
             raise ConnectionLost(str(error)) from error
 
 
-def host_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
+def open_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
     """Open the store at which workers and servers connect. The first server calls this and keeps the store.
 
     Raises:
@@ -115,7 +117,7 @@ def host_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
         raise MachineError(f"the workers' rendezvous store can't be opened: {error}") from error
 
 
-def reach_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
+def connect_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
     """Open a new connection to that store, so that a blocking wait delays no other caller.
 
     Raises:
@@ -133,13 +135,13 @@ def reach_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
         raise ConnectionLost(str(error)) from error
 
 
-def connect_to_server(entrance: WorkerEntrance, *, server: int, timeout_seconds: float) -> Connection:
+def connect_to_server(entrance: WorkerEndpoint, *, server: int, timeout_seconds: float) -> Connection:
     """Open a worker's end of a new connection: the worker draws a ticket number, and the server connects to it.
 
     Raises:
         ConnectionLost
     """
-    store = reach_store(entrance.place, timeout_seconds=timeout_seconds)
+    store = connect_store(entrance.place, timeout_seconds=timeout_seconds)
     try:
         number = int(store.add(_TICKET_KEY.format(entrance.session, server), 1))
     except (RuntimeError, dist.DistError) as error:
@@ -151,16 +153,16 @@ def connect_to_server(entrance: WorkerEntrance, *, server: int, timeout_seconds:
 class ConnectionAcceptor:
     """The server's acceptor of workers; it accepts new and restarted workers at any time."""
 
-    def __init__(self, entrance: WorkerEntrance, *, server: int, timeout_seconds: float) -> None:
+    def __init__(self, entrance: WorkerEndpoint, *, server: int, timeout_seconds: float) -> None:
         self._place = entrance.place
         self._ticket_key = _TICKET_KEY.format(entrance.session, server)
         self._name = f"{entrance.session}/{server}"
         self._timeout = timeout_seconds
-        self._store = reach_store(entrance.place, timeout_seconds=timeout_seconds)
+        self._store = connect_store(entrance.place, timeout_seconds=timeout_seconds)
         self._num_accepted = 0
         self.is_closed = False
 
-    def next(self) -> int | None:
+    def wait_for_worker(self) -> int | None:
         """Return the number of the next worker to arrive, or None once the acceptor is closed."""
         while not self.is_closed:
             if self._num_accepted < int(self._store.add(self._ticket_key, 0)):
@@ -175,6 +177,6 @@ class ConnectionAcceptor:
         Raises:
             ConnectionLost
         """
-        store = reach_store(self._place, timeout_seconds=self._timeout)
+        store = connect_store(self._place, timeout_seconds=self._timeout)
         name = f"{self._name}/{number}"
         return Connection(store, name=name, is_server=True, timeout_seconds=self._timeout)

@@ -17,32 +17,32 @@ Counts = dict[str, Tensor] | None
 
 
 @dataclass(kw_only=True)
-class Batch:
+class InFlightBatch:
     """A batch between its first forward and its update.
 
     `num_left` counts the microbatches that the last stage has not run yet.
     """
 
     number: int
-    given: StepBatch
+    step_batch: StepBatch
     counts: Counts
-    left: int
+    num_left: int
     totals: TotalsReduction | None = None
     result: StepResult | None = None
     terms: dict[int, Terms] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
-class Micro:
+class InFlightMicrobatch:
     """A microbatch whose forward this stage has not run yet; without samples it has weight zero."""
 
-    batch: Batch
+    batch: InFlightBatch
     index: int
     num_samples: int
-    portion: LocalMicrobatch
+    local_microbatch: LocalMicrobatch
 
 
-def add_over_replicas(parameters: Sequence[nn.Parameter], *, world: World) -> None:
+def sum_over_replicas(parameters: Sequence[nn.Parameter], *, world: World) -> None:
     """Sum every `.grad` over replicas; a parameter without a gradient on any replica keeps None."""
     if world.world_size == 1:
         return

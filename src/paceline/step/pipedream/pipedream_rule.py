@@ -29,8 +29,8 @@ class WeightStashingRule(StepRule):
         return PipeDreamStep(
             request.contexts[0],
             piped=piped,
-            stash=build_version_rule(plan.update_rule, plan.mesh),
-            rounds=num_microbatches,
+            version_rule=build_version_rule(plan.update_rule, plan.mesh),
+            num_microbatches=num_microbatches,
         )
 
     def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:

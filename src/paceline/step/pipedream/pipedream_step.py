@@ -21,7 +21,7 @@ from paceline.schedule.program import Action, Op
 from paceline.schedule.weight_version_rules import StageVersions, Stream, VersionRule, build_continuous_program
 from paceline.step.forward_backward import StandInMicrobatches, loss_for_backward, open_all
 from paceline.step.microbatches import StepBatch
-from paceline.step.pipedream.in_flight_batches import Batch, Counts, Micro, add_over_replicas
+from paceline.step.pipedream.in_flight_batches import Counts, InFlightBatch, InFlightMicrobatch, sum_over_replicas
 from paceline.step.pipedream.weight_versions import Weights, WeightVersions
 from paceline.step.pipeline.pipeline_forward_backward import PipelineForwardBackward
 from paceline.step.pipeline.schedule_interpreter import Pipeline
@@ -34,26 +34,30 @@ from paceline.torch_internals.private_api import divide_all
 class PipeDreamStep(SynchronousStep):
     """A PipeDream step on one rank's stage. A batch has `num_microbatches` microbatches on each replica."""
 
-    def __init__(self, replica: ReplicaContext, *, piped: PipelineModel, stash: VersionRule, rounds: int) -> None:
+    def __init__(
+        self, replica: ReplicaContext, *, piped: PipelineModel, version_rule: VersionRule, num_microbatches: int
+    ) -> None:
         super().__init__(replica, forward_backward=PipelineForwardBackward(replica, piped=piped))
-        self.lag = -(-(stash.stages - 1) // rounds)
+        self.lag = -(-(version_rule.stages - 1) // num_microbatches)
         self._stage = piped.world.rank
-        self._stash = stash
+        self._version_rule = version_rule
         self._stream = Stream()
-        self._stage_order = StageVersions(version_rule=stash, stage=self._stage, stream=self._stream)
-        self._pipeline = Pipeline(build_continuous_program(stash, sizes=[1]), world=piped.world, is_continuous=True)
+        self._stage_order = StageVersions(version_rule=version_rule, stage=self._stage, stream=self._stream)
+        self._pipeline = Pipeline(
+            build_continuous_program(version_rule, sizes=[1]), world=piped.world, is_continuous=True
+        )
         self._work = _StageStepWork(replica, piped=piped, reports_loss=piped.has_loss)
         self._stand_ins = StandInMicrobatches(replica, is_always_needed=True)
         self._parameters = replica.update.parameters
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, InFlightBatch] = {}
         self._versions_in_use: dict[int, tuple[int, Weights | None]] = {}
         self._staleness_counts: dict[int, int] = {}
         self._max_versions = 1
         self._is_drained, self._num_checked_steps = True, 0
         self._num_forwards = 0
         self._starts_batch = True
-        direct = stash.needs_no_stash(self._stage)
-        self.versions = WeightVersions(replica.model, named=replica.update.named_parameters, direct=direct)
+        direct = version_rule.needs_no_stash(self._stage)
+        self.versions = WeightVersions(replica.model, named=replica.update.named_parameters, is_direct=direct)
 
     def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Start this batch: run the stage's next forwards and backwards, and the updates that become due."""
@@ -74,7 +78,7 @@ class PipeDreamStep(SynchronousStep):
             waited_seconds += self._run_actions(actions[:num_first])
             self._work.reporter.agree_on_names(next(iter(batch.terms.values()), None))
             actions = actions[num_first:]
-        result = self._work.open(batch, stop=stop)
+        result = self._work.start_batch(batch, stop=stop)
         waited_seconds += self._run_actions(actions)
         self.steps_done += 1
         result.compute_seconds, result.communication_seconds = (
@@ -83,17 +87,17 @@ class PipeDreamStep(SynchronousStep):
         )
         return result
 
-    def place(self) -> dict[str, list[int]]:
+    def batch_ends(self) -> dict[str, list[int]]:
         """Return the state for a checkpoint: the ends of recent batches, in microbatches relative to the next one."""
         return {"ends": [end - self._stream.num_microbatches for end in self._stream.ends]}
 
-    def begin(self, step: int, *, ends: Sequence[int], kept: Mapping[int, Weights]) -> None:
+    def resume(self, step: int, *, ends: Sequence[int], older_weights: Mapping[int, Weights]) -> None:
         """Resume after `step` updates; `older_weights` has older weight versions, by how many updates ago they were."""
         ends = list(ends) or [0] * bool(step)
         self._stream = Stream(ends=ends, num_dropped=step - len(ends))
-        self._stage_order = StageVersions(version_rule=self._stash, stage=self._stage, stream=self._stream)
+        self._stage_order = StageVersions(version_rule=self._version_rule, stage=self._stage, stream=self._stream)
         self._num_forwards = 0
-        self.versions.begin(newest=step, kept={step - ago: weights for ago, weights in kept.items()})
+        self.versions.resume(newest=step, older_weights={step - ago: weights for ago, weights in older_weights.items()})
 
     def collect_staleness(self) -> list[dict[str, Any]]:
         """Return the gradient staleness of this stage; each microbatch counts once."""
@@ -119,12 +123,14 @@ class PipeDreamStep(SynchronousStep):
         """The last operations that a stage runs for a microbatch before later stages can process it."""
         return (Op.FORWARD,) if self._work.reports_loss else (Op.SEND_F,)
 
-    def _add_batch(self, step_batch: StepBatch) -> Batch:
+    def _add_batch(self, step_batch: StepBatch) -> InFlightBatch:
         microbatches = [self.replica.load_microbatch(micro.data) for micro in step_batch.micro]
         num_missing = self._stand_ins.count_missing(step_batch)
         stand_ins = [self._stand_ins.load_stand_in(step_batch, microbatches)] * num_missing if num_missing else []
         counts = self._work.counts([portion.data for portion in microbatches])
-        batch = Batch(number=self.steps_done, given=step_batch, counts=counts, left=len(microbatches) + num_missing)
+        batch = InFlightBatch(
+            number=self.steps_done, step_batch=step_batch, counts=counts, num_left=len(microbatches) + num_missing
+        )
         self._batches[self._stream.num_batches] = batch
         indices_and_sizes = [(micro.index, micro.num_samples) for micro in step_batch.micro] + [
             (step_batch.num_micro, 0)
@@ -132,13 +138,13 @@ class PipeDreamStep(SynchronousStep):
         for offset, ((index, samples), local_microbatch) in enumerate(
             zip(indices_and_sizes, [*microbatches, *stand_ins], strict=True)
         ):
-            micro = Micro(batch=batch, index=index, num_samples=samples, portion=local_microbatch)
+            micro = InFlightMicrobatch(batch=batch, index=index, num_samples=samples, local_microbatch=local_microbatch)
             self._work.micro[self._stream.num_microbatches + offset] = micro
-        self._stream.add(batch.left)
+        self._stream.add(batch.num_left)
         return batch
 
     def _with_messages(self, order: Iterable[Action]) -> list[Action]:
-        return list(add_messages(order, owner=range(self._stash.stages)))
+        return list(add_messages(order, owner=range(self._version_rule.stages)))
 
     def _run_actions(self, actions: Sequence[Action]) -> float:
         """Run the actions; return the seconds spent waiting for other ranks."""
@@ -159,13 +165,13 @@ class PipeDreamStep(SynchronousStep):
         return waited_seconds
 
     def _forward(self, action: Action) -> None:
-        version = self._stash.version(stage=self._stage, microbatch=action.microbatch, stream=self._stream)
-        version = self.versions.held(version)
-        weights = self.versions.of(version)
+        version = self._version_rule.version(stage=self._stage, microbatch=action.microbatch, stream=self._stream)
+        version = self.versions.available_version(version)
+        weights = self.versions.get(version)
         self._versions_in_use[action.microbatch] = version, weights
-        writes_before = self.versions.writes(weights) if self._checks_writes else []
-        self.versions.inside(weights, lambda: self._pipeline.run_action(action, self._work))
-        if self._checks_writes and writes_before != (writes_after := self.versions.writes(weights)):
+        writes_before = self.versions.version_counters(weights) if self._checks_writes else []
+        self.versions.run_with(weights, lambda: self._pipeline.run_action(action, self._work))
+        if self._checks_writes and writes_before != (writes_after := self.versions.version_counters(weights)):
             names = zip(self.versions.names, writes_before, writes_after, strict=True)
             raise parameter_write_error(next(name for name, old, new in names if old != new))
         self._num_forwards += 1
@@ -179,9 +185,9 @@ class PipeDreamStep(SynchronousStep):
         version, weights = self._versions_in_use.pop(action.microbatch)
         staleness = self._stream.batch_of(action.microbatch) - version
         self._staleness_counts[staleness] = self._staleness_counts.get(staleness, 0) + 1
-        self.versions.lend(weights)
-        self.versions.inside(weights, lambda: self._pipeline.run_action(action, self._work))
-        self.versions.collect(weights)
+        self.versions.prepare_backward(weights)
+        self.versions.run_with(weights, lambda: self._pipeline.run_action(action, self._work))
+        self.versions.collect_gradients(weights)
 
     def _update(self, action: Action) -> None:
         """Update with the batch's gradients, summed over this stage's replicas and divided by the global count."""
@@ -190,10 +196,10 @@ class PipeDreamStep(SynchronousStep):
         reduced = batch.totals.reduced()
         if reduced.buffers_changed:
             raise self._buffer_write_error()
-        add_over_replicas(self._parameters, world=self.replica.worlds.data)
+        sum_over_replicas(self._parameters, world=self.replica.worlds.data)
         if batch.counts is None:
             divide_all([p.grad for p in self._parameters if p.grad is not None], batch.totals.divisor())
-        needed = self._stash.version(stage=self._stage, microbatch=self._num_forwards, stream=self._stream)
+        needed = self._version_rule.version(stage=self._stage, microbatch=self._num_forwards, stream=self._stream)
         self.versions.before_update(needed=needed)
         self.replica.update.commit(
             step=batch.number + 1, loss=reduced.loss, counts=reduced.counts, nonfinite_terms=reduced.nonfinite_terms
@@ -204,7 +210,7 @@ class PipeDreamStep(SynchronousStep):
             self._max_versions, len(self.versions.numbers | {number for number, _ in self._versions_in_use.values()})
         )
         self._starts_batch = True
-        self._stream.drop_old_batches(num_kept=2 * self._stash.stages + 2)
+        self._stream.drop_old_batches(num_kept=2 * self._version_rule.stages + 2)
 
     def _buffer_write_error(self) -> JobError:
         names = self.replica.buffers.changed_names()
@@ -225,22 +231,22 @@ class _StageStepWork:
         self._names: list[str] | None = None
         self.reports_loss = reports_loss
         self.reporter = replica.make_loss_reporter(reports_loss=reports_loss)
-        self.micro: dict[int, Micro] = {}
+        self.micro: dict[int, InFlightMicrobatch] = {}
 
     def counts(self, data: Sequence[object]) -> Counts:
         """Return the counts of the whole batch, summed over replicas; the stages of one replica have equal samples."""
         contract, world = self._replica.contract, self._replica.worlds.data
-        if not contract.counts_first:
+        if not contract.has_early_counts:
             return None
         local = local_counts(contract, data)
         if self._names is None:
             self._names = next(names for names in world.gather_json(list(local)) if names)
         return global_counts(local, world=world, names=self._names)
 
-    def open(self, batch: Batch, *, stop: bool) -> StepResult:
+    def start_batch(self, batch: InFlightBatch, *, stop: bool) -> StepResult:
         """Create the batch's totals and result. A rank with nothing to report starts its all-reduce now."""
-        batch.totals = self.reporter.new_totals(batch.given, None, stop=stop)
-        samples = batch.given.num_samples
+        batch.totals = self.reporter.new_totals(batch.step_batch, None, stop=stop)
+        samples = batch.step_batch.num_samples
         batch.result = StepResult(
             step=batch.number + 1,
             samples=samples,
@@ -250,7 +256,7 @@ class _StageStepWork:
             communication_seconds=0.0,
         )
         batch.totals.set_expected_counts(batch.counts or {})
-        if not self.reports_loss or not batch.left:
+        if not self.reports_loss or not batch.num_left:
             self._report(batch)
         return batch.result
 
@@ -276,21 +282,21 @@ class _StageStepWork:
     def after_backward(self, *, stage: int, microbatch: int) -> None:
         """Do nothing: there is nothing to collect."""
 
-    def _loss(self, micro: Micro) -> Tensor:
+    def _loss(self, micro: InFlightMicrobatch) -> Tensor:
         replica, batch = self._replica, micro.batch
-        with micro.portion.forward_context():
-            output = replica.contract.forward(replica.model, micro.portion.data)
-        terms = replica.contract.terms(output, micro.portion.data, num_samples=micro.num_samples)
-        batch.left -= 1
+        with micro.local_microbatch.forward_context():
+            output = replica.contract.forward(replica.model, micro.local_microbatch.data)
+        terms = replica.contract.terms(output, micro.local_microbatch.data, num_samples=micro.num_samples)
+        batch.num_left -= 1
         if micro.num_samples:
             batch.terms[micro.index] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
-        if not batch.left and batch.totals is not None:
+        if not batch.num_left and batch.totals is not None:
             self._report(batch)
         if not micro.num_samples:
             return torch.stack([total for total, _ in terms.values()]).sum() * 0.0
         return loss_for_backward(terms, batch.counts)
 
-    def _report(self, batch: Batch) -> None:
+    def _report(self, batch: InFlightBatch) -> None:
         assert batch.totals is not None
         for index, terms in batch.terms.items():
             self.reporter.store_terms(batch.totals, index, terms)

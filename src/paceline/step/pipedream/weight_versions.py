@@ -25,10 +25,10 @@ class WeightVersions:
     stored. `newest` is the version of the parameters themselves.
     """
 
-    def __init__(self, model: nn.Module, *, named: Sequence[NamedParameter], direct: bool) -> None:
+    def __init__(self, model: nn.Module, *, named: Sequence[NamedParameter], is_direct: bool) -> None:
         self._call_wrapper = _CallWrapper(model)
-        self._live = {member.name: member.parameter for member in named}
-        self._is_direct = direct
+        self._parameters = {member.name: member.parameter for member in named}
+        self._is_direct = is_direct
         self._versions: dict[int, Weights] = {}
         self._lent_gradients: dict[str, Tensor | None] = {}
         self._oldest = 0
@@ -37,18 +37,18 @@ class WeightVersions:
     @property
     def names(self) -> list[str]:
         """The names of this stage's parameters."""
-        return list(self._live)
+        return list(self._parameters)
 
     @property
     def numbers(self) -> set[int]:
         """The numbers of the versions that `get` accepts; autograd graphs may reference older versions."""
         return {self.newest, *self._versions}
 
-    def held(self, number: int) -> int:
+    def available_version(self, number: int) -> int:
         """Return `number`, or the oldest version in the checkpoint if the run has resumed after `number`."""
         return max(number, self._oldest)
 
-    def of(self, number: int) -> Weights | None:
+    def get(self, number: int) -> Weights | None:
         """Return the weights after `number` updates; None means the parameters themselves."""
         if self._is_direct:
             assert number == self.newest
@@ -57,7 +57,7 @@ class WeightVersions:
             self._store_newest()
         return self._versions[number]
 
-    def inside(self, weights: Weights | None, call: Callable[[], Any]) -> Any:
+    def run_with(self, weights: Weights | None, call: Callable[[], Any]) -> Any:
         """Return `call()`, which runs with these weights in place of the parameters."""
         if weights is None:
             return call()
@@ -65,24 +65,24 @@ class WeightVersions:
             self._call_wrapper, {f"model.{name}": tensor for name, tensor in weights.items()}, (call,)
         )
 
-    def writes(self, weights: Weights | None) -> list[int]:
+    def version_counters(self, weights: Weights | None) -> list[int]:
         """Return the autograd version counters of these weights, which change at each in-place write."""
-        return [tensor_version(tensor) for tensor in (self._live if weights is None else weights).values()]
+        return [tensor_version(tensor) for tensor in (self._parameters if weights is None else weights).values()]
 
-    def lend(self, weights: Weights | None) -> None:
+    def prepare_backward(self, weights: Weights | None) -> None:
         """Prepare a backward on these weights: let them accumulate into the parameters' `.grad`."""
         for name, tensor in (weights or {}).items():
-            tensor.grad = self._live[name].grad
+            tensor.grad = self._parameters[name].grad
             self._lent_gradients[name] = tensor.grad
 
-    def collect(self, weights: Weights | None) -> None:
+    def collect_gradients(self, weights: Weights | None) -> None:
         """Move the gradients of these weights to the parameters, after the backward.
 
         Raises:
             JobError: a parameter itself has got a gradient, so the forward does not read it from its module.
         """
         for name, tensor in (weights or {}).items():
-            parameter = self._live[name]
+            parameter = self._parameters[name]
             if parameter.grad is not self._lent_gradients.pop(name):
                 raise JobError(
                     f"the forward does not use {name} through the attribute of its module, so it can't be "
@@ -102,7 +102,7 @@ class WeightVersions:
         self.newest += 1
         self._drop_before(needed)
 
-    def saved(self) -> dict[int, dict[str, Tensor]]:
+    def saved_state(self) -> dict[int, dict[str, Tensor]]:
         """Return the older versions, by number, for a checkpoint between two steps."""
         return {
             number: {name: tensor.detach() for name, tensor in weights.items()}
@@ -110,18 +110,20 @@ class WeightVersions:
             if number < self.newest
         }
 
-    def begin(self, *, newest: int, kept: Mapping[int, Weights]) -> None:
+    def resume(self, *, newest: int, older_weights: Mapping[int, Weights]) -> None:
         """Resume after `newest` updates with these older versions."""
         self.newest = newest
-        self._versions = {number: _clone_as_parameters(self._to_device(weights)) for number, weights in kept.items()}
-        self._oldest = min([newest, *kept])
+        self._versions = {
+            number: _clone_as_parameters(self._to_device(weights)) for number, weights in older_weights.items()
+        }
+        self._oldest = min([newest, *older_weights])
 
     def _to_device(self, weights: Weights) -> Weights:
-        return {name: tensor.to(self._live[name].device) for name, tensor in weights.items()}
+        return {name: tensor.to(self._parameters[name].device) for name, tensor in weights.items()}
 
     def _store_newest(self) -> None:
         if self.newest not in self._versions:
-            self._versions[self.newest] = _clone_as_parameters(self._live)
+            self._versions[self.newest] = _clone_as_parameters(self._parameters)
 
     def _drop_before(self, needed: int) -> None:
         self._versions = {number: weights for number, weights in self._versions.items() if number >= needed}

@@ -17,12 +17,12 @@ class _ReplicaThread(threading.Thread):
 
     def __init__(self, number: int) -> None:
         super().__init__(name=f"replica-{number}", daemon=True)
-        self.work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.start()
 
     def run(self) -> None:
         """Run functions from the queue until None arrives."""
-        while (function := self.work.get()) is not None:
+        while (function := self.queue.get()) is not None:
             function()
 
 
@@ -33,7 +33,7 @@ class ReplicaThreads:
         self._on_error = on_error
         self._workers: list[_ReplicaThread] = []
 
-    def run(self, bodies: Sequence[Callable[[], T]]) -> list[T]:
+    def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """Run all functions and return their results; if one raises an exception, stop all and raise the first."""
         results: dict[int, T] = {}
         errors: list[tuple[float, int, BaseException]] = []
@@ -41,27 +41,27 @@ class ReplicaThreads:
 
         def run_function(number: int) -> None:
             try:
-                results[number] = bodies[number]()
+                results[number] = functions[number]()
             except BaseException as error:
                 errors.append((time.monotonic(), number, error))
                 self._on_error()
             finally:
                 done.release()
 
-        while len(self._workers) < len(bodies) - 1:
+        while len(self._workers) < len(functions) - 1:
             self._workers.append(_ReplicaThread(len(self._workers) + 1))
-        for number, worker in enumerate(self._workers[: len(bodies) - 1], 1):
-            worker.work.put(lambda number=number: run_function(number))  # type: ignore[misc]
+        for number, worker in enumerate(self._workers[: len(functions) - 1], 1):
+            worker.queue.put(lambda number=number: run_function(number))  # type: ignore[misc]
         run_function(0)
-        self._wait_for_all(len(bodies), done, errors)
+        self._wait_for_all(len(functions), done, errors)
         if errors:
-            raise _first_error(errors, len(bodies))
-        return [results[number] for number in range(len(bodies))]
+            raise _first_error(errors, len(functions))
+        return [results[number] for number in range(len(functions))]
 
     def close(self) -> None:
         """Stop the threads."""
         for worker in self._workers:
-            worker.work.put(None)
+            worker.queue.put(None)
         self._workers = []
 
     @staticmethod

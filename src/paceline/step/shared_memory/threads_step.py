@@ -31,12 +31,12 @@ class ThreadsStep(SynchronousStep):
     ) -> None:
         assert isinstance(replica.world, ThreadWorld)
         super().__init__(replica)
-        rendezvous = replica.world.meeting
+        rendezvous = replica.world.rendezvous
         self._other_steps = [SynchronousStep(other) for other in other_replicas]
         self._thread_replicas = thread_replicas
         self._rendezvous = rendezvous
         self._rng_turns = rng_turns
-        self._threads = ReplicaThreads(on_error=rendezvous.leave)
+        self._threads = ReplicaThreads(on_error=rendezvous.end)
 
     def compute_gradients(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Compute the global gradient in the first replica.
@@ -65,7 +65,7 @@ class ThreadsStep(SynchronousStep):
         self._threads.close()
 
     def _run_replicas(self, step_batch: StepBatch, stop: bool) -> StepResult:
-        self._rendezvous.begin()
+        self._rendezvous.reset()
         num_replicas = 1 + len(self._other_steps)
         shares = [
             split_over_replicas(step_batch, replica=index, replicas=num_replicas) for index in range(num_replicas)

@@ -82,7 +82,7 @@ class ExampleBatch:
 
     def learn(self) -> None:
         """Determine the form of the model's own loss. Call this before any forward of the model is recorded."""
-        self.contract.learn(self.batch)
+        self.contract.probe_model_loss(self.batch)
 
     @cached_property
     def batch(self) -> Any:

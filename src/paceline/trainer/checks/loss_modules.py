@@ -8,7 +8,7 @@ from paceline.comm.process_group import World
 from paceline.console.formatting import first_names
 from paceline.errors import JobError
 from paceline.parallel.module_access.tensor_access import bits_checksum
-from paceline.step.loss.modules_captured_by_loss import found_modules, found_parameters
+from paceline.step.loss.modules_captured_by_loss import find_modules, find_parameters
 
 
 def loss_notes(loss: Any, *, model: nn.Module, world: World) -> list[str]:
@@ -18,8 +18,8 @@ def loss_notes(loss: Any, *, model: nn.Module, world: World) -> list[str]:
         JobError: their values differ between ranks, because each process drew its own.
     """
     own = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-    parameters = {name: p for name, p in found_parameters(loss).items() if id(p) not in own}
-    buffers = {f"{path}.{n}": b for path, m in found_modules(loss) for n, b in m.named_buffers(recurse=False)}
+    parameters = {name: p for name, p in find_parameters(loss).items() if id(p) not in own}
+    buffers = {f"{path}.{n}": b for path, m in find_modules(loss) for n, b in m.named_buffers(recurse=False)}
     held = {name: t for name, t in {**parameters, **buffers}.items() if id(t) not in own and not t.is_meta}
     told = world.gather_json({name: _digest(tensor) for name, tensor in held.items()})
     differing = [name for name, value in told[0].items() if any(said.get(name) != value for said in told)]

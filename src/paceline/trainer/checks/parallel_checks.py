@@ -38,15 +38,15 @@ def context_of(
         return None
     sequence = _sequence(job, example)
     lengths: BatchLengthCheck | None = None
-    if can_be_tried(model) and not worlds.all_ranks.is_imagined:
+    if can_be_tried(model) and not worlds.all_ranks.is_simulated:
         tried = try_context(job, model=model, contract=contract, ranks=worlds.cp.world_size, example=example)
         if _stays_whole(worlds):
             lengths = BatchLengthCheck(model, tried, first=batch_length(example.few, sequence=sequence))
     context = ContextParallel(
-        model=model, sequence=sequence, world=worlds.cp, own_loss=contract.is_own, at_length=lengths
+        model=model, sequence=sequence, world=worlds.cp, own_loss=contract.is_model_loss, at_length=lengths
     )
     if context.shifts_labels:
-        contract.moved()
+        contract.mark_labels_shifted()
     return context
 
 
@@ -65,7 +65,7 @@ def try_context(
         ranks=ranks,
         forward=contract.forward,
         loss=job.loss,
-        own_loss=contract.is_own,
+        own_loss=contract.is_model_loss,
     )
     tried(model=model, batch=example.few)
     return tried

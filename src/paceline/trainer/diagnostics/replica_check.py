@@ -38,7 +38,7 @@ def check_replicas(setup: TrainingSetup, *, step: int) -> None:
         DesyncError: a tensor differs; the error names the first one and the ranks that differ from rank 0.
     """
     sites = get_sites(setup)
-    differing_tensor = None if sites is None else sites.differing()
+    differing_tensor = None if sites is None else sites.find_difference()
     if differing_tensor is not None:
         raise DesyncError(
             f"at step {step} the sites have agreed on different weights: {differing_tensor} differs between them.",

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data.loader import eval_feed
-from paceline.data.reader_process import read_apart
+from paceline.data.reader_process import read_in_process
 from paceline.data.source import Source
 from paceline.data.stream.rank_mismatch import DIVIDED, EVERY_RANK, NOT_SEEDED, SEED_IT
 from paceline.data.types import ReplicaMicrobatch
 from paceline.errors import DataError, JobError
 from paceline.step.loss.loss_return_value import Terms
-from paceline.step.loss.mean_or_sum_probe import MEAN_WITH_COUNT, LossFault, loss_fault
+from paceline.step.loss.mean_or_sum_probe import MEAN_WITH_COUNT, LossFault, find_loss_fault
 from paceline.torch_internals.pytree import to_device
 from paceline.torch_internals.rng import seed_all, stream_key
 from paceline.torch_internals.scalars import as_number
@@ -191,7 +191,7 @@ class Evaluator:
         def read() -> ReplicaMicrobatch:
             return next(self._feed_of(here, batch_size, name, {}, replica=0, replicas=1))
 
-        return read_apart(source, read, seed=self._seed)
+        return read_in_process(source, read, seed=self._seed)
 
     def _measure(
         self, data: Any, num_samples: int, sums: dict[str, tuple[ExactSum, ExactSum]], foreign: TorchMetricsAdapter
@@ -235,7 +235,7 @@ class Evaluator:
             _add(sums, name, *pair)
             if name not in self._asked:
                 self._asked.add(name)
-                fault = loss_fault(metric, output, batch, pair)
+                fault = find_loss_fault(metric, output, batch, pair)
                 self.note = self.note or (_metric_note(name, fault) if fault is not None else "")
 
     def _told(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -171,7 +171,7 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
     check_compatibility(job, settings, plan)
     rule = step_rule(plan.update_rule)
     plan = rule.plan_for_group(plan, world_size=world.world_size)
-    worlds = MeshGroups.of(world, mesh=plan.mesh) if plan.processes > 1 else MeshGroups.of_replicas(world)
+    worlds = MeshGroups.from_mesh(world, mesh=plan.mesh) if plan.processes > 1 else MeshGroups.from_replicas(world)
     own = _own(plan, settings, rule.groups(worlds, plan=plan))
     site = own[0].all_ranks if len(own) == 1 else world
     begun = [_begun(job, settings, each) for each in own]
@@ -181,11 +181,11 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
     named = [trainable_parameters(model) for model in models]
     notes = [*unheard_placing(settings.place, plan), *begun[0].notes, *set_train_mode(models)]
     notes += _equal_start(models[0], world) if begun[0].is_whole else []
-    notes += [] if world.is_imagined else loss_notes(job.loss, model=models[0], world=world)
+    notes += [] if world.is_simulated else loss_notes(job.loss, model=models[0], world=world)
     shared = rule.share_model(models[0], world=world)
     rules = learn_rules(job, named[0], plan=plan, exact=settings.train.exact)
     unlisted, data = NonPersistentBuffers(models[0]), JobData(job, settings)
-    contracts = [LossContract(job=job, model=model, asks=not world.is_imagined) for model in models]
+    contracts = [LossContract(job=job, model=model, probes_model_loss=not world.is_simulated) for model in models]
     if len(own) > 1:
         placed = _placed_threads(models, named, own, exact=settings.train.exact)
     else:
@@ -277,7 +277,7 @@ def _placed(
     if set(plan.mesh.split_axes) - set(DATA_AXES):
         example.learn() if begun.late is None else begun.late.run_with_values(example.learn)
     context = context_of(job, model=model, contract=contract, worlds=worlds, example=example)
-    if plan.mesh.ep > 1 and can_be_tried(model) and not worlds.all_ranks.is_imagined:
+    if plan.mesh.ep > 1 and can_be_tried(model) and not worlds.all_ranks.is_simulated:
         try_experts(model=model, contract=contract, example=example)
     untried = [] if can_be_tried(model) else [a for a in ("cp", "ep") if plan.mesh.size(a) > 1]
     for note in (UNTRIED.format(axis) for axis in untried):
@@ -357,14 +357,14 @@ def _own(plan: ExecutionPlan, settings: Settings, worlds: MeshGroups) -> list[Me
         return [worlds]
     timeout = settings.train.timeout_seconds
     found = thread_worlds(replicas=plan.replicas, world=worlds.all_ranks, timeout_seconds=timeout)
-    return [MeshGroups.of_replicas(each) for each in found]
+    return [MeshGroups.from_replicas(each) for each in found]
 
 
 def _notes_of_placement(
     placed: ParallelizedModel, plan: ExecutionPlan, contract: LossContract, *, world: World
 ) -> list[str]:
     notes = compression_notes(plan.compression, placed.reducer, named_parameters=placed.named_parameters, world=world)
-    return [*notes, *hook_notes(placed.hooked_names, counts_first=contract.counts_first)]
+    return [*notes, *hook_notes(placed.hooked_names, counts_first=contract.has_early_counts)]
 
 
 def _equal_start(model: nn.Module, world: World) -> list[str]:

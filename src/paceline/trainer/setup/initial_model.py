@@ -79,7 +79,7 @@ def build_initial_model(
     Raises:
         JobError, UsageError, DesyncError: no model, one that can't be built in shards, or a different one on a rank.
     """
-    if worlds.all_ranks.is_imagined:
+    if worlds.all_ranks.is_simulated:
         return InitialModel(model=build())
     if not holds_parts(worlds.mesh):
         return _whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored)

@@ -11,8 +11,8 @@ from paceline.comm.process_group import World
 from paceline.config.settings import Settings
 from paceline.data.loader import BatchLoader, make_loader
 from paceline.data.order.cursor import Cursor
-from paceline.data.reader_process import read_apart
-from paceline.data.source import MadeDatasets, Source, read_source
+from paceline.data.reader_process import read_in_process
+from paceline.data.source import DatasetCache, Source, read_source
 from paceline.data.types import BatchPartition, StepInput
 from paceline.job import Job
 from paceline.planner.layout.execution_plan import ExecutionPlan
@@ -28,7 +28,7 @@ class JobData:
 
     def __init__(self, job: Job, settings: Settings) -> None:
         self._job = job
-        self._made = MadeDatasets()
+        self._made = DatasetCache()
         self._asked = settings.data.workers
         splits = (job.train_data, job.eval_data, job.test_data)
         self._least = int(any(isinstance(split, DataLoader) and split.num_workers for split in splits))
@@ -49,7 +49,7 @@ class JobData:
 
     def _source(self, data: Any, *, order: Any, name: str) -> Source:
         collate, made = self._job.collate, self._made
-        source = read_source(data, collate=collate, order=order, workers=self._asked, name=name, made=made)
+        source = read_source(data, collate=collate, order=order, workers=self._asked, name=name, cache=made)
         return source if source.workers else replace(source, workers=self._least)
 
 
@@ -62,7 +62,7 @@ def feed_for(
         collate=None,
         order=None,
         seed=settings.seed,
-        cut=cut,
+        partition=cut,
         cursor=cursor or Cursor(),
         **how,
     )
@@ -80,7 +80,7 @@ def read_first(
             collate=None,
             order=None,
             seed=settings.seed,
-            cut=cut,
+            partition=cut,
             cursor=Cursor(),
             **how,
         )
@@ -89,7 +89,7 @@ def read_first(
             feed.close()
         return [replace(given, read_stand_in=None) for given in found] if source.workers else found
 
-    found = read_apart(source, read, seed=settings.seed)
+    found = read_in_process(source, read, seed=settings.seed)
     if not source.workers:
         return found
     whole = replace(cut, replica=0, replicas=1)
@@ -106,5 +106,5 @@ def cut_for(plan: ExecutionPlan, settings: Settings, data: World, *, reads: bool
         replica=data.rank,
         replicas=data.world_size,
         drop_last=settings.data.drop_last,
-        reads=reads,
+        reads_samples=reads,
     )

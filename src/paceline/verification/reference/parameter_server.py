@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from paceline.comm.process_group import LaunchInfo, WorkerEntrance, World
+from paceline.comm.process_group import LaunchInfo, WorkerEndpoint, World
 from paceline.console.formatting import plural
 from paceline.step.parameter_server.parameter_server_step import ServerStep
 from paceline.step.parameter_server.pushed_gradients import AppliedUpdate
-from paceline.step.parameter_server.transport import reach_store
+from paceline.step.parameter_server.transport import connect_store
 from paceline.trainer.parameter_server_worker import compute_shares
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.prepare import PreparedJob
@@ -56,9 +56,9 @@ class WorkerInstructions:
     def begin_rung(self, dtype: torch.dtype | None) -> World:
         """Announce the next rung, and return the servers' world for it, which workers join again."""
         self._send(_FLOAT64 if dtype is torch.float64 else _JOB_PRECISION)
-        entrance = self._world.entrance
-        assert entrance is not None
-        return replace(self._world, entrance=replace(entrance, session=str(self._number)))
+        endpoint = self._world.worker_endpoint
+        assert endpoint is not None
+        return replace(self._world, worker_endpoint=replace(endpoint, session=str(self._number)))
 
     def send_end(self) -> None:
         """Tell the workers that no rung follows."""
@@ -66,14 +66,14 @@ class WorkerInstructions:
 
     def _send(self, instruction: str) -> None:
         self._number += 1
-        if self._world.entrance is not None and self._world.is_main:
-            store = reach_store(self._world.entrance.place, timeout_seconds=self._world.timeout_seconds)
+        if self._world.worker_endpoint is not None and self._world.is_main:
+            store = connect_store(self._world.worker_endpoint.place, timeout_seconds=self._world.timeout_seconds)
             store.set(_INSTRUCTION_KEY.format(self._number), instruction)
 
 
 def serve_verify(prepared_job: PreparedJob, launch_info: LaunchInfo) -> int:
     """Run a worker's side of `verify`: build the same model as the servers in each rung, and compute its shares."""
-    store = reach_store(launch_info, timeout_seconds=prepared_job.settings.train.timeout_seconds)
+    store = connect_store(launch_info, timeout_seconds=prepared_job.settings.train.timeout_seconds)
     number = 0
     while True:
         number, instruction = wait_for_instruction(store, last_number=number)
@@ -82,7 +82,7 @@ def serve_verify(prepared_job: PreparedJob, launch_info: LaunchInfo) -> int:
         dtype = torch.float64 if instruction == _FLOAT64 else None
         with keep_float64(active=dtype is not None):
             setup = build_in_precision(prepared_job, World.alone(), dtype)
-            compute_shares(prepared_job, setup, WorkerEntrance(place=launch_info, session=str(number)))
+            compute_shares(prepared_job, setup, WorkerEndpoint(place=launch_info, session=str(number)))
             setup.close()
 
 
@@ -129,12 +129,12 @@ class ParameterServerReference(Reference):
                     )
                 )
             microbatches = self.read_microbatches(positions[share.step])
-            indices = list(range(share.number, len(microbatches), share.of))
-            if applied.counts:
+            indices = list(range(share.number, len(microbatches), share.num_shares))
+            if applied.is_applied:
                 loss = self._apply_update(
                     applied, [microbatches[i] for i in indices], indices, history, positions[share.step], reverse_order
                 )
-            remaining_shares[share.step] = remaining_shares.get(share.step, share.of) - 1
+            remaining_shares[share.step] = remaining_shares.get(share.step, share.num_shares) - 1
             for schedule in self.schedules if not remaining_shares[share.step] else ():
                 schedule.step()
         return loss

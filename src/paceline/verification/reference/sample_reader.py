@@ -153,17 +153,17 @@ class SampleReaderProcess:
 
     def num_samples(self, epoch: int) -> int | None:
         """Return the same as `SampleReader.num_samples`."""
-        count: int | None = self._process.ask("num_samples", epoch)
+        count: int | None = self._process.call("num_samples", epoch)
         return count
 
     def batch(self, *, epoch: int, position: int, size: int) -> list[int]:
         """Return the same as `SampleReader.batch`."""
-        indices: list[int] = self._process.ask("batch", epoch=epoch, position=position, size=size)
+        indices: list[int] = self._process.call("batch", epoch=epoch, position=position, size=size)
         return indices
 
     def read(self, *, epoch: int, indices: Sequence[int]) -> Any:
         """Return the same as `SampleReader.read`."""
-        return self._process.ask("read", epoch=epoch, indices=indices)
+        return self._process.call("read", epoch=epoch, indices=indices)
 
 
 def open_sample_reader(*, job: Job, workers: int, **options: Any) -> "SampleReader | SampleReaderProcess":
@@ -178,7 +178,7 @@ class ShardedStream:
         self._data, self._seed, self._batch = data, seed, batch
         dataset_shards = getattr(data, "num_shards", None) or getattr(data, "n_shards", None)
         self._is_resumable = all(hasattr(data, name) for name in ("shard", "state_dict", "load_state_dict"))
-        num_shards = choose_shards(asked=shards, real=dataset_shards, global_batch_size=batch)
+        num_shards = choose_shards(requested=shards, num_real=dataset_shards, global_batch_size=batch)
         self._num_shards = num_shards if self._is_resumable else 1
 
     def read_samples(self, epoch: int, stop: int) -> list[Any]:
@@ -189,7 +189,7 @@ class ShardedStream:
             for part in shards:
                 part.fill(self._batch + 1)
             available, ended = [len(part.rows) for part in shards], [part.is_exhausted for part in shards]
-            counts = samples_per_shard(have=available, ended=ended, size=self._batch) or []
+            counts = samples_per_shard(available=available, ended=ended, size=self._batch) or []
             if not any(counts):
                 break
             for part, count in zip(shards, counts, strict=True):
