@@ -22,9 +22,9 @@ from paceline.commands.common.option_checks import check_job_parameters
 from paceline.config.job_reference import parameter_sources, parse_jobref
 from paceline.config.loading import RequestedSettings
 from paceline.data.source import read_source
-from paceline.errors import JobError, PacelineError, Problems, called_exit
+from paceline.errors import JobError, PacelineError, Problems, job_exit_error
 from paceline.job import load_job, refuse_job
-from paceline.job_field_checks import _unfit_metrics, unfit_data, whole_indices
+from paceline.job_field_checks import _unfit_metrics, integer_indices, unfit_data
 from paceline.job_parameters import typed_parameters
 from paceline.launch.agent.worker_process import _run_entry
 from paceline.trainer.checks.evaluation_checks import best_rule
@@ -118,12 +118,12 @@ def test_a_job_with_a_parser_of_its_own_is_loaded_as_a_script_without_words(tmp_
     path.write_text(begin + "p.add_argument('--data', required=True)\n" + place)
     with pytest.raises(SystemExit) as left:
         load_job(parse_jobref(str(path)), params={})
-    refusal = called_exit(left.value)
+    refusal = job_exit_error(left.value)
     assert isinstance(refusal, JobError) and f"{path}:6" in refusal.what and "--job.lr 0.1" in refusal.hint
     path.write_text("import sys\nsys.exit(2)\njob = 3")
     with pytest.raises(SystemExit) as left:
         load_job(parse_jobref(str(path)), params={})
-    assert "sys.exit(2)" in called_exit(left.value).what
+    assert "sys.exit(2)" in job_exit_error(left.value).what
 
 
 def job(**fields: Any) -> pl.Job:
@@ -223,12 +223,12 @@ def test_numbers_of_any_type_are_numbers() -> None:
 @pytest.mark.parametrize("order", [[0.5, 1.5], ["a"], [0, None], torch.tensor([0.5])])
 def test_an_order_of_what_is_no_number_of_a_sample_is_refused(order: Any) -> None:
     with pytest.raises(JobError, match=r"order= returned .* at position"):
-        whole_indices(list(order))
+        integer_indices(list(order))
 
 
 @pytest.mark.parametrize("order", [[2, 0], np.array([2, 0]), [torch.tensor(2), torch.tensor(0)], [np.int32(2), 0]])
 def test_an_order_of_whole_numbers_of_any_type_is_taken(order: Any) -> None:
-    assert whole_indices(list(order)).tolist() == [2, 0]
+    assert integer_indices(list(order)).tolist() == [2, 0]
 
 
 @pytest.mark.parametrize(

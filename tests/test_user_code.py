@@ -17,7 +17,7 @@ from paceline.errors import user_line
 from paceline.launch.failures.failure_record import failure_from_exception
 from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.parallel.sharding.unit_guard import guard_forward
-from paceline.user_code import hide_own_frames, is_users
+from paceline.user_code import hide_own_frames, is_user_file
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ from paceline.user_code import hide_own_frames, is_users
     ],
 )
 def test_what_is_installed_anywhere_is_not_the_users(filename: str) -> None:
-    assert not is_users(filename)
+    assert not is_user_file(filename)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_what_is_installed_anywhere_is_not_the_users(filename: str) -> None:
     ],
 )
 def test_what_lies_elsewhere_is_the_users(filename: str) -> None:
-    assert is_users(filename)
+    assert is_user_file(filename)
 
 
 def test_what_a_distribution_records_as_its_file_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +72,8 @@ def test_what_a_distribution_records_as_its_file_is_installed(tmp_path: Path, mo
     (built / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: pack\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(str(target))
     monkeypatch.syspath_prepend(str(project / "src"))
-    assert not is_users(str(target / "theirs/__init__.py"))
-    assert is_users(str(target / "mine.py")) and is_users(str(project / "src/pack/__init__.py"))
+    assert not is_user_file(str(target / "theirs/__init__.py"))
+    assert is_user_file(str(target / "mine.py")) and is_user_file(str(project / "src/pack/__init__.py"))
 
 
 OURS = """

@@ -70,6 +70,6 @@ def _accounted(session: Session, batches: Iterator[Any]) -> dict[str, Any]:
 
 def _held(session: Session) -> dict[str, int]:
     built = session.setup
-    shares = [each.parameter for each in built.named]
+    shares = [each.parameter for each in built.named_parameters]
     held = memory_at_rest(model=built.model, optimizers=built.update.optimizers, updated_tensors=shares).as_json()
     return {name: held[name] for name in ("parameters", "gradients", "optimizer", "buffers")}

@@ -15,7 +15,7 @@ import tyro
 
 from paceline.commands.command_table import VERBS
 from paceline.commands.help_page import EXAMPLES, help_page
-from paceline.config.loading import default_of, known_settings, range_of
+from paceline.config.loading import default_value, known_settings, range_text
 from paceline.config.settings import Settings
 
 
@@ -53,9 +53,9 @@ def settings() -> str:
         said = inspect.getdoc(hints[group]) if group else "Settings of the run as a whole."
         lines += [_cell(said or ""), "", "| setting | value | default | range |", "| --- | --- | --- | --- |"]
         for name in names:
-            default = default_of(name)
+            default = default_value(name)
             shown = "" if default in (None, (), "") else f"`{_shown(default)}`"
-            lines.append(f"| `{name}` | {_kind(known_settings()[name])} | {shown} | {range_of(name)} |")
+            lines.append(f"| `{name}` | {_kind(known_settings()[name])} | {shown} | {range_text(name)} |")
         lines.append("")
     return "\n".join(lines)
 

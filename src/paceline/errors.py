@@ -7,14 +7,18 @@ from enum import IntEnum
 from traceback import extract_stack, extract_tb
 from types import FrameType
 
-from paceline.user_code import is_of_word_reader, is_users
+from paceline.user_code import is_from_argument_parser, is_user_file
 
 
-def on_a_screen(text: str, *, lines: int = 8, width: int = 400) -> str:
+def shorten_text(text: str, *, lines: int = 8, width: int = 400) -> str:
     """Return at most `lines` lines of the text, each of at most `width` characters, and the number of omitted lines."""
-    given = text.splitlines() if len(text) > width else [text]
-    shown = [line if len(line) <= width else f"{line[:width]} ... ({len(line):,} characters)" for line in given[:lines]]
-    return "\n".join([*shown, *([f"... {len(given) - lines:,} more lines"] if len(given) > lines else [])])
+    all_lines = text.splitlines() if len(text) > width else [text]
+    shown_lines = [
+        line if len(line) <= width else f"{line[:width]} ... ({len(line):,} characters)" for line in all_lines[:lines]
+    ]
+    return "\n".join(
+        [*shown_lines, *([f"... {len(all_lines) - lines:,} more lines"] if len(all_lines) > lines else [])]
+    )
 
 
 class ExitCode(IntEnum):
@@ -39,7 +43,7 @@ class PacelineError(Exception):
     exit_code = ExitCode.FAILED
 
     def __init__(self, what: str, *, where: str = "", cause: str = "", hint: str = "") -> None:
-        what = on_a_screen(what, lines=16, width=1000)
+        what = shorten_text(what, lines=16, width=1000)
         super().__init__(what)
         self.what = what
         self.where = where
@@ -142,24 +146,28 @@ class OutOfMemory(RunError):
         what: str,
         *,
         cause: str = "",
-        held: Mapping[str, int],
+        bytes_by_purpose: Mapping[str, int],
         limit_bytes: int | None = None,
         part: str = "",
         requested_bytes: int | None = None,
     ) -> None:
         super().__init__(what, cause=cause)
         self.requested_bytes = requested_bytes
-        self.held = dict(held)
+        self.bytes_by_purpose = dict(bytes_by_purpose)
         self.limit_bytes = limit_bytes
         self.part = part
 
     def __str__(self) -> str:
-        rows = [f"  {name}: {num_bytes / 2**20:,.1f} MiB" for name, num_bytes in self.held.items()]
+        rows = [f"  {name}: {num_bytes / 2**20:,.1f} MiB" for name, num_bytes in self.bytes_by_purpose.items()]
         return "\n".join([super().__str__(), *rows])
 
     def as_json(self) -> dict[str, object]:  # type: ignore[override]
         """Return the error with the memory in use."""
-        memory = {"held": self.held, "limit_bytes": self.limit_bytes, "requested_bytes": self.requested_bytes}
+        memory = {
+            "held": self.bytes_by_purpose,
+            "limit_bytes": self.limit_bytes,
+            "requested_bytes": self.requested_bytes,
+        }
         return {**super().as_json(), **memory, "part": self.part}
 
 
@@ -193,30 +201,30 @@ def raise_all(problems: Sequence[PacelineError]) -> None:
         raise Problems(problems)
 
 
-def problems_of(error: PacelineError) -> Sequence[PacelineError]:
+def list_problems(error: PacelineError) -> Sequence[PacelineError]:
     """Return the error itself, or the problems that were raised together as this error."""
     return error.problems if isinstance(error, Problems) else (error,)
 
 
-def called_exit(error: SystemExit) -> PacelineError:
+def job_exit_error(error: SystemExit) -> PacelineError:
     """Return the error for a `sys.exit` in the job's own code: only the run itself may end the process."""
     line = user_line(error)
-    at = f" at {line}" if line else ""
-    found: PacelineError
-    if is_of_word_reader(error):
-        found = JobError(
-            f"the job parses command-line arguments{at}, but a job is loaded without any.",
+    location = f" at {line}" if line else ""
+    exit_problem: PacelineError
+    if is_from_argument_parser(error):
+        exit_problem = JobError(
+            f"the job parses command-line arguments{location}, but a job is loaded without any.",
             cause="its parser has a required option",
             hint="make it a parameter, def make_job(lr: float = 0.1), and type --job.lr 0.1",
         )
     else:
-        found = RunError(
-            f"the job called sys.exit({'' if error.code is None else repr(error.code)}){at}.",
+        exit_problem = RunError(
+            f"the job called sys.exit({'' if error.code is None else repr(error.code)}){location}.",
             cause="the run was not finished, and only the run itself may end it",
             hint="raise an exception there, or remove the call; early_stopping= ends a run by a rule",
         )
-    found.__notes__ = list(getattr(error, "__notes__", ()))
-    return found.with_traceback(error.__traceback__)
+    exit_problem.__notes__ = list(getattr(error, "__notes__", ()))
+    return exit_problem.with_traceback(error.__traceback__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +244,7 @@ def user_line(error: BaseException) -> UserLine | None:
 
     It is the last frame that is not in Paceline, an installed package, or Python itself.
     """
-    frames = [f for f in extract_tb(error.__traceback__) if is_users(f.filename)]
+    frames = [f for f in extract_tb(error.__traceback__) if is_user_file(f.filename)]
     if isinstance(error, SyntaxError) and error.filename:
         return UserLine(file=error.filename, line=error.lineno or 0, text=(error.text or "").strip())
     if not frames:
@@ -244,21 +252,21 @@ def user_line(error: BaseException) -> UserLine | None:
     return UserLine(file=frames[-1].filename, line=frames[-1].lineno or 0, text=(frames[-1].line or "").strip())
 
 
-def place_now() -> object:
+def user_code_position() -> object:
     """Return a key of the current operation in the user's own code; the same operation always has the same key."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
     return None if frame is None else (frame.f_code, frame.f_lasti)
 
 
-def as_refused(error: Exception) -> str:
+def one_line_message(error: Exception) -> str:
     """Return one line for an error that is not Paceline's, with the line of the user's own code that raised it."""
-    line, said = user_line(error), next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {said}" + (f" ({line})" if line else "")
+    line, message = user_line(error), next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {message}" + (f" ({line})" if line else "")
 
 
-def line_now() -> UserLine | None:
+def current_user_line() -> UserLine | None:
     """Return the line of the user's code that led to this call, or None."""
-    last = next((f for f in reversed(extract_stack()) if is_users(f.filename)), None)
-    return None if last is None else UserLine(file=last.filename, line=last.lineno or 0, text=last.line or "")
+    frame = next((f for f in reversed(extract_stack()) if is_user_file(f.filename)), None)
+    return None if frame is None else UserLine(file=frame.filename, line=frame.lineno or 0, text=frame.line or "")

@@ -168,11 +168,11 @@ class EventBus:
 
     def emit(self, event: Event) -> None:
         """Pass `event` to every sink; report failures to the rest afterwards, since a full disk fails several."""
-        told = [note for sink in list(self._sinks) if (note := self._hand(sink, event)) is not None]
-        for note in told:
+        failure_notes = [note for sink in list(self._sinks) if (note := self._deliver(sink, event)) is not None]
+        for note in failure_notes:
             self.emit(note)
 
-    def _hand(self, sink: Sink, event: Event) -> Note | None:
+    def _deliver(self, sink: Sink, event: Event) -> Note | None:
         try:
             sink.handle(event)
         except Exception as error:
@@ -190,33 +190,33 @@ class EventBus:
         self._sinks = []
 
 
-def ratios_of(event: ForecastChecked) -> Mapping[str, float]:
+def forecast_ratios(event: ForecastChecked) -> Mapping[str, float]:
     """Return the measured values as multiples of their forecast."""
     memory = {} if event.memory_ratio is None else {"forecast/memory_ratio": event.memory_ratio}
     return {"forecast/time_ratio": event.time_ratio, **memory}
 
 
-def metrics_of(event: StepDone) -> Mapping[str, float]:
+def step_metrics(event: StepDone) -> Mapping[str, float]:
     """Return a step's metrics by the names that logging tools commonly use."""
-    total = event.step_seconds or 1.0
-    found = {
+    step_seconds = event.step_seconds or 1.0
+    metrics = {
         "loss": event.loss,
         "lr": event.lr,
         "samples_per_second": event.samples_per_second,
         "memory/peak_gib": event.memory_peak_gib,
         "time/step": event.step_seconds,
-        "time/data": event.data_seconds / total,
-        "time/compute": event.compute_seconds / total,
-        "time/communication": event.communication_seconds / total,
-        "time/checkpoint": event.checkpoint_seconds / total,
-        "time/evaluation": event.evaluation_seconds / total,
+        "time/data": event.data_seconds / step_seconds,
+        "time/compute": event.compute_seconds / step_seconds,
+        "time/communication": event.communication_seconds / step_seconds,
+        "time/checkpoint": event.checkpoint_seconds / step_seconds,
+        "time/evaluation": event.evaluation_seconds / step_seconds,
     }
     if event.grad_norm is not None:
-        found["grad_norm"] = event.grad_norm
+        metrics["grad_norm"] = event.grad_norm
     if event.tokens_per_second is not None:
-        found["tokens_per_second"] = event.tokens_per_second
+        metrics["tokens_per_second"] = event.tokens_per_second
     if event.sent_bytes:
-        found["sent_bytes"] = event.sent_bytes
+        metrics["sent_bytes"] = event.sent_bytes
     if len(event.terms) > 1:
-        found |= {f"loss/{name}": value for name, value in event.terms.items()}
-    return found | event.statistics
+        metrics |= {f"loss/{name}": value for name, value in event.terms.items()}
+    return metrics | event.statistics

@@ -33,11 +33,11 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
     return tuple(_parse(part.split()) for part in text.split(";") if part.strip())
 
 
-def _parse(words: Sequence[str]) -> Fault:
-    text = " ".join(words)
-    kind, *rest = words
-    pairs = dict(word.partition("=")[::2] for word in rest)
-    is_twice = len(pairs) < len(rest)
+def _parse(parts: Sequence[str]) -> Fault:
+    text = " ".join(parts)
+    kind, *options = parts
+    pairs = dict(word.partition("=")[::2] for word in options)
+    is_twice = len(pairs) < len(options)
     numbers = {name: pairs.pop(name, "") for name in ("rank", "step", "attempt")}
     point = pairs.pop("point", "step")
     numbers["attempt"] = numbers["attempt"] or "1"
@@ -77,16 +77,16 @@ class Faults:
     """The faults of one rank in one attempt."""
 
     def __init__(self, faults: Sequence[Fault], *, rank: int, attempt: int) -> None:
-        self._mine = {(f.point, f.step): f for f in faults if f.rank == rank and f.attempt == attempt}
+        self._by_point_and_step = {(f.point, f.step): f for f in faults if f.rank == rank and f.attempt == attempt}
 
     @property
     def has_any(self) -> bool:
         """True if a fault is due on this rank."""
-        return bool(self._mine)
+        return bool(self._by_point_and_step)
 
     def fire(self, point: str, *, step: int) -> Fault | None:
         """Inject the fault due here, if any; `nan` is returned for the caller to act on."""
-        fault = self._mine.get((point, step)) if self._mine else None
+        fault = self._by_point_and_step.get((point, step)) if self._by_point_and_step else None
         if fault is None:
             return None
         if fault.kind == "kill":

@@ -14,15 +14,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.config.job_reference import JobRef
-from paceline.errors import JobError, PacelineError, problems_of, raise_all
+from paceline.errors import JobError, PacelineError, list_problems, raise_all
 from paceline.job_field_checks import mode_of_metric, unfit_fields, unknown_fields
 from paceline.job_parameters import missing_parameters, typed_parameters
 from paceline.torch_internals.scalars import as_count, as_number
-from paceline.user_code import is_users, script_words
+from paceline.user_code import is_user_file, script_arguments
 
-_MAKES = "def make_job() -> pl.Job: return pl.Job(...)"
+_EXAMPLE_FACTORY = "def make_job() -> pl.Job: return pl.Job(...)"
 
-_NEEDED: Any = None  # the default of required fields; a missing one is reported with all other problems
+_REQUIRED: Any = None  # the default of required fields; a missing one is reported with all other problems
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
@@ -45,7 +45,7 @@ class EarlyStopping:
         Raises:
             JobError: the mode of a metric such as accuracy is missing.
         """
-        _take_numbers(self, counts=("patience",), numbers=("min_delta",))
+        _convert_numbers(self, counts=("patience",), numbers=("min_delta",))
         if self.mode is None:
             written = f"EarlyStopping(metric={self.metric!r})"
             hint = f'EarlyStopping(metric={self.metric!r}, mode="max")'
@@ -61,10 +61,10 @@ class Job:
     `optimizer` maps a list of `(name, parameter)` to an optimizer or a list of them.
     """
 
-    model: Callable[[], nn.Module] = _NEEDED
-    train_data: Any = _NEEDED
-    optimizer: Callable[[NamedParameters], Optimizer | list[Optimizer]] = _NEEDED
-    global_batch_size: int = _NEEDED
+    model: Callable[[], nn.Module] = _REQUIRED
+    train_data: Any = _REQUIRED
+    optimizer: Callable[[NamedParameters], Optimizer | list[Optimizer]] = _REQUIRED
+    global_batch_size: int = _REQUIRED
     loss: Callable[[Any, Any], Any] | None = None
     eval_data: Any = None
     test_data: Any = None
@@ -86,7 +86,7 @@ class Job:
     settings: Mapping[str, Any] | None = None
     name: str | None = None
 
-    def __new__(cls, *words: Any, **given: Any) -> "Job":
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Job":
         """Check for unknown fields; if there are any, also for all other errors.
 
         Raises:
@@ -94,66 +94,66 @@ class Job:
         """
         if cls.__init__ is not Job.__init__:  # a subclass with its own arguments, which sets the fields
             return super().__new__(cls)
-        known = {one.name: one.default for one in fields(cls)}
-        problems: list[PacelineError] = [*unknown_fields(words, given, known)]
+        defaults = {one.name: one.default for one in fields(cls)}
+        problems: list[PacelineError] = [*unknown_fields(args, kwargs, defaults)]
         if problems:
-            problems += unfit_fields(SimpleNamespace(**{**known, **given}))
+            problems += unfit_fields(SimpleNamespace(**{**defaults, **kwargs}))
             raise_all(problems)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Convert numbers of any type to Python's own."""
         counts = ("global_batch_size", "micro_batch_size", "early_stopping")
-        _take_numbers(self, counts=counts, numbers=("max_grad_norm", "ema"))
+        _convert_numbers(self, counts=counts, numbers=("max_grad_norm", "ema"))
 
 
-def _take_numbers(owner: Any, *, counts: Sequence[str], numbers: Sequence[str]) -> None:
+def _convert_numbers(owner: Any, *, counts: Sequence[str], numbers: Sequence[str]) -> None:
     """Replace NumPy numbers and tensors of one element by Python's own numbers."""
-    for names, read in ((counts, as_count), (numbers, as_number)):
+    for names, convert in ((counts, as_count), (numbers, as_number)):
         for name in names:
-            number = read(getattr(owner, name))
+            number = convert(getattr(owner, name))
             if number is not None:
                 object.__setattr__(owner, name, number)
 
 
 def load_job(ref: JobRef, *, params: Mapping[str, Any]) -> Job:
     """Import the job that `ref` names and return it; a function is called with `params`."""
-    with script_words(str(ref.path or ref.module)):
-        return _made(ref, params)
+    with script_arguments(str(ref.path or ref.module)):
+        return _load_job(ref, params)
 
 
-def _made(ref: JobRef, params: Mapping[str, Any]) -> Job:
+def _load_job(ref: JobRef, params: Mapping[str, Any]) -> Job:
     module = import_job_module(ref)
-    found = _pick(ref, module)
-    if isinstance(found, Job):
+    target = _find_target(ref, module)
+    if isinstance(target, Job):
         if params:
             raise JobError(
                 f"{ref} is a finished Job and takes no parameters, got {', '.join(sorted(params))}.",
                 hint="define make_job(...) with these parameters",
             )
-        return _checked(ref, found)
-    if not callable(found):
+        return _check_job(ref, target)
+    if not callable(target):
         raise JobError(
-            f"{ref} is a {type(found).__name__}, expected a paceline.Job or a function that returns one.",
+            f"{ref} is a {type(target).__name__}, expected a paceline.Job or a function that returns one.",
             where=str(ref),
-            hint=_MAKES,
+            hint=_EXAMPLE_FACTORY,
         )
-    made = found(**_accepted(ref, found, params))
-    if inspect.iscoroutine(made):
-        made.close()
+    job = target(**_factory_arguments(ref, target, params))
+    if inspect.iscoroutine(job):
+        job.close()
         raise JobError(
             f"{ref} is async and returned a coroutine, expected a paceline.Job.",
             where=str(ref),
-            hint=f"no async: {_MAKES}",
+            hint=f"no async: {_EXAMPLE_FACTORY}",
         )
-    if not isinstance(made, Job):
+    if not isinstance(job, Job):
         raise JobError(
-            f"{ref} returned a {type(made).__name__}, expected a paceline.Job.",
+            f"{ref} returned a {type(job).__name__}, expected a paceline.Job.",
             where=str(ref),
-            cause="its return statement is missing" if made is None else "",
+            cause="its return statement is missing" if job is None else "",
             hint="return pl.Job(model=..., train_data=..., optimizer=..., global_batch_size=...)",
         )
-    return _checked(ref, made)
+    return _check_job(ref, job)
 
 
 def job_parameters(factory: Callable[..., Any]) -> dict[str, Any]:
@@ -168,10 +168,10 @@ def import_job_module(ref: JobRef) -> ModuleType:
             sys.path.insert(0, str(Path.cwd()))
         return importlib.import_module(str(ref.module))
     path = Path(ref.path).resolve()
-    is_taken = _is_taken(path)  # a job file random.py or torch.py must not replace that module
-    name = f"{path.stem}_job" if is_taken else path.stem
+    is_name_taken = _is_name_taken(path)  # a job file random.py or torch.py must not replace that module
+    name = f"{path.stem}_job" if is_name_taken else path.stem
     if str(path.parent) not in sys.path:
-        sys.path.insert(len(sys.path) if is_taken else 0, str(path.parent))
+        sys.path.insert(len(sys.path) if is_name_taken else 0, str(path.parent))
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     spec = importlib.util.spec_from_file_location(name, path)
@@ -183,19 +183,19 @@ def import_job_module(ref: JobRef) -> ModuleType:
     return module
 
 
-def _is_taken(path: Path) -> bool:
+def _is_name_taken(path: Path) -> bool:
     """Return whether Python, Paceline or an installed package has a module with the name of this file."""
     if path.stem in sys.stdlib_module_names:
         return True
     if not path.stem.isidentifier():
         return False
-    there = sys.modules.get(path.stem)
-    spec = importlib.util.find_spec(path.stem) if there is None else None
-    origin = spec.origin if spec is not None else getattr(there, "__file__", None)
-    return origin is not None and not is_users(origin) and Path(origin).resolve() != path
+    loaded_module = sys.modules.get(path.stem)
+    spec = importlib.util.find_spec(path.stem) if loaded_module is None else None
+    origin = spec.origin if spec is not None else getattr(loaded_module, "__file__", None)
+    return origin is not None and not is_user_file(origin) and Path(origin).resolve() != path
 
 
-def _pick(ref: JobRef, module: ModuleType) -> Any:
+def _find_target(ref: JobRef, module: ModuleType) -> Any:
     names = [ref.name] if ref.name else ["make_job", "job"]
     for name in names:
         if hasattr(module, name):
@@ -207,33 +207,33 @@ def _pick(ref: JobRef, module: ModuleType) -> Any:
     )
 
 
-def _accepted(ref: JobRef, factory: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
+def _factory_arguments(ref: JobRef, factory: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments for the factory.
 
     Raises:
         JobError, Problems: with all unknown or missing parameters, and all values of the wrong type.
     """
-    known = job_parameters(factory)
-    unknown = sorted(set(params) - set(known))
+    parameters = job_parameters(factory)
+    unknown = sorted(set(params) - set(parameters))
     problems: list[PacelineError] = []
     if unknown:
         problems.append(
             JobError(
                 f"{ref} has no parameter {', '.join(unknown)}.",
-                hint=f"it takes: {', '.join(known) or 'none'}",
+                hint=f"it takes: {', '.join(parameters) or 'none'}",
             )
         )
     problems += missing_parameters(factory, params)
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     try:
-        found = typed_parameters(factory, {name: params[name] for name in params if name in known})
+        arguments = typed_parameters(factory, {name: params[name] for name in params if name in parameters})
     except PacelineError as error:
-        problems += problems_of(error)
+        problems += list_problems(error)
     raise_all(problems)
-    return found
+    return arguments
 
 
-def _checked(ref: JobRef, job: Job) -> Job:
+def _check_job(ref: JobRef, job: Job) -> Job:
     refuse_job(job, where=str(ref))
     return job
 
@@ -250,7 +250,7 @@ def refuse_job(job: Job, *, where: str) -> None:
     raise_all(problems)
 
 
-def no_loss(batch: Any) -> JobError:
+def missing_loss_error(batch: Any) -> JobError:
     """Return the error for a job without `loss=` whose model returned no loss either."""
     unlabelled = isinstance(batch, Mapping) and "labels" not in batch
     return JobError(

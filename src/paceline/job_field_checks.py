@@ -19,7 +19,7 @@ from paceline.torch_internals.scalars import as_count
 _MODEL = "model=lambda: MyModel()"
 _OPTIMIZER = "optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)"
 _LOSS = "loss=lambda output, batch: (loss_sum, count)"
-_CALLED = {
+_CALLABLE_FIELDS = {
     "model": _MODEL,
     "optimizer": _OPTIMIZER,
     "loss": _LOSS,
@@ -30,7 +30,7 @@ _CALLED = {
     "on_update": "on_update=lambda model, step: ...",
     "on_eval": 'on_eval=lambda run: {"bleu": score}',
 }
-_NEEDED = {
+_REQUIRED_FIELDS = {
     "model": _MODEL,
     "train_data": "train_data=dataset",
     "optimizer": _OPTIMIZER,
@@ -63,23 +63,27 @@ def mode_of_metric(metric: str, *, written: str, hint: str) -> Literal["min", "m
     )
 
 
-def unknown_fields(words: Sequence[Any], given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[JobError]:
+def unknown_fields(
+    args: Sequence[Any], kwargs: Mapping[str, Any], known_fields: Mapping[str, Any]
+) -> Iterator[JobError]:
     """Yield an error for each argument of a job that is not one of its `known_fields`."""
-    if words:
-        what = f"pl.Job got {len(words)} of its fields without {'its name' if len(words) == 1 else 'their names'}."
+    if args:
+        what = f"pl.Job got {len(args)} of its fields without {'its name' if len(args) == 1 else 'their names'}."
         yield JobError(what, hint="pl.Job(model=..., loss=..., train_data=..., optimizer=..., global_batch_size=...)")
-    for name in given:
-        if name not in known:
-            near = "did you mean 'global_batch_size'?" if name in _BATCH_SIZES else did_you_mean(name, known)
-            yield JobError(f"a job has no field {name!r}.", cause=near, hint=f"one of {', '.join(known)}")
+    for name in kwargs:
+        if name not in known_fields:
+            suggestion = (
+                "did you mean 'global_batch_size'?" if name in _BATCH_SIZES else did_you_mean(name, known_fields)
+            )
+            yield JobError(f"a job has no field {name!r}.", cause=suggestion, hint=f"one of {', '.join(known_fields)}")
 
 
 def unfit_fields(job: Any) -> Iterator[PacelineError]:
     """Yield an error for each invalid field of a job, by name."""
-    for name, hint in _NEEDED.items():
+    for name, hint in _REQUIRED_FIELDS.items():
         if getattr(job, name) is None:
             yield JobError(f"the job has no {name}=.", hint=hint)
-    yield from _uncallable(job)
+    yield from _uncallable_fields(job)
     yield from _unfit_numbers(job)
     for name in ("train_data", "eval_data", "test_data"):
         if job.collate is None:
@@ -87,18 +91,18 @@ def unfit_fields(job: Any) -> Iterator[PacelineError]:
     if job.loss_over not in ("samples", "batch"):
         yield JobError(f"loss_over={job.loss_over!r} is unknown.", hint='loss_over="samples" or "batch"')
     if job.best is not None and not isinstance(job.best, str):
-        yield _is_a("best", job.best, "the name of a metric", 'best="accuracy:max"')
+        yield _wrong_type("best", job.best, "the name of a metric", 'best="accuracy:max"')
     yield from _unfit_metrics(job.metrics)
     yield from _unfit_order(job.order)
     for name, hint in (("settings", 'settings={"train.steps": 100}'), ("sequence", 'sequence={"input_ids": 1}')):
         value = getattr(job, name)
         if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
-            yield _is_a(name, value, "a dict with names as keys", hint)
-    yield from _unheard_rule(job.early_stopping)
+            yield _wrong_type(name, value, "a dict with names as keys", hint)
+    yield from _unfit_early_stopping(job.early_stopping)
 
 
-def _uncallable(job: Any) -> Iterator[PacelineError]:
-    for name, hint in _CALLED.items():
+def _uncallable_fields(job: Any) -> Iterator[PacelineError]:
+    for name, hint in _CALLABLE_FIELDS.items():
         value = getattr(job, name)
         if value is None:
             continue
@@ -119,21 +123,21 @@ def _uncallable(job: Any) -> Iterator[PacelineError]:
         elif name == "loss" and isinstance(value, type) and issubclass(value, nn.Module):
             yield JobError(f"loss= is the class {value.__name__}, expected a function or a module object.", hint=hint)
         elif not callable(value):
-            yield JobError(f"{name} is not callable: {name}={_short(value)}.", hint=hint)
+            yield JobError(f"{name} is not callable: {name}={_shorten(value)}.", hint=hint)
 
 
 def _unfit_numbers(job: Any) -> Iterator[PacelineError]:
     batch, micro, norm = job.global_batch_size, job.micro_batch_size, job.max_grad_norm
     if batch is not None and (type(batch) is not int or batch < 1):
         yield JobError(
-            f"global_batch_size={_short(batch)} is not a number of samples.", hint="global_batch_size=64: 1 or more"
+            f"global_batch_size={_shorten(batch)} is not a number of samples.", hint="global_batch_size=64: 1 or more"
         )
     if micro is not None and type(micro) is not int:  # the setting checks the range
-        yield JobError(f"micro_batch_size={_short(micro)} is not a number of samples.", hint="micro_batch_size=8")
+        yield JobError(f"micro_batch_size={_shorten(micro)} is not a number of samples.", hint="micro_batch_size=8")
     if norm is not None and not _is_number(norm):
-        yield JobError(f"max_grad_norm={_short(norm)} is not a valid norm.", hint="max_grad_norm=1.0: above 0")
+        yield JobError(f"max_grad_norm={_shorten(norm)} is not a valid norm.", hint="max_grad_norm=1.0: above 0")
     if job.ema is not None and not (_is_number(job.ema) and 0.0 < job.ema < 1.0):
-        yield JobError(f"ema={_short(job.ema)} is not a decay between 0 and 1.", hint="ema=0.999")
+        yield JobError(f"ema={_shorten(job.ema)} is not a decay between 0 and 1.", hint="ema=0.999")
 
 
 def unfit_data(data: Any, *, name: str) -> Iterator[JobError]:
@@ -144,25 +148,25 @@ def unfit_data(data: Any, *, name: str) -> Iterator[JobError]:
     if isinstance(data, Mapping) and data and 0 not in data:
         keys = ", ".join(map(repr, list(data)[:6]))
         split = next((key for key in data if str(key) == name.partition("_")[0]), None)
-        splits = f"{name}=data[{split!r}]" if split is not None else f"{name}=[{{...}} for each sample]"
+        example = f"{name}=data[{split!r}]" if split is not None else f"{name}=[{{...}} for each sample]"
         yield JobError(
             f"{name} is a {type(data).__name__} with the keys {keys}, but samples are fetched by index.",
-            hint=splits,
+            hint=example,
         )
     if not isinstance(data, tuple | list) or not 2 <= len(data) <= 16 or not all(isinstance(x, _ARRAYS) for x in data):
         return
-    forms = {(tuple(x.shape[1:]), str(x.dtype)) for x in data}
+    shapes_and_dtypes = {(tuple(x.shape[1:]), str(x.dtype)) for x in data}
     lengths = {len(x) if x.ndim else 0 for x in data}
-    if len(forms) > 1 and len(lengths) == 1 and max(lengths) > len(data):
+    if len(shapes_and_dtypes) > 1 and len(lengths) == 1 and max(lengths) > len(data):
         names = ", ".join("xyzw"[: len(data)]) if len(data) <= 4 else "*columns"
-        given = (
+        columns = (
             names if isinstance(data[0], Tensor) else ", ".join(f"torch.as_tensor({one})" for one in names.split(", "))
         )
         yield JobError(
             f"{name} is a {type(data).__name__} of {len(data)} arrays of {max(lengths):,} rows: "
             f"that counts as {len(data)} samples.",
             cause="these are the columns of a dataset, not its samples",
-            hint=f"{name}=torch.utils.data.TensorDataset({given})",
+            hint=f"{name}=torch.utils.data.TensorDataset({columns})",
         )
 
 
@@ -171,7 +175,7 @@ def _unfit_metrics(metrics: Any) -> Iterator[PacelineError]:
     if metrics is None:
         return
     if not isinstance(metrics, Mapping):
-        yield _is_a("metrics", metrics, "a dict of functions by name", hint)
+        yield _wrong_type("metrics", metrics, "a dict of functions by name", hint)
         return
     for name, metric in metrics.items():
         if isinstance(metric, type):
@@ -180,15 +184,15 @@ def _unfit_metrics(metrics: Any) -> Iterator[PacelineError]:
                 hint=f"metrics={{{name!r}: {metric.__name__}(...)}} if it has update() and compute(); otherwise {hint}",
             )
         elif not callable(metric) and not hasattr(metric, "compute"):
-            yield JobError(f"metrics[{name!r}] is not callable: {_short(metric)}.", hint=hint)
-        elif not hasattr(metric, "compute") and not _takes_two(metric):
+            yield JobError(f"metrics[{name!r}] is not callable: {_shorten(metric)}.", hint=hint)
+        elif not hasattr(metric, "compute") and not _accepts_two_arguments(metric):
             yield JobError(
                 f"metrics[{name!r}] can't be called with the output and the batch: it is {name}{signature(metric)}.",
                 hint=hint,
             )
 
 
-def _takes_two(function: Any) -> bool:
+def _accepts_two_arguments(function: Any) -> bool:
     """Return whether the function accepts two arguments, as far as Python knows."""
     try:
         signature(function).bind(None, None)
@@ -204,10 +208,10 @@ def _unfit_order(order: Any) -> Iterator[PacelineError]:
     if isinstance(order, str) and order != "sequential":
         yield JobError(f"order={order!r} is unknown.", hint=f"{hint}; leave it out to shuffle")
     elif not (order is None or isinstance(order, str | Sampler) or callable(order) or hasattr(order, "__iter__")):
-        yield _is_a("order", order, "an order of samples", hint)
+        yield _wrong_type("order", order, "an order of samples", hint)
 
 
-def _unheard_rule(rule: Any) -> Iterator[PacelineError]:
+def _unfit_early_stopping(rule: Any) -> Iterator[PacelineError]:
     """Yield errors for an early-stopping rule: a number of evaluations, or an `EarlyStopping`."""
     if rule is None:
         return
@@ -225,32 +229,32 @@ def _unheard_rule(rule: Any) -> Iterator[PacelineError]:
         yield JobError(f"early_stopping={rule!r}: min_delta is not a valid amount.", hint="min_delta=0.0 or more")
 
 
-def whole_indices(order: Sequence[Any]) -> "np.ndarray[Any, np.dtype[np.int64]]":
+def integer_indices(order: Sequence[Any]) -> "np.ndarray[Any, np.dtype[np.int64]]":
     """Return the sample indices of an order.
 
     Raises:
         JobError: an entry is not an integer.
     """
-    found = np.asarray(order)
-    if found.dtype.kind in "iu" or not len(order):
-        return found.astype(np.int64)
-    for place, index in enumerate(order):
+    indices = np.asarray(order)
+    if indices.dtype.kind in "iu" or not len(order):
+        return indices.astype(np.int64)
+    for position, index in enumerate(order):
         if as_count(index) is None:
             raise JobError(
-                f"order= returned {_short(index)} at position {place}, expected the index of a sample.",
+                f"order= returned {_shorten(index)} at position {position}, expected the index of a sample.",
                 hint="order=lambda num_samples, epoch, seed: [0, 1, ...]: integers",
             )
     return np.asarray([as_count(index) for index in order], dtype=np.int64)
 
 
-def _is_a(name: str, value: Any, expected: str, hint: str) -> JobError:
-    return JobError(f"{name}={_short(value)} is a {type(value).__name__}, expected {expected}.", hint=hint)
+def _wrong_type(name: str, value: Any, expected: str, hint: str) -> JobError:
+    return JobError(f"{name}={_shorten(value)} is a {type(value).__name__}, expected {expected}.", hint=hint)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

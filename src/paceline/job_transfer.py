@@ -34,7 +34,7 @@ def open_job_file(job: Job) -> Iterator[int]:
     refuse_job(job, where=job.name or "the Job")
     content = _dumps(job)
     with os.fdopen(os.memfd_create("paceline-job"), "wb") if _has_memfd() else tempfile.TemporaryFile() as file:
-        file.write(json.dumps([os.path.abspath(place) for place in sys.path]).encode() + _END_OF_PATH)  # noqa: PTH100
+        file.write(json.dumps([os.path.abspath(folder) for folder in sys.path]).encode() + _END_OF_PATH)  # noqa: PTH100
         file.write(content)
         file.flush()
         yield file.fileno()
@@ -43,7 +43,7 @@ def open_job_file(job: Job) -> Iterator[int]:
 def receive_job(handle: int) -> Job:
     """Return the job that `open_job_file` wrote, in a process that inherited its handle."""
     path, _, content = _read(handle).partition(_END_OF_PATH)
-    sys.path += [place for place in json.loads(path) if place not in sys.path]
+    sys.path += [folder for folder in json.loads(path) if folder not in sys.path]
     job = torch.load(io.BytesIO(content), weights_only=False)  # our own bytes: see above
     assert isinstance(job, Job)
     return job
@@ -56,26 +56,26 @@ def _has_memfd() -> bool:
 def _dumps(value: object) -> bytes:
     """Return the value's bytes; tensors that share memory share it again after loading."""
     try:
-        to = io.BytesIO()
-        torch.save(value, to, pickle_module=cloudpickle)
-        return to.getvalue()
+        buffer = io.BytesIO()
+        torch.save(value, buffer, pickle_module=cloudpickle)
+        return buffer.getvalue()
     except Exception as error:  # each type may raise anything when it refuses to be pickled
         if not isinstance(value, Job):
             raise
-        raise _cannot_be_sent(value, error) from error
+        raise _transfer_error(value, error) from error
 
 
-def _cannot_be_sent(job: Job, error: Exception) -> JobError:
+def _transfer_error(job: Job, error: Exception) -> JobError:
     """Return the error for a job that can't be pickled, naming the first such field."""
-    guilty = "the job"
-    for one in fields(job):
+    culprit = "the job"
+    for job_field in fields(job):
         try:
-            _dumps(getattr(job, one.name))
+            _dumps(getattr(job, job_field.name))
         except Exception as own:  # as above
-            guilty, error = f"{one.name}=", own
+            culprit, error = f"{job_field.name}=", own
             break
     return JobError(
-        f"this Job can't be sent to the processes that run it: {guilty} can't be pickled.",
+        f"this Job can't be sent to the processes that run it: {culprit} can't be pickled.",
         cause=f"{type(error).__name__}: {error}".splitlines()[0],
         hint="open files, locks and connections inside a function:  train_data=lambda: MyData(path); "
         'or give the file: pl.verify("job.py")',
@@ -84,8 +84,8 @@ def _cannot_be_sent(job: Job, error: Exception) -> JobError:
 
 def _read(handle: int) -> bytes:
     """Read without moving the file offset, which all ranks share."""
-    parts, at = list[bytes](), 0
-    while part := os.pread(handle, _CHUNK, at):
-        parts.append(part)
-        at += len(part)
-    return b"".join(parts)
+    chunks, offset = list[bytes](), 0
+    while chunk := os.pread(handle, _CHUNK, offset):
+        chunks.append(chunk)
+        offset += len(chunk)
+    return b"".join(chunks)

@@ -8,14 +8,14 @@ from typing import Any
 from paceline.errors import UsageError
 
 
-def _folder_now() -> str:
+def _current_folder() -> str:
     try:
         return os.getcwd()  # noqa: PTH109  without a check by pathlib
     except OSError:  # it was deleted
         return ""
 
 
-START_FOLDER = _folder_now()
+START_FOLDER = _current_folder()
 """The working folder when paceline was first imported: a script that changes it is restarted from there."""
 
 
@@ -25,26 +25,26 @@ def resolve(reference: str) -> Any:
     Raises:
         UsageError: there is no such module or name.
     """
-    place, _, name = reference.partition(":")
-    if not place or not name:
+    module_name, _, name = reference.partition(":")
+    if not module_name or not name:
         raise UsageError(f"{reference!r} is not a reference.", hint="my.package:Thing")
     try:
-        found: Any = importlib.import_module(place)
+        target: Any = importlib.import_module(module_name)
         for part in name.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
     except ModuleNotFoundError as error:
         raise UsageError(f"{reference!r}: no module named {error.name!r}.", hint="pip install it") from error
     except AttributeError as error:
-        raise UsageError(f"{reference!r}: {place} has no {name}.") from error
-    return found
+        raise UsageError(f"{reference!r}: {module_name} has no {name}.") from error
+    return target
 
 
-def lazy_attributes(places: Mapping[str, str], *, package: str) -> Callable[[str], Any]:
+def lazy_attributes(module_names: Mapping[str, str], *, package: str) -> Callable[[str], Any]:
     """Return a module `__getattr__` (PEP 562) that imports the module of each name on first use."""
 
-    def get(name: str) -> Any:
-        if name not in places:
+    def import_attribute(name: str) -> Any:
+        if name not in module_names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(places[name]), name)
+        return getattr(importlib.import_module(module_names[name]), name)
 
-    return get
+    return import_attribute

@@ -12,36 +12,40 @@ from pathlib import Path, PurePath
 from traceback import extract_tb
 from types import TracebackType
 
-_INSTALLED = frozenset({"site-packages", "dist-packages"})
-_RAISES = re.compile(r"(^|[:;]\s*)(raise|assert)\b")
-_TYPED = ("<stdin>", "<ipython-input")
-_OURS = Path(__file__).parent
-_WORD_READERS = frozenset({"argparse", "optparse", "click", "docopt", "fire", "absl"})
-_EXAMPLES = _OURS / "examples"
+_INSTALL_FOLDERS = frozenset({"site-packages", "dist-packages"})
+_RAISE_STATEMENT = re.compile(r"(^|[:;]\s*)(raise|assert)\b")
+_INTERACTIVE_NAMES = ("<stdin>", "<ipython-input")
+_PACKAGE_FOLDER = Path(__file__).parent
+_ARGUMENT_PARSERS = frozenset({"argparse", "optparse", "click", "docopt", "fire", "absl"})
+_EXAMPLES_FOLDER = _PACKAGE_FOLDER / "examples"
 
 
-def is_users_own(error: BaseException) -> bool:
+def is_raised_by_user_code(error: BaseException) -> bool:
     """Return whether a `raise` or `assert` in the user's own code raised this error, and not a library below it."""
-    last = next(iter(extract_tb(error.__traceback__)[-1:]), None)
-    return last is not None and is_users(last.filename) and _RAISES.search(last.line or "") is not None
+    last_frame = next(iter(extract_tb(error.__traceback__)[-1:]), None)
+    return (
+        last_frame is not None
+        and is_user_file(last_frame.filename)
+        and _RAISE_STATEMENT.search(last_frame.line or "") is not None
+    )
 
 
 @contextmanager
-def script_words(place: str) -> Iterator[None]:
+def script_arguments(path: str) -> Iterator[None]:
     """Set `sys.argv` to that of a script at `path` without arguments: the user's parser must not see Paceline's."""
-    words = sys.argv
-    sys.argv = [place]
+    saved_arguments = sys.argv
+    sys.argv = [path]
     try:
         yield
     finally:
-        sys.argv = words
+        sys.argv = saved_arguments
 
 
-def is_of_word_reader(error: BaseException) -> bool:
+def is_from_argument_parser(error: BaseException) -> bool:
     """Return whether a command-line parser such as argparse is in the traceback of this error."""
     trace = error.__traceback__
     while trace is not None:
-        if str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0] in _WORD_READERS:
+        if str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0] in _ARGUMENT_PARSERS:
             return True
         trace = trace.tb_next
     return False
@@ -52,32 +56,34 @@ def hide_own_frames(error: BaseException) -> None:
 
     Frames below the last line of the user's own code are kept: the error was raised there.
     """
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
+    visited: set[int] = set()
+    remaining: list[BaseException | None] = [error]
+    while remaining:
+        exception = remaining.pop()
+        if exception is None or id(exception) in visited:
             continue
-        seen.add(id(one))
-        one.__traceback__ = _without_own_frames(one.__traceback__)
-        waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+        visited.add(id(exception))
+        exception.__traceback__ = _without_own_frames(exception.__traceback__)
+        remaining += [exception.__cause__, exception.__context__, *getattr(exception, "exceptions", ())]
 
 
 def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    rows: list[TracebackType] = []
+    entries: list[TracebackType] = []
     while trace is not None:
-        rows.append(trace)
+        entries.append(trace)
         trace = trace.tb_next
-    last = max((at for at, row in enumerate(rows) if is_users(row.tb_frame.f_code.co_filename)), default=-1)
-    made: TracebackType | None = None
-    for at, row in reversed(list(enumerate(rows))):
-        if at > last or not _is_ours(row.tb_frame.f_code.co_filename):
-            made = TracebackType(made, row.tb_frame, row.tb_lasti, row.tb_lineno)
-    return made
+    last_user_index = max(
+        (index for index, entry in enumerate(entries) if is_user_file(entry.tb_frame.f_code.co_filename)), default=-1
+    )
+    shortened: TracebackType | None = None
+    for index, entry in reversed(list(enumerate(entries))):
+        if index > last_user_index or not _is_package_file(entry.tb_frame.f_code.co_filename):
+            shortened = TracebackType(shortened, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shortened
 
 
 @cache
-def is_users(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
     """Return whether a file is the user's own: neither Paceline's, nor installed, nor Python's.
 
     A file is installed if it is in a `site-packages` or `dist-packages` folder of any environment, or if a distribution
@@ -85,17 +91,23 @@ def is_users(filename: str) -> bool:
     -e`) is the user's.
     """
     if filename.startswith("<"):
-        return filename.startswith(_TYPED)
+        return filename.startswith(_INTERACTIVE_NAMES)
     path = PurePath(filename)
-    if path.is_relative_to(_EXAMPLES):
+    if path.is_relative_to(_EXAMPLES_FOLDER):
         return True
-    if _is_ours(filename) or _INSTALLED & set(path.parts) or any(path.is_relative_to(lib) for lib in _python()):
+    if (
+        _is_package_file(filename)
+        or _INSTALL_FOLDERS & set(path.parts)
+        or any(path.is_relative_to(lib) for lib in _python())
+    ):
         return False
-    return not _is_recorded(path)
+    return not _is_in_distribution(path)
 
 
-def _is_ours(filename: str) -> bool:
-    return PurePath(filename).is_relative_to(_OURS) and not PurePath(filename).is_relative_to(_EXAMPLES)
+def _is_package_file(filename: str) -> bool:
+    return PurePath(filename).is_relative_to(_PACKAGE_FOLDER) and not PurePath(filename).is_relative_to(
+        _EXAMPLES_FOLDER
+    )
 
 
 @cache
@@ -105,16 +117,16 @@ def _python() -> tuple[str, ...]:
     return tuple(named | {os.path.realpath(name) for name in named})
 
 
-def _is_recorded(path: PurePath) -> bool:
+def _is_in_distribution(path: PurePath) -> bool:
     """Return whether a distribution in the same folder of the module path lists the file."""
     roots = [root for root in sys.path if root and path.is_relative_to(root)]
-    return any(path.relative_to(root).as_posix() in _recorded(root) for root in roots)
+    return any(path.relative_to(root).as_posix() in _distribution_files(root) for root in roots)
 
 
 @cache
-def _recorded(root: str) -> frozenset[str]:
+def _distribution_files(root: str) -> frozenset[str]:
     """Return the files of the distributions in a folder; build leftovers in a project's own folder list none."""
-    found: set[str] = set()
+    files: set[str] = set()
     for folder in Path(root).glob("*.dist-info"):
-        found |= {file.as_posix() for file in metadata.Distribution.at(folder).files or ()}
-    return frozenset(found)
+        files |= {file.as_posix() for file in metadata.Distribution.at(folder).files or ()}
+    return frozenset(files)

@@ -125,10 +125,10 @@ def test_without_a_name_what_trains_comes_before_what_was_planned_after_it(tmp_p
     for name in ("1", "2"):
         (tmp_path / "job" / name).mkdir(parents=True)
     for trains in (False, True):
-        assert find_run(None, root=tmp_path, trains=trains)[0].path.name == "2"
+        assert find_run(None, root=tmp_path, only_trained=trains)[0].path.name == "2"
     write_json(RunFolder(tmp_path / "job" / "1").task, {})
     assert find_run(None, root=tmp_path)[0].path.name == "2"
-    assert find_run(None, root=tmp_path, trains=True)[0].path.name == "1"
+    assert find_run(None, root=tmp_path, only_trained=True)[0].path.name == "1"
 
 
 def test_a_run_in_a_folder_of_its_own_name_is_one_and_what_is_in_it_is_none(tmp_path: Path) -> None:
@@ -137,10 +137,10 @@ def test_a_run_in_a_folder_of_its_own_name_is_one_and_what_is_in_it_is_none(tmp_
     for folder in ("named", "job/20200101-000000-abcd"):
         write_json(RunFolder(tmp_path / folder).task, {})
     for trains in (False, True):
-        assert find_run(None, root=tmp_path, trains=trains)[0].path == tmp_path / "named"
+        assert find_run(None, root=tmp_path, only_trained=trains)[0].path == tmp_path / "named"
     (tmp_path / "job/29990101-000000-abcd/tb").mkdir(parents=True)
     assert find_run(None, root=tmp_path)[0].path.name == "29990101-000000-abcd"
-    assert find_run(None, root=tmp_path, trains=True)[0].path == tmp_path / "named"
+    assert find_run(None, root=tmp_path, only_trained=True)[0].path == tmp_path / "named"
 
 
 def test_the_newest_run_that_has_saved_is_gone_on_with(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import paceline as pl
 from paceline.checkpoint.files.checkpoint_folder import open_checkpoint
-from paceline.config.resume_allowances import ALLOWED
+from paceline.config.resume_allowances import ALLOWED_DIFFERENCES
 from paceline.job_transfer import open_job_file, receive_job
 from tests.conftest import Shop
 
@@ -62,7 +62,7 @@ def test_a_job_is_trained_planned_and_evaluated_in_one_process(folder: Path) -> 
     again = pl.train(job, settings={"train.steps": 3, "train.exact": True, **halves}, run_dir="single")
     assert again.digest == found.digest
     saved = open_checkpoint(folder / "run" / "checkpoints" / "step-00000003").state["identity"]
-    assert set(saved) | {"order"} == set(ALLOWED)
+    assert set(saved) | {"order"} == set(ALLOWED_DIFFERENCES)
     metrics = pl.evaluate("run", job=job, ranks=1).metrics
     assert metrics.loss == found.evaluation.metrics["loss"]
     plans = [pl.plan(job, cluster="2xH100-80G") for _ in range(2)]

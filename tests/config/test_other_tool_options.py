@@ -5,12 +5,12 @@ import pytest
 from paceline.cli import main
 from paceline.commands.command_table import TrainOptions
 from paceline.config.loading import known_settings
-from paceline.config.other_tool_options import FOREIGN, place_of
+from paceline.config.other_tool_options import OTHER_TOOL_OPTIONS, find_equivalent
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", OTHER_TOOL_OPTIONS)
 def test_what_is_to_be_typed_is_there(name: str) -> None:
-    words = FOREIGN[name].to_type.split()
+    words = OTHER_TOOL_OPTIONS[name].replacement.split()
     if not words[0].startswith("--"):
         return  # another command, or nothing
     own, known = words[0][2:], known_settings()
@@ -46,7 +46,7 @@ def test_all_of_them_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_what_nobody_has_is_none() -> None:
-    assert place_of("--wibble", "3") is None
+    assert find_equivalent("--wibble", "3") is None
 
 
 def test_an_option_that_is_a_number_says_so_of_each_word(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from paceline.commands.config import config
 from paceline.commands.plan import plan
 from paceline.config.job_reference import file_name, job_defaults, parse_jobref, short_name
 from paceline.config.layout import LayoutKind, parse_layout
-from paceline.config.loading import RequestedSettings, as_toml, merge, read_asked
+from paceline.config.loading import RequestedSettings, as_toml, merge, read_requested_settings
 from paceline.config.task import Task
 from paceline.config.update_rule import UpdateRule, parse_update
 from paceline.errors import LayoutError, PacelineError, Problems, UsageError
@@ -29,18 +29,20 @@ from paceline.planner.layout.mesh import AXIS_ORDER, Mesh, layout_label, nearest
 def test_settings_come_from_file_then_command_line(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('seed = 3\n[train]\nsteps = 10\nprecision = "bf16"\n[job]\nlr = 0.1\n')
-    asked = read_asked(file=file, overrides=["--train.steps", "20", "--train.exact", "--watch.to", "console,jsonl"])
+    asked = read_requested_settings(
+        file=file, overrides=["--train.steps", "20", "--train.exact", "--watch.to", "console,jsonl"]
+    )
     settings = merge(asked)
     assert (settings.seed, settings.train.steps, settings.train.precision) == (3, 20, "bf16")
     assert settings.train.exact and settings.watch.to == ("console", "jsonl") and settings.job == {"lr": 0.1}
     assert asked.origins["train.steps"] == "command line" and asked.origins["seed"] == f"file {file}"
     again = tmp_path / "again.toml"
     again.write_text(as_toml(asked))
-    assert merge(read_asked(file=again, overrides=[])) == settings
+    assert merge(read_requested_settings(file=again, overrides=[])) == settings
 
 
 def test_the_job_lies_under_what_was_asked() -> None:
-    asked = read_asked(file=None, overrides=["--train.steps=5"]).over(
+    asked = read_requested_settings(file=None, overrides=["--train.steps=5"]).layered_over(
         {"train.steps": 9, "train.epochs": 2.0}, origin="job"
     )
     assert merge(asked).train.steps == 5 and merge(asked).train.epochs == 2.0
@@ -49,7 +51,7 @@ def test_the_job_lies_under_what_was_asked() -> None:
 
 def test_all_problems_at_once() -> None:
     with pytest.raises(Problems) as caught:
-        read_asked(file=None, overrides=["--train.stps", "1", "--seed", "x", "--train.precision", "fp8"])
+        read_requested_settings(file=None, overrides=["--train.stps", "1", "--seed", "x", "--train.precision", "fp8"])
     text = str(caught.value)
     assert "did you mean 'train.steps'" in text and "seed" in text and "fp8" in text
 
@@ -58,8 +60,14 @@ def test_a_list_may_be_text_with_commas_wherever_it_stands(tmp_path: Path) -> No
     file = tmp_path / "run.toml"
     file.write_text('watch.to = "console, jsonl"\n')
     words = ["--watch.to", "console,jsonl"]
-    python = RequestedSettings().over({"watch": {"to": "console,jsonl"}, "run_dir": tmp_path}, origin="Run(settings=)")
-    for asked in (read_asked(file=file, overrides=[]), read_asked(file=None, overrides=words), python):
+    python = RequestedSettings().layered_over(
+        {"watch": {"to": "console,jsonl"}, "run_dir": tmp_path}, origin="Run(settings=)"
+    )
+    for asked in (
+        read_requested_settings(file=file, overrides=[]),
+        read_requested_settings(file=None, overrides=words),
+        python,
+    ):
         assert merge(asked).watch.to == ("console", "jsonl") and asked.values["watch.to"] == ["console", "jsonl"]
     assert python.values["run_dir"] == str(tmp_path)
 
@@ -67,7 +75,7 @@ def test_a_list_may_be_text_with_commas_wherever_it_stands(tmp_path: Path) -> No
 def test_what_python_sets_is_checked_as_well() -> None:
     wrong = {"train.stps": 1, "log.every": "often", "job.lr": 0.1, "wotch.to": "jsonl"}
     with pytest.raises(Problems) as caught:
-        RequestedSettings().over(wrong, origin="Run(settings=)")
+        RequestedSettings().layered_over(wrong, origin="Run(settings=)")
     first, second, third, fourth = caught.value.problems
     assert first.cause == "did you mean 'train.steps'?" and first.hint.startswith("one of train.steps, train.epochs")
     assert "log.every = 'often'" in second.what and "make_job(lr=0.1)" in third.hint and "watch" in fourth.hint
@@ -77,7 +85,7 @@ def test_what_python_sets_is_checked_as_well() -> None:
 
 def test_what_the_job_brings_has_its_range_too() -> None:
     with pytest.raises(Problems) as caught:
-        RequestedSettings().over({"train.max_grad_norm": -1.0, "train.stps": 3, "log.every": 0}, origin="job")
+        RequestedSettings().layered_over({"train.max_grad_norm": -1.0, "train.stps": 3, "log.every": 0}, origin="job")
     assert [(problem.where, problem.what) for problem in caught.value.problems] == [
         ("job", "train.max_grad_norm = -1.0: expected a number, above 0."),
         ("job", "there is no setting 'train.stps'."),
@@ -416,7 +424,7 @@ def test_a_path_may_have_colons(
     (tmp_path / path).write_text("def make(): ...\ndef make_job(): ...\n")
     found = parse_jobref(text)
     assert (str(found.path), found.name, found.short) == (path, name, short)
-    assert Task(verb="train", job=text).given_in(Path("/there")).job == f"/there/{text}"
+    assert Task(verb="train", job=text).with_absolute_paths(Path("/there")).job == f"/there/{text}"
 
 
 @pytest.mark.parametrize("text", ["pkg.jobs:make", "object:gpt-2.5", "gpt-2.5", "runs"])
@@ -453,14 +461,16 @@ def test_a_setting_of_any_text_comes_back_from_the_runs_own_config(tmp_path: Pat
     )
     written = tmp_path / "config.toml"
     written.write_text(as_toml(asked))
-    found = read_asked(file=written, overrides=[])
+    found = read_requested_settings(file=written, overrides=[])
     assert found.values["job.note"] == value and found.values["job.list"] == [value, "b"]
     assert found.values["seed"] == 1 and set(found.values) == {"job.note", "job.list", "seed"}
 
 
 def test_text_of_another_encoding_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"job.data is not UTF-8 text: '/data/caf\\udce9'"):
-        read_asked(file=None, overrides=["--job.data", b"/data/caf\xe9".decode("utf-8", "surrogateescape")])
+        read_requested_settings(
+            file=None, overrides=["--job.data", b"/data/caf\xe9".decode("utf-8", "surrogateescape")]
+        )
 
 
 def test_a_secret_is_not_said_again() -> None:
@@ -476,13 +486,13 @@ def test_the_dots_of_a_secret_are_no_value_of_any_option(tmp_path: Path) -> None
     file.write_text('[job]\napi_key = "•••"\n')
     for words, source in ((["--job.api_key", "•••"], None), (["--run_dir=•••"], None), ([], file)):
         with pytest.raises(UsageError, match="placeholder for a hidden secret") as refused:
-            read_asked(file=source, overrides=words)
+            read_requested_settings(file=source, overrides=words)
         assert refused.value.exit_code == 2 and "VALUE" in refused.value.hint
     for mask in ("***", "********", "[REDACTED]", "<hidden>", "••••"):
         with pytest.raises(UsageError, match="placeholder for a hidden secret"):
-            read_asked(file=None, overrides=[f"--job.token={mask}"])
+            read_requested_settings(file=None, overrides=[f"--job.token={mask}"])
     for name, value in (("job.api_key", "hush"), ("job.api_key", "*"), ("job.glob", "***"), ("job.kind", "hidden")):
-        assert read_asked(file=None, overrides=[f"--{name}", value]).values == {name: value}
+        assert read_requested_settings(file=None, overrides=[f"--{name}", value]).values == {name: value}
 
 
 def test_config_shows_no_secret(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.config.loading import read_asked
-from paceline.config.text_file import given_text
+from paceline.config.loading import read_requested_settings
+from paceline.config.text_file import read_user_text
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.parallel.initialization.safetensors_loading import SafetensorsFolder
 from paceline.parallel.tensor_parallel.plan_toml import read_plan
@@ -15,7 +15,7 @@ from paceline.schedule import read
 
 
 def read_settings(path: Path) -> Any:
-    return read_asked(file=path, overrides=())
+    return read_requested_settings(file=path, overrides=())
 
 
 @pytest.mark.parametrize("reader", [read_plan, read, read_settings])
@@ -29,9 +29,9 @@ def test_bytes_that_are_no_text(reader: Callable[[Path], Any], tmp_path: Path) -
 
 def test_what_is_text_or_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "marked").write_bytes(b"\xef\xbb\xbfname: mine")
-    assert given_text(tmp_path / "marked", what="it", hint="it") == "name: mine"
+    assert read_user_text(tmp_path / "marked", expected="it", hint="it") == "name: mine"
     with pytest.raises(UsageError, match="can't be read"):
-        given_text(tmp_path, what="it", hint="it")
+        read_user_text(tmp_path, expected="it", hint="it")
 
 
 def refuse(*_: object, **__: object) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 from paceline.comm.mesh_groups import MeshGroups
 from paceline.comm.process_group import World
 from paceline.config.layout import parse_layout
-from paceline.config.loading import merge, read_asked
+from paceline.config.loading import merge, read_requested_settings
 from paceline.config.settings import PlacementSettings, Settings
 from paceline.config.update_rule import parse_update
 from paceline.errors import LayoutError
@@ -22,13 +22,13 @@ from paceline.parallel.trace_example_forward import make_block_timer
 from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
 from paceline.planner.layout.mesh import resolve_mesh
 from paceline.profiling.model_tracing import block_timer as measured
-from paceline.trainer.checks.option_compatibility import unheard_placing
+from paceline.trainer.checks.option_compatibility import unused_placement_notes
 from paceline.trainer.setup import initial_model as begin
 from tests.custom_loop.place_ranks import Net
 
 
 def settings(*words: str) -> Settings:
-    return merge(read_asked(file=None, overrides=words))
+    return merge(read_requested_settings(file=None, overrides=words))
 
 
 def test_settings_are_read_from_words() -> None:
@@ -122,9 +122,9 @@ def test_a_setting_of_another_layout_is_told_of() -> None:
         cluster=Resources(ranks=2),
         facts=JobFacts(global_batch_size=4),
     )
-    told = unheard_placing(PlacementSettings(units=("Block",), stages=(1, 2)), plan)
+    told = unused_placement_notes(PlacementSettings(units=("Block",), stages=(1, 2)), plan)
     assert [line.split()[1] for line in told] == ["place.units", "place.stages"]
-    assert unheard_placing(PlacementSettings(blocks=("a",)), plan) == []
+    assert unused_placement_notes(PlacementSettings(blocks=("a",)), plan) == []
 
 
 def test_a_whole_model_is_a_plain_build_up_to_the_limit_and_by_name_beyond() -> None:
@@ -149,5 +149,5 @@ def test_a_large_build_is_left_before_it_is_large() -> None:
             built.append(nn.Linear(8, 8))  # 288 bytes each
         return nn.ModuleList(built)
 
-    assert begin._built(build, most=600) is None and len(built) == 2
-    assert begin._built(lambda: nn.Linear(8, 8), most=600) is not None
+    assert begin._build_within_limit(build, max_bytes=600) is None and len(built) == 2
+    assert begin._build_within_limit(lambda: nn.Linear(8, 8), max_bytes=600) is not None

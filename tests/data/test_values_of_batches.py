@@ -27,7 +27,7 @@ from paceline.data.order.cursor import Cursor
 from paceline.data.types import BatchPartition
 from paceline.errors import DataError, DesyncError, JobError
 from paceline.job import Job
-from paceline.trainer.checks.evaluation_checks import changed_length
+from paceline.trainer.checks.evaluation_checks import data_length_notes
 from paceline.trainer.setup.job_data import JobData
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -467,5 +467,7 @@ def test_a_function_that_gives_a_generator_is_called_for_each_reading() -> None:
     ],
 )
 def test_another_length_that_is_allowed_is_told(samples: int, position: int, said: str | None) -> None:
-    lines = list(changed_length(400, samples, cursor=Cursor(position=position, samples=position, step=22), total=38))
+    lines = list(
+        data_length_notes(400, samples, cursor=Cursor(position=position, samples=position, step=22), total_steps=38)
+    )
     assert len(lines) == (said is not None) and all(str(said) in line for line in lines)

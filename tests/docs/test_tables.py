@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import paceline as pl
-from paceline.config.loading import default_of, known_settings, range_of
-from paceline.config.resume_allowances import COMPARED_SETTINGS, FREE_SETTINGS, TOLD_SETTINGS
+from paceline.config.loading import default_value, known_settings, range_text
+from paceline.config.resume_allowances import COMPARED_SETTINGS, FREE_SETTINGS, REPORTED_SETTINGS
 from paceline.errors import ExitCode
 from paceline.verification.diagnosis.hypotheses import GradientFacts, list_hypotheses
 from tests.docs.page import ROOT
@@ -38,7 +38,7 @@ def test_every_setting_stands_there_with_its_default() -> None:
     settings = {name: cells for name, cells in listed.items() if not name.startswith("--")}
     assert set(settings) == set(known_settings())
     for name, (default, *_) in settings.items():
-        value = default_of(name)
+        value = default_value(name)
         if value is not None and value != ():
             assert default == shown(value), f"{name}: the page says {default!r}, the default is {shown(value)!r}"
         else:
@@ -48,21 +48,23 @@ def test_every_setting_stands_there_with_its_default() -> None:
 def test_every_setting_stands_there_with_its_range() -> None:
     lines = [line.strip("| ").split("|") for line in (DOCS / "settings.md").read_text().splitlines() if "`" in line]
     listed = {cells[0].strip(" `"): cells[2].strip() for cells in lines if len(cells) == 4}
-    assert {name: listed.get(name) for name in known_settings()} == {name: range_of(name) for name in known_settings()}
+    assert {name: listed.get(name) for name in known_settings()} == {
+        name: range_text(name) for name in known_settings()
+    }
 
 
 def test_what_a_resume_does_with_each_setting_stands_in_its_table() -> None:
     listed = [set(re.findall(r"`([a-z_.]+)`", first)) for first in rows("checkpoints.md") if "`train." in first]
     compared, told, free = (names for names in listed if len(names) > 3)
     assert compared == set(COMPARED_SETTINGS)
-    assert told - {"make_job"} == set(TOLD_SETTINGS)
+    assert told - {"make_job"} == set(REPORTED_SETTINGS)
     groups = {name for name in free if name.endswith(".")}
     assert {name for name in FREE_SETTINGS if not name.startswith(tuple(groups))} == free - groups
 
 
 def test_every_number_has_a_range_or_may_be_any() -> None:
     numbers = [
-        name for name, kind in known_settings().items() if not range_of(name) and kind in (int, float, int | None)
+        name for name, kind in known_settings().items() if not range_text(name) and kind in (int, float, int | None)
     ]
     assert numbers == ["seed"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.config.layout import parse_layout
-from paceline.config.loading import read_asked
+from paceline.config.loading import read_requested_settings
 from paceline.config.task import Task
 from paceline.planner.layout.axis_products import check_axis_products
 from paceline.planner.layout.mesh import resolve_mesh
@@ -280,7 +280,7 @@ def test_refused_before_a_step(folder: Path, name: str) -> None:
 def _late(folder: Path, name: str) -> str:
     code, text, words, _ = LATE[name]
     layout = parse_layout(text)
-    asked = read_asked(file=None, overrides=[word if "=" in word else f"{word}=true" for word in words])
+    asked = read_requested_settings(file=None, overrides=[word if "=" in word else f"{word}=true" for word in words])
     task = Task(
         verb="train",
         job="job.py",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.commands.plan import report_progress
-from paceline.run_folder.plan_file import read_doing, write_doing
+from paceline.run_folder.plan_file import read_activity, write_activity
 from tests.conftest import SMALL_JOB, Shop
 
 
@@ -16,16 +16,16 @@ def test_what_a_plan_does_is_said_now_and_then_until_it_is_done(
 ) -> None:
     with report_progress(tmp_path, every=0.05):
         time.sleep(0.2)
-        write_doing(tmp_path, "searching layouts")
+        write_activity(tmp_path, "searching layouts")
         time.sleep(0.2)
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "planning: processes begin; 0 s so far"
     assert said[-1] == "planning: searching layouts; 0 s so far"
     time.sleep(0.1)
     assert not capsys.readouterr().err
-    write_doing(tmp_path, "")
-    assert read_doing(tmp_path) == "processes begin" and not list(tmp_path.iterdir())
-    write_doing(tmp_path / "gone", "no folder is no error")
+    write_activity(tmp_path, "")
+    assert read_activity(tmp_path) == "processes begin" and not list(tmp_path.iterdir())
+    write_activity(tmp_path / "gone", "no folder is no error")
 
 
 def test_a_plan_tells_where_it_is_and_an_answer_for_a_script_has_nothing_of_it(

@@ -9,7 +9,7 @@ from paceline.planner.advice.recommendations import PlanRow
 from paceline.planner.cost.estimate import MeasuredTime
 from paceline.planner.cost.layout_candidate import Candidate
 from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_profile
-from paceline.trainer.checks.parallel_checks import is_small
+from paceline.trainer.checks.parallel_checks import is_small_enough
 from tests.planner.advice.test_named_layouts import made
 
 FORECAST = made("8xH100-80G")
@@ -48,5 +48,5 @@ def test_what_is_not_known_of_the_recommended_layout_is_said(rows: tuple[PlanRow
 def test_a_small_model_is_tried_with_its_numbers() -> None:
     sizes = Decoder(layers=4, width=256, hidden=1024, heads=4, vocabulary=1000)
     facts = build_decoder_profile(sizes, name="small", length=8192, global_batch_size=64)
-    assert is_small(facts.parameters) and not is_small(FORECAST.profile.parameters)
+    assert is_small_enough(facts.parameters) and not is_small_enough(FORECAST.profile.parameters)
     assert list(_unverified_lines((row(PARTS),), facts)) == []

@@ -137,7 +137,7 @@ def follow(made: TrainingSetup, *, steps: int = 6) -> None:
         wanted = right.compute_gradient(at)
         result = made.step.run(next(given))
         assert result.loss == pytest.approx(wanted.loss, rel=1e-12)
-        found = {m.name: m.parameter.grad for m in made.named if m.parameter.grad is not None}
+        found = {m.name: m.parameter.grad for m in made.named_parameters if m.parameter.grad is not None}
         assert found.keys() == wanted.total.keys()
         for name, gradient in found.items():
             assert made.job.max_grad_norm is not None or apart(gradient, wanted.total[name]) < LAST_PLACES, name

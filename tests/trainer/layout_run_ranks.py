@@ -54,7 +54,7 @@ def play(case: list[Any], *, folder: Path, world: World) -> None:
     answer |= {"scale": None if scaler is None else scaler.get_scale()}
     answer |= {"metrics": session.loop.evaluate().metrics if has_eval else {}}
     assert session.finish() == 0
-    answer["whole"] = session.setup.weights.is_unsharded and session.setup.kept.is_unsharded
+    answer["whole"] = session.setup.weights.is_unsharded and session.setup.optim_shards.is_unsharded
     session._loader.close()
     session.event_bus.close()
     session.setup.close()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.config.loading import read_asked
+from paceline.config.loading import read_requested_settings
 from paceline.config.task import Task
 from paceline.trainer.checkpointer import write_final_weights
 from paceline.trainer.diagnostics.replica_check import find_replica_mismatch
@@ -30,7 +30,7 @@ def _written(folder: Path, layout: str, *words: str, ranks: int) -> dict[str, to
         write_final_weights(built, folder, step=2)
 
     folder.mkdir()
-    asked = read_asked(file=None, overrides=list(words))
+    asked = read_requested_settings(file=None, overrides=list(words))
     task = Task(verb="train", job="job.py", layout=layout, ranks=ranks, settings=asked.values, origins=asked.origins)
     told = try_pair(task, make=lambda: job_of(ema=0.5, optimizer=_sgd), folder=folder, then=then)
     assert told.state == "done", told.text

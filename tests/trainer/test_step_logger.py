@@ -25,7 +25,7 @@ def lines(*, lag: int, steps: int, every: int) -> list[StepDone]:
         step=SimpleNamespace(lag=lag, sent_bytes=None, replica=replica),
         update=SimpleNamespace(lr=0.1, refuse_empty_batch=lambda **given: None),
         world=SimpleNamespace(device=SimpleNamespace(type="cpu")),
-        named=[],
+        named_parameters=[],
     )
     feed: Any = SimpleNamespace(num_samples=None)
     logger = StepLogger(

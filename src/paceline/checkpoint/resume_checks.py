@@ -5,8 +5,8 @@ from typing import Any
 
 from paceline.checkpoint.lr_schedule_state import schedule_difference
 from paceline.checkpoint.optimizer_options import optimizer_difference
-from paceline.config.loading import JOB, default_of
-from paceline.config.resume_allowances import TOLD_SETTINGS
+from paceline.config.loading import JOB, default_value
+from paceline.config.resume_allowances import REPORTED_SETTINGS
 from paceline.config.secret_settings import mask_value
 from paceline.config.settings import Settings
 from paceline.errors import ResumeError
@@ -48,7 +48,7 @@ def record_settings(settings: Settings) -> dict[str, str]:
 
     The value of a secret is not recorded.
     """
-    recorded = {name: str(_get_setting(settings, name)) for name in TOLD_SETTINGS}
+    recorded = {name: str(_get_setting(settings, name)) for name in REPORTED_SETTINGS}
     return recorded | {f"{JOB}.{name}": mask_value(name, value) for name, value in settings.job.items()}
 
 
@@ -59,7 +59,7 @@ def describe_changes(saved: Mapping[str, str] | None, settings: Settings) -> lis
     current = record_settings(settings)
     lines = []
     for name in dict.fromkeys([*saved, *current]):
-        effect = TOLD_SETTINGS.get(
+        effect = REPORTED_SETTINGS.get(
             name, "its effect on model, data, optimizer and schedule was compared, its code was not"
         )
         saved_value, current_value = (values.get(name, _default_text(name)) for values in (saved, current))
@@ -78,7 +78,7 @@ def _get_setting(settings: Settings, name: str) -> Any:
 
 
 def _default_text(name: str) -> str:
-    return "the job's own" if name.startswith(f"{JOB}.") else str(default_of(name))
+    return "the job's own" if name.startswith(f"{JOB}.") else str(default_value(name))
 
 
 def _difference(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:

@@ -127,7 +127,7 @@ class World:
                     timeout=timeout,
                 )
             except (dist.DistError, RuntimeError, ValueError) as error:
-                text_path = captured and captured.keep(f"paceline-rank-{place.rank}-")
+                text_path = captured and captured.save_to_temporary_file(f"paceline-rank-{place.rank}-")
                 cause, hint = explain_open_files(str(error)) or (
                     "", "paceline train JOB --ranks 1 to see whether one process works",
                 )  # fmt: skip

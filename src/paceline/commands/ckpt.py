@@ -27,7 +27,7 @@ from paceline.errors import CheckpointError, MachineError, UsageError
 from paceline.filesystem.atomic_files import folder_bytes, read_json
 from paceline.filesystem.disk_full import convert_to_save_error
 from paceline.filesystem.run_lock import refuse_links
-from paceline.run_folder.run_folder import find_run, newest_or_tell
+from paceline.run_folder.run_folder import find_run, newest_checkpoint
 
 WEIGHTS, AVERAGE = "model.safetensors", "ema.safetensors"
 CONSOLIDATED = "consolidated"
@@ -47,7 +47,7 @@ class CheckpointRow:
 
 def describe_checkpoints(run: str | None = None) -> list[CheckpointRow]:
     """List every checkpoint of a run; each is read completely and compared with its digests."""
-    folder, _ = find_run(run, trains=True)
+    folder, _ = find_run(run, only_trained=True)
     marks = {mark: resolve_mark(folder.checkpoints, mark) for mark in (LATEST, BEST)}
     return [
         _checkpoint_row(path, tuple(mark for mark, at in marks.items() if at == path))
@@ -76,7 +76,7 @@ def verify_checkpoint(run: str | None = None) -> VerifiedCheckpoint:
     """
     if run is not None and Path(run).name == CONSOLIDATED and Path(run).is_dir():
         return _verify_consolidated(Path(run))
-    folder, checkpoint = find_run(run, trains=True)
+    folder, checkpoint = find_run(run, only_trained=True)
     final = folder.path / CONSOLIDATED
     steps = list_checkpoints(folder.checkpoints)
     path = checkpoint or (steps[-1] if steps else None)
@@ -146,17 +146,17 @@ def summarize_differences(difference: CheckpointDifference) -> str:
     lines = [f"step {difference.steps[0]} and step {difference.steps[1]}"]
     for kind, names in difference.tensors.items():
         differ = "differs" if len(names) == 1 else "differ"
-        lines.append(f"{kind}: {plural(len(names), 'tensor')} {differ}: {first_names(names, most=5)}")
+        lines.append(f"{kind}: {plural(len(names), 'tensor')} {differ}: {first_names(names, max_names=5)}")
     for kind, unmatched in difference.only.items():
         for number, names in zip(("first", "second"), unmatched, strict=True):
-            lines += [f"{kind}: only in the {number}: {first_names(names, most=5)}"] if names else []
+            lines += [f"{kind}: only in the {number}: {first_names(names, max_names=5)}"] if names else []
     lines += [f"different: {', '.join(difference.state)}"] if difference.state else []
     return "\n".join(lines if not difference.is_none else [*lines, "every tensor is the same, bit for bit"])
 
 
 def _newest_checkpoint(run: str) -> Path:
-    folder, checkpoint = find_run(run, trains=True)
-    return checkpoint or newest_or_tell(folder)
+    folder, checkpoint = find_run(run, only_trained=True)
+    return checkpoint or newest_checkpoint(folder)
 
 
 def _differing_tensors(a: StoredTensors, b: StoredTensors) -> list[str]:
@@ -186,7 +186,7 @@ def prune(run: str | None = None, *, keep: int) -> list[Path]:
     """
     if keep < 1:
         raise UsageError(f"--keep {keep} would leave no checkpoint.", hint="--keep 1 or more")
-    folder, _ = find_run(run, trains=True)
+    folder, _ = find_run(run, only_trained=True)
     refuse_links(folder.path)
     checkpoint_folder = folder.checkpoints
     if checkpoint_folder.is_symlink():
@@ -229,8 +229,8 @@ def consolidate(
         raise UsageError(
             "--raw and --average name different weights.", hint="give one of them; the average is the default"
         )
-    folder, checkpoint = find_run(run, trains=True)
-    path = resolve_mark(folder.checkpoints, BEST) if best else checkpoint or newest_or_tell(folder)
+    folder, checkpoint = find_run(run, only_trained=True)
+    path = resolve_mark(folder.checkpoints, BEST) if best else checkpoint or newest_checkpoint(folder)
     if path is None:
         raise CheckpointError("the run has no best checkpoint.", where=str(folder.checkpoints))
     if to.exists():

@@ -15,7 +15,7 @@ from paceline.commands.common.execution import (
     make_task,
     read_result,
 )
-from paceline.config.job_reference import GIVEN, short_name
+from paceline.config.job_reference import OBJECT_PREFIX, short_name
 from paceline.config.layout import LayoutKind, parse_layout
 from paceline.config.task import Task
 from paceline.console.formatting import plural
@@ -114,7 +114,7 @@ def _verify_line(measured: Sequence[MeasuredLayout], job: str) -> str:
     if not candidates:
         return ""
     other = candidates[0]
-    if job.startswith(f"{GIVEN}:"):
+    if job.startswith(f"{OBJECT_PREFIX}:"):
         return (
             f"{_VERIFY_LINE.format(first=completed[0].name)}pl.verify(job, layout={other.name!r}, ranks={other.ranks})"
         )

@@ -7,9 +7,17 @@ from typing import Any
 
 from paceline.commands.command_table import ConfigOptions, VerbOutput
 from paceline.config.job_reference import JobRef, job_defaults, parse_jobref
-from paceline.config.loading import JOB, JOB_SETTINGS, RequestedSettings, default_of, known_settings, merge, read_asked
+from paceline.config.loading import (
+    JOB,
+    JOB_SETTINGS,
+    RequestedSettings,
+    default_value,
+    known_settings,
+    merge,
+    read_requested_settings,
+)
 from paceline.config.secret_settings import HIDDEN, holds_secret
-from paceline.errors import JobError, PacelineError, called_exit, user_line
+from paceline.errors import JobError, PacelineError, job_exit_error, user_line
 from paceline.plugins import resolve
 
 
@@ -30,12 +38,14 @@ def config(job: str, *, file: Path | None = None, overrides: Sequence[str] = ())
         UsageError, Problems: a value that its setting can't have.
     """
     ref = parse_jobref(job)
-    requested = read_asked(file=file, overrides=overrides)
-    requested = requested.over(_job_settings(ref, requested), origin=JOB, where=JOB_SETTINGS)
+    requested = read_requested_settings(file=file, overrides=overrides)
+    requested = requested.layered_over(_job_settings(ref, requested), origin=JOB, where=JOB_SETTINGS)
     merge(requested)
     rows = [
         Setting(
-            name=name, value=requested.values.get(name, default_of(name)), origin=requested.origins.get(name, "default")
+            name=name,
+            value=requested.values.get(name, default_value(name)),
+            origin=requested.origins.get(name, "default"),
         )
         for name in known_settings()
     ]
@@ -60,7 +70,7 @@ def _job_settings(ref: JobRef, requested: RequestedSettings) -> dict[str, Any]:
     except PacelineError:
         raise
     except SystemExit as error:
-        raise called_exit(error) from error
+        raise job_exit_error(error) from error
     except Exception as error:
         raise JobError(
             f"{ref} can't be loaded: {type(error).__name__}: {error}", where=str(user_line(error) or ref)

@@ -20,7 +20,7 @@ from paceline.filesystem.temporary_folders import scratch_folder
 from paceline.launch.environments import detect_world
 from paceline.planner.layout.axis_products import check_axis_products
 from paceline.planner.layout.mesh import resolve_mesh
-from paceline.run_folder.run_folder import RunFolder, find_run, newest_or_tell, read_task
+from paceline.run_folder.run_folder import RunFolder, find_run, newest_checkpoint, read_task
 
 ENTRY = "paceline.trainer.entrypoints:evaluate"
 
@@ -36,7 +36,7 @@ def evaluate(
     common = common or RunOptions()
     if split not in ("eval", "test"):
         raise UsageError(f"{split!r} is not a split.", hint="--split eval | test")
-    folder, checkpoint = find_run(run, trains=True)
+    folder, checkpoint = find_run(run, only_trained=True)
     task = replace(read_task(folder), job_handle=common.job_handle)
     if common.job_handle is None:
         parse_jobref(task.job)
@@ -51,7 +51,7 @@ def evaluate(
         is_object = common.job_handle is not None
         print_line("the job: the object that was passed" if is_object else f"the job (its code runs): {task.job}")
     if joined is None:
-        checkpoint = checkpoint or newest_or_tell(folder)
+        checkpoint = checkpoint or newest_checkpoint(folder)
     options = {"split": split, "checkpoint": str(checkpoint or "")}  # if empty, each rank chooses
     task = replace(evaluation_task, verb="evaluate", options=options, resume=None, run=str(folder.path))
     with scratch_folder("evaluate") as scratch:

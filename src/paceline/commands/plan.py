@@ -40,7 +40,7 @@ from paceline.planner.search.evaluate_named_layout import find_row, mesh_for_pla
 from paceline.profiling.machine_benchmarks.machine_benchmark import BENCHMARK_SECONDS as PROBE_SECONDS
 from paceline.profiling.machine_benchmarks.this_machine import benchmark_local_machine
 from paceline.reporting.plan_report import write_plan
-from paceline.run_folder.plan_file import NAME, read_advice, read_doing
+from paceline.run_folder.plan_file import FILE_NAME, read_activity, read_advice
 
 ENTRY = "paceline.measured_planning.plan_worker:plan"
 _PROGRESS_SECONDS = 10.0
@@ -152,7 +152,7 @@ def plan(
             write_plan(value, job=Path(job).stem, to=Path(page))
         value["page"] = str(page)
         lines.append(page_line(Path(page), replaced=replaced))
-    lines.append(f"full plan: {Path(task.run) / NAME}")
+    lines.append(f"full plan: {Path(task.run) / FILE_NAME}")
     code = outcome.exit_code or (ExitCode.REFUSED if value["recommended"] is None else ExitCode.DONE)
     return replace(outcome, exit_code=code, value=value, screen="\n".join(lines))
 
@@ -181,7 +181,7 @@ def report_progress(run: Path, *, every: float = _PROGRESS_SECONDS) -> Iterator[
 
     def print_progress() -> None:
         while not is_finished.wait(every):
-            print_line(f"planning: {read_doing(run)}; {time.monotonic() - start_time:.0f} s so far", sys.stderr)
+            print_line(f"planning: {read_activity(run)}; {time.monotonic() - start_time:.0f} s so far", sys.stderr)
 
     thread = Thread(target=print_progress, daemon=True)
     thread.start()

@@ -21,8 +21,8 @@ from paceline.commands import verify as verify_verb
 from paceline.commands.common.execution import CommandOutcome, RunOptions
 from paceline.commands.common.python_result import Result
 from paceline.commands.compare_layouts import LayoutComparison, compare_layouts
-from paceline.config.job_reference import GIVEN
-from paceline.config.loading import JOB, RequestedSettings, as_typed, flatten
+from paceline.config.job_reference import OBJECT_PREFIX
+from paceline.config.loading import JOB, RequestedSettings, as_command_text, flatten
 from paceline.errors import ExitCode, PacelineError, RunError, UsageError
 from paceline.launch.failures.uncaught_exceptions import install_uncaught_hook, remove_hook_at_end
 from paceline.planner.simulation.failure_forecast import CheckpointCosts
@@ -337,7 +337,7 @@ def _job_and_options(
             _refuse_other_types(job)
             with resolve("paceline.job_transfer:open_job_file")(job) as handle:
                 name = job.name or _script_name()
-                yield f"{GIVEN}:{name}", RunOptions(**run_options, job_handle=handle)
+                yield f"{OBJECT_PREFIX}:{name}", RunOptions(**run_options, job_handle=handle)
 
 
 def _script_name() -> str:
@@ -364,8 +364,10 @@ def _settings_arguments(settings: Settings | None) -> list[str]:
         UsageError, Problems: an unknown name, or a value of the wrong type.
     """
     flat = {name: value for name, value in flatten(settings or {}).items() if value is not None}
-    RequestedSettings().over({n: v for n, v in flat.items() if not str(n).startswith(f"{JOB}.")}, origin="settings=")
-    return [f"--{name}={as_typed(value)}" for name, value in flat.items()]
+    RequestedSettings().layered_over(
+        {n: v for n, v in flat.items() if not str(n).startswith(f"{JOB}.")}, origin="settings="
+    )
+    return [f"--{name}={as_command_text(value)}" for name, value in flat.items()]
 
 
 def _resume_argument(resume: str | Path | bool) -> str | None:

@@ -42,7 +42,7 @@ from paceline.planner.simulation.candidate_simulation import CandidateSimulation
 from paceline.planner.simulation.failure_forecast import CheckpointCosts, FailureForecast, forecast_failures
 from paceline.profiling.machine_benchmarks.machine_benchmark import probe_machine
 from paceline.reporting.step_simulation_report import step_lines, write_step
-from paceline.run_folder.plan_file import NAME, read_advice
+from paceline.run_folder.plan_file import FILE_NAME, read_advice
 
 ENTRY = "paceline.measured_planning.plan_worker:write_job_profile"
 _MICRO_BATCH_SETTING = "train.micro_batch_size"
@@ -156,7 +156,7 @@ def simulate(
         inputs: _SimulationInputs | CommandOutcome = _read_plan(Path(job), layout)
     elif Path(job).is_dir() and not is_hf_config(str(job)):
         raise UsageError(
-            f"{job} is a folder without {NAME}, and it is not a model's folder.",
+            f"{job} is a folder without {FILE_NAME}, and it is not a model's folder.",
             cause="a plan that did not finish, or another kind of run folder",
             hint="paceline plan job.py --run-dir planned, then paceline simulate planned",
         )
@@ -222,7 +222,7 @@ def _timing_lines(ratio: float, seconds: float, *, has_more: bool) -> Iterator[s
 def _is_plan(path: Path) -> bool:
     if path.is_file() and is_hf_config(str(path)):
         return False
-    return path.suffix == ".json" or (path.is_dir() and (path / NAME).exists())
+    return path.suffix == ".json" or (path.is_dir() and (path / FILE_NAME).exists())
 
 
 def _read_plan(path: Path, layout: str | None) -> _SimulationInputs:

@@ -44,7 +44,7 @@ def parse_remat(text: str) -> Remat:
     Raises:
         LayoutError: an unknown word, or an invalid count.
     """
-    word, colon, rest = (part.strip() for part in text.strip().partition(":"))
+    word, colon, options = (part.strip() for part in text.strip().partition(":"))
     word = word.lower()
     if word not in set(RematKind):
         raise LayoutError(
@@ -54,11 +54,11 @@ def parse_remat(text: str) -> Remat:
         )
     kind = RematKind(word)
     if kind is RematKind.EVERY:
-        return Remat(kind=kind, every=_count(text, rest))
-    names = tuple(name.strip() for name in rest.split("+")) if colon else ()
+        return Remat(kind=kind, every=_count(text, options))
+    names = tuple(name.strip() for name in options.split("+")) if colon else ()
     if colon and (kind is not RematKind.SELECTIVE or not all(names)):
         raise LayoutError(
-            f"remat={text}: {kind} takes no option {rest!r}.", hint="remat=selective:mm+bmm, or remat=every:2"
+            f"remat={text}: {kind} takes no option {options!r}.", hint="remat=selective:mm+bmm, or remat=every:2"
         )
     return Remat(kind=kind, keep=names)
 

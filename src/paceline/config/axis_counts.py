@@ -2,15 +2,15 @@
 
 from paceline.errors import LayoutError, PacelineError
 
-REST = -1
-MOST_RANKS = 100_000
-_MOST_STAGES = 1_000  # of one rank
+REMAINING_RANKS = -1
+MAX_RANKS = 100_000
+_MAX_STAGES = 1_000  # of one rank
 
 
 def read_size(part: str, value: str, problems: list[PacelineError]) -> int:
     """Return the count of an axis, or `REMAINING_RANKS`; an invalid count is added to `problems`."""
-    if value == str(REST):
-        return REST
+    if value == str(REMAINING_RANKS):
+        return REMAINING_RANKS
     axis = part.partition("=")[0].strip()
     example = "dp=2,ep=2" if axis == "ep" else f"{axis}=2"
     if not value.isdecimal() or not value.strip("0"):
@@ -18,8 +18,8 @@ def read_size(part: str, value: str, problems: list[PacelineError]) -> int:
             LayoutError(f"{part.strip()!r}: an axis needs a count, got {value!r}.", hint=f"--layout {example}")
         )
         return 1
-    if _is_beyond(value, MOST_RANKS):
-        problems.append(_too_many(axis, value, MOST_RANKS, hint=f"--layout {example}"))
+    if _exceeds(value, MAX_RANKS):
+        problems.append(_too_many(axis, value, MAX_RANKS, hint=f"--layout {example}"))
         return 1
     return int(value)
 
@@ -29,9 +29,9 @@ def read_virtual(value: str | None, problems: list[PacelineError]) -> int | None
     if value is None:
         return None
     if value.isdecimal() and value.strip("0"):
-        if not _is_beyond(value, _MOST_STAGES):
+        if not _exceeds(value, _MAX_STAGES):
             return int(value)
-        problems.append(_too_many("virtual", value, _MOST_STAGES, hint="virtual=2"))
+        problems.append(_too_many("virtual", value, _MAX_STAGES, hint="virtual=2"))
         return None
     problems.append(LayoutError(f"virtual={value} is not a number of stages per rank.", hint="virtual=2"))
     return None
@@ -39,14 +39,14 @@ def read_virtual(value: str | None, problems: list[PacelineError]) -> int | None
 
 def is_count(value: str) -> bool:
     """Return whether the text is a count that an axis can have."""
-    return value.isdecimal() and bool(value.strip("0")) and not _is_beyond(value, MOST_RANKS)
+    return value.isdecimal() and bool(value.strip("0")) and not _exceeds(value, MAX_RANKS)
 
 
-def _is_beyond(digits: str, most: int) -> bool:
+def _exceeds(digits: str, limit: int) -> bool:
     """Return whether the number exceeds `limit`, without converting arbitrarily many digits."""
-    return len(digits.lstrip("0")) > len(str(most)) or int(digits) > most
+    return len(digits.lstrip("0")) > len(str(limit)) or int(digits) > limit
 
 
-def _too_many(name: str, digits: str, most: int, *, hint: str) -> LayoutError:
-    said = digits if len(digits) <= 30 else f"{digits[:27]}..."
-    return LayoutError(f"{name}={said} is too many: {most:,} at most.", cause="one digit too many", hint=hint)
+def _too_many(name: str, digits: str, limit: int, *, hint: str) -> LayoutError:
+    shown_digits = digits if len(digits) <= 30 else f"{digits[:27]}..."
+    return LayoutError(f"{name}={shown_digits} is too many: {limit:,} at most.", cause="one digit too many", hint=hint)

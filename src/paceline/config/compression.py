@@ -25,27 +25,31 @@ class Method(StrEnum):
 class _Option:
     """An option of a method: its allowed values in words, and its parser, which raises ValueError for others."""
 
-    said: str
-    read: Callable[[str], Any]
+    allowed_values: str
+    parse: Callable[[str], Any]
 
 
-def _whole(text: str, *, least: int, most: int) -> int:
-    if not least <= int(text) <= most:
+def _parse_integer(text: str, *, minimum: int, maximum: int) -> int:
+    if not minimum <= int(text) <= maximum:
         raise ValueError(text)
     return int(text)
 
 
-def _share(text: str) -> float:
+def _parse_fraction(text: str) -> float:
     if not 0.0 < float(text) <= 1.0:
         raise ValueError(text)
     return float(text)
 
 
-_MOST_BLOCK, _MOST_RANK = 65_536, 1_024
+_MAX_BLOCK, _MAX_RANK = 65_536, 1_024
 _OPTIONS: dict[Method, dict[str, _Option]] = {
-    Method.INT8: {"block": _Option("an integer from 8 to 65,536", lambda t: _whole(t, least=8, most=_MOST_BLOCK))},
-    Method.POWERSGD: {"rank": _Option("an integer from 1 to 1,024", lambda t: _whole(t, least=1, most=_MOST_RANK))},
-    Method.TOPK: {"ratio": _Option("a number above 0, at most 1", _share)},
+    Method.INT8: {
+        "block": _Option("an integer from 8 to 65,536", lambda t: _parse_integer(t, minimum=8, maximum=_MAX_BLOCK))
+    },
+    Method.POWERSGD: {
+        "rank": _Option("an integer from 1 to 1,024", lambda t: _parse_integer(t, minimum=1, maximum=_MAX_RANK))
+    },
+    Method.TOPK: {"ratio": _Option("a number above 0, at most 1", _parse_fraction)},
 }
 
 
@@ -67,11 +71,11 @@ class Compression:
         return self.method is not Method.NONE
 
     @property
-    def has_memory(self) -> bool:
+    def has_error_feedback(self) -> bool:
         """Return whether the method has error feedback: what is not sent is added to the next gradient."""
         return self.method in (Method.POWERSGD, Method.TOPK)
 
-    def picked(self, numel: int) -> int:
+    def num_selected(self, numel: int) -> int:
         """Return how many elements top-k sends of a parameter of `numel` elements."""
         return min(numel, max(1, math.ceil(self.ratio * numel)))
 
@@ -86,7 +90,7 @@ class Compression:
         return ",".join([str(self.method), *options])
 
 
-def method_with(name: str) -> Method | None:
+def find_method(name: str) -> Method | None:
     """Return the method of this name, or the one that has an option of this name."""
     return next((one for one in Method if name in (one, *_OPTIONS.get(one, {}))), None)
 
@@ -106,27 +110,27 @@ def parse_compress(text: str) -> Compression:
             hint=f"--compress {Compression(method=Method(near or Method.BF16))}",
         )
     method = Method(word)
-    return Compression(method=method, **_read(method, options))
+    return Compression(method=method, **_parse_method_options(method, options))
 
 
-def _read(method: Method, options: Sequence[str]) -> dict[str, Any]:
-    known = _OPTIONS.get(method, {})
-    found: dict[str, Any] = {}
+def _parse_method_options(method: Method, options: Sequence[str]) -> dict[str, Any]:
+    options_of_method = _OPTIONS.get(method, {})
+    values: dict[str, Any] = {}
     for option in options:
         name, _, value = (part.strip() for part in option.partition("="))
-        if name in found:
+        if name in values:
             raise LayoutError(f"--compress {method} has {name} twice.", hint=f"--compress {method},{option}")
-        if name not in known:
+        if name not in options_of_method:
             raise LayoutError(
                 f"--compress {method} has no option {name!r}.",
-                cause=did_you_mean(name, known) or f"its options: {', '.join(known) or 'none'}",
+                cause=did_you_mean(name, options_of_method) or f"its options: {', '.join(options_of_method) or 'none'}",
                 hint=f"--compress {Compression(method=method)}",
             )
         try:
-            found[name] = known[name].read(value)
+            values[name] = options_of_method[name].parse(value)
         except ValueError:
             raise LayoutError(
-                f"--compress {method},{option}: {name} is {known[name].said}.",
+                f"--compress {method},{option}: {name} is {options_of_method[name].allowed_values}.",
                 hint=f"--compress {Compression(method=method)}",
             ) from None
-    return found
+    return values

@@ -9,14 +9,14 @@ from paceline.errors import UsageError
 _Kind = TypeVar("_Kind")
 
 
-def as_written(found: Any, kind: type[_Kind]) -> _Kind:
+def convert_json(tree: Any, kind: type[_Kind]) -> _Kind:
     """Convert a tree of JSON to a dataclass, or another type.
 
     Raises:
         UsageError: something is missing or is of another kind.
     """
     try:
-        return msgspec.convert(found, kind, strict=False)
+        return msgspec.convert(tree, kind, strict=False)
     except msgspec.ValidationError as error:
         raise UsageError(
             f"this plan can't be read, in its {kind.__name__.strip('_').lower()}: {error}.",

@@ -11,8 +11,8 @@ from paceline.console.formatting import closest_word, did_you_mean
 from paceline.errors import JobError, UsageError
 
 FACTORY, OBJECT = "make_job", "job"
-_OF_A_MODEL = ("config.json", "adapter_config.json", "model_index.json")
-GIVEN = "object"  # `object:NAME` stands for a job that was passed as a Python object
+_MODEL_FILES = ("config.json", "adapter_config.json", "model_index.json")
+OBJECT_PREFIX = "object"  # `object:NAME` stands for a job that was passed as a Python object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class JobRef:
     name: str | None = None
 
     def __str__(self) -> str:
-        place = str(self.path) if self.path is not None else str(self.module)
-        return f"{place}:{self.name}" if self.name else place
+        path_or_module = str(self.path) if self.path is not None else str(self.module)
+        return f"{path_or_module}:{self.name}" if self.name else path_or_module
 
     @property
     def short(self) -> str:
@@ -42,42 +42,47 @@ def parse_jobref(text: str) -> JobRef:
     """
     if not text.strip():
         raise UsageError("the job is empty: is a variable unset?", hint="job.py, job.py:name or pkg.module:name")
-    place, _, name = split_jobref(text)
-    if place == GIVEN:
+    path_or_module, _, name = split_jobref(text)
+    if path_or_module == OBJECT_PREFIX:
         raise UsageError(
             f"the job {name!r} is a Python object, which a command can't import.",
             cause="the run was started from Python with a Job object, not with a job file",
             hint="pl.evaluate(run, job=job) and pl.train(job, run_dir=run) take the object",
         )
-    if not place.endswith(".py") and "/" not in place and not Path(place).exists():
-        if all(part.isidentifier() for part in place.split(".")) and place:
-            _check_module(text, place.partition(".")[0])
-            return JobRef(module=place, name=name or None)
+    if not path_or_module.endswith(".py") and "/" not in path_or_module and not Path(path_or_module).exists():
+        if all(part.isidentifier() for part in path_or_module.split(".")) and path_or_module:
+            _check_module(text, path_or_module.partition(".")[0])
+            return JobRef(module=path_or_module, name=name or None)
         raise UsageError(f"{text!r} is not a job.", hint="job.py, job.py:name or pkg.module:name")
-    path = Path(place)
+    path = Path(path_or_module)
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
     except (OSError, ValueError) as error:  # the name is too long, or has an invalid character
         raise UsageError(
-            f"{place!r} is not a valid path: {getattr(error, 'strerror', error)}.", hint="job.py"
+            f"{path_or_module!r} is not a valid path: {getattr(error, 'strerror', error)}.", hint="job.py"
         ) from None
     if is_folder:
-        raise _folder(path)
+        raise _folder_error(path)
     if is_file and path.suffix in (".toml", ".json"):
-        raise _no_python(path)
+        raise _not_python_error(path)
     if not is_file:
-        near = closest_word(path.stem, (one.stem for one in path.parent.glob("*.py")))
-        hint = str(path.with_name(f"{near}.py")) if near else "paceline new text"
-        raise UsageError(f"{place} does not exist.", where=str(Path.cwd()), hint=hint)
+        suggestion = closest_word(path.stem, (one.stem for one in path.parent.glob("*.py")))
+        hint = str(path.with_name(f"{suggestion}.py")) if suggestion else "paceline new text"
+        raise UsageError(f"{path_or_module} does not exist.", where=str(Path.cwd()), hint=hint)
     ref = JobRef(path=path, name=name or None)
-    _check(ref)
+    _check_defines_job(ref)
     return ref
 
 
 def _check_module(text: str, package: str) -> None:
     """Raise an error for a package that is neither on Python's path nor in this folder; nothing is imported."""
-    here = Path(package)
-    if here.is_dir() or here.with_suffix(".py").is_file() or package in sys.modules or find_spec(package) is not None:
+    package_folder = Path(package)
+    if (
+        package_folder.is_dir()
+        or package_folder.with_suffix(".py").is_file()
+        or package in sys.modules
+        or find_spec(package) is not None
+    ):
         return
     raise UsageError(
         f"{text!r} is not a job: no such file, folder or module.",
@@ -87,11 +92,11 @@ def _check_module(text: str, package: str) -> None:
     )
 
 
-def _folder(path: Path) -> UsageError:
+def _folder_error(path: Path) -> UsageError:
     """Return the error for a folder given as a job: what it is, and what to type instead."""
     if (path / "task.json").is_file():
         return UsageError(f"{path} is a run folder, not a job.", hint=f"paceline train --resume {path} continues it")
-    if any((path / name).is_file() for name in _OF_A_MODEL) or any(path.glob("*.safetensors")):
+    if any((path / name).is_file() for name in _MODEL_FILES) or any(path.glob("*.safetensors")):
         return UsageError(
             f"{path} is a model's folder; a job also has data, a loss and an optimizer.",
             hint=f"paceline new hf writes a job for it; paceline plan {path} needs no data",
@@ -99,7 +104,7 @@ def _folder(path: Path) -> UsageError:
     return UsageError(f"{path} is a folder, not a job.", hint=f"{path}/job.py")
 
 
-def _no_python(path: Path) -> UsageError:
+def _not_python_error(path: Path) -> UsageError:
     """Return the error for a file of settings or of a model that was given as a job."""
     if path.suffix == ".toml":
         return UsageError(f"{path} is a settings file, not a job.", hint=f"paceline train JOB --config {path}")
@@ -111,54 +116,54 @@ def _no_python(path: Path) -> UsageError:
 
 def split_jobref(text: str) -> tuple[str, str, str]:
     """Return the place, the colon if there is one, and the name; a path may contain colons."""
-    if text.startswith(f"{GIVEN}:"):
+    if text.startswith(f"{OBJECT_PREFIX}:"):
         return text.partition(":")
     if text.endswith(".py"):
         return text, "", ""
-    file, suffix, name = text.rpartition(".py:")
-    return (f"{file}.py", ":", name) if suffix else text.partition(":")
+    path, suffix, name = text.rpartition(".py:")
+    return (f"{path}.py", ":", name) if suffix else text.partition(":")
 
 
 def file_name(text: str) -> str:
     """Return a job's name by its file or module; an empty string for a Python object, which any script may give."""
-    return "" if split_jobref(text)[0] == GIVEN else short_name(text)
+    return "" if split_jobref(text)[0] == OBJECT_PREFIX else short_name(text)
 
 
 def short_name(text: str) -> str:
     """Return the name of a job's run folders: the file's stem, the module's last part or the object's name."""
-    place, _, name = split_jobref(text)
-    if place == GIVEN:
+    path_or_module, _, name = split_jobref(text)
+    if path_or_module == OBJECT_PREFIX:
         return Path(name).name.removesuffix(".py").lstrip(".") or "run"
-    if place.endswith(".py") or "/" in place:
-        return Path(place).stem
-    parts = place.split(".")
-    return parts[-1] if all(part.isidentifier() for part in parts) else place
+    if path_or_module.endswith(".py") or "/" in path_or_module:
+        return Path(path_or_module).stem
+    parts = path_or_module.split(".")
+    return parts[-1] if all(part.isidentifier() for part in parts) else path_or_module
 
 
 def job_defaults(ref: JobRef) -> dict[str, str] | None:
     """Return the parameters of `make_job` with the source of their defaults; None if the source does not show them."""
-    found = parameter_sources(ref)
-    return None if found is None else {name: default for name, (_, default) in found.items()}
+    sources = parameter_sources(ref)
+    return None if sources is None else {name: default for name, (_, default) in sources.items()}
 
 
 def parameter_sources(ref: JobRef) -> dict[str, tuple[str, str]] | None:
     """Return the sources of annotation and default of each parameter of `make_job`; None if they are not visible."""
     if ref.path is None:
         return None
-    function = next((f for f in _functions(_tree(ref.path)) if f.name == (ref.name or FACTORY)), None)
+    function = next((f for f in _functions(_parse_file(ref.path)) if f.name == (ref.name or FACTORY)), None)
     if function is None or function.args.kwarg is not None or function.decorator_list:
         return None
     named = [*function.args.posonlyargs, *function.args.args]
     defaults = [None] * (len(named) - len(function.args.defaults)) + function.args.defaults
     pairs = zip([*named, *function.args.kwonlyargs], [*defaults, *function.args.kw_defaults], strict=True)
-    return {a.arg: (_source(a.annotation), _source(default)) for a, default in pairs}
+    return {a.arg: (_source_of(a.annotation), _source_of(default)) for a, default in pairs}
 
 
-def _source(node: ast.expr | None) -> str:
+def _source_of(node: ast.expr | None) -> str:
     return "" if node is None else ast.unparse(node)
 
 
-def _tree(path: Path) -> ast.Module:
+def _parse_file(path: Path) -> ast.Module:
     """Parse the file as Python does: with a byte order mark, or in the encoding that its first lines name."""
     try:
         with tokenize.open(path) as file:
@@ -184,30 +189,30 @@ def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
     return [node for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
-def _check(ref: JobRef) -> None:
+def _check_defines_job(ref: JobRef) -> None:
     assert ref.path is not None
-    tree = _tree(ref.path)
+    tree = _parse_file(ref.path)
     if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body):
         return
-    names = _defined(tree)
-    wanted = [ref.name] if ref.name else [FACTORY, OBJECT]
-    if not names & set(wanted):
+    names = _defined_names(tree)
+    expected = [ref.name] if ref.name else [FACTORY, OBJECT]
+    if not names & set(expected):
         functions = [function.name for function in _functions(tree)]
-        meant = f"{ref.path}:NAME, one of {', '.join(functions)}" if functions else ""
+        suggestion = f"{ref.path}:NAME, one of {', '.join(functions)}" if functions else ""
         raise JobError(
-            f"{ref.path.name} defines no {' or '.join(wanted)}.",
+            f"{ref.path.name} defines no {' or '.join(expected)}.",
             where=str(ref.path),
             cause=did_you_mean(ref.name, functions) if ref.name else "",
-            hint=(ref.name and meant) or "def make_job() -> pl.Job: return pl.Job(...)",
+            hint=(ref.name and suggestion) or "def make_job() -> pl.Job: return pl.Job(...)",
         )
 
 
-def _defined(tree: ast.Module) -> set[str]:
+def _defined_names(tree: ast.Module) -> set[str]:
     """Return the names defined at module level, not those inside functions or classes."""
     names: set[str] = set()
-    rest: list[ast.AST] = [tree]
-    while rest:
-        node = rest.pop()
+    remaining: list[ast.AST] = [tree]
+    while remaining:
+        node = remaining.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -215,5 +220,5 @@ def _defined(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            rest += ast.iter_child_nodes(node)
+            remaining += ast.iter_child_nodes(node)
     return names | {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}

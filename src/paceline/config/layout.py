@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from paceline.config.activation_checkpointing import parse_remat
-from paceline.config.axis_counts import REST, is_count, read_size, read_virtual
+from paceline.config.axis_counts import REMAINING_RANKS, is_count, read_size, read_virtual
 from paceline.config.parse_auto_layout import AUTO
 from paceline.config.update_rule import UpdateKind as Rule
 from paceline.console.formatting import did_you_mean
@@ -72,13 +72,13 @@ class Layout:
             return f"threads={self.threads}"
         word = [] if self.kind is LayoutKind.AXES else [str(self.kind)]
         rest = _AXIS_OF.get(self.kind, ("", 0))[0]
-        axes = [f"{axis}={n}" for axis in AXES if (n := self.sizes.get(axis)) and (axis, n) != (rest, REST)]
+        axes = [f"{axis}={n}" for axis in AXES if (n := self.sizes.get(axis)) and (axis, n) != (rest, REMAINING_RANKS)]
         return ",".join([*word, *axes, *self.options()])
 
     def options(self) -> list[str]:
         """Return the options that differ from their defaults, as text."""
         zero = self.zero if _AXIS_OF.get(self.kind, ("", 3))[1] != self.zero and "dp_shard" in self.sizes else 3
-        given = {
+        values = {
             "zero": zero if zero != 3 else "",
             "schedule": self.schedule if self.schedule != "1f1b" else "",
             "virtual": self.virtual or "",
@@ -87,7 +87,7 @@ class Layout:
             "sequence": "true" if self.sequence else "",
             "params": self.params if self.params != "fp32" else "",
         }
-        return [f"{name}={value}" for name, value in given.items() if value]
+        return [f"{name}={value}" for name, value in values.items() if value]
 
     @property
     def ranks(self) -> int | None:
@@ -95,7 +95,7 @@ class Layout:
         if self.kind is LayoutKind.THREADS:
             return self.threads
         sizes = [size for axis, size in self.sizes.items() if axis != "ep"]
-        if self.kind is LayoutKind.SINGLE or REST in sizes or not sizes:
+        if self.kind is LayoutKind.SINGLE or REMAINING_RANKS in sizes or not sizes:
             return None
         product = 1
         for size in sizes:
@@ -116,47 +116,47 @@ def parse_layout(text: str) -> Layout:
     problems: list[PacelineError] = []
     kind, sizes, options = LayoutKind.AXES, dict[str, int](), dict[str, str]()
     threads: int | None = None
-    for place, part in enumerate(text.strip().split(",")):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
+    for position, item in enumerate(text.strip().split(",")):
+        name, equals, value = (piece.strip() for piece in item.partition("="))
         name = _ALIASES.get(name.lower(), name.lower())
         if name in sizes or name in options:
-            problems.append(_twice(text, part.strip(), name))
-        elif not equals and place == 0:
-            kind = _word(text, name, problems)
+            problems.append(_repeated_error(text, item.strip(), name))
+        elif not equals and position == 0:
+            kind = _parse_kind(text, name, problems)
         elif name == LayoutKind.THREADS and equals and kind is LayoutKind.AXES:
-            kind, threads = LayoutKind.THREADS, read_size(part, value, problems)
+            kind, threads = LayoutKind.THREADS, read_size(item, value, problems)
         elif name in AXES and equals:
-            sizes[name] = read_size(part, value, problems)
+            sizes[name] = read_size(item, value, problems)
         elif name in OPTIONS and equals:
             options[name] = value
         else:
-            problems.append(_no_axis(text, place, name, value))
+            problems.append(_unknown_axis_error(text, position, name, value))
     raise_all(problems)
-    return _checked(text, kind, sizes, threads, options)
+    return _build_layout(text, kind, sizes, threads, options)
 
 
-def _word(text: str, name: str, problems: list[PacelineError]) -> LayoutKind:
+def _parse_kind(text: str, name: str, problems: list[PacelineError]) -> LayoutKind:
     if name == AUTO:
         what = f"{text!r}: auto can't be combined, and only train, verify and pl.Run accept it."
         hint = "paceline plan JOB --ranks 2 shows what train would choose; pass that to --layout"
         problems.append(LayoutError(what, cause="every other verb needs one given layout", hint=hint))
     elif name not in _WORDS:
-        what, known = f"{text!r} is not a layout.", [*_WORDS, AUTO]
+        what, known_layouts = f"{text!r} is not a layout.", [*_WORDS, AUTO]
         if name in set(Rule):
             raise LayoutError(what, cause="it is an update rule", hint=f"--update {text.strip()}")
         hint = f"--layout {' | '.join(_WORDS)} | threads=N | axes: dp_shard=2,tp=2"
-        problems.append(LayoutError(what, cause=did_you_mean(name, known), hint=hint))
+        problems.append(LayoutError(what, cause=did_you_mean(name, known_layouts), hint=hint))
     return LayoutKind(name) if name in _WORDS else LayoutKind.AXES
 
 
-def _twice(text: str, part: str, name: str) -> LayoutError:
+def _repeated_error(text: str, part: str, name: str) -> LayoutError:
     once = ",".join(piece for piece in text.split(",") if piece.strip() != part) or text.split(",")[0]
     cause = "dp is short for dp_replicate" if name == "dp_replicate" else "each axis and each option may be given once"
     return LayoutError(f"{text!r} has {name} twice.", cause=cause, hint=f"--layout {once}")
 
 
-def _no_axis(text: str, place: int, name: str, value: str) -> LayoutError:
-    known = ["dp", *AXES, "threads", *OPTIONS]
+def _unknown_axis_error(text: str, position: int, name: str, value: str) -> LayoutError:
+    known_names = ["dp", *AXES, "threads", *OPTIONS]
     if name == LayoutKind.THREADS:
         cause, hint = (
             "replicas as threads of one process can't be combined with anything else",
@@ -168,38 +168,38 @@ def _no_axis(text: str, place: int, name: str, value: str) -> LayoutError:
         return LayoutError(
             f"{name!r} in {text!r} {what}.",
             cause="a layout name comes first; anything else is written as axes",
-            hint=f"--layout {_as_axes(text, place, LayoutKind(name), value if is_count(value) else '2')}",
+            hint=f"--layout {_as_axes(text, position, LayoutKind(name), value if is_count(value) else '2')}",
         )
     return LayoutError(
         f"{name!r} in {text!r} is not an axis.",
-        cause=did_you_mean(name, known),
-        hint=f"one of {', '.join(known)}: dp=2",
+        cause=did_you_mean(name, known_names),
+        hint=f"one of {', '.join(known_names)}: dp=2",
     )
 
 
-def _as_axes(text: str, place: int, word: LayoutKind, count: str) -> str:
+def _as_axes(text: str, position: int, kind: LayoutKind, count: str) -> str:
     """Return the layout with this word written as axes; if that is invalid, the axes alone."""
-    axis, zero = _AXIS_OF.get(word, ("dp_shard", 0))
+    axis, zero = _AXIS_OF.get(kind, ("dp_shard", 0))
     axes = f"{axis}={count}{f',zero={zero}' if zero in (1, 2) else ''}"
-    if word is LayoutKind.HSDP:
+    if kind is LayoutKind.HSDP:
         axes = f"dp_replicate=2,dp_shard={count}"
-    elif word is LayoutKind.SINGLE and not place:
+    elif kind is LayoutKind.SINGLE and not position:
         axes = "single"
     parts = text.split(",")
-    parts[place] = axes
+    parts[position] = axes
     try:
         parse_layout(",".join(parts))
     except PacelineError:
-        return f"dp_replicate={count},{axes}" if word is LayoutKind.EP else axes
+        return f"dp_replicate={count},{axes}" if kind is LayoutKind.EP else axes
     return ",".join(parts)
 
 
-def _checked(
+def _build_layout(
     text: str, kind: LayoutKind, sizes: dict[str, int], threads: int | None, options: dict[str, str]
 ) -> Layout:
     problems: list[PacelineError] = []
-    alone = kind in (LayoutKind.THREADS, LayoutKind.SINGLE)
-    if alone and (sizes or options):
+    has_no_axes = kind in (LayoutKind.THREADS, LayoutKind.SINGLE)
+    if has_no_axes and (sizes or options):
         hint = (
             "--layout threads=2, or --layout dp=2" if kind is LayoutKind.THREADS else "--layout dp=2, or single alone"
         )
@@ -209,43 +209,52 @@ def _checked(
             else "single has no axes"
         )
         problems.append(LayoutError(f"{text!r} combines {kind} with something else.", cause=cause, hint=hint))
-    if not alone:
+    if not has_no_axes:
         if kind is LayoutKind.HSDP:
-            sizes = {**sizes} if {"dp_replicate", "dp_shard"} & set(sizes) else {**sizes, "dp_shard": REST}
+            sizes = {**sizes} if {"dp_replicate", "dp_shard"} & set(sizes) else {**sizes, "dp_shard": REMAINING_RANKS}
         elif kind in _AXIS_OF:
-            sizes.setdefault(_AXIS_OF[kind][0], REST)
-        if list(sizes.values()).count(REST) > 1:
-            first, *others = (axis for axis, size in sizes.items() if size == REST)
-            said = ",".join(f"{axis}={2 if axis in others else size}" for axis, size in sizes.items())
-            cause = f"{first} and {others[0]} would both take the remaining ranks"
+            sizes.setdefault(_AXIS_OF[kind][0], REMAINING_RANKS)
+        if list(sizes.values()).count(REMAINING_RANKS) > 1:
+            first_axis, *other_axes = (axis for axis, size in sizes.items() if size == REMAINING_RANKS)
+            example = ",".join(f"{axis}={2 if axis in other_axes else size}" for axis, size in sizes.items())
+            cause = f"{first_axis} and {other_axes[0]} would both take the remaining ranks"
             problems.append(
-                LayoutError(f"{text!r}: at most one axis may be {REST}.", cause=cause, hint=f"--layout {said}")
+                LayoutError(
+                    f"{text!r}: at most one axis may be {REMAINING_RANKS}.", cause=cause, hint=f"--layout {example}"
+                )
             )
     zero = _AXIS_OF.get(kind, ("", 3))[1] or 3
     layout = Layout(
         kind=kind,
         sizes=sizes,
-        threads=None if threads == REST else threads,
-        zero=_one_of("zero", options.get("zero", str(zero)), ("1", "2", "3"), problems, int, zero),
+        threads=None if threads == REMAINING_RANKS else threads,
+        zero=_parse_choice("zero", options.get("zero", str(zero)), ("1", "2", "3"), problems, int, zero),
         schedule=_schedule(options.get("schedule", "1f1b")),
         virtual=read_virtual(options.get("virtual"), problems),
         remat=_remat(options.get("remat", "none"), problems),
         offload=_offload(options.get("offload", ""), problems),
-        sequence=_one_of("sequence", options.get("sequence", "false"), ("true", "false"), problems, _is_true, False),
-        params=_one_of("params", options.get("params", "fp32"), ("fp32", "bf16"), problems, str, "fp32"),
+        sequence=_parse_choice(
+            "sequence", options.get("sequence", "false"), ("true", "false"), problems, _is_true, False
+        ),
+        params=_parse_choice("params", options.get("params", "fp32"), ("fp32", "bf16"), problems, str, "fp32"),
     )
-    problems += _homeless(layout, options)
+    problems += _options_without_axis(layout, options)
     raise_all(problems)
     return layout
 
 
-def _one_of(
-    name: str, value: str, known: tuple[str, ...], problems: list[PacelineError], read: Callable[[str], _T], other: _T
+def _parse_choice(
+    name: str,
+    value: str,
+    choices: tuple[str, ...],
+    problems: list[PacelineError],
+    convert: Callable[[str], _T],
+    default: _T,
 ) -> _T:
-    if value.lower() in known:
-        return read(value.lower())
-    problems.append(LayoutError(f"{name}={value} is not known.", hint=f"{name}= {' | '.join(known)}"))
-    return other
+    if value.lower() in choices:
+        return convert(value.lower())
+    problems.append(LayoutError(f"{name}={value} is not known.", hint=f"{name}= {' | '.join(choices)}"))
+    return default
 
 
 def _is_true(text: str) -> bool:
@@ -266,28 +275,28 @@ def _schedule(text: str) -> str:
 
 
 def _offload(value: str, problems: list[PacelineError]) -> tuple[str, ...]:
-    asked = tuple(part.strip().lower() for part in value.split("+") if part.strip() and part.strip() != "none")
-    unknown = [part for part in asked if part not in _OFFLOADS]
+    requested = tuple(part.strip().lower() for part in value.split("+") if part.strip() and part.strip() != "none")
+    unknown = [part for part in requested if part not in _OFFLOADS]
     if unknown:
         problems.append(
             LayoutError(f"offload={value}: {unknown[0]!r} is not known.", hint="offload=optimizer+parameters")
         )
-    return tuple(part for part in _OFFLOADS if part in asked)
+    return tuple(part for part in _OFFLOADS if part in requested)
 
 
-def _homeless(layout: Layout, options: dict[str, str]) -> list[PacelineError]:
+def _options_without_axis(layout: Layout, options: dict[str, str]) -> list[PacelineError]:
     """Return errors for options of an axis that was not requested."""
-    homes = {"zero": "dp_shard", "offload": "dp_shard", "params": "dp_shard"}
-    homes |= {"schedule": "pp", "virtual": "pp", "sequence": "tp"}
-    found: list[PacelineError] = [
+    axis_of_option = {"zero": "dp_shard", "offload": "dp_shard", "params": "dp_shard"}
+    axis_of_option |= {"schedule": "pp", "virtual": "pp", "sequence": "tp"}
+    problems: list[PacelineError] = [
         LayoutError(f"{name}={options[name]} is an option of {axis}, and the layout has no {axis}.", hint=f"{axis}=2")
-        for name, axis in homes.items()
+        for name, axis in axis_of_option.items()
         if name in options and layout.sizes.get(axis, 1) == 1 and layout.kind is not LayoutKind.HSDP
     ]
-    return [*found, *_gathers_nothing(layout, options)]
+    return [*problems, *_zero_stage_conflicts(layout, options)]
 
 
-def _gathers_nothing(layout: Layout, options: dict[str, str]) -> Iterator[LayoutError]:
+def _zero_stage_conflicts(layout: Layout, options: dict[str, str]) -> Iterator[LayoutError]:
     """Yield errors for options that contradict the ZeRO stage, or that require stage 3."""
     if (stage := _AXIS_OF.get(layout.kind, ("", 0))[1]) and layout.zero != stage:
         yield LayoutError(

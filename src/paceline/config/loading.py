@@ -15,14 +15,14 @@ import msgspec
 
 from paceline.config.secret_settings import is_mask
 from paceline.config.settings import MOST, Settings
-from paceline.config.text_file import given_text
+from paceline.config.text_file import read_user_text
 from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError, raise_all
 
 JOB = "job"
 JOB_SETTINGS = "Job(settings=)"
-TYPED = "command line"
-_WIDTH = 200
+COMMAND_LINE = "command line"
+_MAX_SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class RequestedSettings:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
 
-    def over(self, lower: Mapping[str, Any], *, origin: str, where: str = "") -> "RequestedSettings":
+    def layered_over(self, lower: Mapping[str, Any], *, origin: str, where: str = "") -> "RequestedSettings":
         """Return these values layered over lower ones from Python: those of a job, or of a `pl.Run`.
 
         `where` is the source of a wrong value in an error, if it differs from `origin`.
@@ -41,7 +41,7 @@ class RequestedSettings:
             UsageError, Problems: an unknown name, a value of the wrong type, a parameter of an already built job.
         """
         problems: list[PacelineError] = []
-        values = _layer(lower, where or origin, problems, is_made=True)
+        values = _read_layer(lower, where or origin, problems, is_job_built=True)
         raise_all(problems)
         return RequestedSettings(
             values={**values, **self.values}, origins={**dict.fromkeys(values, origin), **self.origins}
@@ -54,19 +54,19 @@ def known_settings() -> Mapping[str, Any]:
     return MappingProxyType(dict(_leaves(Settings, "")))
 
 
-def range_of(name: str) -> str:
+def range_text(name: str) -> str:
     """Return the range of a numeric setting in words; an empty string if any value is allowed."""
     kind = known_settings()[name]
     bounds = next((m for part in (kind, *get_args(kind)) for m in getattr(part, "__metadata__", ())), None)
     if bounds is None:
         return ""
-    most = f"{bounds.le:,.12g}" if bounds.le not in (None, MOST) else ""
+    maximum = f"{bounds.le:,.12g}" if bounds.le not in (None, MOST) else ""
     if bounds.gt is not None:
-        return f"above {bounds.gt}" + (f", at most {most}" if most else "")
-    return f"{bounds.ge} to {most}" if most else f"{bounds.ge} or more"
+        return f"above {bounds.gt}" + (f", at most {maximum}" if maximum else "")
+    return f"{bounds.ge} to {maximum}" if maximum else f"{bounds.ge} or more"
 
 
-def default_of(name: str) -> Any:
+def default_value(name: str) -> Any:
     """Return the default of one setting."""
     value: Any = Settings()
     for part in name.split("."):
@@ -74,7 +74,7 @@ def default_of(name: str) -> Any:
     return value
 
 
-def read_asked(*, file: Path | None, overrides: Sequence[str]) -> RequestedSettings:
+def read_requested_settings(*, file: Path | None, overrides: Sequence[str]) -> RequestedSettings:
     """Read a TOML file and `--dotted.name value` words.
 
     Raises:
@@ -85,26 +85,29 @@ def read_asked(*, file: Path | None, overrides: Sequence[str]) -> RequestedSetti
     origins: dict[str, str] = {}
     layers = [
         (f"file {file}", _from_file(file, problems)),
-        (TYPED, _from_words(overrides, problems)),
+        (COMMAND_LINE, _from_arguments(overrides, problems)),
     ]
-    for origin, given in layers:
-        layer = _layer(given, origin, problems)
+    for origin, tree in layers:
+        layer = _read_layer(tree, origin, problems)
         values |= layer
         origins |= dict.fromkeys(layer, origin)
     raise_all(problems)
     return RequestedSettings(values=values, origins=origins)
 
 
-def merge(asked: RequestedSettings) -> Settings:
+def merge(requested: RequestedSettings) -> Settings:
     """Return the typed settings: defaults, overridden by the requested values.
 
     Raises:
         UsageError, Problems: a value that its setting can't have, whatever its origin.
     """
-    found = [_problem(name, value, asked.origins.get(name, ""), is_made=False) for name, value in asked.values.items()]
-    raise_all([problem for problem in found if problem is not None])
+    problems = [
+        _find_problem(name, value, requested.origins.get(name, ""), is_job_built=False)
+        for name, value in requested.values.items()
+    ]
+    raise_all([problem for problem in problems if problem is not None])
     tree: dict[str, Any] = {}
-    for name, value in asked.values.items():
+    for name, value in requested.values.items():
         *path, leaf = name.split(".")
         node = tree
         for part in path:
@@ -116,24 +119,24 @@ def merge(asked: RequestedSettings) -> Settings:
         raise UsageError(f"a setting is not valid: {error}.", hint="docs/settings.md lists all") from None
 
 
-def as_toml(asked: RequestedSettings) -> str:
+def as_toml(requested: RequestedSettings) -> str:
     """Return the requested values as TOML, with origins as comments."""
     lines: list[str] = []
-    for name in sorted(asked.values, key=lambda n: (n.count("."), n)):
-        value = _toml_value(asked.values[name])
-        origin = json.dumps(asked.origins.get(name, ""), ensure_ascii=False)[1:-1].replace("\x7f", "")
+    for name in sorted(requested.values, key=lambda n: (n.count("."), n)):
+        value = _toml_value(requested.values[name])
+        origin = json.dumps(requested.origins.get(name, ""), ensure_ascii=False)[1:-1].replace("\x7f", "")
         lines.append(f"{name} = {value}  # {origin}")
     return "\n".join(lines) + "\n"
 
 
-def _layer(
-    tree: Mapping[str, Any], origin: str, problems: list[PacelineError], *, is_made: bool = False
+def _read_layer(
+    tree: Mapping[str, Any], origin: str, problems: list[PacelineError], *, is_job_built: bool = False
 ) -> dict[str, Any]:
     """Return values by dotted name, normalized: text with commas becomes a list, a path becomes text."""
-    found = {name: _plain(name, value) for name, value in _flat(tree, "")}
-    told = [_problem(name, value, origin, is_made=is_made) for name, value in found.items()]
-    problems += [problem for problem in told if problem is not None]
-    return found
+    values = {name: _normalize_value(name, value) for name, value in _flat(tree, "")}
+    found_problems = [_find_problem(name, value, origin, is_job_built=is_job_built) for name, value in values.items()]
+    problems += [problem for problem in found_problems if problem is not None]
+    return values
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,33 +146,33 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def settings_from_text(values: Mapping[str, str]) -> dict[str, Any]:
     """Return settings parsed from text, as if typed: `5,6` for a list gives its items."""
-    return {name: _plain(name, value) for name, value in values.items()}
+    return {name: _normalize_value(name, value) for name, value in values.items()}
 
 
-def as_typed(value: Any) -> str:
+def as_command_text(value: Any) -> str:
     """Return the text that `settings_from_text` parses to this value."""
     return ",".join(str(item) for item in value) if isinstance(value, list | tuple) else str(value)
 
 
-def _plain(name: str, value: Any) -> Any:
+def _normalize_value(name: str, value: Any) -> Any:
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
     return _items(value) if isinstance(value, str) and _is_list(name) else value
 
 
 def _leaves(cls: type, prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    settings: list[tuple[str, Any]] = []
     hints = get_type_hints(cls, include_extras=True)
     for item in fields(cls):
         name, kind = prefix + item.name, hints[item.name]
-        found += _leaves(kind, f"{name}.") if is_dataclass(kind) and isinstance(kind, type) else [(name, kind)]
-    return [entry for entry in found if entry[0] != JOB]
+        settings += _leaves(kind, f"{name}.") if is_dataclass(kind) and isinstance(kind, type) else [(name, kind)]
+    return [entry for entry in settings if entry[0] != JOB]
 
 
 def _from_file(file: Path | None, problems: list[PacelineError]) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        tree = tomllib.loads(given_text(file, what="a settings file", hint="[train], and below it steps = 100"))
+        tree = tomllib.loads(read_user_text(file, expected="a settings file", hint="[train], and below it steps = 100"))
     except FileNotFoundError:
         problems.append(UsageError(f"{file} does not exist.", hint="--config run.toml"))
         return {}
@@ -186,28 +189,28 @@ def _from_file(file: Path | None, problems: list[PacelineError]) -> dict[str, An
 
 
 def _flat(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    values: list[tuple[str, Any]] = []
     for key, value in tree.items():
-        deeper = isinstance(value, Mapping)
-        found += _flat(value, f"{prefix}{key}.") if deeper else [(f"{prefix}{key}", value)]
-    return found
+        is_group = isinstance(value, Mapping)
+        values += _flat(value, f"{prefix}{key}.") if is_group else [(f"{prefix}{key}", value)]
+    return values
 
 
-def _from_words(words: Sequence[str], problems: list[PacelineError]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--") or len(word) < 3:
-            problems.append(UsageError(f"{word!r} is not expected here.", hint="paceline --help"))
+def _from_arguments(arguments: Sequence[str], problems: list[PacelineError]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        if not argument.startswith("--") or len(argument) < 3:
+            problems.append(UsageError(f"{argument!r} is not expected here.", hint="paceline --help"))
             continue
-        name, equals, value = word[2:].partition("=")
+        name, equals, value = argument[2:].partition("=")
         name = name.replace("-", "_")
         if not equals:
-            flag = not rest or rest[0].startswith("--")
-            value = "true" if flag else rest.pop(0)
-        found[name] = value  # the last value wins, as scripts that end in "$@" expect
-    return found
+            is_flag = not remaining or remaining[0].startswith("--")
+            value = "true" if is_flag else remaining.pop(0)
+        values[name] = value  # the last value wins, as scripts that end in "$@" expect
+    return values
 
 
 def _is_list(name: str) -> bool:
@@ -218,7 +221,7 @@ def _items(text: str) -> list[str]:
     return [item for item in text.replace(" ", "").split(",") if item]
 
 
-def _problem(name: str, value: Any, origin: str, *, is_made: bool) -> UsageError | None:
+def _find_problem(name: str, value: Any, origin: str, *, is_job_built: bool) -> UsageError | None:
     if isinstance(value, date | time):  # datetime is a date
         return UsageError(
             f"{name} = {value.isoformat()} is a {type(value).__name__}, which no setting takes.",
@@ -239,46 +242,48 @@ def _problem(name: str, value: Any, origin: str, *, is_made: bool) -> UsageError
             hint=f"--{name} VALUE, with the real value",
         )
     if name.startswith(f"{JOB}.") and name.count(".") == 1:
-        if not is_made:
+        if not is_job_built:
             return None
         hint = f"make_job({name[4:]}={value!r})"
         return UsageError(f"{name} is a parameter of make_job, but this job is already built.", where=origin, hint=hint)
-    known = known_settings()
-    if name not in known:
-        nearest = did_you_mean(name, known)
+    known_types = known_settings()
+    if name not in known_types:
+        nearest = did_you_mean(name, known_types)
         return UsageError(
             f"there is no setting {name!r}.",
             where=origin,
             cause=nearest,
-            hint=_others(name) if is_made else "paceline config JOB lists all",
+            hint=_related_settings(name) if is_job_built else "paceline config JOB lists all",
         )
     try:
-        read = msgspec.convert(value, known[name], strict=False)
+        converted = msgspec.convert(value, known_types[name], strict=False)
     except msgspec.ValidationError as error:
-        default = default_of(name)
+        default = default_value(name)
         return UsageError(
             f"{name} = {_shown(value)}: {_expected(name, value, error)}.",
             where=origin,
             hint="leave it out" if default is None else f"the default is {default!r}",
         )
-    if name == "seed" and not -(2**63) <= read < 2**64:
+    if name == "seed" and not -(2**63) <= converted < 2**64:
         return UsageError(f"seed = {_shown(value)}: expected a 64-bit integer.", where=origin, hint="--seed 1")
     return None
 
 
 def _shown(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}... ({len(text):,} characters)"
+    return (
+        text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}... ({len(text):,} characters)"
+    )
 
 
 def _expected(name: str, value: Any, error: msgspec.ValidationError) -> str:
     """Return the valid values of a setting: its range, or the words to choose from."""
-    if limits := range_of(name):
+    if limits := range_text(name):
         return f"expected a number, {limits}"
     kind = known_settings()[name]
     if choices := [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)]:
-        near = did_you_mean(str(value).lower(), choices)
-        return f"expected one of {', '.join(choices)}" + (f"; {near.removesuffix('?')}" if near else "")
+        suggestion = did_you_mean(str(value).lower(), choices)
+        return f"expected one of {', '.join(choices)}" + (f"; {suggestion.removesuffix('?')}" if suggestion else "")
     text = str(error)
     return text[:1].lower() + text[1:]
 
@@ -291,12 +296,12 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _others(name: str) -> str:
+def _related_settings(name: str) -> str:
     """Return the settings of the same group, else the groups: a hint for Python code, where no command lists them."""
     groups = dict.fromkeys(known.partition(".")[0] for known in known_settings())
     group = name.partition(".")[0]
-    same = [known for known in known_settings() if known.startswith(f"{group}.")]
-    return f"one of {', '.join(same)}" if same else f"each starts with one of {', '.join(groups)}"
+    same_group = [known for known in known_settings() if known.startswith(f"{group}.")]
+    return f"one of {', '.join(same_group)}" if same_group else f"each starts with one of {', '.join(groups)}"
 
 
 def _toml_value(value: Any) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError
 
-ALLOWED = (
+ALLOWED_DIFFERENCES = (
     "model", "data", "order", "seed", "global_batch_size", "micro_batch_size", "optimizer", "schedule", "max_grad_norm",
     "ema", "job", "exact", "kernels", "precision", "buffers", "drop_last", "sample_seeds", "update", "compress",
 )  # fmt: skip
@@ -29,7 +29,7 @@ COMPARED_SETTINGS: Mapping[str, str | None] = {  # the allowance that accepts an
     "data.shards": None,
 }
 
-TOLD_SETTINGS: Mapping[str, str] = {  # why another value does not change the training so far
+REPORTED_SETTINGS: Mapping[str, str] = {  # why another value does not change the training so far
     "train.on_nonfinite": "from here on, steps that would have ended the run are skipped, or the reverse",
     "train.on_empty": "from here on, a loss term without targets counts as zero, or ends the run",
     "train.compile": "different kernels: the same training up to rounding",
@@ -37,9 +37,9 @@ TOLD_SETTINGS: Mapping[str, str] = {  # why another value does not change the tr
 }
 
 _LENGTH = "the length of the run; a schedule that depends on it is compared"
-_PLACE = "the placement of the model: the same training up to rounding"
-_PACE = "the speed, or the waiting times"
-_WATCHED = "what is logged, evaluated or saved, and when"
+_PLACEMENT = "the placement of the model: the same training up to rounding"
+_SPEED = "the speed, or the waiting times"
+_REPORTING = "what is logged, evaluated or saved, and when"
 FREE_SETTINGS: Mapping[str, str] = {
     **dict.fromkeys(("train.steps", "train.epochs", "train.samples", "train.tokens"), _LENGTH),
     **dict.fromkeys(
@@ -47,15 +47,15 @@ FREE_SETTINGS: Mapping[str, str] = {
             "place.units", "place.reshard", "place.prefetch", "place.blocks", "place.stages", "place.balance",
             "place.cut", "place.tensor_plan", "place.replicate",
         ),
-        _PLACE,
+        _PLACEMENT,
     ),
-    **dict.fromkeys(("train.threads", "train.timeout_seconds", "train.check_every", "data.workers"), _PACE),
+    **dict.fromkeys(("train.threads", "train.timeout_seconds", "train.check_every", "data.workers"), _SPEED),
     **dict.fromkeys(
         (
             "eval.every", "eval.batch_size", "log.every", "log.statistics", "checkpoint.every", "checkpoint.keep",
             "checkpoint.consolidated", "watch.to", "run_dir",
         ),
-        _WATCHED,
+        _REPORTING,
     ),
     "init.limit": "how initial values are drawn; a resumed run takes them from its checkpoint",
 }  # fmt: skip
@@ -66,9 +66,9 @@ def refuse_unknown_allowances(names: tuple[str, ...]) -> list[PacelineError]:
     return [
         UsageError(
             f"--allow {name} is not a difference that a resume can accept.",
-            cause=did_you_mean(name, ALLOWED),
-            hint=f"--allow {','.join(ALLOWED)}: any of these",
+            cause=did_you_mean(name, ALLOWED_DIFFERENCES),
+            hint=f"--allow {','.join(ALLOWED_DIFFERENCES)}: any of these",
         )
         for name in names
-        if name not in ALLOWED
+        if name not in ALLOWED_DIFFERENCES
     ]

@@ -30,21 +30,21 @@ class Task:
     job_handle: int | None = None
     """An open file that holds a job given as a Python object; valid only in this run's processes."""
 
-    def given_in(self, folder: Path) -> "Task":
+    def with_absolute_paths(self, folder: Path) -> "Task":
         """Return the task with paths that are valid in any working folder; relative ones are resolved from `folder`."""
 
-        def held(text: str) -> str:
+        def absolute(text: str) -> str:
             return str(folder / text) if text else text
 
-        place, colon, name = split_jobref(self.job)
+        path, colon, name = split_jobref(self.job)
         options = {**self.options}
         if "checkpoint" in options:
-            options["checkpoint"] = held(str(options["checkpoint"]))
+            options["checkpoint"] = absolute(str(options["checkpoint"]))
         return replace(
             self,
-            run=held(self.run),
-            job=held(place) + colon + name if place.endswith(".py") else self.job,
-            resume=self.resume if self.resume in (None, "newest") else held(str(self.resume)),
+            run=absolute(self.run),
+            job=absolute(path) + colon + name if path.endswith(".py") else self.job,
+            resume=self.resume if self.resume in (None, "newest") else absolute(str(self.resume)),
             options=options,
         )
 

@@ -31,30 +31,32 @@ class UpdateKind(StrEnum):
 class _Option:
     """An option of a rule: its allowed values in words, and its parser, which raises ValueError for others."""
 
-    said: str
-    read: Callable[[str], Any]
+    allowed_values: str
+    parse: Callable[[str], Any]
 
 
-def _whole(text: str, *, least: int, most: float = math.inf) -> int:
-    if not least <= int(text) <= most:
+def _parse_integer(text: str, *, minimum: int, maximum: float = math.inf) -> int:
+    if not minimum <= int(text) <= maximum:
         raise ValueError(text)
     return int(text)
 
 
-def _between(text: str, *, low: float, high: float) -> float:
+def _parse_number(text: str, *, low: float, high: float) -> float:
     value = float(text)
     if not low <= value <= high:
         raise ValueError(text)
     return value
 
 
-_POSITIVE = _Option("a number above 0, at most 1,000,000", lambda text: _between(text, low=math.ulp(0.0), high=1e6))
-_SHARE = _Option("a number from 0 to 1", lambda text: _between(text, low=0.0, high=1.0))
-_COUNT = _Option("an integer from 1", lambda text: _whole(text, least=1))
-_FROM_ZERO = _Option("an integer from 0", lambda text: _whole(text, least=0))
-_BOUND = _Option(
+_POSITIVE_NUMBER = _Option(
+    "a number above 0, at most 1,000,000", lambda text: _parse_number(text, low=math.ulp(0.0), high=1e6)
+)
+_FRACTION = _Option("a number from 0 to 1", lambda text: _parse_number(text, low=0.0, high=1.0))
+_COUNT = _Option("an integer from 1", lambda text: _parse_integer(text, minimum=1))
+_FROM_ZERO = _Option("an integer from 0", lambda text: _parse_integer(text, minimum=0))
+_STALENESS_BOUND = _Option(
     f"an integer from 0, or {UNBOUNDED}",
-    lambda text: math.inf if text == UNBOUNDED else _whole(text, least=0),
+    lambda text: math.inf if text == UNBOUNDED else _parse_integer(text, minimum=0),
 )
 
 
@@ -79,11 +81,11 @@ _LOCAL = RuleSpec(options={"every": _COUNT}, defaults={"every": 8})
 _DILOCO = RuleSpec(
     options={
         "every": _COUNT,
-        "lr": _POSITIVE,
-        "momentum": _Option("a number from 0 to below 1", lambda text: _between(text, low=0.0, high=1.0 - 1e-9)),
-        "fragments": _Option("an integer from 1 to 1,000", lambda text: _whole(text, least=1, most=1_000)),
+        "lr": _POSITIVE_NUMBER,
+        "momentum": _Option("a number from 0 to below 1", lambda text: _parse_number(text, low=0.0, high=1.0 - 1e-9)),
+        "fragments": _Option("an integer from 1 to 1,000", lambda text: _parse_integer(text, minimum=1, maximum=1_000)),
         "delay": _FROM_ZERO,
-        "mix": _SHARE,
+        "mix": _FRACTION,
     },
     defaults={"every": 500, "lr": 0.7, "momentum": 0.9, "mix": 0.5},
 )
@@ -94,7 +96,9 @@ RULE_SPECS: Mapping[UpdateKind, RuleSpec] = {
     UpdateKind.HOGWILD: RuleSpec(has_races=True),
     UpdateKind.LOCAL: _LOCAL,
     UpdateKind.DILOCO: _DILOCO,
-    UpdateKind.PS: RuleSpec(options={"servers": _COUNT, "staleness": _BOUND}, defaults={"servers": 1, "staleness": 4}),
+    UpdateKind.PS: RuleSpec(
+        options={"servers": _COUNT, "staleness": _STALENESS_BOUND}, defaults={"servers": 1, "staleness": 4}
+    ),
 }
 
 
@@ -144,27 +148,27 @@ class UpdateRule:
     def __str__(self) -> str:
         """Return the text that requests this rule: `every` and `staleness` always, others only if not the default."""
         spec = RULE_SPECS[self.kind]
-        first = {one.name: one.default for one in fields(self)} | dict(spec.defaults)
-        found = [
-            f"{name}={_shown(getattr(self, name))}"
+        defaults = {one.name: one.default for one in fields(self)} | dict(spec.defaults)
+        options = [
+            f"{name}={_number_text(getattr(self, name))}"
             for name in spec.options
-            if _is_said(name, getattr(self, name), first)
+            if _is_written(name, getattr(self, name), defaults)
         ]
-        return ",".join([str(self.kind), *(["vertical"] if self.vertical else []), *found])
+        return ",".join([str(self.kind), *(["vertical"] if self.vertical else []), *options])
 
 
-def _is_said(name: str, value: Any, first: Mapping[str, Any]) -> bool:
-    return name in ("every", "staleness") or bool(value != first[name])
+def _is_written(name: str, value: Any, defaults: Mapping[str, Any]) -> bool:
+    return name in ("every", "staleness") or bool(value != defaults[name])
 
 
-def _shown(value: float) -> str:
+def _number_text(value: float) -> str:
     """Return text that parses to the same number."""
     if math.isinf(value):
         return UNBOUNDED
     return str(int(value)) if value == int(value) else repr(value)
 
 
-def rule_with(name: str) -> UpdateKind | None:
+def find_rule(name: str) -> UpdateKind | None:
     """Return the rule of this name, or the first one with an option of this name."""
     return next((kind for kind, spec in RULE_SPECS.items() if name in (kind, *spec.flags, *spec.options)), None)
 
@@ -181,52 +185,57 @@ def parse_update(text: str) -> UpdateRule:
         cause = did_you_mean(word, [*UpdateKind]) or f"the rules: {', '.join(UpdateKind)}"
         raise LayoutError(f"{text!r} is not an update rule.", cause=cause, hint=f"--update {near or UpdateKind.SYNC}")
     kind = UpdateKind(word)
-    return UpdateRule(kind=kind, **(dict(RULE_SPECS[kind].defaults) | _read(kind, options)))
+    return UpdateRule(kind=kind, **(dict(RULE_SPECS[kind].defaults) | _parse_rule_options(kind, options)))
 
 
-def _read(kind: UpdateKind, options: Sequence[str]) -> dict[str, Any]:
-    known, flags = RULE_SPECS[kind].options, RULE_SPECS[kind].flags
-    found: dict[str, Any] = {}
+def _parse_rule_options(kind: UpdateKind, options: Sequence[str]) -> dict[str, Any]:
+    options_of_rule, flags = RULE_SPECS[kind].options, RULE_SPECS[kind].flags
+    values: dict[str, Any] = {}
     for option in options:
         name, equals, value = (part.strip() for part in option.partition("="))
-        if name in found:
+        if name in values:
             raise LayoutError(f"--update {kind} has {name} twice.", hint=f"--update {kind},{option}")
         if name in flags and not equals:
-            found[name] = True
-        elif name in known:
+            values[name] = True
+        elif name in options_of_rule:
             try:
-                found[name] = known[name].read(value)
+                values[name] = options_of_rule[name].parse(value)
             except ValueError:
-                first = RULE_SPECS[kind].defaults.get(name, 1)
+                example = RULE_SPECS[kind].defaults.get(name, 1)
                 raise LayoutError(
-                    f"--update {kind},{option}: {name} is {known[name].said}.", hint=f"--update {kind},{name}={first}"
+                    f"--update {kind},{option}: {name} is {options_of_rule[name].allowed_values}.",
+                    hint=f"--update {kind},{name}={example}",
                 ) from None
         else:
-            raise _unknown(kind, name, option)
-    return found
+            raise _unknown_option_error(kind, name, option)
+    return values
 
 
-def _unknown(kind: UpdateKind, name: str, option: str) -> LayoutError:
-    flags, known = RULE_SPECS[kind].flags, RULE_SPECS[kind].options
+def _unknown_option_error(kind: UpdateKind, name: str, option: str) -> LayoutError:
+    flags, options_of_rule = RULE_SPECS[kind].flags, RULE_SPECS[kind].options
     if name in flags:
         return LayoutError(f"--update {kind},{option}: {name} takes no value.", hint=f"--update {kind},{name}")
-    near = closest_word(name, [*flags, *known])
-    first = near or next(iter([*known, *flags]), "")
-    shown = f"{first}={_value(kind, first, option if near else '')}" if first in known else first
-    hint = ",".join(filter(None, [str(kind), shown]))
-    its = ", ".join([*flags, *known]) or "none"
-    cause = f"did you mean {near!r}?" if near else f"its options: {its}"
-    other = rule_with(name)
-    if other not in (None, name):
-        cause, hint = f"it is an option of {other}; options of {kind}: {its}", f"{other},{option}"
+    suggestion = closest_word(name, [*flags, *options_of_rule])
+    option_name = suggestion or next(iter([*options_of_rule, *flags]), "")
+    example = (
+        f"{option_name}={_example_value(kind, option_name, option if suggestion else '')}"
+        if option_name in options_of_rule
+        else option_name
+    )
+    hint = ",".join(filter(None, [str(kind), example]))
+    option_list = ", ".join([*flags, *options_of_rule]) or "none"
+    cause = f"did you mean {suggestion!r}?" if suggestion else f"its options: {option_list}"
+    other_rule = find_rule(name)
+    if other_rule not in (None, name):
+        cause, hint = f"it is an option of {other_rule}; options of {kind}: {option_list}", f"{other_rule},{option}"
     return LayoutError(f"--update {kind} has no option {name!r}.", cause=cause, hint=f"--update {hint}")
 
 
-def _value(kind: UpdateKind, name: str, option: str) -> str:
+def _example_value(kind: UpdateKind, name: str, option: str) -> str:
     """Return the value of a mistyped option if it is valid for this one, else the rule's default."""
     value = option.partition("=")[2].strip()
     try:
-        RULE_SPECS[kind].options[name].read(value)
+        RULE_SPECS[kind].options[name].parse(value)
     except ValueError:
         return str(RULE_SPECS[kind].defaults.get(name, 1))
     return value

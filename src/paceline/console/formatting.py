@@ -4,22 +4,22 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
-def closest_word(word: str, known: Iterable[str]) -> str:
+def closest_word(word: str, candidates: Iterable[str]) -> str:
     """Return the word that was probably meant, or an empty string."""
-    return next((str(each) for each in get_close_matches(word, list(known), n=1, cutoff=0.6)), "")
+    return next((str(each) for each in get_close_matches(word, list(candidates), n=1, cutoff=0.6)), "")
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """Return `did you mean 'ddp'?`, or an empty string."""
-    close = closest_word(word, known)
-    return f"did you mean {close!r}?" if close else ""
+    closest = closest_word(word, candidates)
+    return f"did you mean {closest!r}?" if closest else ""
 
 
-def shorten_line(line: str, *, most: int = 1000) -> str:
+def shorten_line(line: str, *, max_length: int = 1000) -> str:
     """Return the line with its middle left out if it is very long."""
-    if len(line) <= most:
+    if len(line) <= max_length:
         return line
-    return f"{line[: most // 2]} ... ({len(line):,} characters) ... {line[-most // 4 :]}"
+    return f"{line[: max_length // 2]} ... ({len(line):,} characters) ... {line[-max_length // 4 :]}"
 
 
 def plural(number: int, word: str) -> str:
@@ -61,16 +61,20 @@ def format_precise_duration(seconds: float) -> str:
 
 def long_duration(seconds: float) -> str:
     """Return a duration in a suitable unit: `12.5 s`, `34.9 min`, `3.1 h`, `50,000 h`."""
-    for unit, each in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * each:
-            return f"{seconds / each:,.0f} {unit}" if seconds >= 100 * each else f"{seconds / each:.1f} {unit}"
+    for unit, unit_seconds in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * unit_seconds:
+            return (
+                f"{seconds / unit_seconds:,.0f} {unit}"
+                if seconds >= 100 * unit_seconds
+                else f"{seconds / unit_seconds:.1f} {unit}"
+            )
     return format_duration(seconds)
 
 
-def first_names(names: Sequence[str], *, most: int = 3) -> str:
+def first_names(names: Sequence[str], *, max_names: int = 3) -> str:
     """Return a few names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    more_text = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + more_text
 
 
 def format_metric(value: float, *, decimals: int = 4) -> str:

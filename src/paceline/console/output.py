@@ -12,13 +12,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-_PLAIN = {"✓": "ok", "✗": "x", "×": "x", "·": "-", "•": "*", "…": "...", "→": "->", "≤": "<=", "≥": ">="}
-_PLAINLY = "paceline.plainly"
-_KEPT_SECONDS = 86400.0
-_dropped_because: list[str] = []
-_TURNS = "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # they end a line, or change the direction of text
-_COMMANDS = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_TURNS}]")
-_COMMANDS_OF_A_JOB = re.compile(f"\x1b(?!\\[[0-9;]*m)|[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f{_TURNS}]")
+_ASCII_SUBSTITUTES = {"✓": "ok", "✗": "x", "×": "x", "·": "-", "•": "*", "…": "...", "→": "->", "≤": "<=", "≥": ">="}
+_ERROR_HANDLER = "paceline.plainly"
+_MAX_AGE_SECONDS = 86400.0
+_drop_reasons: list[str] = []
+_LINE_AND_DIRECTION_MARKS = (
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # they end a line, or change the direction of text
+)
+_CONTROL_CHARACTERS = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_LINE_AND_DIRECTION_MARKS}]")
+_JOB_CONTROL_CHARACTERS = re.compile(
+    f"\x1b(?!\\[[0-9;]*m)|[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f{_LINE_AND_DIRECTION_MARKS}]"
+)
 
 
 def encodable_text(text: str, stream: TextIO) -> str:
@@ -26,39 +30,43 @@ def encodable_text(text: str, stream: TextIO) -> str:
 
     Names and messages may come from untrusted files: an escape sequence in one could overwrite earlier output.
     """
-    return _encodable(_COMMANDS.sub(_as_escape, text), stream)
+    return _encodable(_CONTROL_CHARACTERS.sub(_as_escape, text), stream)
 
 
-def fitting_print(text: str, stream: TextIO) -> str:
+def encodable_job_output(text: str, stream: TextIO) -> str:
     """Return a line that the user's own code printed, with its colours and carriage returns kept."""
-    return _encodable(_COMMANDS_OF_A_JOB.sub(_as_escape, text), stream)
+    return _encodable(_JOB_CONTROL_CHARACTERS.sub(_as_escape, text), stream)
 
 
-def _as_escape(found: re.Match[str]) -> str:
-    return "".join(f"\\x{ord(mark):02x}" if ord(mark) < 256 else f"\\u{ord(mark):04x}" for mark in found[0])
+def _as_escape(match: re.Match[str]) -> str:
+    return "".join(
+        f"\\x{ord(character):02x}" if ord(character) < 256 else f"\\u{ord(character):04x}" for character in match[0]
+    )
 
 
 def _encodable(text: str, stream: TextIO) -> str:
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, _PLAINLY).decode(encoding)
+    return text.encode(encoding, _ERROR_HANDLER).decode(encoding)
 
 
-def _plainly(error: UnicodeError) -> tuple[str, int]:
+def _substitute_ascii(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return "".join(_PLAIN.get(mark, "?") for mark in error.object[error.start : error.end]), error.end
+    return "".join(
+        _ASCII_SUBSTITUTES.get(character, "?") for character in error.object[error.start : error.end]
+    ), error.end
 
 
-codecs.register_error(_PLAINLY, _plainly)
+codecs.register_error(_ERROR_HANDLER, _substitute_ascii)
 
 
 def print_line(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
     """Print to `stream` (default: standard output) at once; a stream that can't be written is silenced."""
-    to = stream or sys.stdout
-    with_no_reader(lambda: print(encodable_text(text, to), file=to, end=end, flush=True), to)
+    target = stream or sys.stdout
+    write_safely(lambda: print(encodable_text(text, target), file=target, end=end, flush=True), target)
 
 
-def with_no_reader(write: Callable[[], object], stream: TextIO) -> OSError | None:
+def write_safely(write: Callable[[], object], stream: TextIO) -> OSError | None:
     """Write to a stream that may be closed, full or non-blocking; silence it on an error.
 
     Return the error, unless the reader has exited. A failure to print never ends a run.
@@ -71,8 +79,8 @@ def with_no_reader(write: Callable[[], object], stream: TextIO) -> OSError | Non
     except OSError as error:
         silence_stream(stream)
         if stream is not sys.stderr:
-            _dropped_because.append(error.strerror or str(error))
-        if is_gone(error):
+            _drop_reasons.append(error.strerror or str(error))
+        if is_reader_gone(error):
             return None
         if stream is not sys.stderr:
             print_line(f"output can't be written and is dropped: {error.strerror}", sys.stderr)
@@ -82,12 +90,12 @@ def with_no_reader(write: Callable[[], object], stream: TextIO) -> OSError | Non
 
 def take_dropped_note() -> str:
     """Return the sentence for a run's events if output was dropped since the last call; otherwise an empty text."""
-    reasons = ", ".join(dict.fromkeys(_dropped_because))
-    _dropped_because.clear()
+    reasons = ", ".join(dict.fromkeys(_drop_reasons))
+    _drop_reasons.clear()
     return f"the console can't be written to and is silent from here on: {reasons}" if reasons else ""
 
 
-def is_gone(error: OSError) -> bool:
+def is_reader_gone(error: OSError) -> bool:
     """Return whether the error means that the reader has exited (`| head -1`), or that the terminal was closed."""
     return isinstance(error, BrokenPipeError) or error.errno == errno.EIO
 
@@ -101,10 +109,10 @@ def flush() -> None:
 def silence_stream(stream: TextIO) -> None:
     """Redirect a stream to the null device, so that buffered and later output is dropped without an error."""
     with suppress(OSError, ValueError):  # a stream that is no file
-        handle = stream.fileno()
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, handle)
-        os.close(nowhere)
+        descriptor = stream.fileno()
+        null_device = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_device, descriptor)
+        os.close(null_device)
 
 
 def replace_closed() -> None:
@@ -124,7 +132,7 @@ class CapturedStderr:
         """Return the captured bytes."""
         return os.pread(self._handle, os.fstat(self._handle).st_size, 0)
 
-    def keep(self, name: str) -> Path | None:
+    def save_to_temporary_file(self, name: str) -> Path | None:
         """Write the captured bytes to a temporary file with this prefix; None if there are none."""
         if not self.text():
             return None
@@ -134,11 +142,11 @@ class CapturedStderr:
         return Path(path)
 
 
-def _remove_old_words() -> None:
+def _remove_old_captures() -> None:
     """Remove files that killed processes left a day ago or earlier."""
     for path in Path(tempfile.gettempdir()).glob("paceline-join-*.log"):
         with suppress(OSError):  # another user's
-            if time.time() - path.lstat().st_mtime > _KEPT_SECONDS:
+            if time.time() - path.lstat().st_mtime > _MAX_AGE_SECONDS:
                 path.unlink()
 
 
@@ -152,15 +160,15 @@ def capture_native_stderr() -> Iterator[CapturedStderr | None]:
         yield None
         return
     sys.stderr.flush()
-    _remove_old_words()
+    _remove_old_captures()
     with tempfile.NamedTemporaryFile(prefix=f"paceline-join-{os.getpid()}-", suffix=".log", buffering=0) as file:
-        kept = os.dup(2)
+        saved_stderr = os.dup(2)
         os.dup2(file.fileno(), 2)
-        said = CapturedStderr(file.fileno())
+        captured = CapturedStderr(file.fileno())
         try:
-            yield said
+            yield captured
         finally:
             sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
-        os.write(2, said.text())
+            os.dup2(saved_stderr, 2)
+            os.close(saved_stderr)
+        os.write(2, captured.text())

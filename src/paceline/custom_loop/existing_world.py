@@ -16,7 +16,7 @@ from paceline.planner.layout.host_resources import visible_gpus
 from paceline.profiling.backends import available_backends
 
 
-def found_world(*, device: str, settings: Settings) -> World:
+def open_current_world(*, device: str, settings: Settings) -> World:
     """Return the world; every rank calls this. An existing default group is used as it is; its creator destroys it.
 
     Raises:
@@ -24,25 +24,25 @@ def found_world(*, device: str, settings: Settings) -> World:
     """
     train = settings.train
     if dist.is_available() and dist.is_initialized():
-        theirs = _theirs(train.timeout_seconds)
-        atexit.register(theirs.release_group)
-        return theirs
+        existing_world = _adopt_default_group(train.timeout_seconds)
+        atexit.register(existing_world.release_group)
+        return existing_world
     kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
-    joined = detect_world(os.environ)
-    if joined is not None:
-        adopt_launcher_variables(joined, os.environ)
-    ranks = 1 if joined is None else joined.world_size
+    launcher = detect_world(os.environ)
+    if launcher is not None:
+        adopt_launcher_variables(launcher, os.environ)
+    ranks = 1 if launcher is None else launcher.world_size
     problems: list[PacelineError] = []
     facts = JobFacts(global_batch_size=1, backend=train.backend, built_in_backends=available_backends())
     backend, _ = choose_backend(Resources(ranks=ranks, device=kind), facts, problems)
     raise_all(problems)
-    place = LaunchInfo.read(os.environ) if joined is not None else LaunchInfo()
-    world = World.join(place=place, device_type=kind, backend=backend, timeout_seconds=train.timeout_seconds)
+    launch_info = LaunchInfo.read(os.environ) if launcher is not None else LaunchInfo()
+    world = World.join(place=launch_info, device_type=kind, backend=backend, timeout_seconds=train.timeout_seconds)
     atexit.register(world.close)
     return world
 
 
-def _theirs(timeout_seconds: float) -> World:
+def _adopt_default_group(timeout_seconds: float) -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     backend = dist.get_backend()
     on_gpu = "nccl" in backend and torch.cuda.is_available()

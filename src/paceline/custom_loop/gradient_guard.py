@@ -14,15 +14,15 @@ from paceline.parallel.sharding.row_shards import RowShard
 from paceline.parallel.sharding.unit_guard import parameter_in_loss_error
 from paceline.torch_internals.private_api import disabled_torch_function, in_backward, make_wrapper_tensor
 
-_INSTEAD = "placed.clip(1.0), placed.norm(), or placed.gradients(), whose tensors may be changed in place"
+_ALTERNATIVES = "placed.clip(1.0), placed.norm(), or placed.gradients(), whose tensors may be changed in place"
 
 
 @dataclass(kw_only=True)
 class ReplacedGradients:
     """The parameters whose gradient the user has dropped (`None`), set to zero, or replaced."""
 
-    gone: list[str] = field(default_factory=list)
-    zeroed: list[str] = field(default_factory=list)
+    set_to_none: list[str] = field(default_factory=list)
+    set_to_zero: list[str] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
 
 
@@ -32,19 +32,20 @@ class GradientGuard:
     `is_sharded`: ranks hold shards of the gradients; otherwise they hold full gradients after the reduction.
     """
 
-    def __init__(self, placed: ParallelizedModel, *, apart: bool) -> None:
-        self._rows = [
-            _Row(member.name, [_holder(member), member.parameter], apart=apart) for member in placed.named_parameters
+    def __init__(self, placed: ParallelizedModel, *, is_sharded: bool) -> None:
+        self._parameters = [
+            _GuardedParameter(member.name, [_model_parameter(member), member.parameter], is_sharded=is_sharded)
+            for member in placed.named_parameters
         ]
-        self.is_down = False
+        self.is_hidden = False
 
     def hide(self, *, is_over: bool = False) -> None:
         """Hide the gradients. `is_over`: the step is complete, so a gradient that is added now would be discarded."""
-        if self.is_down:
+        if self.is_hidden:
             return
-        for row in self._rows:
+        for row in self._parameters:
             row.hide(is_over=is_over)
-        self.is_down = True
+        self.is_hidden = True
 
     def show(self) -> ReplacedGradients:
         """Show the gradients again.
@@ -52,84 +53,91 @@ class GradientGuard:
         Raises:
             UsageError: another tensor has replaced a gradient.
         """
-        found = ReplacedGradients()
-        if not self.is_down:
-            return found
-        self.is_down = False
-        for row in self._rows:
-            row.show(found)
-        if found.replaced:
+        replaced_gradients = ReplacedGradients()
+        if not self.is_hidden:
+            return replaced_gradients
+        self.is_hidden = False
+        for row in self._parameters:
+            row.show(replaced_gradients)
+        if replaced_gradients.replaced:
             raise UsageError(
-                f"the gradient of {found.replaced[0]} was replaced between backward and step; the "
+                f"the gradient of {replaced_gradients.replaced[0]} was replaced between backward and step; the "
                 "new tensor would be lost.",
                 cause="parameter.grad = ..., before the gradients are reduced over the ranks",
-                hint=f"placed.gradients()[{found.replaced[0]!r}].copy_(...)",
+                hint=f"placed.gradients()[{replaced_gradients.replaced[0]!r}].copy_(...)",
             )
-        return found
+        return replaced_gradients
 
 
-class _Row:
+class _GuardedParameter:
     """One parameter: the model's own tensor and the optimizer's shard, which may be the same tensor.
 
     Autograd writes to one of these tensors or, under fsdp, to the gathered parameter, whose gradient fsdp removes.
     """
 
-    def __init__(self, name: str, tensors: Sequence[nn.Parameter], *, apart: bool) -> None:
+    def __init__(self, name: str, tensors: Sequence[nn.Parameter], *, is_sharded: bool) -> None:
         self._name = name
         self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
-        self._stand_ins = [_Unready.of(tensor, name, apart) for tensor in self._tensors]
-        self._kept: list[Tensor | None] = []
+        self._placeholders = [_UnreducedGradient.from_parameter(tensor, name, is_sharded) for tensor in self._tensors]
+        self._hidden_gradients: list[Tensor | None] = []
 
     def hide(self, *, is_over: bool) -> None:
-        self._kept = [tensor.grad for tensor in self._tensors]
-        for tensor, stand_in in zip(self._tensors, self._stand_ins, strict=True):
+        self._hidden_gradients = [tensor.grad for tensor in self._tensors]
+        for tensor, stand_in in zip(self._tensors, self._placeholders, strict=True):
             tensor.grad = None  # a gradient of another type can only be set after None
             tensor.grad = stand_in
             stand_in.is_over, stand_in.is_zeroed = is_over, False
 
-    def show(self, found: ReplacedGradients) -> None:
-        now = [tensor.grad for tensor in self._tensors]
-        for tensor, kept in zip(self._tensors, self._kept, strict=True):
-            tensor.grad = kept
-        self._kept = []
-        if any(one is None for one in now):
-            found.gone.append(self._name)
-        elif any(one is not known for one, known in zip(now, self._stand_ins, strict=True)):
-            found.replaced.append(self._name)
-        elif any(stand_in.is_zeroed for stand_in in self._stand_ins):
-            found.zeroed.append(self._name)
+    def show(self, replaced_gradients: ReplacedGradients) -> None:
+        current = [tensor.grad for tensor in self._tensors]
+        for tensor, hidden in zip(self._tensors, self._hidden_gradients, strict=True):
+            tensor.grad = hidden
+        self._hidden_gradients = []
+        if any(one is None for one in current):
+            replaced_gradients.set_to_none.append(self._name)
+        elif any(one is not placeholder for one, placeholder in zip(current, self._placeholders, strict=True)):
+            replaced_gradients.replaced.append(self._name)
+        elif any(stand_in.is_zeroed for stand_in in self._placeholders):
+            replaced_gradients.set_to_zero.append(self._name)
 
 
-class _Unready(Tensor):
+class _UnreducedGradient(Tensor):
     """A gradient that can't be read; it records zero_grad."""
 
-    known_as: str
-    apart: bool
+    parameter_name: str
+    is_sharded: bool
     is_over: bool
     is_zeroed: bool
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
-    def of(parameter: Tensor, name: str, apart: bool) -> "_Unready":
+    def from_parameter(parameter: Tensor, name: str, is_sharded: bool) -> "_UnreducedGradient":
         """Return the placeholder for the gradient of `parameter`."""
-        made: _Unready = make_wrapper_tensor(_Unready, like=parameter, shape=parameter.shape)
-        made.known_as, made.apart, made.is_over, made.is_zeroed = name, apart, False, False
-        return made
+        placeholder: _UnreducedGradient = make_wrapper_tensor(_UnreducedGradient, like=parameter, shape=parameter.shape)
+        placeholder.parameter_name, placeholder.is_sharded, placeholder.is_over, placeholder.is_zeroed = (
+            name,
+            is_sharded,
+            False,
+            False,
+        )
+        return placeholder
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Record zeroing, ignore additions after the step, and refuse every other operation."""
         del types, kwargs
-        what = func.overloadpacket.__name__
-        own = [one for arg in args for one in (arg if isinstance(arg, list | tuple) else [arg]) if isinstance(one, cls)]
-        if what in ("zero_", "_foreach_zero_"):
-            for one in own:
+        operation = func.overloadpacket.__name__
+        placeholders = [
+            one for arg in args for one in (arg if isinstance(arg, list | tuple) else [arg]) if isinstance(one, cls)
+        ]
+        if operation in ("zero_", "_foreach_zero_"):
+            for one in placeholders:
                 one.is_zeroed = True
-            return args[0] if what == "zero_" else None
-        if in_backward() and own[0].is_over:
-            return own[0]
-        raise own[0]._refusal(what)
+            return args[0] if operation == "zero_" else None
+        if in_backward() and placeholders[0].is_over:
+            return placeholders[0]
+        raise placeholders[0]._refusal(operation)
 
     def tolist(self) -> Any:
         """Raise an error, as every read does."""
@@ -141,10 +149,10 @@ class _Unready(Tensor):
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         """Return a short text, because debuggers ask for it."""
-        return f"<the gradient of {self.known_as}: placed.gradients() has it>"
+        return f"<the gradient of {self.parameter_name}: placed.gradients() has it>"
 
-    def _refusal(self, what: str) -> UsageError:
-        if what.startswith("_amp"):
+    def _refusal(self, operation: str) -> UsageError:
+        if operation.startswith("_amp"):
             return UsageError(
                 "pl.place does not support fp16 loss scaling.",
                 cause="torch.amp.GradScaler, which inspects each rank's own gradients",
@@ -152,24 +160,24 @@ class _Unready(Tensor):
             )
         if in_backward():
             return UsageError(
-                f"another backward reached {self.known_as} between placed.backward and the optimizer's step.",
+                f"another backward reached {self.parameter_name} between placed.backward and the optimizer's step.",
                 cause="loss.backward(), which does not reduce gradients over the ranks",
                 hint="placed.backward(loss)",
             )
-        if self.apart:
-            why = "is stored in parts on the ranks, apart from the model's parameters"
+        if self.is_sharded:
+            reason = "is stored in parts on the ranks, apart from the model's parameters"
         else:
-            why = "is not reduced yet: each rank has the gradient of its own samples"
+            reason = "is not reduced yet: each rank has the gradient of its own samples"
         return UsageError(
-            f"the gradient of {self.known_as} {why}.",
-            cause=f"{what.strip('_')} on parameter.grad, as torch.nn.utils.clip_grad_norm_ does",
-            hint=_INSTEAD,
+            f"the gradient of {self.parameter_name} {reason}.",
+            cause=f"{operation.strip('_')} on parameter.grad, as torch.nn.utils.clip_grad_norm_ does",
+            hint=_ALTERNATIVES,
         )
 
 
-def _holder(member: Any) -> nn.Parameter:
-    found: nn.Parameter = member.model_parameter if isinstance(member, RowShard) else member.parameter
-    return found
+def _model_parameter(member: Any) -> nn.Parameter:
+    parameter: nn.Parameter = member.model_parameter if isinstance(member, RowShard) else member.parameter
+    return parameter
 
 
 class GradientLeaves:
@@ -177,10 +185,12 @@ class GradientLeaves:
 
     def __init__(self, placed: ParallelizedModel) -> None:
         self._pairs = [
-            (leaf, _holder(member))
+            (leaf, _model_parameter(member))
             for member, leaf in zip(placed.named_parameters, placed.leaf_parameters, strict=True)
         ]
-        self._rows = [(m.name, _holder(m)) for m in placed.named_parameters if isinstance(_holder(m), DTensor)]
+        self._dtensor_parameters = [
+            (m.name, _model_parameter(m)) for m in placed.named_parameters if isinstance(_model_parameter(m), DTensor)
+        ]
 
     def backward(self, loss: Tensor, *, retain_graph: bool) -> None:
         """Run backward into these tensors.
@@ -188,7 +198,7 @@ class GradientLeaves:
         Raises:
             LayoutError, UsageError: the loss uses a sharded (DTensor) parameter directly, or every parameter is frozen.
         """
-        rows = [(name, holder) for name, holder in self._rows if holder.requires_grad]
+        rows = [(name, holder) for name, holder in self._dtensor_parameters if holder.requires_grad]
         if isinstance(loss, DTensor):
             raise parameter_in_loss_error(rows[0][0] if rows else "a parameter")
         leaves = [leaf for leaf, holder in self._pairs if leaf.requires_grad and holder.requires_grad]

@@ -39,25 +39,30 @@ class PlacedModel:
         model: nn.Module,
         placed: ParallelizedModel,
         worlds: MeshGroups,
-        asked: Layout,
-        every: Sequence[NamedParameter],
+        requested_layout: Layout,
+        all_parameters: Sequence[NamedParameter],
     ) -> None:
         self.model = model
         self.world = worlds.all_ranks
         self.replica, self.replicas = worlds.data.rank, worlds.data.world_size
-        self._placed, self._worlds, self._asked, self._every = placed, worlds, asked, every
+        self._placed, self._worlds, self._requested_layout, self._all_parameters = (
+            placed,
+            worlds,
+            requested_layout,
+            all_parameters,
+        )
         self._optimizers: list[Optimizer] = []
-        self._taken: set[str] = set()
+        self._optimized_names: set[str] = set()
         self._is_open = self._has_begun = self._has_stepped = False
         self._count: Tensor | None = None
-        self._is_apart = bool(worlds.mesh.zero) or not placed.optim_shards.is_unsharded
-        self._veil = GradientGuard(placed, apart=self._is_apart)
+        self._is_sharded = bool(worlds.mesh.zero) or not placed.optim_shards.is_unsharded
+        self._gradient_guard = GradientGuard(placed, is_sharded=self._is_sharded)
         self._leaves = GradientLeaves(placed)
-        self._copies = [] if placed.weights.is_unsharded else list(model.modules())
-        for module in self._copies:
+        self._uncopyable_modules = [] if placed.weights.is_unsharded else list(model.modules())
+        for module in self._uncopyable_modules:
             vars(module)["__deepcopy__"] = _refuse_copy
-        known = {id(leaf) for leaf in placed.leaf_parameters}
-        self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and id(p) not in known]
+        leaf_ids = {id(leaf) for leaf in placed.leaf_parameters}
+        self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and id(p) not in leaf_ids]
 
     def optimizer(self, factory: Factory) -> Any:
         """Build `factory`'s optimizers from (name, parameter) pairs of this rank's shards; they are torch's own.
@@ -67,16 +72,16 @@ class PlacedModel:
         Raises:
             JobError, LayoutError: no optimizer, a parameter used twice, or an update rule that needs whole tensors.
         """
-        made, several = self._made(factory)
-        raise_all(unfit_optimizers(made))
-        self._take(made)
-        for optimizer in made:
-            if "optimizer" in self._asked.offload:
+        optimizers, is_list = self._build_optimizers(factory)
+        raise_all(unfit_optimizers(optimizers))
+        self._claim_parameters(optimizers)
+        for optimizer in optimizers:
+            if "optimizer" in self._requested_layout.offload:
                 offload_state(optimizer)
-            optimizer.register_step_pre_hook(lambda *_: self._finish())
-            optimizer.register_step_post_hook(lambda *_: self._updated())
-        self._optimizers += made
-        return made if several else made[0]
+            optimizer.register_step_pre_hook(lambda *_: self._reduce_gradients())
+            optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step())
+        self._optimizers += optimizers
+        return optimizers if is_list else optimizers[0]
 
     def backward(
         self, loss: Tensor, *, count: Tensor | float | None = None, last: bool = False, retain_graph: bool = False
@@ -94,32 +99,32 @@ class PlacedModel:
         Raises:
             UsageError: one call of a step has a count, and another has none.
         """
-        self._open(count)
-        self._refuse_late()
+        self._begin_backward(count)
+        self._refuse_unfrozen()
         self._placed.reducer.before_backward(last=last)
         self._leaves.backward(loss, retain_graph=retain_graph)
         self._placed.reducer.after_backward()
-        if self._is_apart or self.replicas > 1 or count is not None:
-            self._veil.hide()
+        if self._is_sharded or self.replicas > 1 or count is not None:
+            self._gradient_guard.hide()
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale all gradients down to this norm, and return the norm before scaling."""
-        with self._together():
-            norm = self._norm()
+        with self._reduced_gradients():
+            norm = self._gradient_norm()
             nn.utils.clip_grads_with_norm_([m.parameter for m in self._placed.named_parameters], max_norm, norm)
         return norm
 
     def norm(self) -> Tensor:
         """Return the norm of the whole gradient, the same on every rank; every rank calls this."""
-        with self._together():
-            return self._norm()
+        with self._reduced_gradients():
+            return self._gradient_norm()
 
     def gradients(self) -> dict[str, Tensor]:
         """Reduce the gradients and return this rank's shard of each; every rank calls this.
 
         In-place changes affect `step()`. Under ddp each gradient is full, otherwise it is this rank's shard.
         """
-        with self._together():
+        with self._reduced_gradients():
             return {m.name: m.parameter.grad for m in self._placed.named_parameters if m.parameter.grad is not None}
 
     def whole(self) -> Mapping[str, Tensor]:
@@ -148,18 +153,18 @@ class PlacedModel:
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._veil.show()
-        for module in self._copies:
+        self._gradient_guard.show()
+        for module in self._uncopyable_modules:
             vars(module).pop("__deepcopy__", None)
         self._placed.reducer.close()
         self._placed.close()
 
-    def _open(self, count: Tensor | float | None) -> None:
+    def _begin_backward(self, count: Tensor | float | None) -> None:
         """Begin a step with its first backward, or continue the current step."""
-        dropped = self._veil.show()
-        names = {*dropped.gone, *dropped.zeroed}
-        asked = self._taken or {m.name for m in self._placed.named_parameters}
-        if self._is_open and names >= asked:
+        replaced = self._gradient_guard.show()
+        names = {*replaced.set_to_none, *replaced.set_to_zero}
+        optimized_names = self._optimized_names or {m.name for m in self._placed.named_parameters}
+        if self._is_open and names >= optimized_names:
             self._is_open = False
         elif self._is_open and names:
             raise UsageError(
@@ -168,7 +173,7 @@ class PlacedModel:
                 hint="zero_grad() of all of them; or step() of the others first",
             )
         elif self._has_begun and not self._is_open and not self._has_stepped:
-            self._drop(dropped)
+            self._drop_replaced(replaced)
             if any(
                 m.parameter.grad is not None and bool(m.parameter.grad.any()) for m in self._placed.named_parameters
             ):
@@ -186,40 +191,40 @@ class PlacedModel:
                 hint="count= in all backwards of a step, or in none",
             )
         if count is not None:
-            own = torch.as_tensor(count, dtype=torch.float64, device=self.world.device).detach()
-            self._count = own if self._count is None else self._count + own
+            local_count = torch.as_tensor(count, dtype=torch.float64, device=self.world.device).detach()
+            self._count = local_count if self._count is None else self._count + local_count
 
-    def _refuse_late(self) -> None:
-        late = next((name for name, parameter in self._frozen if parameter.requires_grad), None)
-        if late is not None:
+    def _refuse_unfrozen(self) -> None:
+        unfrozen = next((name for name, parameter in self._frozen if parameter.requires_grad), None)
+        if unfrozen is not None:
             raise UsageError(
-                f"{late} was frozen when the model was placed, so no rank has a buffer for its gradient.",
+                f"{unfrozen} was frozen when the model was placed, so no rank has a buffer for its gradient.",
                 cause="requires_grad_(True) after pl.place",
                 hint="let it train in build=, and freeze it after pl.place: placed.model.layer.requires_grad_(False)",
             )
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _reduced_gradients(self) -> Iterator[None]:
         """Reduce the gradients for the duration of the block, and hide them again afterwards."""
-        self._finish()
+        self._reduce_gradients()
         yield
-        if self._is_apart:
-            self._veil.hide()
+        if self._is_sharded:
+            self._gradient_guard.hide()
 
-    def _norm(self) -> Tensor:
+    def _gradient_norm(self) -> Tensor:
         gradients = [p.grad for p in self._placed.owned_parameters() if p.grad is not None]
         if self._placed.optim_shards.is_unsharded:
             return nn.utils.get_total_norm(gradients)
         return joint_norm(gradients, worlds=[self.world])
 
-    def _updated(self) -> None:
+    def _after_optimizer_step(self) -> None:
         """Record that an optimizer has made its step."""
         self._has_stepped = True
         self._placed.sync_after_update()
-        if self._is_apart:
-            self._veil.hide(is_over=True)
+        if self._is_sharded:
+            self._gradient_guard.hide(is_over=True)
 
-    def _finish(self) -> None:
+    def _reduce_gradients(self) -> None:
         """Reduce the gradients once per step, and make them visible in `grad`."""
         if not self._has_begun:
             raise UsageError(
@@ -227,23 +232,23 @@ class PlacedModel:
                 cause="loss.backward(), which does not reduce gradients over the ranks",
                 hint="placed.backward(loss)",
             )
-        dropped = self._veil.show()
+        replaced = self._gradient_guard.show()
         if self._is_open:
-            settled = self._placed.reducer.finish(divisor=self._divisor())
-            assert settled
+            is_reduced = self._placed.reducer.finish(divisor=self._divisor())
+            assert is_reduced
             self._is_open = False
             for _, module in norms_with_statistics(self.model):
                 for buffer in module.buffers(recurse=False):
                     self.world.broadcast(buffer)
-        self._drop(dropped)
+        self._drop_replaced(replaced)
 
-    def _drop(self, dropped: ReplacedGradients) -> None:
+    def _drop_replaced(self, replaced: ReplacedGradients) -> None:
         """Set the reduced gradients to None or to zero if the user has set the placeholders to that."""
-        gone, zeroed = set(dropped.gone), set(dropped.zeroed)
-        for member in self._placed.named_parameters if gone or zeroed else ():
-            if member.name in gone:
+        set_to_none, set_to_zero = set(replaced.set_to_none), set(replaced.set_to_zero)
+        for member in self._placed.named_parameters if set_to_none or set_to_zero else ():
+            if member.name in set_to_none:
                 member.parameter.grad = None
-            elif member.name in zeroed and member.parameter.grad is not None:
+            elif member.name in set_to_zero and member.parameter.grad is not None:
                 member.parameter.grad.zero_()
 
     def _divisor(self) -> float | Tensor | None:
@@ -258,31 +263,31 @@ class PlacedModel:
             )
         return float(total)
 
-    def _made(self, factory: Factory) -> tuple[list[Optimizer], bool]:
+    def _build_optimizers(self, factory: Factory) -> tuple[list[Optimizer], bool]:
         if self._placed.optim_shards.is_unsharded and not self._worlds.mesh.zero:
-            made = factory([(m.name, m.parameter) for m in self._placed.named_parameters])
-            several = isinstance(made, list | tuple)
-            return (list(made) if several else [made]), several
-        several = False
+            result = factory([(m.name, m.parameter) for m in self._placed.named_parameters])
+            is_list = isinstance(result, list | tuple)
+            return (list(result) if is_list else [result]), is_list
+        is_list = False
 
-        def watched(pairs: list[tuple[str, nn.Parameter]]) -> Any:
-            nonlocal several
-            made = factory(pairs)
-            several = isinstance(made, list | tuple)
-            return made
+        def record_result(pairs: list[tuple[str, nn.Parameter]]) -> Any:
+            nonlocal is_list
+            result = factory(pairs)
+            is_list = isinstance(result, list | tuple)
+            return result
 
-        rules = try_optimizer_factory(watched, self._every)
-        for name, reason in rules.full_tensor_reasons().items():
+        sharded_factory = try_optimizer_factory(record_result, self._all_parameters)
+        for name, reason in sharded_factory.full_tensor_reasons().items():
             raise LayoutError(
-                f"{reason}, and {layout_label(self._asked, self._worlds.mesh)} gives ranks parts of {name}.",
+                f"{reason}, and {layout_label(self._requested_layout, self._worlds.mesh)} gives ranks parts of {name}.",
                 cause="the update rule needs a whole tensor",
                 hint='layout="ddp", or torch.optim.AdamW',
             )
-        return rules.make_optimizers(self._placed.named_parameters), several
+        return sharded_factory.make_optimizers(self._placed.named_parameters), is_list
 
-    def _take(self, made: Sequence[Any]) -> None:
+    def _claim_parameters(self, optimizers: Sequence[Any]) -> None:
         names = {id(m.parameter): m.name for m in self._placed.named_parameters}
-        for optimizer in made:
+        for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise JobError(
                     f"the factory returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer.",
@@ -290,14 +295,14 @@ class PlacedModel:
                 )
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 name = names.get(id(parameter))
-                if name is None or name in self._taken:
+                if name is None or name in self._optimized_names:
                     raise JobError(
                         f"{name} has an optimizer already."
                         if name
                         else "an optimizer holds a parameter that is not the model's.",
                         hint="build the groups from the (name, parameter) pairs that the factory gets",
                     )
-                self._taken.add(name)
+                self._optimized_names.add(name)
 
 
 def _refuse_copy(*_: Any) -> Any:

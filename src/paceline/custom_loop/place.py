@@ -16,7 +16,7 @@ from paceline.config.layout import Layout, LayoutKind, parse_layout
 from paceline.config.loading import RequestedSettings, merge
 from paceline.config.settings import Settings
 from paceline.console.output import print_line
-from paceline.custom_loop.existing_world import found_world
+from paceline.custom_loop.existing_world import open_current_world
 from paceline.custom_loop.parallel_model import PlacedModel
 from paceline.errors import LayoutError, PacelineError, UsageError, raise_all
 from paceline.launch.failures.uncaught_exceptions import install_uncaught_hook
@@ -33,9 +33,9 @@ from paceline.torch_internals.private_api import guard_hooks
 from paceline.torch_internals.rng import stream_key
 from paceline.trainer.setup.initial_model import build_initial_model
 
-_HEARD = ("place", "init", "train.compile", "train.backend", "train.timeout_seconds")
+_SUPPORTED_SETTINGS = ("place", "init", "train.compile", "train.backend", "train.timeout_seconds")
 
-_NEVER = {
+_UNSUPPORTED_AXES = {
     "pp": "with pp the engine calls forward and backward of microbatches, not the script",
     "cp": "with cp the engine distributes slices of each sequence, with labels and positions",
     "ep": "with ep the engine reduces the experts' gradients over different ranks than the rest",
@@ -86,37 +86,45 @@ def _place(
     example: Callable[[nn.Module], Any] | None,
     device: str,
 ) -> PlacedModel:
-    chosen = _settings(settings or {})
-    here = world or found_world(device=device, settings=chosen)
-    asked = parse_layout(layout or ("single" if here.world_size == 1 else "ddp"))
-    mesh = _mesh(asked, here.world_size)
-    worlds = MeshGroups.from_mesh(here, mesh=mesh)
+    placement_settings = _settings(settings or {})
+    current_world = world or open_current_world(device=device, settings=placement_settings)
+    requested_layout = parse_layout(layout or ("single" if current_world.world_size == 1 else "ddp"))
+    mesh = _mesh(requested_layout, current_world.world_size)
+    worlds = MeshGroups.from_mesh(current_world, mesh=mesh)
     guard_hooks()
     state = torch.get_rng_state()
-    drawn = hashlib.blake2b(bytes(state.numpy()), digest_size=8).hexdigest()
-    seed = stream_key(here.share_json(drawn), "place")
-    begun = build_initial_model(partial(_build_sound, build), seed=seed, limit_bytes=chosen.init.limit, worlds=worlds)
-    model = begun.on(here.device)
-    if tensor_bytes(model) > chosen.init.limit:  # drawn by name, so the next model still differs
+    rng_digest = hashlib.blake2b(bytes(state.numpy()), digest_size=8).hexdigest()
+    seed = stream_key(current_world.share_json(rng_digest), "place")
+    initial_model = build_initial_model(
+        partial(_build_and_check, build), seed=seed, limit_bytes=placement_settings.init.limit, worlds=worlds
+    )
+    model = initial_model.to(current_world.device)
+    if tensor_bytes(model) > placement_settings.init.limit:  # drawn by name, so the next model still differs
         torch.set_rng_state(state)
         torch.rand(1)
-    if begun.is_whole:
-        broadcast_initial_tensors(model, world=here)
-    every = [replace(member, parameter=_without_memory(member.parameter)) for member in trainable_parameters(model)]
+    if initial_model.is_whole:
+        broadcast_initial_tensors(model, world=current_world)
+    all_parameters = [replace(member, parameter=_as_meta(member.parameter)) for member in trainable_parameters(model)]
     request = PlacementRequest(
-        layout=asked,
+        layout=requested_layout,
         worlds=worlds,
-        example_run=None if example is None else _Example(model=model, given=example),
+        example_run=None if example is None else _Example(model=model, function=example),
         report=print_line,
-        settings=chosen.place,
-        is_compiled=chosen.train.compile,
-        deferred_rows=begun.rows,
-        deferred_model=begun.late,
+        settings=placement_settings.place,
+        is_compiled=placement_settings.train.compile,
+        deferred_rows=initial_model.deferred_rows,
+        deferred_model=initial_model.deferred_model,
     )
-    return PlacedModel(model=model, placed=parallelize(model, request), worlds=worlds, asked=asked, every=every)
+    return PlacedModel(
+        model=model,
+        placed=parallelize(model, request),
+        worlds=worlds,
+        requested_layout=requested_layout,
+        all_parameters=all_parameters,
+    )
 
 
-def _build_sound(build: Callable[[], nn.Module]) -> nn.Module:
+def _build_and_check(build: Callable[[], nn.Module]) -> nn.Module:
     model = build()
     if isinstance(model, nn.Module):  # any other type is refused later, with its name
         refuse_tensors(model)
@@ -128,47 +136,49 @@ class _Example:
     """The user's example in the form that `parallelize` calls."""
 
     model: nn.Module
-    given: Callable[[nn.Module], Any]
+    function: Callable[[nn.Module], Any]
 
     def __call__(self) -> Any:
-        return self.given(self.model)
+        return self.function(self.model)
 
     def run(self, model: nn.Module) -> Any:
-        return self.given(model)
+        return self.function(model)
 
     def once(self, key: Hashable, find: Callable[[], Result]) -> Result:
         return find()
 
 
-def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
+def _as_meta(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty_like(parameter, device="meta"))
 
 
-def _settings(given: Mapping[str, Any]) -> Settings:
+def _settings(overrides: Mapping[str, Any]) -> Settings:
     """Return the settings. Those of steps, data and runs are refused.
 
     Raises:
         UsageError, Problems: a setting is unknown, out of range, or has no effect here.
     """
-    asked = RequestedSettings().over(given, origin="pl.place(settings=)")
+    requested = RequestedSettings().layered_over(overrides, origin="pl.place(settings=)")
     problems: list[PacelineError] = [
-        UsageError(f"pl.place does not use the setting {name!r}.", hint=f"one of {', '.join(_HEARD)}, or pl.Run")
-        for name in asked.values
-        if name not in _HEARD and name.partition(".")[0] not in _HEARD
+        UsageError(
+            f"pl.place does not use the setting {name!r}.", hint=f"one of {', '.join(_SUPPORTED_SETTINGS)}, or pl.Run"
+        )
+        for name in requested.values
+        if name not in _SUPPORTED_SETTINGS and name.partition(".")[0] not in _SUPPORTED_SETTINGS
     ]
     raise_all(problems)
-    return merge(asked)
+    return merge(requested)
 
 
-def _mesh(asked: Layout, ranks: int) -> Mesh:
+def _mesh(layout: Layout, ranks: int) -> Mesh:
     problems: list[PacelineError] = []
-    never = {axis: why for axis, why in _NEVER.items() if asked.sizes.get(axis, 1) != 1}
-    never |= {"threads": _NEVER["pp"]} if asked.kind is LayoutKind.THREADS else {}
-    for what, why in never.items():
-        hint = f"with pl.Run(job, layout={str(asked)!r}) as run: ..."
-        problems.append(LayoutError(f"pl.place has no {what}.", cause=why, hint=hint))
+    unsupported = {axis: reason for axis, reason in _UNSUPPORTED_AXES.items() if layout.sizes.get(axis, 1) != 1}
+    unsupported |= {"threads": _UNSUPPORTED_AXES["pp"]} if layout.kind is LayoutKind.THREADS else {}
+    for name, reason in unsupported.items():
+        hint = f"with pl.Run(job, layout={str(layout)!r}) as run: ..."
+        problems.append(LayoutError(f"pl.place has no {name}.", cause=reason, hint=hint))
     raise_all(problems)
-    mesh = resolve_mesh(asked, ranks=ranks, problems=problems)
-    problems += check_axis_products(asked, mesh)
+    mesh = resolve_mesh(layout, ranks=ranks, problems=problems)
+    problems += check_axis_products(layout, mesh)
     raise_all(problems)
     return mesh

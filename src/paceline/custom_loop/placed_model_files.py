@@ -46,55 +46,61 @@ def save_folder(
         SaveError, CheckpointError: the folder can't be written; raised on every rank.
     """
     shares = OptimizerShards(parameters=placed.named_parameters, sharded=placed.optim_shards, world=world)
-    aside = folder.with_name(f".{folder.name}.saving")
+    temporary = folder.with_name(f".{folder.name}.saving")
     weights = view_state_dict(model, weights=placed.weights, world=world)
-    single = _single(optimizers, shares)
-    held, scalars = run_on_all_ranks(world, lambda: _states(optimizers, shares, single))
-    states = ShardedTensors(world=world, tensors=held)
-    plain = [_plain(said) for said in optimizer_scalars(optimizers, shares, scalars)]
-    listed = StateDictView(entries=states.local_tensors, weights=states)
+    scalar_names = _scalar_state_names(optimizers, shares)
+    tensors, scalars = run_on_all_ranks(world, lambda: _collect_states(optimizers, shares, scalar_names))
+    states = ShardedTensors(world=world, tensors=tensors)
+    options = [
+        _optimizer_options(saved_optimizer) for saved_optimizer in optimizer_scalars(optimizers, shares, scalars)
+    ]
+    listing = StateDictView(entries=states.local_tensors, weights=states)
     config = getattr(model, "config", None)
-    run_on_all_ranks(world, lambda: consolidate_weights(weights, aside, config=config, world=world))
-    run_on_all_ranks(world, lambda: consolidate_weights(listed, aside / OPTIMIZER, config=None, world=world))
-    run_on_all_ranks(world, lambda: _end(aside, folder, plain) if world.is_main else None)
+    run_on_all_ranks(world, lambda: consolidate_weights(weights, temporary, config=config, world=world))
+    run_on_all_ranks(world, lambda: consolidate_weights(listing, temporary / OPTIMIZER, config=None, world=world))
+    run_on_all_ranks(world, lambda: _commit_folder(temporary, folder, options) if world.is_main else None)
 
 
-def _end(aside: Path, folder: Path, plain: Sequence[Any]) -> None:
+def _commit_folder(temporary: Path, folder: Path, options: Sequence[Any]) -> None:
     with convert_to_save_error("the placed model", folder):
-        write_json(aside / OPTIMIZER / OPTIONS, list(plain))
-        sync_folder(aside)
+        write_json(temporary / OPTIMIZER / OPTIONS, list(options))
+        sync_folder(temporary)
         shutil.rmtree(folder, ignore_errors=True)
-        aside.rename(folder)
+        temporary.rename(folder)
 
 
-def _single(optimizers: Sequence[Optimizer], shares: OptimizerShards) -> frozenset[str]:
+def _scalar_state_names(optimizers: Sequence[Optimizer], shares: OptimizerShards) -> frozenset[str]:
     """Return the names of state tensors that are one number for a full parameter, such as Adam's `step`.
 
     If a rank holds one element of a parameter, its moments also have one element, so such a tensor is ambiguous.
     It is a number if another rank, with more elements or none, finds one, or if all tensors of its key are numbers.
     Every rank calls this.
     """
-    seen = [
+    states = [
         (_stored_name(index, name, key), f"{index}/{key}", value, key != "step" and value.shape == parameter.shape)
         for index, optimizer in enumerate(optimizers)
-        for parameter, name in _named(optimizer, shares)
+        for parameter, name in _parameters_with_names(optimizer, shares)
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     ]
-    numbers = {name: key for name, key, value, may_be_cut in seen if value.numel() == 1 and not may_be_cut}
-    others = sorted({key for _, key, value, _ in seen if value.numel() != 1})
-    said = [(numbers, others)] if shares.sharded.is_unsharded else shares.world.gather_json((numbers, others))
-    names = {name for found, _ in said for name in found}
-    keys = {key for found, _ in said for key in found.values()} - {key for _, found in said for key in found}
-    return frozenset(names | {name for name, key, _, _ in seen if key in keys})
+    scalars = {name: key for name, key, value, may_be_cut in states if value.numel() == 1 and not may_be_cut}
+    tensor_keys = sorted({key for _, key, value, _ in states if value.numel() != 1})
+    by_rank = (
+        [(scalars, tensor_keys)] if shares.sharded.is_unsharded else shares.world.gather_json((scalars, tensor_keys))
+    )
+    names = {name for rank_scalars, _ in by_rank for name in rank_scalars}
+    keys = {key for rank_scalars, _ in by_rank for key in rank_scalars.values()} - {
+        key for _, rank_scalars in by_rank for key in rank_scalars
+    }
+    return frozenset(names | {name for name, key, _, _ in states if key in keys})
 
 
 def _stored_name(index: int, name: str, key: Any) -> str:
     return f"{index}/{name}/{key}"
 
 
-def _states(
-    optimizers: Sequence[Optimizer], shares: OptimizerShards, single: frozenset[str]
+def _collect_states(
+    optimizers: Sequence[Optimizer], shares: OptimizerShards, scalar_names: frozenset[str]
 ) -> tuple[list[LocalTensor], list[dict[str, Any]]]:
     """Return the tensors of every optimizer's state, and its other values as JSON by parameter name.
 
@@ -104,49 +110,51 @@ def _states(
     Raises:
         CheckpointError: a value can't be written, or its sharding is not known.
     """
-    held: list[LocalTensor] = []
+    local_tensors: list[LocalTensor] = []
     scalars: list[dict[str, Any]] = []
     for index, optimizer in enumerate(optimizers):
         scalars.append({})
         kind = type(optimizer).__name__
-        for parameter, name in _named(optimizer, shares):
+        for parameter, name in _parameters_with_names(optimizer, shares):
             state = optimizer.state.get(parameter, {})
-            alone = {id(value) for key, value in state.items() if _stored_name(index, name, key) in single}
-            takes = partial(_is_stored, parameter.shape, alone)
-            tensors, plain = split_state(state, name=name, kind=kind, accepts=takes)
+            scalar_ids = {id(value) for key, value in state.items() if _stored_name(index, name, key) in scalar_names}
+            is_stored = partial(_is_stored, parameter.shape, scalar_ids)
+            tensors, values = split_state(state, name=name, kind=kind, accepts=is_stored)
             for key, value in tensors.items():
-                part = _part_of(value, parameter, name=name, key=key, kind=kind, shares=shares)
+                part = _shard_of_state(value, parameter, name=name, key=key, kind=kind, shares=shares)
                 find = partial(Tensor.detach, value)
-                held.append(
+                local_tensors.append(
                     LocalTensor(
                         name=_stored_name(index, name, key), shard_spec=part, dtype=value.dtype, get_tensor=find
                     )
                 )
-            if plain:
-                scalars[-1][name] = plain
-        shared, inner = shared_state(optimizer, shares)
+            if values:
+                scalars[-1][name] = values
+        shared_scalars, inner = shared_state(optimizer, shares)
         for key, value in inner.items():
             find = partial(Tensor.detach, value)
-            held.append(
+            local_tensors.append(
                 LocalTensor(
                     name=f"{index}//{key}", shard_spec=ShardSpec.full(value.shape), dtype=value.dtype, get_tensor=find
                 )
             )
-        if shared:
-            scalars[-1][NO_PARAMETER] = shared
-    return held, scalars
+        if shared_scalars:
+            scalars[-1][NO_PARAMETER] = shared_scalars
+    return local_tensors, scalars
 
 
-def _named(optimizer: Optimizer, shares: OptimizerShards) -> list[tuple[nn.Parameter, str]]:
+def _parameters_with_names(optimizer: Optimizer, shares: OptimizerShards) -> list[tuple[nn.Parameter, str]]:
     names = shares.parameter_names
     return [(p, names[id(p)]) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _is_stored(shape: torch.Size, alone: Container[int], value: Tensor) -> bool:
-    return id(value) not in alone and (value.shape == shape or value.numel() != 1)
+def _is_stored(shape: torch.Size, scalar_ids: Container[int], value: Tensor) -> bool:
+    return id(value) not in scalar_ids and (value.shape == shape or value.numel() != 1)
 
 
-def _part_of(value: Tensor, parameter: Tensor, *, name: str, key: str, kind: str, shares: OptimizerShards) -> ShardSpec:
+def _shard_of_state(
+    value: Tensor, parameter: Tensor, *, name: str, key: str, kind: str, shares: OptimizerShards
+) -> ShardSpec:
     if value.shape == parameter.shape:
         return shares.sharded.local_tensors[name].shard_spec
     if shares.sharded.is_unsharded:
@@ -158,18 +166,18 @@ def _part_of(value: Tensor, parameter: Tensor, *, name: str, key: str, kind: str
     )
 
 
-def _plain(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+def _optimizer_options(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return groups with the options that JSON can hold, and state values that are not tensors."""
     options = [{k: v for k, v in group["options"].items() if k != "param_names"} for group in optimizer["groups"]]
     return {"kind": optimizer["kind"], "groups": drop_job_created(options), "scalars": optimizer["scalars"]}
 
 
-def _listed(model: nn.Module) -> dict[str, str]:
+def _state_dict_names(model: nn.Module) -> dict[str, str]:
     """Return each name of the `state_dict`, mapped to the first name of the same tensor."""
-    firsts = {id(t): n for n, t in [*model.named_buffers(), *model.named_parameters()]}
-    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    known = {name: firsts[id(tensor)] for name, tensor in every}
-    return {name: known[name] for name in state_dict_tensors(model) if name in known}
+    name_by_id = {id(t): n for n, t in [*model.named_buffers(), *model.named_parameters()]}
+    named_tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first_name_of = {name: name_by_id[id(tensor)] for name, tensor in named_tensors}
+    return {name: first_name_of[name] for name in state_dict_tensors(model) if name in first_name_of}
 
 
 def load_folder(folder: Path, *, placed: ParallelizedModel, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
@@ -178,77 +186,87 @@ def load_folder(folder: Path, *, placed: ParallelizedModel, optimizers: Sequence
     Raises:
         CheckpointError: the folder belongs to another model or other optimizers, or can't be read.
     """
-    _load_weights(SafetensorsFolder(folder), placed, listed=_listed(model), folder=folder)
+    _load_weights(SafetensorsFolder(folder), placed, listed=_state_dict_names(model), folder=folder)
     try:
-        plains = read_json(folder / OPTIMIZER / OPTIONS)
+        saved_optimizers = read_json(folder / OPTIMIZER / OPTIONS)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{folder / OPTIMIZER / OPTIONS} can't be read: {error}.", hint="what placed.save wrote"
         ) from error
-    saved, now = [plain["kind"] for plain in plains], [type(optimizer).__name__ for optimizer in optimizers]
-    if saved != now:
+    saved_types, current_types = (
+        [saved["kind"] for saved in saved_optimizers],
+        [type(optimizer).__name__ for optimizer in optimizers],
+    )
+    if saved_types != current_types:
         raise CheckpointError(
-            f"{folder} has the optimizers {saved}, but this model has {now}.",
+            f"{folder} has the optimizers {saved_types}, but this model has {current_types}.",
             hint="build the same optimizers before load",
         )
-    shelf = SafetensorsFolder(folder / OPTIMIZER)
+    stored = SafetensorsFolder(folder / OPTIMIZER)
     names = {id(m.parameter): m.name for m in placed.named_parameters}
-    for index, (optimizer, plain) in enumerate(zip(optimizers, plains, strict=True)):
-        _load_optimizer(optimizer, plain, shelf, names, placed.optim_shards, prefix=f"{index}/")
+    for index, (optimizer, saved) in enumerate(zip(optimizers, saved_optimizers, strict=True)):
+        _load_optimizer(optimizer, saved, stored, names, placed.optim_shards, prefix=f"{index}/")
 
 
-def _load_weights(shelf: SafetensorsFolder, placed: ParallelizedModel, *, listed: dict[str, str], folder: Path) -> None:
-    wanted = {
+def _load_weights(
+    stored: SafetensorsFolder, placed: ParallelizedModel, *, listed: dict[str, str], folder: Path
+) -> None:
+    local_tensors = {
         first: placed.weights.local_tensors[first] for first in listed.values() if first in placed.weights.local_tensors
     }
-    there = set(shelf.names)
+    stored_names = set(stored.names)
     differing = sorted(
-        {n for n in wanted if n not in there or shelf.shape(n) != wanted[n].shard_spec.shape} | (there - set(listed))
+        {n for n in local_tensors if n not in stored_names or stored.shape(n) != local_tensors[n].shard_spec.shape}
+        | (stored_names - set(listed))
     )
     if differing:
         raise CheckpointError(
             f"{folder} belongs to a different model: {first_names(differing)} differ.", where=str(folder)
         )
     with torch.no_grad():
-        for name, held in wanted.items():
-            if held.tensor is not None and held.shard_spec.numel:
-                copy_into(held.tensor, shelf.read_shard(name, held.shard_spec))
+        for name, local_tensor in local_tensors.items():
+            if local_tensor.tensor is not None and local_tensor.shard_spec.numel:
+                copy_into(local_tensor.tensor, stored.read_shard(name, local_tensor.shard_spec))
 
 
 def _load_optimizer(
     optimizer: Optimizer,
-    plain: Any,
-    shelf: SafetensorsFolder,
+    saved: Any,
+    stored: SafetensorsFolder,
     names: dict[int, str],
-    kept: ShardedTensors,
+    shards: ShardedTensors,
     *,
     prefix: str,
 ) -> None:
     keys: dict[str, list[str]] = {}
-    for key in shelf.names:
+    for key in stored.names:
         if key.startswith(prefix):
             keys.setdefault(key.removeprefix(prefix).rpartition("/")[0], []).append(key)
-    for group, options in zip(optimizer.param_groups, plain["groups"], strict=True):
-        found = decode_state(options)
-        group.update({key: value for key, value in found.items() if value is not None or group.get(key) is None})
+    for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+        saved_options = decode_state(options)
+        group.update(
+            {key: value for key, value in saved_options.items() if value is not None or group.get(key) is None}
+        )
         for parameter in group["params"]:
             name = names[id(parameter)]
-            read = partial(_state, shelf, kept.local_tensors[name].shard_spec, parameter, f"{prefix}{name}/")
-            state = decode_state(plain["scalars"].get(name, {}), fetch=read)
-            leaves = [key.rpartition("/")[2] for key in keys.get(name, [])]
-            state |= {leaf: read(leaf) for leaf in leaves if not leaf.startswith(NESTED_PREFIX)}
+            read = partial(_read_state, stored, shards.local_tensors[name].shard_spec, parameter, f"{prefix}{name}/")
+            state = decode_state(saved["scalars"].get(name, {}), fetch=read)
+            state_names = [key.rpartition("/")[2] for key in keys.get(name, [])]
+            state |= {
+                state_name: read(state_name) for state_name in state_names if not state_name.startswith(NESTED_PREFIX)
+            }
             if state:
                 optimizer.state[parameter] = state
-    for key, value in plain["scalars"].get(NO_PARAMETER, []):
+    for key, value in saved["scalars"].get(NO_PARAMETER, []):
         optimizer.state[decode_state(key)] = decode_state(
-            value, fetch=lambda inner: shelf.read_tensor(f"{prefix}/{inner}")
+            value, fetch=lambda inner: stored.read_tensor(f"{prefix}/{inner}")
         )
 
 
-def _state(shelf: SafetensorsFolder, part: ShardSpec, parameter: Tensor, prefix: str, leaf: str) -> Tensor:
-    key = f"{prefix}{leaf}"
-    if shelf.shape(key) != part.shape:
-        return shelf.read_tensor(key).to(parameter.device)
+def _read_state(stored: SafetensorsFolder, part: ShardSpec, parameter: Tensor, prefix: str, state_name: str) -> Tensor:
+    key = f"{prefix}{state_name}"
+    if stored.shape(key) != part.shape:
+        return stored.read_tensor(key).to(parameter.device)
     if part.local_shape is None:
         return torch.empty_like(parameter)
-    return shelf.read_shard(key, part).to(parameter.device)
+    return stored.read_shard(key, part).to(parameter.device)

@@ -14,7 +14,7 @@ from paceline.data.checksum import checksum
 from paceline.data.sample_seeds import seed_sample
 from paceline.data.source import Source
 from paceline.data.types import DatasetSummary
-from paceline.errors import DataError, on_a_screen, user_line
+from paceline.errors import DataError, shorten_text, user_line
 from paceline.launch.agent.signals import STOP_SIGNALS, die_with_parent
 from paceline.launch.failures.oom_detection import explain_data_worker_error
 from paceline.torch_internals.private_api import introduce_worker
@@ -134,7 +134,7 @@ def worker_error(error: Exception, *, doing: str, hint: str = "") -> WorkerError
     """Return the exception as text, with the line of the user's code that raised it."""
     line = user_line(error)
     where = f"{line}: {line.text}" if line else ""
-    message = on_a_screen(str(error))
+    message = shorten_text(str(error))
     cause, hint = explain_data_worker_error(message) or ("", hint)
     return WorkerError(
         what=f"{doing} failed: {type(error).__name__}: {message}", where=where, cause=cause, hint=hint,

@@ -13,8 +13,8 @@ from paceline.console.formatting import plural
 from paceline.data.order.batches import Batch, next_batch
 from paceline.data.order.cursor import Cursor
 from paceline.data.order.permutation import Permutation, Positions
-from paceline.errors import DataError, JobError, UsageError, on_a_screen, raise_all, user_line
-from paceline.job_field_checks import unfit_data, whole_indices
+from paceline.errors import DataError, JobError, UsageError, raise_all, shorten_text, user_line
+from paceline.job_field_checks import integer_indices, unfit_data
 from paceline.torch_internals.rng import preserve_rng, seed_all, stream_key
 
 Collate = Callable[[list[Any]], Any]
@@ -244,7 +244,7 @@ class SampleOrder:
             return Permutation(num_samples=self._num_samples, seed=self._seed, epoch=epoch)
         if self._order == "sequential":
             return np.arange(self._num_samples, dtype=np.int64)
-        indices = whole_indices(self._user_indices(epoch))
+        indices = integer_indices(self._user_indices(epoch))
         if indices.ndim != 1:
             raise JobError(f"order= returned lists of indices (batches?) at epoch {epoch}.", hint=_ORDER_HINT)
         if len(indices) == 0 or indices.min() < 0 or indices.max() >= self._num_samples:
@@ -263,7 +263,7 @@ class SampleOrder:
         order = self._order
         if isinstance(order, str | bytes) or not (callable(order) or isinstance(order, Iterable)):
             raise JobError(
-                f"order={on_a_screen(repr(order), lines=1, width=40)} is not an order of samples.",
+                f"order={shorten_text(repr(order), lines=1, width=40)} is not an order of samples.",
                 hint=f'order="sequential", a torch Sampler, or {_ORDER_HINT}',
             )
         try:
@@ -271,7 +271,7 @@ class SampleOrder:
         except Exception as error:
             line = user_line(error)
             raise JobError(
-                f"order= failed for epoch {epoch}: {type(error).__name__}: {on_a_screen(str(error))}",
+                f"order= failed for epoch {epoch}: {type(error).__name__}: {shorten_text(str(error))}",
                 where=f"{line}: {line.text}" if line else "",
                 hint=_ORDER_HINT,
             ) from error

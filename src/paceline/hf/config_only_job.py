@@ -13,11 +13,11 @@ from torch.utils.data import Dataset
 from paceline.config.job_reference import JobRef
 from paceline.errors import JobError
 from paceline.hf.hf_job import job
-from paceline.hf.hf_model import as_known, class_for, read_config, task_of
+from paceline.hf.hf_model import as_known_config, infer_task, model_class, read_config
 from paceline.job import Job, NamedParameters, import_job_module
 
 ROWS = 1 << 20
-LONGEST, _UNSAID = 4096, 1024  # positions: the maximum, and the default if a config has none
+MAX_POSITIONS, _DEFAULT_POSITIONS = 4096, 1024  # positions: the maximum, and the default if a config has none
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
 
 
@@ -42,22 +42,26 @@ def make_job(
     Raises:
         JobError, CheckpointError: no config, no task, or no such optimizer.
     """
-    config, kind = _found(source)
-    named = kind if kind is not None else task or task_of(config)
-    class_for(config, named)  # refuses an impossible task before rows are made for it
+    config, kind = _read_source(source)
+    task_or_class = kind if kind is not None else task or infer_task(config)
+    model_class(config, task_or_class)  # refuses an impossible task before rows are made for it
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # a plan does not depend on this id
-    rows = RepeatedRows(config=config, task=named if isinstance(named, str) else _task_of(kind, config), length=length)
-    chosen = getattr(torch.optim, optimizer, None)
-    if not (isinstance(chosen, type) and issubclass(chosen, torch.optim.Optimizer)):
+    rows = RepeatedRows(
+        config=config,
+        task=task_or_class if isinstance(task_or_class, str) else _task_of_class(kind, config),
+        length=length,
+    )
+    optimizer_class = getattr(torch.optim, optimizer, None)
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise JobError(f"torch.optim has no {optimizer}.", hint="--job.optimizer AdamW, or SGD, Adafactor, Muon")
-    make: Any = chosen
+    build_optimizer: Any = optimizer_class
 
-    def optimized(parameters: NamedParameters) -> Any:
-        return make([parameter for _, parameter in parameters], lr=lr)
+    def build_job_optimizer(parameters: NamedParameters) -> Any:
+        return build_optimizer([parameter for _, parameter in parameters], lr=lr)
 
     return job(
-        config, task=named, train_data=rows, global_batch_size=global_batch_size, optimizer=optimized,
+        config, task=task_or_class, train_data=rows, global_batch_size=global_batch_size, optimizer=build_job_optimizer,
         name=str(getattr(config, "model_type", "")) or type(config).__name__,
     )  # fmt: skip
 
@@ -75,66 +79,72 @@ class RepeatedRows(Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self.task == "image-classification":
-            return {"pixel_values": self._picture(), "labels": 0}
+            return {"pixel_values": self._image(), "labels": 0}
         if self.task == "speech-seq2seq":
-            return {"input_features": self._sound(), "labels": self._ids()}
+            return {"input_features": self._spectrogram(), "labels": self._ids()}
         ids = self._ids()
         labels: Any = 0 if self.task == "text-classification" else torch.zeros_like(ids)
         return {"input_ids": ids, "labels": labels}
 
     def _ids(self) -> Tensor:
         text = self.config.get_text_config()
-        known = (getattr(text, name, None) for name in _POSITIONS)
-        most = next((int(each) for each in known if each), _UNSAID)
-        return torch.arange(self.length or min(most, LONGEST)) % int(text.vocab_size)
+        lengths = (getattr(text, name, None) for name in _POSITIONS)
+        longest = next((int(each) for each in lengths if each), _DEFAULT_POSITIONS)
+        return torch.arange(self.length or min(longest, MAX_POSITIONS)) % int(text.vocab_size)
 
-    def _picture(self) -> Tensor:
+    def _image(self) -> Tensor:
         size = getattr(self.config, "image_size", 224)
         high, wide = size if isinstance(size, list | tuple) else (size, size)
         return torch.zeros(int(getattr(self.config, "num_channels", 3)), int(high), int(wide))
 
-    def _sound(self) -> Tensor:
+    def _spectrogram(self) -> Tensor:
         """Return a spectrogram of Whisper's input length, which is twice the length of its encoder."""
         return torch.zeros(int(self.config.num_mel_bins), 2 * int(self.config.max_source_positions))
 
 
-def _task_of(kind: Any, config: Any) -> str:
+def _task_of_class(kind: Any, config: Any) -> str:
     """Return the task of a named model class, derived from its name."""
-    named = copy.copy(config)
-    named.architectures = [kind.__name__]
-    return task_of(named)
+    config_with_class = copy.copy(config)
+    config_with_class.architectures = [kind.__name__]
+    return infer_task(config_with_class)
 
 
-def _found(source: str) -> tuple[Any, Any]:
+def _read_source(source: str) -> tuple[Any, Any]:
     """Return the config, and the model class if one was named."""
     if Path(source).is_dir():
-        return _read(Path(source)), None
-    place, _, name = source.partition(":")
-    module = import_job_module(JobRef(path=Path(place)) if place.endswith(".py") else JobRef(module=place))
-    found = getattr(module, name, None)
-    if found is None:
-        raise JobError(f"{place} has no {name}.", where=str(getattr(module, "__file__", place)), hint=f"{place}:NAME")
-    kind = None
-    if isinstance(found, type) and hasattr(found, "config_class") and not _is_config(found):
-        found, kind = found.config_class, found
-    made = found if isinstance(found, transformers.PretrainedConfig) else _called(source, found)
-    if not isinstance(made, transformers.PretrainedConfig):
+        return _read_folder(Path(source)), None
+    path_or_module, _, name = source.partition(":")
+    module = import_job_module(
+        JobRef(path=Path(path_or_module)) if path_or_module.endswith(".py") else JobRef(module=path_or_module)
+    )
+    target = getattr(module, name, None)
+    if target is None:
         raise JobError(
-            f"{source} is a {type(made).__name__}, expected a Hugging Face config.", hint="module:LlamaConfig"
+            f"{path_or_module} has no {name}.",
+            where=str(getattr(module, "__file__", path_or_module)),
+            hint=f"{path_or_module}:NAME",
         )
-    return as_known(read_config(made)[0]), kind
+    kind = None
+    if isinstance(target, type) and hasattr(target, "config_class") and not _is_config(target):
+        target, kind = target.config_class, target
+    config = target if isinstance(target, transformers.PretrainedConfig) else _call_factory(source, target)
+    if not isinstance(config, transformers.PretrainedConfig):
+        raise JobError(
+            f"{source} is a {type(config).__name__}, expected a Hugging Face config.", hint="module:LlamaConfig"
+        )
+    return as_known_config(read_config(config)[0]), kind
 
 
-def _is_config(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, transformers.PretrainedConfig)
+def _is_config(target: Any) -> bool:
+    return isinstance(target, type) and issubclass(target, transformers.PretrainedConfig)
 
 
-def _called(source: str, found: Any) -> Any:
+def _call_factory(source: str, target: Any) -> Any:
     """Call a class or function without arguments to get a config; return any other object as it is."""
-    if not callable(found):
-        return found
+    if not callable(target):
+        return target
     try:
-        return found()
+        return target()
     except Exception as error:
         raise JobError(
             f"{source} does not return a config: {type(error).__name__}: {error}.",
@@ -142,7 +152,7 @@ def _called(source: str, found: Any) -> Any:
         ) from error
 
 
-def _read(folder: Path) -> Any:
+def _read_folder(folder: Path) -> Any:
     try:
         return read_config(folder)[0]
     except (ValueError, OSError, KeyError) as error:

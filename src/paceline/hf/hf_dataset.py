@@ -10,12 +10,12 @@ from torch.utils.data import Dataset, default_collate
 
 from paceline.errors import JobError
 
-IGNORED = -100
-_FILL = {"attention_mask": 0, "token_type_ids": 0, "labels": IGNORED, "decoder_attention_mask": 0}
+IGNORE_INDEX = -100
+_PADDING_VALUES = {"attention_mask": 0, "token_type_ids": 0, "labels": IGNORE_INDEX, "decoder_attention_mask": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Texts(Dataset[Any]):
+class TokenizedRows(Dataset[Any]):
     """Rows with text, tokenized one at a time; rows that have `input_ids` are passed on unchanged."""
 
     rows: Any
@@ -31,10 +31,10 @@ class Texts(Dataset[Any]):
         row = self.rows[index]
         if isinstance(row, Mapping) and "input_ids" in row:
             return row
-        return tokenized(row, tokenizer=self.tokenizer, column=self.column, target=self.target, length=self.length)
+        return tokenize_row(row, tokenizer=self.tokenizer, column=self.column, target=self.target, length=self.length)
 
 
-def tokenized(row: Any, *, tokenizer: Any, column: str, target: str | None, length: int | None) -> dict[str, Any]:
+def tokenize_row(row: Any, *, tokenizer: Any, column: str, target: str | None, length: int | None) -> dict[str, Any]:
     """Return one row's ids and mask; with `target`, the ids of that column become the labels.
 
     Raises:
@@ -46,33 +46,33 @@ def tokenized(row: Any, *, tokenizer: Any, column: str, target: str | None, leng
             cause="a job from a config, or from a folder without one",
             hint="pl.hf.job(..., tokenizer=AutoTokenizer.from_pretrained('folder'))",
         )
-    given = {"text": row} if isinstance(row, str) else row
+    columns = {"text": row} if isinstance(row, str) else row
     for name in filter(None, (column, target)):
-        if name not in given:
+        if name not in columns:
             raise JobError(
-                f"the rows have no column {name!r}, they have {', '.join(map(repr, given))}.",
+                f"the rows have no column {name!r}, they have {', '.join(map(repr, columns))}.",
                 hint="text='the column', target='the column of the answer'",
             )
-    cut: dict[str, Any] = {"truncation": length is not None, "max_length": length}
-    found = dict(tokenizer(given[column], **cut))
+    truncation: dict[str, Any] = {"truncation": length is not None, "max_length": length}
+    model_inputs = dict(tokenizer(columns[column], **truncation))
     if target is not None:
-        found["labels"] = tokenizer(text_target=given[target], **cut)["input_ids"]
-    elif "labels" in given or "label" in given:
-        found["labels"] = given.get("labels", given.get("label"))
-    return found
+        model_inputs["labels"] = tokenizer(text_target=columns[target], **truncation)["input_ids"]
+    elif "labels" in columns or "label" in columns:
+        model_inputs["labels"] = columns.get("labels", columns.get("label"))
+    return model_inputs
 
 
-def masked(ids: Tensor, *, mask_id: int, vocabulary: int, special: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+def mask_tokens(ids: Tensor, *, mask_id: int, vocabulary: int, special: Tensor, rate: float) -> tuple[Tensor, Tensor]:
     """Mask some ids and return labels for them: 80 % masked, 10 % random, 10 % kept (Devlin et al. 2019)."""
-    chosen = (torch.rand(ids.shape) < rate) & ~special
-    kind = torch.rand(ids.shape)
-    others = torch.randint(vocabulary, ids.shape)
-    hidden = torch.where(kind < 0.8, mask_id, torch.where(kind < 0.9, others, ids))
-    return torch.where(chosen, hidden, ids), torch.where(chosen, ids, IGNORED)
+    is_chosen = (torch.rand(ids.shape) < rate) & ~special
+    draw = torch.rand(ids.shape)
+    random_ids = torch.randint(vocabulary, ids.shape)
+    masked_ids = torch.where(draw < 0.8, mask_id, torch.where(draw < 0.9, random_ids, ids))
+    return torch.where(is_chosen, masked_ids, ids), torch.where(is_chosen, ids, IGNORE_INDEX)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Masking(Dataset[Any]):
+class MaskedRows(Dataset[Any]):
     """Rows of ids that are masked again at each read."""
 
     rows: Any
@@ -90,44 +90,46 @@ class Masking(Dataset[Any]):
             return row
         ids = torch.as_tensor(row["input_ids"])
         special = torch.isin(ids, torch.tensor(sorted(self.special)))
-        hidden, labels = masked(ids, mask_id=self.mask_id, vocabulary=self.vocabulary, special=special, rate=self.rate)
-        return {**row, "input_ids": hidden, "labels": labels}
+        masked_ids, labels = mask_tokens(
+            ids, mask_id=self.mask_id, vocabulary=self.vocabulary, special=special, rate=self.rate
+        )
+        return {**row, "input_ids": masked_ids, "labels": labels}
 
 
 def collate(*, pad_id: int, copy_labels: bool) -> Callable[[list[Any]], Any]:
     """Return a collate function that pads rows to the longest; `copy_labels` copies ids to labels if there are none."""
 
-    def together(rows: list[Any]) -> Any:
+    def collate_rows(rows: list[Any]) -> Any:
         if not isinstance(rows[0], Mapping):
             return default_collate(rows)
-        found: dict[str, Any] = {}
+        batch: dict[str, Any] = {}
         for name in rows[0]:
             values = [row[name] for row in rows]
-            found[name] = _padded(values, _FILL.get(name, pad_id)) if _has_length(values[0]) else _stacked(values)
-        ids = found.get("input_ids")
-        uneven = ids is not None and len({len(row["input_ids"]) for row in rows}) > 1
-        if uneven and "attention_mask" not in found:
-            found["attention_mask"] = _padded([torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows], 0)
-        if copy_labels and "labels" not in found and ids is not None:
-            mask = found.get("attention_mask")
-            found["labels"] = ids.clone() if mask is None else torch.where(mask.bool(), ids, IGNORED)
-        return found
+            batch[name] = _pad(values, _PADDING_VALUES.get(name, pad_id)) if _has_length(values[0]) else _stack(values)
+        ids = batch.get("input_ids")
+        has_padding = ids is not None and len({len(row["input_ids"]) for row in rows}) > 1
+        if has_padding and "attention_mask" not in batch:
+            batch["attention_mask"] = _pad([torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows], 0)
+        if copy_labels and "labels" not in batch and ids is not None:
+            mask = batch.get("attention_mask")
+            batch["labels"] = ids.clone() if mask is None else torch.where(mask.bool(), ids, IGNORE_INDEX)
+        return batch
 
-    return together
+    return collate_rows
 
 
 def _has_length(value: Any) -> bool:
     return (isinstance(value, Tensor) and value.dim() == 1) or isinstance(value, list | tuple)
 
 
-def _stacked(values: Sequence[Any]) -> Any:
+def _stack(values: Sequence[Any]) -> Any:
     return default_collate(list(values))
 
 
-def _padded(values: Sequence[Any], fill: int) -> Tensor:
+def _pad(values: Sequence[Any], fill: int) -> Tensor:
     tensors = [torch.as_tensor(value) for value in values]
     longest = max(len(tensor) for tensor in tensors)
-    found = tensors[0].new_full((len(tensors), longest), fill)
-    for place, tensor in enumerate(tensors):
-        found[place, : len(tensor)] = tensor
-    return found
+    padded = tensors[0].new_full((len(tensors), longest), fill)
+    for row, tensor in enumerate(tensors):
+        padded[row, : len(tensor)] = tensor
+    return padded

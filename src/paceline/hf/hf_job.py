@@ -9,8 +9,8 @@ import transformers
 from torch.optim import Optimizer
 
 from paceline.errors import JobError
-from paceline.hf.hf_dataset import Masking, Texts, collate
-from paceline.hf.hf_model import ConfigModel, FolderModel, class_for, read_config, task_of
+from paceline.hf.hf_dataset import MaskedRows, TokenizedRows, collate
+from paceline.hf.hf_model import ConfigModel, FolderModel, infer_task, model_class, read_config
 from paceline.job import Job, NamedParameters
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
@@ -40,8 +40,7 @@ def job(
         source: a config (fresh weights), or a folder with `config.json` and safetensors (its weights).
         train_data: rows with the arguments of the model's forward (`input_ids`, `labels`, ...), or rows of text.
         task: `causal-lm`, `masked-lm`, `seq2seq-lm`, `image-classification`, ..., or a model class; by default the
-            class that the config names. If it names none: seq2seq for an encoder-decoder (of text or of speech),
-            masked-lm for an encoder, causal-lm for a decoder.
+            class that the config names, else seq2seq for an encoder-decoder, masked-lm or causal-lm for the others.
         optimizer: as in `Job`; by default AdamW at `lr`, with `weight_decay` on matrices only.
         tokenizer: for rows of text; by default the folder's.
         text, target: the columns of the text, and of the answer for seq2seq.
@@ -55,49 +54,58 @@ def job(
         JobError, CheckpointError: no such task, no config, or a model that can't train.
     """
     config, folder = read_config(source)
-    task = task or task_of(config)
-    build = ConfigModel(config=config, kind=class_for(config, task), dtype=dtype)
+    task = task or infer_task(config)
+    build = ConfigModel(config=config, kind=model_class(config, task), dtype=dtype)
     tokenizer = tokenizer or (folder and _tokenizer(folder))
     data = {
-        name: _rows(rows, config, task, tokenizer, text=text, target=target, length=length, rate=mask_rate)
-        for name, rows in {"train_data": train_data, **_data(fields)}.items()
+        name: _prepare_rows(rows, config, task, tokenizer, text=text, target=target, length=length, rate=mask_rate)
+        for name, rows in {"train_data": train_data, **_evaluation_data(fields)}.items()
     }
     pad_id = next(
-        (n for n in (getattr(tokenizer, "pad_token_id", None), _text(config, "pad_token_id")) if n is not None), 0
+        (
+            n
+            for n in (getattr(tokenizer, "pad_token_id", None), _text_config_value(config, "pad_token_id"))
+            if n is not None
+        ),
+        0,
     )
-    made: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "model": build if folder is None else FolderModel(folder=folder.resolve(), build=build, new=tuple(new)),
         "optimizer": optimizer or _adamw(lr, weight_decay),
         "collate": collate(pad_id=pad_id, copy_labels=task == "causal-lm"),
         "global_batch_size": global_batch_size,
     }
-    return Job(**{**made, **fields, **data})
+    return Job(**{**defaults, **fields, **data})
 
 
-def _data(fields: dict[str, Any]) -> dict[str, Any]:
+def _evaluation_data(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: fields[name] for name in ("eval_data", "test_data") if fields.get(name) is not None}
 
 
-def _rows(
+def _prepare_rows(
     rows: Any, config: Any, task: Any, tokenizer: Any, *, text: str, target: str | None, length: int | None, rate: float
 ) -> Any:
     """Return map-style rows in the form of the model's inputs; any other dataset is returned unchanged."""
     if callable(rows) and not hasattr(rows, "__getitem__"):
-        return lambda: _rows(rows(), config, task, tokenizer, text=text, target=target, length=length, rate=rate)
-    made = rows
-    if not (hasattr(made, "__getitem__") and hasattr(made, "__len__")) or not len(made):
+        return lambda: _prepare_rows(
+            rows(), config, task, tokenizer, text=text, target=target, length=length, rate=rate
+        )
+    dataset = rows
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or not len(dataset):
         return rows
-    first = made[0]
-    is_text = isinstance(first, str) or (isinstance(first, dict) and text in first and "input_ids" not in first)
+    first_row = dataset[0]
+    is_text = isinstance(first_row, str) or (
+        isinstance(first_row, dict) and text in first_row and "input_ids" not in first_row
+    )
     if is_text:
-        made = Texts(rows=made, tokenizer=tokenizer, column=text, target=target, length=length)
-        first = made[0]
-    if task == "masked-lm" and isinstance(first, dict) and "labels" not in first:
-        made = _masking(made, config, tokenizer, rate)
-    return made
+        dataset = TokenizedRows(rows=dataset, tokenizer=tokenizer, column=text, target=target, length=length)
+        first_row = dataset[0]
+    if task == "masked-lm" and isinstance(first_row, dict) and "labels" not in first_row:
+        dataset = _mask_rows(dataset, config, tokenizer, rate)
+    return dataset
 
 
-def _masking(rows: Any, config: Any, tokenizer: Any, rate: float) -> Masking:
+def _mask_rows(rows: Any, config: Any, tokenizer: Any, rate: float) -> MaskedRows:
     mask_id = getattr(tokenizer, "mask_token_id", None)
     if mask_id is None:
         raise JobError(
@@ -105,10 +113,12 @@ def _masking(rows: Any, config: Any, tokenizer: Any, rate: float) -> Masking:
             hint="rows with `labels` (-100 where there is no target), or tokenizer=...",
         )
     special = frozenset(tokenizer.all_special_ids)
-    return Masking(rows=rows, mask_id=mask_id, vocabulary=int(_text(config, "vocab_size")), special=special, rate=rate)
+    return MaskedRows(
+        rows=rows, mask_id=mask_id, vocabulary=int(_text_config_value(config, "vocab_size")), special=special, rate=rate
+    )
 
 
-def _text(config: Any, name: str) -> Any:
+def _text_config_value(config: Any, name: str) -> Any:
     """Return a value of the text part of the config."""
     return getattr(config.get_text_config(), name, None)
 
@@ -120,10 +130,13 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _adamw(lr: float, weight_decay: float) -> Callable[[NamedParameters], Optimizer]:
-    def make(named: NamedParameters) -> Optimizer:
-        matrices = [p for _, p in named if p.dim() > 1]
-        rest = [p for _, p in named if p.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    def build(named: NamedParameters) -> Optimizer:
+        matrix_parameters = [p for _, p in named if p.dim() > 1]
+        other_parameters = [p for _, p in named if p.dim() <= 1]
+        groups = [
+            {"params": matrix_parameters, "weight_decay": weight_decay},
+            {"params": other_parameters, "weight_decay": 0.0},
+        ]
         return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr)
 
-    return make
+    return build

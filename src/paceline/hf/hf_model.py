@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from paceline.errors import CheckpointError, JobError
-from paceline.hf.weight_conversion import ignored_by, recipes_for
+from paceline.hf.weight_conversion import ignored_tensors, recipes_for
 from paceline.parallel.initialization.pretrained import LoadedShards, load_full_model
 from paceline.parallel.initialization.safetensors_loading import load_shards
 from paceline.parallel.module_access.shard_spec import ShardSpecs
@@ -39,12 +39,12 @@ class ConfigModel:
         """Build the model."""
         config = copy.deepcopy(self.config)
         config.dtype = self.dtype
-        before = torch.get_default_dtype()
+        default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
             model = self.kind.from_config(config) if hasattr(self.kind, "from_config") else self.kind(config)
         finally:
-            torch.set_default_dtype(before)
+            torch.set_default_dtype(default_dtype)
         assert isinstance(model, nn.Module)
         return model.train()
 
@@ -68,7 +68,7 @@ class FolderModel:
             shard_specs=parts,
             folder=self.folder,
             recipes=recipes_for(model),
-            ignored=ignored_by(model, other_head=bool(self.new)),
+            ignored=ignored_tensors(model, other_head=bool(self.new)),
             new=self.new,
         )
 
@@ -107,17 +107,17 @@ def read_config(source: Any) -> tuple[Any, Path | None]:
     return config, folder
 
 
-def as_known(config: Any) -> Any:
+def as_known_config(config: Any) -> Any:
     """Return the config as the nearest base class that transformers has models for."""
-    known = [kind for kind in type(config).__mro__ if any(_knows(kind, task) for task in TASKS)]
-    if not known or known[0] is type(config):
+    known_classes = [kind for kind in type(config).__mro__ if any(_has_model_for(kind, task) for task in TASKS)]
+    if not known_classes or known_classes[0] is type(config):
         return config
-    found = copy.copy(config)
-    found.__class__ = known[0]
-    return found
+    base_config = copy.copy(config)
+    base_config.__class__ = known_classes[0]
+    return base_config
 
 
-def task_of(config: Any) -> str:
+def infer_task(config: Any) -> str:
     """Return the task of a config: that of the model class that it names, otherwise a task that its model supports.
 
     Raises:
@@ -130,14 +130,14 @@ def task_of(config: Any) -> str:
         "ForImageClassification": ["image-classification"],
         "ForSequenceClassification": ["text-classification"], "ForTokenClassification": ["token-classification"],
     }  # fmt: skip
-    tasks = next((tasks for ending, tasks in endings.items() if ending in named), None) or _tasks_of_kind(config)
+    tasks = next((tasks for ending, tasks in endings.items() if ending in named), None) or _candidate_tasks(config)
     for task in tasks:
-        if _fits(config, task):
+        if _is_supported(config, task):
             return task
-    raise JobError(f"{type(config).__name__} does not imply a task.", hint=_what_fits(config))
+    raise JobError(f"{type(config).__name__} does not imply a task.", hint=_supported_tasks_hint(config))
 
 
-def _tasks_of_kind(config: Any) -> list[str]:
+def _candidate_tasks(config: Any) -> list[str]:
     """Return candidate tasks by the kind of model. Two-tower models (text and image) get no image head by default."""
     if getattr(config, "is_encoder_decoder", False):
         return ["seq2seq-lm", "speech-seq2seq"]
@@ -145,7 +145,7 @@ def _tasks_of_kind(config: Any) -> list[str]:
     return texts if "text_config" in getattr(config, "sub_configs", {}) else [*texts, "image-classification"]
 
 
-def class_for(config: Any, task: Any) -> Any:
+def model_class(config: Any, task: Any) -> Any:
     """Return the class that builds the model: the auto class of a task, or `task` itself if it is a class.
 
     Raises:
@@ -155,27 +155,30 @@ def class_for(config: Any, task: Any) -> Any:
         return task
     if task not in TASKS:
         raise JobError(f"task={task!r} is unknown.", hint=f"task= one of {', '.join(TASKS)}, or a model class")
-    if not _fits(config, task):
+    if not _is_supported(config, task):
         raise JobError(
-            f"transformers has no {type(config).__name__.removesuffix('Config')} for {task}.", hint=_what_fits(config)
+            f"transformers has no {type(config).__name__.removesuffix('Config')} for {task}.",
+            hint=_supported_tasks_hint(config),
         )
     return getattr(transformers, TASKS[task])
 
 
-def _fits(config: Any, task: str) -> bool:
-    return _knows(type(config), task)
+def _is_supported(config: Any, task: str) -> bool:
+    return _has_model_for(type(config), task)
 
 
-def _knows(kind: type, task: str) -> bool:
+def _has_model_for(kind: type, task: str) -> bool:
     return kind in getattr(transformers, TASKS[task])._model_mapping
 
 
-def _what_fits(config: Any) -> str:
+def _supported_tasks_hint(config: Any) -> str:
     """Return what to type for this config: the tasks that it fits, and transformers' classes with another head."""
-    tasks = [f"task={task!r}" for task in TASKS if _fits(config, task)]
-    others = sorted({name for name in dir(transformers) if name.startswith("AutoModelFor")} - set(TASKS.values()))
-    tables = [getattr(getattr(transformers, name), "_model_mapping", {}) for name in others]
-    found = [table[type(config)] for table in tables if type(config) in table]
-    names = {kind.__name__ for given in found for kind in (given if isinstance(given, tuple | list) else (given,))}
+    tasks = [f"task={task!r}" for task in TASKS if _is_supported(config, task)]
+    other_classes = sorted(
+        {name for name in dir(transformers) if name.startswith("AutoModelFor")} - set(TASKS.values())
+    )
+    tables = [getattr(getattr(transformers, name), "_model_mapping", {}) for name in other_classes]
+    matches = [table[type(config)] for table in tables if type(config) in table]
+    names = {kind.__name__ for match in matches for kind in (match if isinstance(match, tuple | list) else (match,))}
     kinds = [f"task=transformers.{name}" for name in sorted(names, key=lambda name: (len(name), name))[:3]]
     return " or ".join(tasks + kinds) or f"task= one of {', '.join(TASKS)}, or a model class"

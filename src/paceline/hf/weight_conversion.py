@@ -22,7 +22,7 @@ class ConvertedTensors:
     """Tensors whose stored form differs from the model's: separate experts, fused projections."""
 
     converter: Any
-    gathered: Mapping[str, Sequence[str]]
+    source_names: Mapping[str, Sequence[str]]
     layer: str
     model: nn.Module
     shapes: Mapping[str, tuple[int, ...]]
@@ -30,23 +30,27 @@ class ConvertedTensors:
     @property
     def sources(self) -> Sequence[str]:
         """The names of all stored tensors that the conversion combines."""
-        return [name for names in self.gathered.values() for name in names]
+        return [name for names in self.source_names.values() for name in names]
 
-    def read(self, shelf: SafetensorsFolder, parts: ShardSpecs) -> dict[str, Tensor]:
+    def read(self, stored: SafetensorsFolder, parts: ShardSpecs) -> dict[str, Tensor]:
         """Read and combine the full stored tensors, then return this rank's parts."""
-        whole = convert(self.converter, self.gathered, self.layer, self.model, shelf.read_tensor)
-        return {name: parts[name].extract(whole[name]) for name in parts}
+        converted = convert(self.converter, self.source_names, self.layer, self.model, stored.read_tensor)
+        return {name: parts[name].extract(converted[name]) for name in parts}
 
 
 def convert(
-    converter: Any, gathered: Mapping[str, Sequence[str]], layer: str, model: nn.Module, get: Callable[[str], Tensor]
+    converter: Any,
+    source_names: Mapping[str, Sequence[str]],
+    layer: str,
+    model: nn.Module,
+    read_tensor: Callable[[str], Tensor],
 ) -> dict[str, Tensor]:
     """Convert the stored tensors with one of transformers' converters."""
-    fresh = copy.deepcopy(converter)
-    for pattern, names in gathered.items():
-        fresh.collected_tensors[pattern] = [get(name) for name in names]
-    found = fresh.convert(layer, model=model, config=getattr(model, "config", None))
-    return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+    new_converter = copy.deepcopy(converter)
+    for pattern, names in source_names.items():
+        new_converter.collected_tensors[pattern] = [read_tensor(name) for name in names]
+    tensors = new_converter.convert(layer, model=model, config=getattr(model, "config", None))
+    return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
 
 
 def recipes_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequence[WeightSource]]:
@@ -60,47 +64,51 @@ def recipes_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequence[Weig
         rename, converter_kind, order, table = None, (), str, []
     converters = [entry for entry in table if isinstance(entry, converter_kind)]
     renamings = [entry for entry in table if not isinstance(entry, converter_kind)]
-    own, prefix = model.state_dict(keep_vars=True), str(getattr(model, "base_model_prefix", ""))
+    model_tensors, prefix = model.state_dict(keep_vars=True), str(getattr(model, "base_model_prefix", ""))
 
-    def target(name: str) -> tuple[str, str | None]:
+    def target_name(name: str) -> tuple[str, str | None]:
         if rename is None:
-            other = name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
-            return (name if name in own or other not in own else other), None
-        found = rename(name, renamings, converters, prefix, own)
-        if found[0] not in own and name in own:
-            found = rename(name, [], [], base_model_prefix=prefix, meta_state_dict=own)
-        return str(found[0]), found[1]
+            other_name = name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
+            return (name if name in model_tensors or other_name not in model_tensors else other_name), None
+        renamed = rename(name, renamings, converters, prefix, model_tensors)
+        if renamed[0] not in model_tensors and name in model_tensors:
+            renamed = rename(name, [], [], base_model_prefix=prefix, meta_state_dict=model_tensors)
+        return str(renamed[0]), renamed[1]
 
-    def recipes(shelf: SafetensorsFolder) -> Sequence[WeightSource]:
-        made: list[WeightSource] = []
+    def recipes(stored: SafetensorsFolder) -> Sequence[WeightSource]:
+        sources: list[WeightSource] = []
         groups: dict[str, dict[str, list[str]]] = {}
-        for name in sorted(shelf.names, key=order):
-            new, pattern = target(name)
+        for name in sorted(stored.names, key=order):
+            new_name, pattern = target_name(name)
             if pattern is None:
-                made.append(CopiedTensor(name=new, source=name, shape=shelf.shape(name)))
+                sources.append(CopiedTensor(name=new_name, source=name, shape=stored.shape(name)))
             else:
-                groups.setdefault(new, {}).setdefault(pattern, []).append(name)
+                groups.setdefault(new_name, {}).setdefault(pattern, []).append(name)
         by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-        for layer, gathered in groups.items():
-            converter = by_pattern[next(iter(gathered))]
-            hollow = convert(
-                converter, gathered, layer, model, lambda name: torch.empty(shelf.shape(name), device="meta")
+        for layer, source_names in groups.items():
+            converter = by_pattern[next(iter(source_names))]
+            meta_tensors = convert(
+                converter, source_names, layer, model, lambda name: torch.empty(stored.shape(name), device="meta")
             )
-            shapes = {name: tuple(value.shape) for name, value in hollow.items()}
-            made.append(
-                ConvertedTensors(converter=converter, gathered=gathered, layer=layer, model=model, shapes=shapes)
+            shapes = {name: tuple(value.shape) for name, value in meta_tensors.items()}
+            sources.append(
+                ConvertedTensors(
+                    converter=converter, source_names=source_names, layer=layer, model=model, shapes=shapes
+                )
             )
-        return made
+        return sources
 
     return recipes
 
 
-def ignored_by(model: nn.Module, *, other_head: bool) -> Callable[[str], bool]:
+def ignored_tensors(model: nn.Module, *, other_head: bool) -> Callable[[str], bool]:
     """Return a predicate for stored tensors that the model ignores: listed by its class, or of another head."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
-    body = f"{getattr(model, 'base_model_prefix', '')}."
+    body_prefix = f"{getattr(model, 'base_model_prefix', '')}."
 
-    def ignored(name: str) -> bool:
-        return (other_head and not name.startswith(body)) or any(re.search(pattern, name) for pattern in patterns)
+    def is_ignored(name: str) -> bool:
+        return (other_head and not name.startswith(body_prefix)) or any(
+            re.search(pattern, name) for pattern in patterns
+        )
 
-    return ignored
+    return is_ignored

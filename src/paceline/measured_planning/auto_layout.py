@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import LATEST, has_saves, resolve_mark
 from paceline.config.compression import parse_compress
-from paceline.config.loading import as_typed, settings_from_text
+from paceline.config.loading import as_command_text, settings_from_text
 from paceline.config.parse_auto_layout import AUTO, is_auto
 from paceline.config.task import Task
 from paceline.config.update_rule import parse_update
@@ -200,7 +200,7 @@ def restore_auto_layout(task: Task, *, quiet: bool = False) -> Task | None:
         for n, v in earlier_task.settings.items()
         if earlier_task.origins.get(n) == ORIGIN and n not in task.settings
     }
-    setting_options = [f"--{name} {as_typed(value)}" for name, value in auto_settings.items()]
+    setting_options = [f"--{name} {as_command_text(value)}" for name, value in auto_settings.items()]
     _print_lines(
         [f"auto: {' '.join([f'--layout {earlier_task.layout}', *setting_options])}, as in this run so far"], quiet=quiet
     )

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from paceline.config.settings import Settings
 from paceline.config.update_rule import parse_update
-from paceline.errors import DataError, LayoutError, PacelineError, as_refused
+from paceline.errors import DataError, LayoutError, PacelineError, one_line_message
 from paceline.launch.failures.oom_detection import is_out_of_memory
 from paceline.measured_planning.depth_extrapolation import DepthExtrapolation
 from paceline.measured_planning.memory_replay import StageMemory, shorten_plan
@@ -98,7 +98,7 @@ class CandidateChecker:
         except Exception as error:  # of the job's own code: the plan continues without this layout
             if is_out_of_memory(error):
                 raise
-            return CheckedCandidate(layout=candidate.layout, error=as_refused(error), is_job_error=True)
+            return CheckedCandidate(layout=candidate.layout, error=one_line_message(error), is_job_error=True)
         fullest: StageMemory = max(stages, key=lambda stage: stage.peak.total)
         return CheckedCandidate(
             layout=candidate.layout,

@@ -35,7 +35,7 @@ from paceline.torch_internals.pytree import tensor_leaves
 from paceline.torch_internals.rng import preserve_rng
 from paceline.trainer.loop import num_retained_batches
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
-from paceline.trainer.setup.job_data import cut_for, read_first
+from paceline.trainer.setup.job_data import build_partition, read_first
 
 _MAX_MICROBATCHES = 2  # microbatches without a pipeline: all after the first are equal
 
@@ -103,7 +103,7 @@ def _replay_stage(
         fake_mode.comparisons_hold = False
         built = build_training_setup(job=job, settings=settings, plan=plan, world=world)
         fake_mode.comparisons_hold = True
-        updated_tensors = [member.parameter for member in built.named]
+        updated_tensors = [member.parameter for member in built.named_parameters]
         optimizers = built.update.optimizers
         step_inputs = _read_batches(
             built, plan, num_retained_batches(built) if step_rule(plan.update_rule).traits.reads_samples else 2
@@ -132,8 +132,8 @@ def _replay_stage(
 
 
 def _read_batches(built: TrainingSetup, plan: ExecutionPlan, count: int) -> list[StepInput]:
-    cut = cut_for(plan, built.settings, built.worlds.data)
-    return read_first(built.data, built.settings, cut=cut, count=count)
+    partition = build_partition(plan, built.settings, built.worlds.data)
+    return read_first(built.data, built.settings, partition=partition, count=count)
 
 
 def _record_parts(built: TrainingSetup, timeline: MemoryTimeline | None) -> AbstractContextManager[None]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.comm.process_group import LaunchInfo, World
-from paceline.errors import JobError, PacelineError, as_refused, user_line
+from paceline.errors import JobError, PacelineError, one_line_message, user_line
 from paceline.launch.failures.oom_detection import freeze_existing_objects, is_out_of_memory
 from paceline.measured_planning.profile.probe_job import make_search_space, prepare_for_profiling
 from paceline.measured_planning.profile.profile_job import profile_model
@@ -105,7 +105,7 @@ def profile_for_plan(ready: PreparedJob, *, max_ranks: int) -> ProfiledJob:
 
 def _profiling_error(error: Exception) -> JobError:
     return JobError(
-        f"the job can't be profiled without real values: {as_refused(error)}",
+        f"the job can't be profiled without real values: {one_line_message(error)}",
         where=str(user_line(error) or ""),
         cause="a plan runs it on fake tensors, where every comparison is true and every number is 1; "
         "or it fails with real values too",

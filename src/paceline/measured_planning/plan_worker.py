@@ -29,9 +29,9 @@ from paceline.planner.cost.estimate import Estimate
 from paceline.planner.hardware.assumed_rates import assumption_lines, assumptions
 from paceline.planner.hardware.cluster import Cluster, cluster_from_json
 from paceline.planner.model_costs.model_profile import ModelProfile
-from paceline.run_folder.plan_file import write_advice, write_doing
+from paceline.run_folder.plan_file import write_activity, write_advice
 from paceline.run_folder.run_folder import RunFolder
-from paceline.trainer.checks.parallel_checks import is_small
+from paceline.trainer.checks.parallel_checks import is_small_enough
 from paceline.trainer.setup.prepare import PreparedJob, prepare
 
 _REPLAY_SECONDS = 30.0  # for the profile and replays; a started replay of the recommended layout is finished
@@ -49,7 +49,7 @@ def plan(payload: Mapping[str, Any]) -> int:
 def _write_plan(task: Task, ready: PreparedJob) -> None:
     names = list(task.options.get("layouts", ()))
     start_time = time.monotonic()
-    write_doing(Path(task.run), "profiling the model's compute and memory, and finding the layouts it supports")
+    write_activity(Path(task.run), "profiling the model's compute and memory, and finding the layouts it supports")
     if "here" in task.options:
         planned = plan_local_layouts(ready, LocalMachineRequest(**task.options["here"]), layouts=names)
         start_time = time.monotonic()  # timing has its own limit, so it does not count here
@@ -63,7 +63,7 @@ def _write_plan(task: Task, ready: PreparedJob) -> None:
         planned = PlannedLayouts(profiled_job=profiled_job, forecast=forecast, grid=grid, options=())
     if planned is not None:
         ranks = planned.forecast.cluster.ranks
-        write_doing(Path(task.run), f"searching layouts of {plural(ranks, 'rank')}, and replaying the best")
+        write_activity(Path(task.run), f"searching layouts of {plural(ranks, 'rank')}, and replaying the best")
         deadline = start_time + _REPLAY_SECONDS
         choose = partial(_choose_from_named, layouts=names) if names else _choose_from_search
         planned, advice, replays = choose(planned, deadline=deadline)
@@ -75,7 +75,7 @@ def _write_plan(task: Task, ready: PreparedJob) -> None:
         replayed = {name: (one.peak_bytes, one.parts or {}) for name, one in replays.items() if not one.error}
         store_plan(ready, planned.forecast.profile, planned.forecast.cluster, replayed=replayed)
         timing_cache.store_timings(ready, planned.forecast, planned.options, disturbed=planned.other_cpu_share > 0)
-        write_doing(Path(task.run), "")
+        write_activity(Path(task.run), "")
 
 
 def write_job_profile(payload: Mapping[str, Any]) -> int:
@@ -186,7 +186,7 @@ def _unverified_lines(rows: Sequence[PlanRow], facts: ModelProfile) -> Iterator[
     if not best.replayed:
         yield f"note: {best.estimate.layout} was not replayed: its memory is an estimate"
     parts = " and ".join(axis for axis in ("cp", "ep") if getattr(best.estimate.candidate, axis) > 1)
-    if parts and not is_small(facts.parameters) and not best.estimate.measured_time:
+    if parts and not is_small_enough(facts.parameters) and not best.estimate.measured_time:
         yield f"note: a model of this size is not run with real values here, and {parts} may change its results"
         yield f"  to do: paceline verify JOB --layout {parts.split()[0]}=2 with a smaller model of its kind"
 

@@ -7,8 +7,8 @@ from paceline.config.update_rule import parse_update
 from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
 from paceline.step.loss.loss_return_value import LossContract
 from paceline.torch_internals.rng import preserve_rng
-from paceline.trainer.checks.example_batch import FEW, ExampleBatch
-from paceline.trainer.checks.parallel_checks import is_small, try_context, try_experts
+from paceline.trainer.checks.example_batch import SMALL_BATCH_SIZE, ExampleBatch
+from paceline.trainer.checks.parallel_checks import is_small_enough, try_context_parallel, try_expert_parallel
 from paceline.trainer.setup.build_training_setup import build_model
 from paceline.trainer.setup.prepare import PreparedJob
 
@@ -19,14 +19,14 @@ def check_split_model(ready: PreparedJob, *, cp: int, ep: int, elements: int) ->
     Raises:
         LayoutError: the split model gives another result.
     """
-    if not is_small(elements):
+    if not is_small_enough(elements):
         return
     job, settings = ready.job, ready.settings
     plan = make_execution_plan(
         layout=parse_layout("single"),
         update=parse_update("sync"),
         cluster=Resources(ranks=1),
-        facts=JobFacts(global_batch_size=FEW, micro_batch_size=FEW),
+        facts=JobFacts(global_batch_size=SMALL_BATCH_SIZE, micro_batch_size=SMALL_BATCH_SIZE),
     )
     with preserve_rng():
         model = build_model(job, seed=settings.seed)
@@ -34,8 +34,8 @@ def check_split_model(ready: PreparedJob, *, cp: int, ep: int, elements: int) ->
         example = ExampleBatch(
             job=job, settings=settings, plan=plan, model=model, contract=contract, device=torch.device("cpu")
         )
-        example.learn()
+        example.learn_loss()
         if cp > 1:
-            try_context(job, model=model, contract=contract, ranks=cp, example=example)
+            try_context_parallel(job, model=model, contract=contract, ranks=cp, example=example)
         if ep > 1:
-            try_experts(model=model, contract=contract, example=example)
+            try_expert_parallel(model=model, contract=contract, example=example)

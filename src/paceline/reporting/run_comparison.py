@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.config.loading import default_of, known_settings
+from paceline.config.loading import default_value, known_settings
 from paceline.filesystem.atomic_files import write_text
 from paceline.reporting.run_history import History, json_or_none, read_history
 from paceline.reporting.run_report import html_document, run_status
@@ -100,7 +100,7 @@ def default_setting_text(name: str) -> str:
         return "the job's own"
     if name not in known_settings():
         return "–"
-    default = default_of(name)
+    default = default_value(name)
     if default is None:
         return "not set"
     return f"{str(default).lower() if isinstance(default, bool) else default} (default)"

@@ -4,7 +4,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from paceline.config.job_reference import GIVEN
+from paceline.config.job_reference import OBJECT_PREFIX
 from paceline.filesystem.atomic_files import report_write_errors, write_text
 from paceline.filesystem.run_lock import is_run_folder_locked
 from paceline.reporting.curves import show_curves, show_statistics, show_time
@@ -113,7 +113,7 @@ def _show_head(history: History, answer: dict[str, Any] | None) -> str:
     cells = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts)
     verdict = escape(str(answer["verdict"])) if answer else ""
     badge = f'<span class="badge {verdict}">verify: {verdict}</span>' if answer else ""
-    job = str(started.get("job", run.path.parent.name)).removeprefix(f"{GIVEN}:")
+    job = str(started.get("job", run.path.parent.name)).removeprefix(f"{OBJECT_PREFIX}:")
     return f"<header><h1>{escape(job)} <small>{escape(run.path.name)}</small> {badge}</h1><dl>{cells}</dl></header>"
 
 

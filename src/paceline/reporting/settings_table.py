@@ -3,7 +3,7 @@
 from html import escape
 from pathlib import Path
 
-from paceline.config.loading import default_of, known_settings
+from paceline.config.loading import default_value, known_settings
 from paceline.config.secret_settings import mask_value
 from paceline.filesystem.atomic_files import read_regular
 from paceline.reporting.run_history import json_or_none
@@ -45,7 +45,7 @@ def show_settings(run: RunFolder) -> str:
     rows = "".join(
         _row(name, value, origin) for name, (value, origin) in settings.items() if not _is_default(name, value)
     )
-    defaults = {name: str(default_of(name)) for name in known_settings() if name not in settings}
+    defaults = {name: str(default_value(name)) for name in known_settings() if name not in settings}
     defaults |= {name: value for name, (value, _) in settings.items() if _is_default(name, value)}
     default_rows = "".join(
         f"<tr><td>{escape(name)}</td><td>{escape(defaults[name])}</td></tr>" for name in sorted(defaults)
@@ -58,10 +58,10 @@ def show_settings(run: RunFolder) -> str:
 
 
 def _row(name: str, value: str, origin: str) -> str:
-    default = str(default_of(name)) if name in known_settings() else ""
+    default = str(default_value(name)) if name in known_settings() else ""
     cells = "".join(f"<td>{escape(text)}</td>" for text in (name, value.strip('"'), default, origin))
     return f"<tr>{cells}</tr>"
 
 
 def _is_default(name: str, value: str) -> bool:
-    return name in known_settings() and str(default_of(name)).lower() == value.strip('"').lower()
+    return name in known_settings() and str(default_value(name)).lower() == value.strip('"').lower()

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from paceline.config.loading import default_of, known_settings
+from paceline.config.loading import default_value, known_settings
 from paceline.config.secret_settings import mask_value
 from paceline.filesystem.atomic_files import read_json
 from paceline.reporting.run_history import json_or_none
@@ -118,7 +118,7 @@ def _facts(placement: Mapping[str, Any], job: Mapping[str, Any], settings: Any) 
 
 
 def _is_default(name: str, value: Any) -> bool:
-    return name in known_settings() and str(default_of(name)).lower() == str(value).lower()
+    return name in known_settings() and str(default_value(name)).lower() == str(value).lower()
 
 
 def show_verdict(answer: dict[str, Any] | None, reason: str) -> str:

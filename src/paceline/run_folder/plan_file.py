@@ -8,21 +8,21 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.filesystem.atomic_files import read_json, read_regular, write_json, write_text
 
-NAME = "plan.json"
-_DOING = "doing.txt"
+FILE_NAME = "plan.json"
+_ACTIVITY_FILE = "doing.txt"
 ADVICE = ("case", "recommended", "plans", "limits", "facts", "efficiency", "cluster")
 
 
-def write_decided(folder: Path, decided: Mapping[str, Any]) -> None:
+def write_plan(folder: Path, plan: Mapping[str, Any]) -> None:
     """Write the plan that every rank follows, `ExecutionPlan.as_json`; existing advice is kept."""
-    advice = {key: value for key, value in _found(folder / NAME).items() if key in ADVICE}
-    write_json(folder / NAME, {**decided, **advice})
+    advice = {key: value for key, value in _read_or_empty(folder / FILE_NAME).items() if key in ADVICE}
+    write_json(folder / FILE_NAME, {**plan, **advice})
 
 
 def write_advice(folder: Path, advice: Mapping[str, Any]) -> None:
     """Write the keys in `ADVICE` of `plan`'s answer; the execution plan is kept."""
-    decided = {key: value for key, value in _found(folder / NAME).items() if key not in ADVICE}
-    write_json(folder / NAME, {**decided, **{key: advice[key] for key in ADVICE if key in advice}})
+    plan = {key: value for key, value in _read_or_empty(folder / FILE_NAME).items() if key not in ADVICE}
+    write_json(folder / FILE_NAME, {**plan, **{key: advice[key] for key in ADVICE if key in advice}})
 
 
 def read_advice(path: Path) -> dict[str, Any]:
@@ -31,32 +31,32 @@ def read_advice(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: there is no advice.
     """
-    file = path / NAME if path.is_dir() else path
+    file = path / FILE_NAME if path.is_dir() else path
     if not file.exists():
         raise UsageError(f"there is no plan in {path}.", hint="paceline plan job.py --run-dir FOLDER writes one")
-    found = _found(file)
-    if not _is_list_of_plans(found.get("plans")):
+    content = _read_or_empty(file)
+    if not _is_list_of_plans(content.get("plans")):
         raise UsageError(
             f"{file} has no layouts in it.",
             cause="it is a run's own plan.json, which has only the run's layout, or not a file of `paceline plan`",
             hint="paceline plan job.py --run-dir FOLDER writes one",
         )
-    return {key: value for key, value in found.items() if key in ADVICE}
+    return {key: value for key, value in content.items() if key in ADVICE}
 
 
-def write_doing(folder: Path, doing: str) -> None:
+def write_activity(folder: Path, activity: str) -> None:
     """Write the current activity of a plan, for a process that waits for it; an empty text removes the file."""
     with suppress(OSError):
-        if doing:
-            write_text(folder / _DOING, doing)
+        if activity:
+            write_text(folder / _ACTIVITY_FILE, activity)
         else:
-            (folder / _DOING).unlink(missing_ok=True)
+            (folder / _ACTIVITY_FILE).unlink(missing_ok=True)
 
 
-def read_doing(folder: Path) -> str:
+def read_activity(folder: Path) -> str:
     """Return the last activity that was written; before the first one, that processes begin."""
     try:
-        return read_regular(folder / _DOING).decode(errors="replace")
+        return read_regular(folder / _ACTIVITY_FILE).decode(errors="replace")
     except (OSError, ValueError):
         return "processes begin"
 
@@ -65,10 +65,10 @@ def _is_list_of_plans(plans: Any) -> bool:
     return isinstance(plans, list) and bool(plans) and all(isinstance(one, dict) and "layout" in one for one in plans)
 
 
-def _found(file: Path) -> dict[str, Any]:
+def _read_or_empty(file: Path) -> dict[str, Any]:
     """Return the file's content; empty if it can't be read, so that a new plan replaces it."""
     try:
-        found = read_json(file)
+        content = read_json(file)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

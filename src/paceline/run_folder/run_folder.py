@@ -114,11 +114,11 @@ def _number_of(path: Path) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def newest_run(name: str | None = None, *, root: Path = ROOT, trains: bool = False) -> RunFolder | None:
+def newest_run(name: str | None = None, *, root: Path = ROOT, only_trained: bool = False) -> RunFolder | None:
     """Return the newest run of a job, or of all; with `only_trained`, of those that reached training, if any did."""
-    found = _all_runs(root) if name is None else _runs_in(root / name)
-    found = ([path for path in found if RunFolder(path).task.exists()] if trains else []) or found
-    return RunFolder(max(found, key=_begun)) if found else None
+    runs = _all_runs(root) if name is None else _runs_in(root / name)
+    runs = ([path for path in runs if RunFolder(path).task.exists()] if only_trained else []) or runs
+    return RunFolder(max(runs, key=_sort_key)) if runs else None
 
 
 def _all_runs(root: Path) -> list[Path]:
@@ -127,37 +127,39 @@ def _all_runs(root: Path) -> list[Path]:
 
 def _runs_in(path: Path) -> list[Path]:
     """Return the runs in a job's folder, or the folder itself if it is a run."""
-    own = RunFolder(path)
-    if own.task.exists() or own.logs.is_dir():
+    run = RunFolder(path)
+    if run.task.exists() or run.logs.is_dir():
         return [path]
-    return [each for each in path.glob("*") if each.is_dir()]
+    return [folder for folder in path.glob("*") if folder.is_dir()]
 
 
-def _begun(path: Path) -> tuple[int, str, str]:
+def _sort_key(path: Path) -> tuple[int, str, str]:
     """Return a sort key: the run's number, then its start time from its id, else from its files."""
     number = _number_of(path)
     if re.match(r"[0-9]{8}-[0-9]{6}", path.name):
         return number, path.name, ""
     task = RunFolder(path).task
-    made = (task if task.exists() else path).stat().st_mtime
-    return number, time.strftime("%Y%m%d-%H%M%S", time.localtime(made)), path.name
+    modified = (task if task.exists() else path).stat().st_mtime
+    return number, time.strftime("%Y%m%d-%H%M%S", time.localtime(modified)), path.name
 
 
 def newest_saved_run(name: str, *, root: Path = ROOT) -> RunFolder | None:
     """Return the newest run of a job that has saved something; if none has, the newest that reached training."""
     saved = [path for path in (root / name).glob("*") if has_saves(RunFolder(path).checkpoints)]
     if saved:
-        return RunFolder(max(saved, key=_begun))
-    newest = newest_run(name, root=root, trains=True)
+        return RunFolder(max(saved, key=_sort_key))
+    newest = newest_run(name, root=root, only_trained=True)
     return newest if newest is not None and newest.task.exists() else None
 
 
 def run_of(checkpoint: Path) -> RunFolder:
     """Return the run that saved a checkpoint, even if the checkpoint was set aside there."""
-    whole = checkpoint.absolute()
-    places = [parent for parent in whole.parents if parent.name == RunFolder(parent.parent).checkpoints.name]
-    found = places[0].parent if places else whole.parent.parent
-    return RunFolder(found if checkpoint.is_absolute() else Path(os.path.relpath(found)))
+    absolute = checkpoint.absolute()
+    checkpoint_folders = [
+        parent for parent in absolute.parents if parent.name == RunFolder(parent.parent).checkpoints.name
+    ]
+    run_path = checkpoint_folders[0].parent if checkpoint_folders else absolute.parent.parent
+    return RunFolder(run_path if checkpoint.is_absolute() else Path(os.path.relpath(run_path)))
 
 
 def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | None, str | None]:
@@ -170,24 +172,24 @@ def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | 
     Raises:
         UsageError: there is no such run or checkpoint.
     """
-    own = RunFolder(Path(run)) if run else None
+    requested_run = RunFolder(Path(run)) if run else None
     if resume is None:
-        return own, ("newest" if own is not None and has_saves(own.checkpoints) else None)
+        return requested_run, ("newest" if requested_run is not None and has_saves(requested_run.checkpoints) else None)
     if not resume:
-        found = own or newest_saved_run(name)
-        if found is None or not found.path.is_dir():
+        newest = requested_run or newest_saved_run(name)
+        if newest is None or not newest.path.is_dir():
             raise UsageError(f"there is no run of {name} to resume.", hint="the same command without --resume")
-        return found, "newest"
+        return newest, "newest"
     origin, checkpoint = find_run(resume)
-    if own is None or own.path.resolve() == origin.path.resolve():
-        _check_not_aside(origin, checkpoint)
+    if requested_run is None or requested_run.path.resolve() == origin.path.resolve():
+        _refuse_aside_checkpoint(origin, checkpoint)
         return origin, str(checkpoint or "newest")
-    if has_saves(own.checkpoints):
-        return own, "newest"
-    return own, str(checkpoint or newest_or_tell(origin))
+    if has_saves(requested_run.checkpoints):
+        return requested_run, "newest"
+    return requested_run, str(checkpoint or newest_checkpoint(origin))
 
 
-def newest_or_tell(run: RunFolder, *, tells: bool = True) -> Path:
+def newest_checkpoint(run: RunFolder, *, reports_damaged: bool = True) -> Path:
     """Return the newest valid checkpoint; with `reports_damaged`, print newer damaged ones to standard error.
 
     Raises:
@@ -196,13 +198,13 @@ def newest_or_tell(run: RunFolder, *, tells: bool = True) -> Path:
     path, refused = find_newest_usable(run.checkpoints)
     if path is None:
         raise no_usable_checkpoint(run.checkpoints, refused)
-    for one in refused:
-        if tells and not one.is_unfinished:
-            print_line(str(one), sys.stderr)
+    for unusable in refused:
+        if reports_damaged and not unusable.is_unfinished:
+            print_line(str(unusable), sys.stderr)
     return path
 
 
-def _check_not_aside(run: RunFolder, checkpoint: Path | None) -> None:
+def _refuse_aside_checkpoint(run: RunFolder, checkpoint: Path | None) -> None:
     if checkpoint is not None and checkpoint.parent.resolve() != run.checkpoints.resolve():
         raise UsageError(
             f"{checkpoint} was set aside: {run.path} was resumed from an older checkpoint.",
@@ -210,7 +212,7 @@ def _check_not_aside(run: RunFolder, checkpoint: Path | None) -> None:
         )
 
 
-def find_run(text: str | None, *, root: Path = ROOT, trains: bool = False) -> tuple[RunFolder, Path | None]:
+def find_run(text: str | None, *, root: Path = ROOT, only_trained: bool = False) -> tuple[RunFolder, Path | None]:
     """Return a run folder, and the named checkpoint in it, if any; no text means the newest run.
 
     With `only_trained`, it is the newest run that reached training, because `plan` and `verify` have folders too.
@@ -219,7 +221,7 @@ def find_run(text: str | None, *, root: Path = ROOT, trains: bool = False) -> tu
         UsageError: there is no such run.
     """
     if text is None:
-        newest = newest_run(root=root, trains=trains)
+        newest = newest_run(root=root, only_trained=only_trained)
         if newest is None:
             raise UsageError("there is no run here yet.", where=str(root.resolve()), hint="paceline train job.py")
         return newest, None
@@ -229,13 +231,13 @@ def find_run(text: str | None, *, root: Path = ROOT, trains: bool = False) -> tu
     if is_checkpoint(path):
         return run_of(path), path
     if not path.is_dir():
-        what = f"{text} is not a folder, but a run must be one." if path.exists() else f"there is no run {text}."
-        raise UsageError(what, cause=_near(path, root), hint=_newest_hint(path, root))
+        message = f"{text} is not a folder, but a run must be one." if path.exists() else f"there is no run {text}."
+        raise UsageError(message, cause=_suggest_run(path, root), hint=_newest_hint(path, root))
     run = RunFolder(path)
     if not (run.events.exists() or run.logs.exists() or list_checkpoints(run.checkpoints)):
         raise UsageError(
             f"{text} is not a run folder.",
-            cause=_near(path, root) or "it has neither events nor checkpoints",
+            cause=_suggest_run(path, root) or "it has neither events nor checkpoints",
             hint=_newest_hint(path, root),
         )
     return run, None
@@ -249,11 +251,15 @@ def is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).exists() or parse_step(path) >= 0
 
 
-def _near(path: Path, root: Path) -> str:
+def _suggest_run(path: Path, root: Path) -> str:
     """Return a question that suggests the run probably meant, from the same folder or `runs`; empty if none."""
-    runs = [*_all_runs(root), *(each for each in path.parent.glob("*") if _is_run(each))]
-    meant = closest_word(str(path), map(str, runs)) or closest_word(path.name, (run.name for run in runs))
-    return f"did you mean {next((str(run) for run in runs if meant in (str(run), run.name)), meant)}?" if meant else ""
+    runs = [*_all_runs(root), *(folder for folder in path.parent.glob("*") if _is_run(folder))]
+    suggestion = closest_word(str(path), map(str, runs)) or closest_word(path.name, (run.name for run in runs))
+    return (
+        f"did you mean {next((str(run) for run in runs if suggestion in (str(run), run.name)), suggestion)}?"
+        if suggestion
+        else ""
+    )
 
 
 def _newest_hint(path: Path, root: Path) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config.text_file import given_text
+from paceline.config.text_file import read_user_text
 from paceline.errors import UsageError
 from paceline.schedule.lowering import lower
 from paceline.schedule.program import Action, Op, Program
@@ -70,7 +70,9 @@ def parse(text: str, *, file: str = "schedule", name: str = "") -> Program:
 
 def read(path: Path | str) -> Program:
     """Read a file with `parse`; the file's stem is the schedule's name if the text has none."""
-    text = given_text(Path(path), what="a schedule", hint="rank 0: F0 F1 B0 B1, one line per rank: docs/schedules.md")
+    text = read_user_text(
+        Path(path), expected="a schedule", hint="rank 0: F0 F1 B0 B1, one line per rank: docs/schedules.md"
+    )
     return parse(text, file=str(path), name=Path(path).stem)
 
 

@@ -70,9 +70,11 @@ def build_train_state(setup: TrainingSetup) -> TrainState:
     return TrainState(
         model=setup.model,
         update=setup.update,
-        non_persistent_buffers=setup.unlisted,
+        non_persistent_buffers=setup.nonpersistent_buffers,
         weights=setup.weights,
-        optimizer_shards=OptimizerShards(parameters=setup.named, sharded=setup.kept, world=setup.site),
+        optimizer_shards=OptimizerShards(
+            parameters=setup.named_parameters, sharded=setup.optim_shards, world=setup.site
+        ),
     )
 
 
@@ -90,7 +92,7 @@ def run_identity(setup: TrainingSetup, *, num_samples: int | None, data: str, jo
             "options": options,
             "names": parameter_names,
         }
-        for o, parameter_names, options in zip(setup.update.optimizers, groups, setup.given, strict=True)
+        for o, parameter_names, options in zip(setup.update.optimizers, groups, setup.initial_options, strict=True)
     ]
     return {
         "model": view_state_dict(setup.model, weights=setup.weights, world=setup.site).structure,
@@ -100,7 +102,7 @@ def run_identity(setup: TrainingSetup, *, num_samples: int | None, data: str, jo
         "global_batch_size": setup.plan.global_batch_size,
         "micro_batch_size": setup.plan.micro_batch_size,
         "optimizer": optimizers,
-        "schedule": describe_schedules(setup.update.schedules, setup.update.optimizers, setup.given),
+        "schedule": describe_schedules(setup.update.schedules, setup.update.optimizers, setup.initial_options),
         "max_grad_norm": setup.settings.train.max_grad_norm,
         "ema": setup.job.ema,
         "exact": setup.settings.train.exact,
@@ -109,7 +111,7 @@ def run_identity(setup: TrainingSetup, *, num_samples: int | None, data: str, jo
         "buffers": setup.settings.train.buffers,
         "drop_last": setup.settings.data.drop_last,
         "sample_seeds": setup.settings.data.sample_seeds,
-        "update": step_rule(setup.plan.update_rule).identity(setup.plan, setup.placed.pipeline_model),
+        "update": step_rule(setup.plan.update_rule).identity(setup.plan, setup.parallelized_model.pipeline_model),
         "compress": setup.plan.compress,
     }
 
@@ -204,7 +206,7 @@ class Checkpointer:
         with self._setup.step.synchronised_weights() as local_weights:
             files, state = collect_files(build_train_state(self._setup))
             files, state = build_rule_state(self._setup).extend(files, {**state, "stash": None}, local_weights)
-            error_feedback_files, error_feedback_state = collect_error_feedback(self._setup.placed.reducer)
+            error_feedback_files, error_feedback_state = collect_error_feedback(self._setup.parallelized_model.reducer)
             files |= error_feedback_files
             state |= {
                 "held_back": error_feedback_state,
@@ -372,7 +374,7 @@ def _restore(
     load_grid(setup.grid, loaded.state.get("grid", {}))
     state_of_rule.load(rule_view, is_same=is_same_rule)
     if loaded.state["identity"].get("compress") == identity["compress"]:
-        load_error_feedback(loaded, setup.placed.reducer, world=setup.world)
+        load_error_feedback(loaded, setup.parallelized_model.reducer, world=setup.world)
     cursor = Cursor.from_json(loaded.state["cursor"])
     setup.step.steps_done = cursor.step
     setup.step.replica.buffers.begin()

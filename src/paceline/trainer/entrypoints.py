@@ -11,7 +11,7 @@ from paceline.checkpoint.files.checkpoint_folder import open_checkpoint
 from paceline.config.task import Task
 from paceline.errors import JobError
 from paceline.filesystem.atomic_files import write_json
-from paceline.run_folder.run_folder import RunFolder, newest_or_tell
+from paceline.run_folder.run_folder import RunFolder, newest_checkpoint
 from paceline.trainer.checkpointer import restore_weights
 from paceline.trainer.parameter_server_worker import WorkerFinished
 from paceline.trainer.run import Run
@@ -44,7 +44,9 @@ def evaluate(payload: Mapping[str, Any]) -> int:
     run_folder = RunFolder(Path(task.run))
     requested_checkpoint = task.options.get("checkpoint")
     path = (
-        Path(requested_checkpoint) if requested_checkpoint else newest_or_tell(run_folder, tells=session.world.is_main)
+        Path(requested_checkpoint)
+        if requested_checkpoint
+        else newest_checkpoint(run_folder, reports_damaged=session.world.is_main)
     )
     loaded = open_checkpoint(path)
     restore_weights(loaded, setup=session.setup)

@@ -129,4 +129,4 @@ def _read_shard(stored: StoredTensors, key: str, name: str, setup: TrainingSetup
 
 def _sharding_of(setup: TrainingSetup, name: str) -> ShardedTensors:
     """Return the optimizer's sharding of a tensor if the optimizer holds it, else the model's."""
-    return setup.kept if name in setup.kept.local_tensors else setup.weights
+    return setup.optim_shards if name in setup.optim_shards.local_tensors else setup.weights

@@ -27,7 +27,7 @@ from paceline.trainer.diagnostics.nonfinite_inputs import explain_nonfinite_inpu
 from paceline.trainer.diagnostics.replica_check import check_replicas
 from paceline.trainer.evaluation.early_stopping import BestMetricTracker
 from paceline.trainer.evaluation.evaluator import Evaluator, eval_batch_size
-from paceline.trainer.evaluation.metrics_on_all_ranks import SharedMetrics, numbers_and_text
+from paceline.trainer.evaluation.metrics_on_all_ranks import SharedMetrics, split_numbers_and_text
 from paceline.trainer.random_access_reading import read_full_batch
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.trainer.setup.duration import Clock, Length, Progress, derived_interval
@@ -230,12 +230,12 @@ class Loop:
         with self.setup.as_evaluated(), self.setup.step.synchronised_weights():
             size = eval_batch_size(self.setup)
             result = self._evaluator.run(
-                data, batch_size=size, name=f"{split}_data", beat=self._send_heartbeat, stop=stop
+                data, batch_size=size, name=f"{split}_data", send_heartbeat=self._send_heartbeat, stop=stop
             )
             if result is None:
                 return None
             self._send_heartbeat(phase="on_eval")
-            on_eval_numbers, on_eval_text = numbers_and_text(
+            on_eval_numbers, on_eval_text = split_numbers_and_text(
                 self.setup.job.on_eval(self._on_eval_target) if self.setup.job.on_eval else None
             )
         if self.setup.job.on_eval:

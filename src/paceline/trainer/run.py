@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.config.compression import parse_compress
-from paceline.config.job_reference import GIVEN
+from paceline.config.job_reference import OBJECT_PREFIX
 from paceline.config.layout import parse_layout
 from paceline.config.loading import JOB, JOB_SETTINGS, RequestedSettings, merge
 from paceline.config.parse_auto_layout import is_auto
@@ -23,7 +23,7 @@ from paceline.config.task import Task
 from paceline.config.update_rule import parse_update
 from paceline.console.output import print_line
 from paceline.data.types import StepInput
-from paceline.errors import ExitCode, JobError, UsageError, line_now, raise_all
+from paceline.errors import ExitCode, JobError, UsageError, current_user_line, raise_all
 from paceline.events import EvalDone
 from paceline.filesystem.atomic_files import read_json
 from paceline.filesystem.run_lock import RunLock
@@ -126,7 +126,7 @@ class Run:
                 f"pl.Run({job!r}) got a {type(job).__name__}, expected a pl.Job.",
                 hint="pl.Run(make_job()); for a file, paceline train job.py",
             )
-        refuse_job(job, where=str(line_now() or ""))
+        refuse_job(job, where=str(current_user_line() or ""))
         self.job = job
         self.exit_code = int(ExitCode.DONE)
         self._session: Session | None = None
@@ -144,17 +144,17 @@ class Run:
         num_ranks = ranks or layout_ranks or world_size(os.environ) or num_local_devices or 1
         script = Path(sys.argv[0]).stem or "run"
         run_settings = {name: value for name, value in (settings or {}).items() if name != "run_dir" or not run_dir}
-        requested_settings = RequestedSettings().over(run_settings, origin="Run(settings=)")
+        requested_settings = RequestedSettings().layered_over(run_settings, origin="Run(settings=)")
         folder = str(run_dir or requested_settings.values.get("run_dir") or "")
         self._has_run_dir = bool(folder)
-        merged_settings = merge(requested_settings.over(job_settings(job), origin=JOB, where=JOB_SETTINGS))
+        merged_settings = merge(requested_settings.layered_over(job_settings(job), origin=JOB, where=JOB_SETTINGS))
         self._exact = merged_settings.train.exact
         check_names(merged_settings.watch.to)
         if num_ranks > 1:
             raise_all(refuse_backend(merged_settings.train.backend, available_backends()))
         self._task = Task(
             verb="train",
-            job=f"{GIVEN}:{job.name or script}",
+            job=f"{OBJECT_PREFIX}:{job.name or script}",
             layout=layout or ("single" if num_ranks == 1 else rule.layout),
             update=str(rule),
             compress=str(parse_compress(compress)),

@@ -18,7 +18,7 @@ from paceline.config.job_reference import file_name
 from paceline.config.loading import as_toml
 from paceline.config.secret_settings import holds_secret
 from paceline.console.formatting import plural
-from paceline.data import dataset_properties
+from paceline.data.dataset_properties import DatasetProperties
 from paceline.data.loader import BatchLoader
 from paceline.data.order.cursor import Cursor
 from paceline.errors import raise_all
@@ -34,7 +34,7 @@ from paceline.planner.layout.update_rule_checks import rule_planning
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.profiling.environment import environment, loaded_modules
 from paceline.reporting.sinks.sink_registry import CURVE_SINKS, make_sinks
-from paceline.run_folder.plan_file import write_decided
+from paceline.run_folder.plan_file import write_plan
 from paceline.run_folder.run_folder import RunFolder, run_of
 from paceline.step.update_rules import step_rule
 from paceline.trainer.checkpointer import (
@@ -47,13 +47,13 @@ from paceline.trainer.checkpointer import (
     write_final_weights,
 )
 from paceline.trainer.checks.evaluation_checks import (
-    asked_of,
-    changed_length,
+    data_length_notes,
+    early_stop_notes,
     evaluation_notes,
+    finished_note,
+    job_choices,
     last_batch_notes,
-    nothing_left,
     refuse_large_batch,
-    stopped_early,
 )
 from paceline.trainer.checks.lr_schedule_units import schedules_in_epochs
 from paceline.trainer.diagnostics.forecast_check import ForecastCheck
@@ -62,7 +62,7 @@ from paceline.trainer.diagnostics.memory_report import MemoryBaseline, explain_o
 from paceline.trainer.loop import Loop
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.duration import Length, Progress, format_interval, requested_length
-from paceline.trainer.setup.job_data import cut_for, feed_for
+from paceline.trainer.setup.job_data import build_loader, build_partition, read_data_properties
 from paceline.trainer.setup.prepare import PreparedJob, with_saved_microbatches
 
 
@@ -185,7 +185,7 @@ class _SessionBuilder:
         prepared_job = self.prepared_job
         forecast = self._find_forecast()
         loaded, events = self._open_checkpoint()
-        data_properties = self._read_data_properties()
+        data_properties = read_data_properties(self.setup.data.train, self.world, seed=prepared_job.settings.seed)
         identity = run_identity(self.setup, **_data_identity(data_properties), job=file_name(prepared_job.task.job))
         cursor = Cursor()
         if loaded is not None:
@@ -194,19 +194,17 @@ class _SessionBuilder:
             changes = describe_changes(loaded.state.get("settings"), prepared_job.settings)
             events += [Note(text=text, level="warning") for text in changes]
         loader = self._make_loader(cursor, data_properties)
-        event_bus = self._make_event_bus()
+        bus = self._make_event_bus()
         checkpointer = Checkpointer(
             setup=self.setup,
             folder=self.run.checkpoints,
             identity=identity,
-            names=[member.name for member in self.setup.named],
+            names=[member.name for member in self.setup.named_parameters],
             resumed_checkpoint=loaded,
         )
-        check = ForecastCheck(
-            forecast=forecast, setup=self.setup, memory_baseline=self.memory_baseline, event_bus=event_bus
-        )
+        check = ForecastCheck(forecast=forecast, setup=self.setup, memory_baseline=self.memory_baseline, event_bus=bus)
         loop = self._make_loop(
-            cursor, loaded, target, loader=loader, event_bus=event_bus, checkpointer=checkpointer, check=check
+            cursor, loaded, target, loader=loader, event_bus=bus, checkpointer=checkpointer, check=check
         )
         session = Session(
             prepared_job=prepared_job,
@@ -214,7 +212,7 @@ class _SessionBuilder:
             run=self.run,
             setup=self.setup,
             loader=loader,
-            event_bus=event_bus,
+            event_bus=bus,
             loop=loop,
             start_time=start_time,
         )
@@ -247,7 +245,8 @@ class _SessionBuilder:
 
     def _count_parameters(self) -> int:
         """Return the number of trainable parameters on all ranks together."""
-        return sum(math.prod(self.setup.kept.shard_specs(name)[0].shape) for name in self.setup.kept.names)
+        shards = self.setup.optim_shards
+        return sum(math.prod(shards.shard_specs(name)[0].shape) for name in shards.names)
 
     def _open_checkpoint(self) -> tuple[OpenCheckpoint | None, list[Event]]:
         if self.resume is None:
@@ -263,32 +262,14 @@ class _SessionBuilder:
             folder = move_superseded(self.run.checkpoints, start=loaded.path)
         return [] if folder is None else [Note(text=f"checkpoints after {loaded.path.name} were set aside in {folder}")]
 
-    def _read_data_properties(self) -> dataset_properties.DatasetProperties | None:
-        """Return the properties of indexed data, after a check that they are equal on every rank; None for a stream."""
-        source, seed = self.setup.data.train, self.prepared_job.settings.seed
-        if not source.is_indexed:
-            return None
-        data_properties = dataset_properties.find_properties(source, seed=seed)
-        data_properties.raise_error()
-        by_rank = self.world.gather_json([data_properties.num_samples, data_properties.fingerprint])
-        samples = dataset_properties.property_samples(data_properties.num_samples)
-
-        def is_repeatable() -> bool:
-            local = dataset_properties.is_repeatable_read(source, samples=samples, epoch=0, seed=seed)
-            return all(self.world.gather_json(local))
-
-        lengths, checksums = (dict(enumerate(each[part] for each in by_rank)) for part in range(2))
-        dataset_properties.refuse_different_data(
-            lengths, checksums, samples=samples, name="train_data", is_repeatable=is_repeatable
-        )
-        return data_properties
-
-    def _make_loader(self, cursor: Cursor, data_properties: dataset_properties.DatasetProperties | None) -> BatchLoader:
+    def _make_loader(self, cursor: Cursor, data_properties: DatasetProperties | None) -> BatchLoader:
         plan, settings = self.prepared_job.plan, self.prepared_job.settings
-        return feed_for(
+        return build_loader(
             self.setup.data,
             settings,
-            cut=cut_for(plan, settings, self.setup.worlds.data, reads=step_rule(plan.update_rule).traits.reads_samples),
+            partition=build_partition(
+                plan, settings, self.setup.worlds.data, reads_samples=step_rule(plan.update_rule).traits.reads_samples
+            ),
             cursor=cursor,
             sample_seeds=settings.data.sample_seeds,
             pin_memory=self.world.device.type == "cuda",
@@ -370,8 +351,8 @@ class _SessionBuilder:
         task, plan = self.prepared_job.task, self.prepared_job.plan
         private = holds_secret(self.prepared_job.requested.values)
         write_text(self.run.path / "config.toml", as_toml(self.prepared_job.requested), private=private)
-        write_json(self.run.path / "job.json", asked_of(self.prepared_job.job))
-        write_decided(self.run.path, {**plan.as_json(), **self._plan_extras(forecast)})
+        write_json(self.run.path / "job.json", job_choices(self.prepared_job.job))
+        write_plan(self.run.path, {**plan.as_json(), **self._plan_extras(forecast)})
         write_json(self.run.path / "env.json", environment(task.job))
         write_json(self.run.task, replace(task, job_handle=None).as_json(), private=private)
         for event in events:
@@ -438,14 +419,14 @@ class _SessionBuilder:
             )
             lines += loop.rule_changes
             saved_num_samples = read_saved_identity(loaded)["data"]["num_samples"]
-            lines += changed_length(saved_num_samples, samples, cursor=cursor, total=loop.total_steps)
-            early_stop = list(stopped_early(self.prepared_job.job, loop.progress, step=cursor.step))
+            lines += data_length_notes(saved_num_samples, samples, cursor=cursor, total_steps=loop.total_steps)
+            early = list(early_stop_notes(self.prepared_job.job, loop.progress, step=cursor.step))
             over = loop.is_over() and not loop.progress.unjudged
-            lines += early_stop or ([nothing_left(settings, step=cursor.step, total=loop.total_steps)] if over else [])
+            lines += early or ([finished_note(settings, step=cursor.step, total=loop.total_steps)] if over else [])
         return tuple(lines)
 
 
-def _data_identity(data_properties: dataset_properties.DatasetProperties | None) -> dict[str, Any]:
+def _data_identity(data_properties: DatasetProperties | None) -> dict[str, Any]:
     """Return the data properties in the form that a checkpoint stores."""
     if data_properties is None:
         return {"num_samples": None, "data": "stream"}

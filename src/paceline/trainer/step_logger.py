@@ -109,7 +109,7 @@ class StepLogger:
 
     def _warn(self, *, is_first_step: bool) -> None:
         """Emit the warnings of this step."""
-        unused_note = unused_parameters_note(self._setup.named) if is_first_step else ""
+        unused_note = unused_parameters_note(self._setup.named_parameters) if is_first_step else ""
         replica = self._setup.step.replica
         mean_loss_note = replica.contract.note if is_first_step else ""
         notes = [*filter(None, (unused_note, mean_loss_note)), *replica.buffers.new_notes()]

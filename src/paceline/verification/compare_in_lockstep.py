@@ -14,7 +14,7 @@ from paceline.errors import DesyncError, JobError
 from paceline.parallel.module_access.tensor_access import copy_into
 from paceline.step.step_totals import StepResult
 from paceline.trainer.setup.build_training_setup import TrainingSetup
-from paceline.trainer.setup.job_data import cut_for, feed_for
+from paceline.trainer.setup.job_data import build_loader, build_partition
 from paceline.verification.compare_step import StepComparison
 from paceline.verification.diagnosis.local_gradients import (
     can_run_locally,
@@ -110,7 +110,7 @@ class LockstepComparison:
         comparison, statistics = None, []
         if self._reference is not None:
             statistics = self._reference.copy_statistics()
-            rank_names = RankNames(mesh=self._setup.worlds.mesh, sharded=self._setup.kept)
+            rank_names = RankNames(mesh=self._setup.worlds.mesh, sharded=self._setup.optim_shards)
             comparison = StepComparison(
                 reference=self._reference,
                 position=position,
@@ -186,7 +186,7 @@ class LockstepComparison:
         local_gradients = compute_local_gradients(self._setup, step_input, names=names, global_counts=global_counts)
         if not all(self._world.gather_json(local_gradients is not None)) or local_gradients is None:
             return
-        targets = {m.name: m.parameter for m in self._setup.named}
+        targets = {m.name: m.parameter for m in self._setup.named_parameters}
         size = sum(sample_elements(targets[name]).numel() for name in names)
         gathered = gather_local_gradients(self._setup, local_gradients, num_micro=step_input.num_micro, size=size)
         if comparison is not None:
@@ -219,10 +219,10 @@ class LockstepComparison:
         self._load_reference_state()
 
     def _gather_gradients(self) -> list[dict[str, Tensor]]:
-        named, scaler = self._setup.named, self._setup.update.scaler
+        named, scaler = self._setup.named_parameters, self._setup.update.scaler
         scale = 1.0 if scaler is None else scaler.get_scale()
         local_gradients = {m.name: m.parameter.grad.detach() / scale for m in named if m.parameter.grad is not None}
-        return gather_copies(local_gradients, sharded=self._setup.kept, world=self._world)
+        return gather_copies(local_gradients, sharded=self._setup.optim_shards, world=self._world)
 
     def _gather_buffers(self) -> list[dict[str, Tensor]]:
         names = [name for name, _ in self._setup.model.named_buffers()]
@@ -256,7 +256,7 @@ class LockstepComparison:
     ) -> None:
         """Step both optimizers with the reference's gradient, and compare the weights on every rank."""
         names = set(self._world.share_json(sorted(expected_gradient)))
-        kept, weights = self._setup.kept, self._setup.weights
+        kept, weights = self._setup.optim_shards, self._setup.weights
         weights_before = (
             {}
             if self._reference is None
@@ -267,7 +267,7 @@ class LockstepComparison:
             for name in kept.names
             if name in names
         }
-        for member in self._setup.named:
+        for member in self._setup.named_parameters:
             member.parameter.grad = values.get(member.name)
         scaler, self._setup.update.scaler = self._setup.update.scaler, None  # this gradient is not scaled
         norm, _ = self._setup.update.commit(step=step + 1, loss=0.0)
@@ -320,10 +320,10 @@ def unchanged_weights_note(changed: Mapping[str, bool], *, steps: int, rate_rise
 def build_layout_loader(setup: TrainingSetup, cursor: Cursor) -> BatchLoader:
     """Return the layout's own loader, starting at `cursor`."""
     settings = setup.settings
-    return feed_for(
+    return build_loader(
         setup.data,
         settings,
-        cut=cut_for(setup.plan, settings, setup.worlds.data),
+        partition=build_partition(setup.plan, settings, setup.worlds.data),
         cursor=cursor,
         sample_seeds=settings.data.sample_seeds,
         shards=settings.data.shards,

@@ -306,8 +306,8 @@ def _gather_site_weights(
     synced_weights = {
         m.name: a.detach() for f in sites.fragments for m, a in zip(f.members, f.synchronized, strict=True)
     }
-    for name in setup.kept.names:
-        gathered[f"{name} (synchronized)"] = setup.kept.gather_full_tensor(name, synced_weights.get(name))
+    for name in setup.optim_shards.names:
+        gathered[f"{name} (synchronized)"] = setup.optim_shards.gather_full_tensor(name, synced_weights.get(name))
     return gathered
 
 

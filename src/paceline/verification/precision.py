@@ -46,7 +46,7 @@ def build_in_precision(
     setup.refuse_training()
     if setup.update.scaler is not None:  # a low constant scale: after an overflow there is nothing to compare
         options = {"init_scale": loss_scale, "growth_interval": 1 << 30}
-        setup.update.scaler = make_scaler(setup.kept, world, **options)
+        setup.update.scaler = make_scaler(setup.optim_shards, world, **options)
     return setup
 
 

@@ -23,7 +23,7 @@ from paceline.profiling.environment import code_facts
 from paceline.run_folder.run_folder import RunFolder
 from paceline.step.update_rules import step_rule
 from paceline.torch_internals.private_api import guard_hooks
-from paceline.trainer.setup.build_training_setup import TrainingSetup, begun_whole
+from paceline.trainer.setup.build_training_setup import TrainingSetup, full_model_builder
 from paceline.trainer.setup.job_data import JobData
 from paceline.trainer.setup.optimizers import lr_factor
 from paceline.trainer.setup.prepare import PreparedJob, is_gradient_worker, join_world, prepare
@@ -165,7 +165,7 @@ def build_reference(
         loss_scale=loss_scale if dtype is not torch.float64 and settings.train.precision == "fp16" else 1.0,
     )
     job = cast_job(prepared_job.job, dtype)
-    job, cast = replace(job, model=begun_whole(job, settings)), make_cast(dtype)
+    job, cast = replace(job, model=full_model_builder(job, settings)), make_cast(dtype)
     return constructor(job=job, config=config, cast=cast)
 
 

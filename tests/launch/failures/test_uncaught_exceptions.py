@@ -21,7 +21,7 @@ import paceline.launch.failures.single_reporter as claim
 import paceline.launch.failures.uncaught_exceptions as uncaught_module
 from paceline.commands import python_functions as functions
 from paceline.commands.common.execution import CommandOutcome
-from paceline.console.output import with_no_reader
+from paceline.console.output import write_safely
 from paceline.errors import PeerError, UsageError
 from paceline.launch.agent import worker_process as child
 from paceline.launch.failures.single_reporter import ReportScope, claim_report
@@ -184,7 +184,7 @@ def frames_of_ours(hook: UncaughtHook) -> int:
 
     left: ValueError | None = None
     try:
-        with_no_reader(mine, io.StringIO())
+        write_safely(mine, io.StringIO())
     except ValueError as error:
         left = error
         with redirect_stderr(io.StringIO()):
@@ -192,7 +192,7 @@ def frames_of_ours(hook: UncaughtHook) -> int:
     assert left is not None
     names = [frame.name for frame in traceback.extract_tb(left.__traceback__)]
     assert names[-1] == "mine"
-    return names.count("with_no_reader")
+    return names.count("write_safely")
 
 
 def test_a_hook_of_the_users_own_gets_the_whole_traceback(process: Process) -> None:

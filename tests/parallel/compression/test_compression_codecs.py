@@ -101,10 +101,10 @@ def test_blocks_of_the_smallest_and_largest_numbers_stay_finite(size: float) -> 
 @settings(max_examples=100, deadline=None)
 def test_of_equal_elements_the_first_are_chosen(values: list[float], ratio: float) -> None:
     tensor, how = torch.tensor(values), Compression(method=Method.TOPK, ratio=ratio)
-    places = largest_element_indices(tensor, how.picked(len(values)))
+    places = largest_element_indices(tensor, how.num_selected(len(values)))
     kept = torch.zeros_like(tensor)
     kept[places] = tensor[places]
-    order = sorted(range(len(values)), key=lambda i: (-abs(values[i]), i))[: how.picked(len(values))]
+    order = sorted(range(len(values)), key=lambda i: (-abs(values[i]), i))[: how.num_selected(len(values))]
     assert places.tolist() == sorted(order)
     assert torch.equal(kept, keep_largest(tensor, how))
 

@@ -49,7 +49,7 @@ def test_a_few_lengths_are_tried_once_each_and_leave_no_trace() -> None:
             raise LayoutError("it is odd.", hint="leave it out")
 
     live = nn.Linear(2, 2)
-    lengths, drawn = BatchLengthCheck(live, tried, first=4), torch.get_rng_state()
+    lengths, drawn = BatchLengthCheck(live, tried, first_length=4), torch.get_rng_state()
     for length in (4, 5, 5, 4, 6, 5, 6):
         lengths(torch.zeros(length), length)
     with pytest.raises(LayoutError, match="at a length of 9, which differs from the first batch, it is odd"):

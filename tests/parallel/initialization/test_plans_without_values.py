@@ -70,7 +70,7 @@ def test_plans_are_those_of_the_whole_model(model: str) -> None:
         example = ExampleBatch(
             job=ready.job, settings=ready.settings, plan=ready.plan, model=net, contract=contract, device=ALONE.device
         )
-        example.learn() if late is None else late.run_with_values(example.learn)
+        example.learn_loss() if late is None else late.run_with_values(example.learn_loss)
         cut = told(partial(planned, partial(plan_cut, net, num_stages=2, call=example)))
         split = told(partial(planned, partial(choose_plan, net, ranks=2, run=example.run)))
         found[way] = (cut, split)

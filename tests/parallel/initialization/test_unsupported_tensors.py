@@ -15,7 +15,7 @@ from paceline.config.settings import Settings
 from paceline.errors import JobError
 from paceline.parallel.initialization.unsupported_tensors import refuse_tensors
 from paceline.parallel.module_access.broadcast_initial import broadcast_initial_tensors
-from paceline.trainer.setup.build_training_setup import begun_whole
+from paceline.trainer.setup.build_training_setup import full_model_builder
 
 
 class Pair(nn.Module):
@@ -84,7 +84,7 @@ def test_such_a_tensor_is_refused_by_name_by_every_way_to_build(case: str) -> No
         global_batch_size=2,
     )
     with pytest.raises(JobError, match=said):
-        begun_whole(job, Settings())()
+        full_model_builder(job, Settings())()
     with pytest.raises(JobError, match=said):
         pl.place(lambda: Pair(change))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import paceline as pl
 from paceline.comm.process_group import World
-from paceline.config.loading import read_asked
+from paceline.config.loading import read_requested_settings
 from paceline.config.task import Task
 from paceline.launch.failures.failure_record import annotate_progress, failure_from_exception
 from paceline.launch.failures.hang_detection import divergence_failure
@@ -234,7 +234,7 @@ def _told(make: Any, words: str, folder: Path, **other: Any) -> Told:
         )  # fmt: skip
 
     layout, *rest = words.split()
-    asked = read_asked(file=None, overrides=["--train.micro_batch_size=2", *rest])
+    asked = read_requested_settings(file=None, overrides=["--train.micro_batch_size=2", *rest])
     ranks = 2 ** max(1, layout.count("=2"))
     task = Task(verb="train", job="job.py", layout=layout, ranks=ranks, settings=asked.values, origins=asked.origins)
     return try_pair(task, make=job, folder=folder)

@@ -114,7 +114,7 @@ def test_a_run_s_norm_adds_the_pieces_of_all_ranks_and_counts_what_all_hold_once
         ]
         placed: Any = SimpleNamespace(optim_shards=ShardedTensors(world=world, tensors=held), named_parameters=named)
         placed.owned_parameters = lambda: ParallelizedModel.owned_parameters(placed)
-        norm = updates._norm(placed, Settings(train=Train(max_grad_norm=1.0)), world=world)
+        norm = updates._build_norm(placed, Settings(train=Train(max_grad_norm=1.0)), world=world)
         assert norm is not None
         return float(norm())
 

@@ -19,13 +19,13 @@ from paceline.commands.common.resume_command import build_resume_command, build_
 from paceline.config.compression import Compression, parse_compress
 from paceline.config.job_reference import parameter_sources, parse_jobref
 from paceline.config.layout import Layout, LayoutKind, parse_layout
-from paceline.config.loading import TYPED, RequestedSettings, merge, read_asked
+from paceline.config.loading import COMMAND_LINE, RequestedSettings, merge, read_requested_settings
 from paceline.config.settings import Settings
 from paceline.config.task import Task
 from paceline.config.update_rule import UpdateRule, parse_update
 from paceline.console.formatting import plural
 from paceline.console.output import print_line
-from paceline.errors import ExitCode, PacelineError, UsageError, problems_of, raise_all
+from paceline.errors import ExitCode, PacelineError, UsageError, list_problems, raise_all
 from paceline.faults import parse_faults, refuse_idle_faults
 from paceline.filesystem.atomic_files import read_json
 from paceline.launch.environments import JoinedWorld, detect_world
@@ -128,7 +128,8 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     problems: list[PacelineError] = []
     ref = None if common.job_handle is not None else collect_problems(problems, lambda: parse_jobref(job))
     requested = (
-        collect_problems(problems, lambda: read_asked(file=common.config, overrides=overrides)) or RequestedSettings()
+        collect_problems(problems, lambda: read_requested_settings(file=common.config, overrides=overrides))
+        or RequestedSettings()
     )
     settings = collect_problems(problems, lambda: merge(requested))
     if settings is not None:
@@ -190,7 +191,9 @@ def _layout_problems(
     mesh = resolve_mesh(layout, ranks=workers, problems=problems, update=update)
     problems += [*check_axis_products(layout, mesh), *rule.refuse_layout(update, layout, mesh)]
     if settings is not None:
-        typed_settings = [name for name, origin in requested.origins.items() if origin == TYPED and verb != "compare"]
+        typed_settings = [
+            name for name, origin in requested.origins.items() if origin == COMMAND_LINE and verb != "compare"
+        ]
         problems += [*check_layout_settings(layout, mesh, settings), *check_update_settings(update, settings)]
         problems += refuse_unused_place_settings(layout, mesh, settings, requested=typed_settings)
     return problems
@@ -401,7 +404,7 @@ def collect_problems(problems: list[PacelineError], read: Callable[[], Any]) -> 
     try:
         return read()
     except PacelineError as error:
-        problems += problems_of(error)
+        problems += list_problems(error)
         return None
 
 

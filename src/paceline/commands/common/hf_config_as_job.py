@@ -5,7 +5,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from paceline.config.loading import read_asked
+from paceline.config.loading import read_requested_settings
 from paceline.errors import MachineError, PacelineError, UsageError
 from paceline.planner.hardware.cluster import Cluster
 
@@ -79,7 +79,7 @@ def _requested_names(overrides: Sequence[str], file: Path | None) -> set[str]:
     names = {word.partition("=")[0].lstrip("-") for word in overrides if word.startswith("--")}
     if file is not None:
         with suppress(PacelineError):  # an unreadable file is reported later, together with all other problems
-            names |= set(read_asked(file=file, overrides=()).values)
+            names |= set(read_requested_settings(file=file, overrides=()).values)
     return names
 
 

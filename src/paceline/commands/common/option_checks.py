@@ -4,13 +4,13 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from paceline.config.compression import method_with
+from paceline.config.compression import find_method
 from paceline.config.loading import RequestedSettings
-from paceline.config.other_tool_options import place_of
-from paceline.config.update_rule import rule_with
+from paceline.config.other_tool_options import find_equivalent
+from paceline.config.update_rule import find_rule
 from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError
-from paceline.job_parameters import misfits_of_source, without_default
+from paceline.job_parameters import check_against_source, missing_value_error
 
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 3800  # bytes: a file system's limits, less the names in a run folder
 
@@ -27,8 +27,8 @@ def check_job_parameters(
     values = {name[4:]: value for name, value in requested.values.items() if name.startswith("job.")}
     return [
         *_unknown_parameters(parameters, list(values), requested),
-        *misfits_of_source(values, sources=parameters),
-        *(without_default(name) for name, (_, default) in parameters.items() if not default and name not in values),
+        *check_against_source(values, sources=parameters),
+        *(missing_value_error(name) for name, (_, default) in parameters.items() if not default and name not in values),
     ]
 
 
@@ -77,10 +77,10 @@ def misplaced_option_hint(verb: str, flag: str, value: str) -> tuple[str, str] |
     if verb == "compare" and name in ("update", "updates", "compress"):
         cause = "--layouts compares with --update sync; compare update rules and compression as trained runs"
         return cause, "paceline train JOB for each, then paceline compare RUN RUN"
-    if (hint := place_of(flag, value)) is not None:
+    if (hint := find_equivalent(flag, value)) is not None:
         return hint
     option_text = f"{name}={value}" if value else name
-    rule, method = rule_with(name), method_with(name)
+    rule, method = find_rule(name), find_method(name)
     if rule is not None:
         return "it belongs to --update", f"--update {rule}" if rule == name else f"--update {rule},{option_text}"
     if method is not None:

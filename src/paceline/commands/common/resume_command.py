@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from paceline.checkpoint.files.checkpoint_folder import has_saves
-from paceline.config.loading import as_typed
+from paceline.config.loading import as_command_text
 from paceline.config.secret_settings import mask_value
 from paceline.config.task import Task
 from paceline.launch.environments import JoinedWorld
@@ -35,7 +35,7 @@ def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
         command += ["--config", file]
     for name, value in task.settings.items():
         if task.origins.get(name) in ("command line", "auto") and name != "run_dir":
-            command += [f"--{name}", mask_value(name, as_typed(value))]
+            command += [f"--{name}", mask_value(name, as_command_text(value))]
     return shlex.join(command) if joined is None else joined.launch_command(command)
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from paceline.console.output import flush
-from paceline.user_code import is_users
+from paceline.user_code import is_user_file
 
 LIMIT_SECONDS = 60.0
 _NOTICE_SECONDS = 5.0
@@ -81,5 +81,5 @@ def _drop_user_modules() -> None:
     """Drop the job's modules from `sys.modules`, so that files they left open are closed, as when any program ends."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and is_users(file):
+        if isinstance(file, str) and is_user_file(file):
             sys.modules.pop(name, None)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from paceline.config.job_reference import split_jobref
-from paceline.errors import ExitCode, called_exit
+from paceline.errors import ExitCode, job_exit_error
 from paceline.launch.agent.launcher_death import die_with_launcher
 from paceline.launch.agent.malloc_settings import configure_malloc
 from paceline.launch.agent.process_exit import end_python, exit_now, run_finish
@@ -23,7 +23,7 @@ from paceline.launch.agent.signals import stop_flag
 from paceline.launch.failures.failure_record import current_rank, print_traceback, write_failure
 from paceline.launch.failures.stack_dumps import install_stack_handler
 from paceline.plugins import resolve
-from paceline.user_code import script_words
+from paceline.user_code import script_arguments
 
 _VERBS_WITH_LOOP = ("train", "compare")
 
@@ -62,10 +62,10 @@ def _run_entry(entry: str, payload: Mapping[str, Any]) -> int:
     """Return the entry's result. A `sys.exit` in an entry is the job's error; only a script may exit with any code."""
     job = payload.get("job")
     try:
-        with script_words(split_jobref(job)[0] if isinstance(job, str) else entry):
+        with script_arguments(split_jobref(job)[0] if isinstance(job, str) else entry):
             return int(resolve(entry)(payload))
     except SystemExit as error:
-        raise called_exit(error) from error
+        raise job_exit_error(error) from error
 
 
 def _run_script(argv: list[str]) -> int:
@@ -98,7 +98,7 @@ def _run_guarded(
         code = error.code if isinstance(error.code, int) else int(bool(error.code))
         if code in (int(ExitCode.DONE), run_finish.code):
             return code, True
-        record_failure(called_exit(error) if code == ExitCode.STOPPED else error)
+        record_failure(job_exit_error(error) if code == ExitCode.STOPPED else error)
         return code, False
     except BaseException as error:
         record_failure(error)

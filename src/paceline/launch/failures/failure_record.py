@@ -25,7 +25,7 @@ from paceline.errors import (
     Problems,
     RunError,
     SaveError,
-    on_a_screen,
+    shorten_text,
     user_line,
 )
 from paceline.filesystem.atomic_files import write_text
@@ -39,7 +39,7 @@ from paceline.launch.failures.oom_detection import (
     tightest_memory_limit,
 )
 from paceline.launch.inherited_environment import ATTEMPT_FOLDER, own_rank
-from paceline.user_code import is_users_own
+from paceline.user_code import is_raised_by_user_code
 
 _DISK_FULL_ERRORS = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Error numbers of a disk that accepts no more data; any other error may have its cause in the user's code."""
@@ -118,7 +118,7 @@ def failure_from_exception(error: BaseException, *, rank: int, step: int = 0) ->
         monotonic_ns=time.monotonic_ns(),
         step=step,
         said=error.as_json() if isinstance(error, PacelineError) else {},
-        is_users_own=is_users_own(error),
+        is_users_own=is_raised_by_user_code(error),
         doing=next((note.removeprefix(_PROGRESS_PREFIX) for note in notes if note.startswith(_PROGRESS_PREFIX)), ""),
     )
 
@@ -181,7 +181,7 @@ def failure_from_status(rank: int, *, status: int, step: int = 0, is_oom_kill: b
             cause=""
             if memory_limit is None
             else f"{memory_limit.name} ends at {format_size(memory_limit.limit_bytes)}",
-            held={},
+            bytes_by_purpose={},
             limit_bytes=None if memory_limit is None else memory_limit.limit_bytes,
         )
         return Failure(
@@ -293,7 +293,7 @@ def _exception_text(error: BaseException) -> str:
         text = str(error)
     except Exception as str_error:
         return f"(its message is not available: {type(str_error).__name__})"
-    return on_a_screen(text)
+    return shorten_text(text)
 
 
 def _full_folder(error: OSError) -> tuple[Path, str]:

@@ -82,7 +82,7 @@ def out_of_memory_error(
     oom_error = OutOfMemory(
         message,
         cause=limit_text,
-        held=held,
+        bytes_by_purpose=held,
         limit_bytes=None if limit is None else limit.limit_bytes,
         part=phase,
         requested_bytes=allocation_bytes,

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.user_code import is_users
+from paceline.user_code import is_user_file
 
 _SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 5 if hasattr(signal, "SIGRTMIN") else 0
 _STACKS_OFFSET = 1 << 32  # in the status buffer, behind the slots of 2^17 ranks
@@ -47,14 +47,14 @@ class Stack:
     @property
     def user_frames(self) -> tuple[Frame, ...]:
         """Return the frames in the user's own code."""
-        return tuple(frame for frame in self.frames if is_users(frame.file))
+        return tuple(frame for frame in self.frames if is_user_file(frame.file))
 
     @property
     def is_waiting_for_ranks(self) -> bool:
         """Return whether the process is inside a collective or another exchange with other ranks."""
         inside = any(part in frame.file for frame in self.frames[:12] for part in _COMMUNICATION_FILES)
         first = self.frames[0].file if self.frames else ""
-        return inside or ("/paceline/" in first and "/paceline/data/" not in first and not is_users(first))
+        return inside or ("/paceline/" in first and "/paceline/data/" not in first and not is_user_file(first))
 
     @property
     def is_waiting_for_data(self) -> bool:

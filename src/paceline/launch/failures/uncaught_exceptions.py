@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from paceline.console.output import print_line
-from paceline.errors import ExitCode, PeerError, called_exit
+from paceline.errors import ExitCode, PeerError, job_exit_error
 from paceline.filesystem.atomic_files import write_text
 from paceline.launch.failures.failure_record import Failure, current_rank, failure_from_exception
 from paceline.launch.failures.first_failure import is_lost_connection
@@ -125,7 +125,7 @@ def report_failure(error: BaseException) -> tuple[Failure, ReportScope]:
 
 def report_exit(error: SystemExit) -> None:
     """Print that the script left a run of several ranks by `sys.exit`, so that the other ranks lose this one."""
-    exit_error = called_exit(error)
+    exit_error = job_exit_error(error)
     message = f"rank {current_rank()} left the run: {exit_error.what}"
     if attempt_folder(os.environ) is None and claim_report(exit_error.what, environ=os.environ).prints_all:
         print_line(message.replace("the job called", "the script called"), sys.stderr)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.config.settings import Settings
-from paceline.errors import LayoutError, PacelineError, as_refused
+from paceline.errors import LayoutError, PacelineError, one_line_message
 from paceline.job import Job
 from paceline.launch.failures.oom_detection import is_out_of_memory, trim_heap
 from paceline.measured_planning.profile.recompute_profile import recompute_profiles
@@ -135,7 +135,7 @@ def _try_or_refuse(call: Callable[[], Any], refused: dict[str, str], axis: str) 
     except Exception as error:  # of the job's own code: other axes may work
         if is_out_of_memory(error):
             raise
-        refused[axis] = as_refused(error)
+        refused[axis] = one_line_message(error)
     return None
 
 

@@ -35,7 +35,7 @@ def shorter_lengths(length: int | None) -> tuple[int, ...]:
 
 def read_samples(job: Job, settings: Settings, *, samples: int) -> StepInput:
     cut = BatchPartition(global_batch_size=samples, micro_batch_size=samples)
-    return read_first(JobData(job, settings), settings, cut=cut)[0]
+    return read_first(JobData(job, settings), settings, partition=cut)[0]
 
 
 def make_profiling_plan(settings: Settings, layout: str, ranks: int, *, samples: int) -> ExecutionPlan:

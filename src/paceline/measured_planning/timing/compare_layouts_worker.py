@@ -72,7 +72,7 @@ def _memory_tracker(built: TrainingSetup) -> MemoryTracker:
 
 def _updated_tensors(built: TrainingSetup) -> list[Tensor]:
     """Return the tensors that the optimizers update: the model's parameters, or this rank's rows of them."""
-    return [member.parameter for member in built.named]
+    return [member.parameter for member in built.named_parameters]
 
 
 def _sum(parts: list[MemoryByKind]) -> MemoryByKind:

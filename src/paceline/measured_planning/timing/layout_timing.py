@@ -16,7 +16,7 @@ from torch import nn
 from paceline.comm.collective_errors import all_ranks_arrive
 from paceline.comm.process_group import LaunchInfo, World
 from paceline.data.types import StepInput
-from paceline.errors import DataError, JobError, PacelineError, as_refused
+from paceline.errors import DataError, JobError, PacelineError, one_line_message
 from paceline.job import Job
 from paceline.launch.failures.oom_detection import is_out_of_memory
 from paceline.measured_planning.profile.truncated_model import truncate_block_lists
@@ -25,7 +25,7 @@ from paceline.parallel.initialization.pretrained import PretrainedModel
 from paceline.planner.cost.estimate import MeasuredTime
 from paceline.planner.search.shortlist import RejectedLayout, TimingTrial
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
-from paceline.trainer.setup.job_data import cut_for, feed_for
+from paceline.trainer.setup.job_data import build_loader, build_partition
 from paceline.trainer.setup.prepare import PreparedJob, make_plan
 
 Clock = Callable[[], float]
@@ -189,7 +189,7 @@ def _rejection(error: Exception, candidate: str, world: World) -> RejectedLayout
     """
     if isinstance(error, DataError) or is_out_of_memory(error) or not all_ranks_arrive(world, candidate):
         raise error
-    return RejectedLayout(reason=as_refused(error), is_job_error=True)
+    return RejectedLayout(reason=one_line_message(error), is_job_error=True)
 
 
 def _take_turns(
@@ -306,6 +306,6 @@ def _truncated_model_factory(job: Job, max_blocks: int) -> Any:
 
 
 def _batches(built: TrainingSetup) -> Iterator[StepInput]:
-    cut = cut_for(built.plan, built.settings, built.worlds.data)
+    cut = build_partition(built.plan, built.settings, built.worlds.data)
     while True:
-        yield from feed_for(built.data, built.settings, cut=cut, agree=built.world.gather_json)
+        yield from build_loader(built.data, built.settings, partition=cut, agree=built.world.gather_json)

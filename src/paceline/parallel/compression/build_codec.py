@@ -44,7 +44,7 @@ def build_compressed_reducer(
                 cause="compression rounds and sorts real numbers, but this dtype is not real",
                 hint="leave --compress out, or store real and imaginary parts in an extra dimension",
             )
-    if compression.has_memory:
+    if compression.has_error_feedback:
         return ErrorFeedbackReducer(
             named_parameters=named_parameters,
             world=world,

@@ -23,7 +23,7 @@ class TopKBucket:
         shapes = {member.name: member.parameter.shape for member in members}
         self.residuals = ResidualBuffers(shapes, dtype=dtype, device=first.device)
         self._sizes = [p.numel() for p in self._parameters]
-        self._counts = [compression.picked(size) for size in self._sizes]
+        self._counts = [compression.num_selected(size) for size in self._sizes]
         self._sum = torch.zeros(sum(self._sizes), dtype=dtype, device=first.device)
         self._index_dtype = torch.int32 if sum(self._sizes) < 1 << 31 else torch.int64
         self._received = self._sent = self._sum

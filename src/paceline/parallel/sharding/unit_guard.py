@@ -28,7 +28,7 @@ from paceline.torch_internals.private_api import (
     tensor_version,
     tree_flatten,
 )
-from paceline.user_code import is_users_own
+from paceline.user_code import is_raised_by_user_code
 
 _MAX_DEPTH = 8
 _ALTERNATIVE = "--layout zero2 (zero=2 in a mixture), which keeps parameters whole"
@@ -241,7 +241,7 @@ def _module_copy_error(error: Exception) -> LayoutError | None:
 
 def _clearer_error(error: Exception) -> LayoutError | None:
     text = str(error)
-    if "DTensor" in text and not is_users_own(error):
+    if "DTensor" in text and not is_raised_by_user_code(error):
         return _outside_unit_error("a parameter")
     if "RegisterPostBackwardFunction" in text and "modified inplace" in text:
         return LayoutError(

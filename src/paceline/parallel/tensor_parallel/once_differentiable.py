@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.errors import LayoutError, UserLine, line_now
+from paceline.errors import LayoutError, UserLine, current_user_line
 
 Backward = Callable[..., Any]
 
@@ -41,7 +41,7 @@ def once_differentiable(backward: Backward) -> Backward:
             gradients = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return gradients
-        line = line_now()
+        line = current_user_line()
         gradient_tuple = gradients if isinstance(gradients, tuple) else (gradients,)
         results = tuple(
             _forbid_double_backward(g, line) if isinstance(g, Tensor) and g.is_floating_point() else g

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.comm.process_group import World
 from paceline.comm.rank_threads import run_simulated_ranks
-from paceline.errors import LayoutError, line_now
+from paceline.errors import LayoutError, current_user_line
 from paceline.parallel.tensor_parallel.collectives import TensorParallelGroup, WorldGroup, slice_shard
 from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor, apply_rule
 from paceline.parallel.tensor_parallel.sharding import DimSharding, IncompatibleReshape
@@ -204,7 +204,7 @@ class PlanCheckGroup(DryRunGroup):
                 if difference:
                     raise LayoutError(
                         f"{name.strip('.')} on a tensor that tp={self.size} splits gives {difference} on rank {rank}.",
-                        where=str(line_now() or ""),
+                        where=str(current_user_line() or ""),
                         cause="the plan was tried on one microbatch, and each function was compared with one process",
                         hint="--place.replicate NAME for the module that makes it, or --layout fsdp; "
                         "and report this as a bug",

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.config.text_file import given_text
+from paceline.config.text_file import read_user_text
 from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.parallel.tensor_parallel.tensor_plan import KINDS, ParameterRole, TensorPlan, unknown_names
@@ -57,7 +57,7 @@ def read_plan(path: Path, *, model: nn.Module | None = None) -> TensorPlan:
         UsageError: the file is not a valid plan; the message gives the line. Several are raised as `Problems`.
     """
     try:
-        text = given_text(path, what="a tensor plan", hint='[roles], and below it "layers.*.up" = "column"')
+        text = read_user_text(path, expected="a tensor plan", hint='[roles], and below it "layers.*.up" = "column"')
         table = tomllib.loads(text)
     except FileNotFoundError:
         raise UsageError(

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from paceline.config.from_json import as_written
+from paceline.config.from_json import convert_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ def family_ratio(ratios: Mapping[str, float], family: str) -> float:
 
 def cluster_from_json(stored: Mapping[str, Any]) -> Cluster:
     """Return the cluster that `Cluster.as_json` wrote."""
-    return as_written(stored, Cluster)
+    return convert_json(stored, Cluster)
 
 
 @dataclass(frozen=True, kw_only=True)

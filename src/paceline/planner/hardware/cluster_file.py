@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config.axis_counts import MOST_RANKS
-from paceline.config.text_file import given_text
+from paceline.config.axis_counts import MAX_RANKS
+from paceline.config.text_file import read_user_text
 from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.planner.hardware.catalog import CatalogEntry, catalog_cluster, find_device, find_link
@@ -57,8 +57,8 @@ class _ClusterFileReader:
     def read(self) -> Cluster:
         self._check_keys(self.tree, ("device", *_COUNT_NAMES, *_LINK_NAMES, *_NODE_QUANTITIES, "name"), "")
         counts = {name: self._count(name) for name in _COUNT_NAMES}
-        if not self.problems and counts["nodes"] * counts["devices"] > MOST_RANKS:
-            self._add_problem(f"nodes × devices is more than {MOST_RANKS:,} ranks.", "", cause="one digit too many")
+        if not self.problems and counts["nodes"] * counts["devices"] > MAX_RANKS:
+            self._add_problem(f"nodes × devices is more than {MAX_RANKS:,} ranks.", "", cause="one digit too many")
         entry = self._device()
         links = {name: self._link(name) for name in _LINK_NAMES if name in self.tree}
         node_values = dict(self._quantities(self.tree, _NODE_QUANTITIES, ""))
@@ -181,7 +181,7 @@ class _ClusterFileReader:
 
 def _load_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(given_text(path, what="a cluster file", hint=_EXAMPLE))
+        return tomllib.loads(read_user_text(path, expected="a cluster file", hint=_EXAMPLE))
     except FileNotFoundError:
         raise UsageError(
             f"{path} does not exist.", cause="this names a cluster file", hint="--cluster 8xH100-80G, or here"

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.config.axis_counts import MOST_RANKS
+from paceline.config.axis_counts import MAX_RANKS
 from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.planner.hardware.catalog import catalog_cluster, find_device, find_link
 from paceline.planner.hardware.cluster import Cluster
@@ -35,15 +35,15 @@ def parse_cluster(text: str, *, local_cluster: Cluster | None = None) -> Cluster
     entry = find_device(match[3], problems=problems)
     between = replace(find_link(match[4], problems=problems), origin="given") if match[4] else None
     nodes, devices = ([1, *counts] if len(counts) < 2 else counts) if counts else (1, 1)
-    if not problems and nodes * devices > MOST_RANKS:
-        message = f"--cluster {text!r}: {nodes * devices:,} ranks, {MOST_RANKS:,} at most."
+    if not problems and nodes * devices > MAX_RANKS:
+        message = f"--cluster {text!r}: {nodes * devices:,} ranks, {MAX_RANKS:,} at most."
         problems.append(UsageError(message, cause="one digit too many", hint=_EXAMPLE))
     raise_all(problems)
     return catalog_cluster(entry, nodes=nodes, devices=devices, between=between)
 
 
 def _parse_count(text: str, digits: str, problems: list[PacelineError]) -> int:
-    if digits.strip("0") and len(digits) <= len(str(MOST_RANKS)):
+    if digits.strip("0") and len(digits) <= len(str(MAX_RANKS)):
         return int(digits)
     cause = "one digit too many" if digits.strip("0") else "at least one node with one device"
     problems.append(UsageError(f"--cluster {text!r}: {digits} is not a valid count.", cause=cause, hint=_EXAMPLE))

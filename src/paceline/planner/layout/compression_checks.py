@@ -81,7 +81,7 @@ def refuse_compressed_settings(
             cause="it has neither all_to_all nor all_gather for GPU tensors",
             hint="leave --train.backend out, or --compress powersgd",
         )
-    if settings.train.precision == "fp16" and compress.has_memory:
+    if settings.train.precision == "fp16" and compress.has_error_feedback:
         yield UsageError(
             f"fp16 with --compress {compress.method} is not supported.",
             cause="the error feedback would be in units of an old loss scale",

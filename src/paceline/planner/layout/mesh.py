@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from paceline.config.axis_counts import MOST_RANKS, REST
+from paceline.config.axis_counts import MAX_RANKS, REMAINING_RANKS
 from paceline.config.layout import AXES, Layout, LayoutKind
 from paceline.config.update_rule import UpdateRule
 from paceline.console.formatting import plural
@@ -113,15 +113,15 @@ def resolve_mesh(
             text = f"{layout} needs {plural(layout.threads or 0, 'rank')}, you have {ranks}."
             problems.append(LayoutError(text, hint=f"--ranks {layout.threads}, or --layout threads={ranks}"))
         return Mesh(dp_replicate=ranks)
-    if max(ranks, layout.ranks or 1) > MOST_RANKS:
-        text = f"{max(ranks, layout.ranks or 1):,} ranks: at most {MOST_RANKS:,} are allowed."
+    if max(ranks, layout.ranks or 1) > MAX_RANKS:
+        text = f"{max(ranks, layout.ranks or 1):,} ranks: at most {MAX_RANKS:,} are allowed."
         problems.append(LayoutError(text, cause="one digit too many", hint="--layout ddp --ranks 2"))
         return Mesh()
     sizes = {axis: layout.sizes.get(axis, 1) for axis in AXES}
     if layout.kind is LayoutKind.HSDP and "dp_replicate" not in layout.sizes:
         _set_hsdp_sizes(layout, sizes, ranks, problems)
-    product = math.prod(size for axis, size in sizes.items() if size != REST and axis != "ep")
-    open_axis = next((axis for axis, size in sizes.items() if size == REST), None)
+    product = math.prod(size for axis, size in sizes.items() if size != REMAINING_RANKS and axis != "ep")
+    open_axis = next((axis for axis, size in sizes.items() if size == REMAINING_RANKS), None)
     if open_axis == "ep":
         sizes["ep"] = sizes["dp_replicate"] * sizes["dp_shard"]
         if sizes["ep"] == 1:  # only `ep` was given: spread experts over replicas
@@ -226,7 +226,7 @@ def _set_hsdp_sizes(layout: Layout, sizes: dict[str, int], ranks: int, problems:
     """Set the sizes of hsdp: by default two replicas, each sharded over half the ranks."""
     other_ranks = math.prod(size for axis, size in sizes.items() if axis not in ("dp_replicate", "dp_shard", "ep"))
     data = ranks // max(other_ranks, 1)
-    shard = layout.sizes.get("dp_shard", REST)
-    sizes["dp_replicate"] = 2 if shard == REST else max(1, data // shard)
-    if data < 4 and shard == REST:
+    shard = layout.sizes.get("dp_shard", REMAINING_RANKS)
+    sizes["dp_replicate"] = 2 if shard == REMAINING_RANKS else max(1, data // shard)
+    if data < 4 and shard == REMAINING_RANKS:
         sizes["dp_shard"] = 2

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from paceline.config.axis_counts import MOST_RANKS
+from paceline.config.axis_counts import MAX_RANKS
 from paceline.config.layout import Layout
 from paceline.console.formatting import plural
 from paceline.errors import LayoutError, PacelineError
@@ -57,9 +57,9 @@ def refuse_schedule(layout: Layout, mesh: Mesh) -> list[PacelineError]:
 def _check_size(layout: Layout, mesh: Mesh) -> None:
     """Raise LayoutError if there are too many stages, before anything of that size is built."""
     stages = mesh.pp * (layout.virtual or 1)
-    if stages > MOST_RANKS:
+    if stages > MAX_RANKS:
         raise LayoutError(
-            f"pp={mesh.pp} × virtual={layout.virtual} is {stages:,} stages, more than {MOST_RANKS:,}.",
+            f"pp={mesh.pp} × virtual={layout.virtual} is {stages:,} stages, more than {MAX_RANKS:,}.",
             cause="one digit too many",
             hint="--layout pp=2,schedule=interleaved,virtual=2",
         )

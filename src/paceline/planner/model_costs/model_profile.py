@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from paceline.config.from_json import as_written
+from paceline.config.from_json import convert_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,4 +202,4 @@ def model_profile_from_json(stored: Mapping[str, Any]) -> ModelProfile:
     Raises:
         UsageError: a value is missing or has the wrong type.
     """
-    return as_written(stored, ModelProfile)
+    return convert_json(stored, ModelProfile)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from paceline.config.from_json import as_written
+from paceline.config.from_json import convert_json
 from paceline.config.layout import Layout, LayoutKind, parse_layout
 from paceline.errors import LayoutError, PacelineError, UsageError, raise_all
 from paceline.planner.cost.cost_model import CostModel
@@ -55,8 +55,8 @@ def estimate_from_row(cost_model: CostModel, row: Mapping[str, Any]) -> Estimate
     if "settings" not in row:
         reason = row.get("why", "no reason is recorded")
         raise UsageError(f"{row['layout']} is not possible: {reason}.", hint="paceline plan job.py --layout L")
-    stored_row = as_written(row, _Row)
-    micro_batch_size = as_written(stored_row.settings.get(_MICRO), int)
+    stored_row = convert_json(row, _Row)
+    micro_batch_size = convert_json(stored_row.settings.get(_MICRO), int)
     estimate = estimate_named(cost_model, stored_row.layout, micro_batch_size=micro_batch_size)
     memory = Memory(**_known_fields(Memory, stored_row.parts), host_bytes=stored_row.host_bytes)
     margin = bytes_margin(memory, cost_model.cluster.device, is_replayed=bool(row.get("replayed")))
@@ -104,7 +104,7 @@ def cost_model_from_json(advice: Mapping[str, Any]) -> CostModel:
             "the plan does not state its model or its cluster.", hint="paceline plan job.py --run-dir FOLDER"
         )
     cluster = cluster_from_json(advice["cluster"])
-    constants = _known_fields(Efficiency, as_written(advice.get("efficiency", {}), dict[str, float]))
+    constants = _known_fields(Efficiency, convert_json(advice.get("efficiency", {}), dict[str, float]))
     efficiency = replace(default_efficiency(cluster.device), **constants)
     return CostModel(profile=model_profile_from_json(advice["facts"]), cluster=cluster, efficiency=efficiency)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from paceline.errors import place_now
+from paceline.errors import user_code_position
 from paceline.profiling.model_tracing.fake_op_results import (
     COMPARISONS,
     FIXED_RESULTS,
@@ -204,7 +204,7 @@ class FakeExecutionMode(DispatchMode):
         """Return the result of an unknown comparison: True, or False if a loop repeats it endlessly."""
         if not self.comparisons_hold or tensor.numel() != 1 or name_of(func) not in COMPARISONS:
             return self.comparisons_hold
-        location = place_now()
+        location = user_code_position()
         self._remaining_true_results[location] = (
             self._remaining_true_results.get(
                 location, _MAX_TRUE_RESULTS_IF_ENDLESS if location in _endless_locations else _MAX_TRUE_RESULTS

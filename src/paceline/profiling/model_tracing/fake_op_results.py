@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.errors import JobError, line_now
+from paceline.errors import JobError, current_user_line
 
 
 def _one_if_float(func: Any, args: Any, kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ def unknown_result_error(func: Any, error: Exception) -> JobError:
     name, sizes = func._schema.name, {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*func.tags}
     return JobError(
         f"the result of {name} is unknown without real values.",
-        where=str(line_now() or ""),
+        where=str(current_user_line() or ""),
         cause="the size of its result depends on values" if sizes else f"it has no shape rule: {_first_line(error)}",
         hint="an operation whose result size depends on operand sizes only, such as torch.where with three arguments"
         if sizes

@@ -55,7 +55,7 @@ def memory_at_rest(
     return MemoryByKind(
         parameters=element_bytes(parameters),
         gradients=element_bytes([p.grad for p in [*parameters, *updated_tensors] if p.grad is not None]),
-        optimizer=element_bytes(list(optimizer_tensors(optimizers))),
+        optimizer=element_bytes(list(optim_shards(optimizers))),
         buffers=element_bytes(list(model.buffers())),
     )
 
@@ -81,7 +81,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return part
 
 
-def optimizer_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Tensor]:
+def optim_shards(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Tensor]:
     """Yield the tensors of the optimizers' states."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
@@ -203,7 +203,7 @@ class MemoryTracker(DispatchMode):
     ) -> Iterator[tuple[str, list[Tensor]]]:
         yield "parameters", list(model.parameters())
         yield "gradients", [p.grad for p in self._parameters if p.grad is not None]
-        yield "optimizer", [*optimizer_tensors(optimizers), *updated_tensors]
+        yield "optimizer", [*optim_shards(optimizers), *updated_tensors]
         yield "buffers", list(model.buffers())
 
     def _track(self, storage: UntypedStorage, kind: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.events import EvalDone, Event, ForecastChecked, StepDone, as_dict, metrics_of, ratios_of
+from paceline.events import EvalDone, Event, ForecastChecked, StepDone, as_dict, forecast_ratios, step_metrics
 from paceline.filesystem.atomic_files import open_no_follow, parse_json, read_regular
 from paceline.run_folder.run_folder import RunFolder
 
@@ -28,9 +28,9 @@ class JsonlSink:
         record = as_dict(event)
         _append(self._events, record)
         if isinstance(event, StepDone):
-            _append(self._metrics, {"step": event.step, "time": record["time"], **metrics_of(event)})
+            _append(self._metrics, {"step": event.step, "time": record["time"], **step_metrics(event)})
         if isinstance(event, ForecastChecked):
-            _append(self._metrics, {"step": event.step, "time": record["time"], **ratios_of(event)})
+            _append(self._metrics, {"step": event.step, "time": record["time"], **forecast_ratios(event)})
         if isinstance(event, EvalDone):
             named = {f"{event.split}/{name}": value for name, value in event.metrics.items()}
             _append(self._metrics, {"step": event.step, "time": record["time"], **named})

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline.console.formatting import format_metric
-from paceline.console.output import fitting_print, take_dropped_note, with_no_reader
+from paceline.console.output import encodable_job_output, take_dropped_note, write_safely
 from paceline.events import Note
 from paceline.launch.agent.shared_status import read_heartbeat
 from paceline.launch.failures.failure_record import TRACEBACK_MARKER
@@ -46,7 +46,7 @@ class LogTail:
 
     def __call__(self) -> None:
         """Print the new lines. If the output can't be written (`| head -1`, a closed terminal), the run continues."""
-        with_no_reader(self._print_new, self._out)
+        write_safely(self._print_new, self._out)
         self._record_dropped_output()
 
     def _record_dropped_output(self) -> None:
@@ -63,9 +63,11 @@ class LogTail:
     def _print_new(self) -> None:
         for line in self._new_lines():
             if self._bar is not None:
-                self._bar.console.print(fitting_print(line, self._out), markup=False, highlight=False, soft_wrap=True)
+                self._bar.console.print(
+                    encodable_job_output(line, self._out), markup=False, highlight=False, soft_wrap=True
+                )
             else:
-                self._out.write(fitting_print(line, self._out) + "\n")
+                self._out.write(encodable_job_output(line, self._out) + "\n")
         self._out.flush()
         self._update_bar()
 
@@ -73,8 +75,8 @@ class LogTail:
         """Restore the terminal."""
         self()
         if self._partial_line:
-            rest = fitting_print(self._partial_line.decode(errors="replace"), self._out)
-            with_no_reader(lambda: print(rest, file=self._out, flush=True), self._out)
+            rest = encodable_job_output(self._partial_line.decode(errors="replace"), self._out)
+            write_safely(lambda: print(rest, file=self._out, flush=True), self._out)
         if self._bar is not None:
             self._bar.stop()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError
-from paceline.events import EvalDone, Event, ForecastChecked, RunStarted, Sink, StepDone, metrics_of, ratios_of
+from paceline.events import EvalDone, Event, ForecastChecked, RunStarted, Sink, StepDone, forecast_ratios, step_metrics
 from paceline.plugins import resolve
 from paceline.reporting.sinks.console_lines import ConsoleSink
 from paceline.reporting.sinks.jsonl import JsonlSink
@@ -75,9 +75,9 @@ class WandbSink:
 
 def _numbers(event: Event) -> dict[str, float]:
     if isinstance(event, StepDone):
-        return dict(metrics_of(event))
+        return dict(step_metrics(event))
     if isinstance(event, ForecastChecked):
-        return dict(ratios_of(event))
+        return dict(forecast_ratios(event))
     if isinstance(event, EvalDone):
         return {f"{event.split}/{name}": value for name, value in event.metrics.items()}
     return {}

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import JobError
-from paceline.user_code import is_users
+from paceline.user_code import is_user_file
 
 _TARGETS = ("label", "labels", "target", "targets", "y")
 _FORMS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -34,7 +34,7 @@ def batch_mismatch_error(
 
 def _source_line(forward: Callable[..., Any]) -> str:
     code = getattr(forward, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None and is_users(code.co_filename) else ""
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None and is_user_file(code.co_filename) else ""
 
 
 def _describe_value(value: Any) -> str:

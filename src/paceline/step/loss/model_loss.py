@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.job import no_loss
+from paceline.job import missing_loss_error
 from paceline.parallel.context_parallel.context_parallel import moves_labels
 from paceline.torch_internals.rng import preserve_rng
 
@@ -50,7 +50,7 @@ class ModelLoss:
         """
         loss = _loss_of(output)
         if loss is None:
-            raise no_loss(batch)
+            raise missing_loss_error(batch)
         loss = loss.reshape(())
         count = self._count_targets(batch)
         if count is None:

@@ -39,7 +39,12 @@ def check_job(job: Job, model: nn.Module, *, takes_sparse: bool = False) -> None
             cause="nn.LazyLinear or similar; the optimizer and the other ranks need the parameters earlier",
             hint="nn.Linear(in_features, ...), or one forward on a sample inside model=",
         )
-    problems = [*_wrapped(model), *_complex(model), *([] if takes_sparse else _sparse(model)), *_unsaved(model)]
+    problems = [
+        *_find_wrapper(model),
+        *_find_complex_parameters(model),
+        *([] if takes_sparse else _find_sparse_gradients(model)),
+        *_find_unsavable_state(model),
+    ]
     if problems:
         with suppress(Exception):
             optimizers = create_optimizers(job, model)
@@ -50,31 +55,31 @@ def check_job(job: Job, model: nn.Module, *, takes_sparse: bool = False) -> None
 
 def unfit_optimizers(optimizers: Sequence[Optimizer]) -> list[PacelineError]:
     """Return errors for optimizers that must call the loss themselves, and for options that are NaN or infinite."""
-    odd: list[PacelineError] = [
+    option_problems: list[PacelineError] = [
         JobError(
-            f"optimizer= returned {type(optimizer).__name__} with {key}={number} in group {place}.",
+            f"optimizer= returned {type(optimizer).__name__} with {key}={number} in group {index}.",
             cause="a division by zero or an overflow in its computation",
             hint=f"{key}=a finite number",
         )
         for optimizer in optimizers
-        for place, group in enumerate(optimizer.param_groups)
-        for key, number in ((key, as_number(value)) for key, value in group.items() if not _is_elsewhere(value))
+        for index, group in enumerate(optimizer.param_groups)
+        for key, number in ((key, as_number(value)) for key, value in group.items() if not _is_on_device(value))
         if number is not None and (math.isnan(number) or (key == "lr" and math.isinf(number)))
     ]
-    return odd + [
+    return option_problems + [
         JobError(
             f"optimizer= returned {type(optimizer).__name__}, whose step() needs a closure.",
             cause="it evaluates the loss several times per step; a step here has one forward and backward",
             hint="torch.optim.AdamW, SGD or another that steps from the gradient",
         )
         for optimizer in optimizers
-        if "closure" in _required(optimizer)
+        if "closure" in _required_step_arguments(optimizer)
     ]
 
 
 def unfit_schedules(schedules: Sequence[Any], optimizers: Sequence[Optimizer]) -> list[PacelineError]:
     """Return errors for schedules whose `step` needs arguments, that move another optimizer, or can't be saved."""
-    strange: list[PacelineError] = [
+    interface_problems: list[PacelineError] = [
         JobError(
             f"lr_schedule= returned a {type(schedule).__name__}, expected a schedule with step() and state_dict().",
             hint="lr_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, steps)",
@@ -82,7 +87,7 @@ def unfit_schedules(schedules: Sequence[Any], optimizers: Sequence[Optimizer]) -
         for schedule in schedules
         if not all(hasattr(schedule, name) for name in ("step", "state_dict", "load_state_dict"))
     ]
-    foreign: list[PacelineError] = [
+    optimizer_mismatches: list[PacelineError] = [
         JobError(
             f"lr_schedule= returned {type(schedule).__name__}, which controls a different optimizer than its argument.",
             cause="it was built from an optimizer in a variable; a run builds its own with optimizer=",
@@ -91,31 +96,32 @@ def unfit_schedules(schedules: Sequence[Any], optimizers: Sequence[Optimizer]) -
         for schedule, optimizer in zip(schedules, optimizers, strict=False)
         if getattr(schedule, "optimizer", optimizer) is not optimizer
     ]
-    schedules = [] if strange else schedules
-    return [*strange, *foreign] + [
+    schedules = [] if interface_problems else schedules
+    return [*interface_problems, *optimizer_mismatches] + [
         JobError(
-            f"lr_schedule= returned {type(schedule).__name__}, whose step() needs {', '.join(_required(schedule))}.",
+            f"lr_schedule= returned {type(schedule).__name__}, "
+            f"whose step() needs {', '.join(_required_step_arguments(schedule))}.",
             cause="a schedule is stepped once per step, without arguments",
             hint="lr_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, steps); "
             "early_stopping=3 ends a run at a plateau",
         )
         for schedule in schedules
-        if _required(schedule)
+        if _required_step_arguments(schedule)
     ]
 
 
-def _required(thing: Any) -> list[str]:
+def _required_step_arguments(stepped: Any) -> list[str]:
     """Return the arguments that `step` of this object requires."""
-    parameters = inspect.signature(thing.step).parameters.values()
+    parameters = inspect.signature(stepped.step).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def _is_elsewhere(value: Any) -> bool:
+def _is_on_device(value: Any) -> bool:
     """Return True if reading the value would wait for a device."""
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
-def _wrapped(model: nn.Module) -> list[PacelineError]:
+def _find_wrapper(model: nn.Module) -> list[PacelineError]:
     """Return an error if another tool has already made the model parallel."""
     for name, module in model.named_modules():
         kind = next((one.__name__ for one in type(module).__mro__ if one.__name__ in _WRAPPERS), None)
@@ -130,7 +136,7 @@ def _wrapped(model: nn.Module) -> list[PacelineError]:
     return []
 
 
-def _complex(model: nn.Module) -> list[PacelineError]:
+def _find_complex_parameters(model: nn.Module) -> list[PacelineError]:
     names = [name for name, parameter in model.named_parameters() if parameter.is_complex()]
     if not names:
         return []
@@ -143,7 +149,7 @@ def _complex(model: nn.Module) -> list[PacelineError]:
     ]
 
 
-def _sparse(model: nn.Module) -> list[PacelineError]:
+def _find_sparse_gradients(model: nn.Module) -> list[PacelineError]:
     names = [name or type(module).__name__ for name, module in model.named_modules() if _gives_sparse(module)]
     if not names:
         return []
@@ -160,19 +166,19 @@ def _gives_sparse(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
 
 
-def _unsaved(model: nn.Module) -> list[PacelineError]:
+def _find_unsavable_state(model: nn.Module) -> list[PacelineError]:
     """Return errors for everything that a checkpoint cannot hold, before the first save."""
-    known = set(DTYPES.values())
-    found: list[PacelineError] = [
+    supported_dtypes = set(DTYPES.values())
+    problems: list[PacelineError] = [
         JobError(
             f"{name} of the model has the type {tensor.dtype}, which can't be saved.",
             hint="another dtype, or register_buffer(..., persistent=False) if the model recreates it",
         )
         for name, tensor in state_dict_tensors(model).items()
-        if tensor.dtype not in known and not (isinstance(tensor, nn.Parameter) and tensor.is_complex())
+        if tensor.dtype not in supported_dtypes and not (isinstance(tensor, nn.Parameter) and tensor.is_complex())
     ]
     try:
         get_extra_state(model)
     except CheckpointError as error:
-        found.append(JobError(error.what, cause=error.cause, hint=error.hint))
-    return found
+        problems.append(JobError(error.what, cause=error.cause, hint=error.hint))
+    return problems

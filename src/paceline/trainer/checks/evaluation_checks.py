@@ -41,11 +41,12 @@ def check_evaluation_settings(job: Job, settings: Settings, *, evaluate_first: b
         JobError: with the names of all such requests.
     """
     if job.eval_data is None:
-        wishes = list(_wishes(job, settings, evaluate_first))
-        if wishes:
+        requests = list(_requested_evaluations(job, settings, evaluate_first))
+        if requests:
             raise JobError(
-                f"{' and '.join(wishes)} ask{'s' * (len(wishes) == 1)} for evaluations, but the job has no eval_data=.",
-                hint=f"pl.Job(..., eval_data=...), or leave {'it' if len(wishes) == 1 else 'them'} out",
+                f"{' and '.join(requests)} ask{'s' * (len(requests) == 1)} for evaluations, "
+                "but the job has no eval_data=.",
+                hint=f"pl.Job(..., eval_data=...), or leave {'it' if len(requests) == 1 else 'them'} out",
             )
     elif job.loss is None:
         refuse_unknown_metrics(job, terms=["loss"])
@@ -61,35 +62,35 @@ def refuse_unknown_metrics(job: Job, *, terms: Iterable[str]) -> None:
         return
     losses = list(terms)
     metrics = job.metrics or {}
-    known = [*metrics, *(losses if len(losses) == 1 else ["loss", *(f"loss/{name}" for name in losses)])]
-    several = tuple(f"{name}/" for name, metric in metrics.items() if hasattr(metric, "compute"))
+    known_metrics = [*metrics, *(losses if len(losses) == 1 else ["loss", *(f"loss/{name}" for name in losses)])]
+    multi_value_prefixes = tuple(f"{name}/" for name, metric in metrics.items() if hasattr(metric, "compute"))
     problems: list[PacelineError] = [
         JobError(
-            f"{wish} needs the metric {metric!r}, which this job does not have.",
-            cause=did_you_mean(metric, known),
-            hint=f"one of {', '.join(known)}; or metrics={{{metric!r}: ...}}",
+            f"{request} needs the metric {metric!r}, which this job does not have.",
+            cause=did_you_mean(metric, known_metrics),
+            hint=f"one of {', '.join(known_metrics)}; or metrics={{{metric!r}: ...}}",
         )
-        for wish, metric in _judged_by(job)
-        if metric not in known and not metric.startswith(several)
+        for request, metric in _metrics_in_rules(job)
+        if metric not in known_metrics and not metric.startswith(multi_value_prefixes)
     ]
     raise_all(problems)
 
 
-def asked_of(job: Job) -> dict[str, Any]:
+def job_choices(job: Job) -> dict[str, Any]:
     """Return the job's own choices that the run folder records with the settings."""
-    found = {"ema": job.ema, "best": job.best, "early_stopping": job.early_stopping}
-    return {name: str(value) for name, value in found.items() if value is not None}
+    choices = {"ema": job.ema, "best": job.best, "early_stopping": job.early_stopping}
+    return {name: str(value) for name, value in choices.items() if value is not None}
 
 
 def evaluation_notes(
     job: Job, settings: Settings, *, model: nn.Module, micro_batch_size: int, is_resumed: bool = False
 ) -> Iterator[str]:
     """Yield lines for the banner. A resumed run has already reported its microbatches at its first start."""
-    train = settings.train
-    settled = is_resumed or train.micro_batch_size or train.gradient_accumulation_steps
+    train_settings = settings.train
+    is_microbatch_fixed = is_resumed or train_settings.micro_batch_size or train_settings.gradient_accumulation_steps
     if (
-        not settled
-        and train.buffers != "sync_bn"
+        not is_microbatch_fixed
+        and train_settings.buffers != "sync_bn"
         and any(isinstance(module, _BATCH_NORMS) for module in model.modules())
     ):
         yield (
@@ -130,10 +131,12 @@ def last_batch_notes(
     """Yield a warning if an epoch's last batch has a microbatch of one sample, which batch norm can't be trained on."""
     if samples is None or settings.data.drop_last or plan.micro_batch_size == 1:
         return
-    last = samples % plan.global_batch_size
-    is_alone = last == 1 if settings.train.buffers == "sync_bn" else last % plan.micro_batch_size == 1
+    last_batch_size = samples % plan.global_batch_size
+    has_single_sample = (
+        last_batch_size == 1 if settings.train.buffers == "sync_bn" else last_batch_size % plan.micro_batch_size == 1
+    )
     is_reached = total_steps is None or total_steps > samples // plan.global_batch_size
-    if is_alone and is_reached and any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
+    if has_single_sample and is_reached and any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
         yield (
             f"warning: step {samples // plan.global_batch_size + 1}, the last of an epoch, has a microbatch of one "
             "sample: "
@@ -142,7 +145,7 @@ def last_batch_notes(
         )
 
 
-def stopped_early(job: Job, progress: Progress, *, step: int) -> Iterator[str]:
+def early_stop_notes(job: Job, progress: Progress, *, step: int) -> Iterator[str]:
     """Yield a line if the resumed run had already stopped early, and so has nothing left to do."""
     rule = early_stopping(job)
     if rule is not None and progress.waited >= rule.patience:
@@ -152,28 +155,37 @@ def stopped_early(job: Job, progress: Progress, *, step: int) -> Iterator[str]:
         )
 
 
-def changed_length(was: int | None, samples: int | None, *, cursor: Cursor, total: int | None) -> Iterator[str]:
+def data_length_notes(
+    saved_num_samples: int | None, num_samples: int | None, *, cursor: Cursor, total_steps: int | None
+) -> Iterator[str]:
     """Yield a line if the resumed run has more or fewer samples than before (`--allow data`)."""
-    if was is None or samples is None or was == samples:
+    if saved_num_samples is None or num_samples is None or saved_num_samples == num_samples:
         return
-    stood = f"this epoch was at sample {cursor.position:,}"
-    if cursor.position >= samples:
-        stood += ", and ends there"
-    ends = "" if total is None else f"; counted in epochs of {samples:,} samples, the run ends at step {total:,}"
-    yield f"warning: train_data had {was:,} samples and has {samples:,} (--allow data): {stood}{ends}"
+    position_text = f"this epoch was at sample {cursor.position:,}"
+    if cursor.position >= num_samples:
+        position_text += ", and ends there"
+    end_text = (
+        ""
+        if total_steps is None
+        else f"; counted in epochs of {num_samples:,} samples, the run ends at step {total_steps:,}"
+    )
+    yield (
+        f"warning: train_data had {saved_num_samples:,} samples and has {num_samples:,} (--allow data): "
+        f"{position_text}{end_text}"
+    )
 
 
-def nothing_left(settings: Settings, *, step: int, total: int | None) -> str:
+def finished_note(settings: Settings, *, step: int, total: int | None) -> str:
     """Return a line that says the resumed run is at its end or beyond it."""
-    asked = settings.train.steps
-    if asked is not None and asked == total:
-        limit = f"train.steps is {asked:,}"
+    requested_steps = settings.train.steps
+    if requested_steps is not None and requested_steps == total:
+        limit = f"train.steps is {requested_steps:,}"
     else:
         limit = "all its data has been read" if total is None else f"it ends at step {total:,}"
     return f"nothing left to do: the run is at step {step:,}, {limit}"
 
 
-def _wishes(job: Job, settings: Settings, evaluate_first: bool) -> Iterator[str]:
+def _requested_evaluations(job: Job, settings: Settings, evaluate_first: bool) -> Iterator[str]:
     if settings.eval.every is not None:
         yield f"eval.every={settings.eval.every}"
     if evaluate_first:
@@ -184,7 +196,7 @@ def _wishes(job: Job, settings: Settings, evaluate_first: bool) -> Iterator[str]
         yield f"early_stopping={job.early_stopping!r}"
 
 
-def _judged_by(job: Job) -> Iterator[tuple[str, str]]:
+def _metrics_in_rules(job: Job) -> Iterator[tuple[str, str]]:
     if job.best is not None:
         yield f"best={job.best!r}", best_rule(job)[0]
     rule = early_stopping(job)

@@ -21,8 +21,8 @@ from paceline.torch_internals.pytree import to_device
 from paceline.torch_internals.rng import preserve_rng
 from paceline.trainer.setup.job_data import JobData, read_first
 
-FEW = 2  # a single sample may take another code path
-Found = TypeVar("Found")
+SMALL_BATCH_SIZE = 2  # a single sample may take another code path
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,16 @@ class ExampleBatch:
     def __call__(self) -> Any:
         """Return the loss terms in training mode."""
         with hide_from_modes():  # planning records which buffers the forward itself uses
-            kept = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
-        mode = self.model.training
+            saved_buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
+        was_training = self.model.training
         self.model.train()
         try:
             with preserve_rng():
                 return self.run(self.model)
         finally:
-            self.model.train(mode)
+            self.model.train(was_training)
             with hide_from_modes():
-                for buffer, value in kept:
+                for buffer, value in saved_buffers:
                     copy_into(buffer.data, value)
 
     def run(self, model: nn.Module) -> Any:
@@ -69,18 +69,18 @@ class ExampleBatch:
             ) from error
         return {name: total for name, (total, _) in terms.items()}
 
-    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+    def once(self, key: Hashable, find: Callable[[], Result]) -> Result:
         """Return the result of `find`, which runs the model. Copies of one model share the first result."""
-        known = getattr(self.job.model, "found", None)
-        if not isinstance(known, dict):
+        cache = getattr(self.job.model, "found", None)
+        if not isinstance(cache, dict):
             return find()
         key = (key, self.plan.micro_batch_size)
-        if key not in known:
-            known[key] = find()
-        found: Found = known[key]
-        return found
+        if key not in cache:
+            cache[key] = find()
+        result: Result = cache[key]
+        return result
 
-    def learn(self) -> None:
+    def learn_loss(self) -> None:
         """Determine the form of the model's own loss. Call this before any forward of the model is recorded."""
         self.contract.probe_model_loss(self.batch)
 
@@ -91,22 +91,22 @@ class ExampleBatch:
         Raises:
             JobError: it can't be read twice.
         """
-        return self._first(self.plan.micro_batch_size)
+        return self._read_first(self.plan.micro_batch_size)
 
     @cached_property
-    def few(self) -> Any:
+    def small_batch(self) -> Any:
         """A few samples of the first microbatch: enough to check that a split model gives the same result."""
-        few = min(FEW, self.plan.micro_batch_size)
-        return self.batch if few == self.plan.micro_batch_size else self._first(few)
+        num_samples = min(SMALL_BATCH_SIZE, self.plan.micro_batch_size)
+        return self.batch if num_samples == self.plan.micro_batch_size else self._read_first(num_samples)
 
-    def _first(self, size: int) -> Any:
+    def _read_first(self, num_samples: int) -> Any:
         if hasattr(self.job.train_data, "__next__"):
             raise JobError(
                 "train_data is a generator, but this layout reads a sample before the first step.",
                 cause="a generator can be read only once, so training would miss that sample",
                 hint="train_data=the generator function itself, without calling it",
             )
-        cut = BatchPartition(global_batch_size=size, micro_batch_size=size)
+        partition = BatchPartition(global_batch_size=num_samples, micro_batch_size=num_samples)
         data, seeds = self.data or JobData(self.job, self.settings), self.settings.data.sample_seeds
-        given = read_first(data, self.settings, cut=cut, sample_seeds=seeds)[0]
-        return to_device(given.micro[0].data, self.device)
+        step_batch = read_first(data, self.settings, partition=partition, sample_seeds=seeds)[0]
+        return to_device(step_batch.micro[0].data, self.device)

@@ -17,12 +17,16 @@ def loss_notes(loss: Any, *, model: nn.Module, world: World) -> list[str]:
     Raises:
         JobError: their values differ between ranks, because each process drew its own.
     """
-    own = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-    parameters = {name: p for name, p in find_parameters(loss).items() if id(p) not in own}
+    model_tensor_ids = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    parameters = {name: p for name, p in find_parameters(loss).items() if id(p) not in model_tensor_ids}
     buffers = {f"{path}.{n}": b for path, m in find_modules(loss) for n, b in m.named_buffers(recurse=False)}
-    held = {name: t for name, t in {**parameters, **buffers}.items() if id(t) not in own and not t.is_meta}
-    told = world.gather_json({name: _digest(tensor) for name, tensor in held.items()})
-    differing = [name for name, value in told[0].items() if any(said.get(name) != value for said in told)]
+    outside_tensors = {
+        name: t for name, t in {**parameters, **buffers}.items() if id(t) not in model_tensor_ids and not t.is_meta
+    }
+    digests = world.gather_json({name: _digest(tensor) for name, tensor in outside_tensors.items()})
+    differing = [
+        name for name, value in digests[0].items() if any(rank_digests.get(name) != value for rank_digests in digests)
+    ]
     if differing:
         raise JobError(
             f"loss= contains {first_names(differing)}, whose values differ between ranks.",

@@ -14,9 +14,12 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-_SMALL_SHARE = 0.05
-_FEW, _MANY = 2.0, 8  # a schedule in updates lasts longer than 2 updates per epoch if an epoch has 8 or more
-_NOTHING_LEFT = 1e-3
+_SMALL_FRACTION = 0.05
+_MAX_UPDATES_PER_EPOCH, _MIN_EPOCH_STEPS = (
+    2.0,
+    8,
+)  # a schedule in updates lasts longer than 2 updates per epoch if an epoch has 8 or more
+_NEGLIGIBLE_LR = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +29,11 @@ class _Span:
     `is_decay`: each step of the schedule multiplies the rate, which is negligible at its end.
     """
 
-    end: float
-    written: str
-    scaled: str
-    counts: tuple[int, ...] = ()
-    falls: bool = False
+    end_step: float
+    text: str
+    epoch_text: str
+    lengths: tuple[int, ...] = ()
+    is_decay: bool = False
 
 
 def schedules_in_epochs(schedules: Sequence[Any], *, total_steps: int | None, epoch_steps: int | None) -> list[str]:
@@ -41,62 +44,74 @@ def schedules_in_epochs(schedules: Sequence[Any], *, total_steps: int | None, ep
     """
     if not total_steps:
         return []
-    found = []
+    warnings = []
     for schedule in schedules:
         span = _span(schedule, f"{epoch_steps:,}".replace(",", "") if epoch_steps else "steps_of_an_epoch")
-        if span is not None and _is_short(span, total_steps=total_steps, epoch_steps=epoch_steps):
-            found.append(
-                f"lr_schedule= is stepped once per update, not once per epoch: {span.written} reaches its lowest rate "
-                f"after {math.ceil(span.end):,} of {total_steps:,} updates. If you meant epochs: "
-                f"lr_schedule=lambda o: torch.optim.lr_scheduler.{span.scaled}"
+        if span is not None and _ends_early(span, total_steps=total_steps, epoch_steps=epoch_steps):
+            warnings.append(
+                f"lr_schedule= is stepped once per update, not once per epoch: {span.text} reaches its lowest rate "
+                f"after {math.ceil(span.end_step):,} of {total_steps:,} updates. If you meant epochs: "
+                f"lr_schedule=lambda o: torch.optim.lr_scheduler.{span.epoch_text}"
             )
-    return found
+    return warnings
 
 
-def _is_short(span: _Span, *, total_steps: int, epoch_steps: int | None) -> bool:
-    if span.end >= total_steps or epoch_steps == 1:
+def _ends_early(span: _Span, *, total_steps: int, epoch_steps: int | None) -> bool:
+    if span.end_step >= total_steps or epoch_steps == 1:
         return False
     epochs = total_steps / epoch_steps if epoch_steps else 0.0
-    if epochs >= 2 and (span.counts == (round(epochs),) or ((epoch_steps or 0) >= _MANY and span.end <= _FEW * epochs)):
+    if epochs >= 2 and (
+        span.lengths == (round(epochs),)
+        or ((epoch_steps or 0) >= _MIN_EPOCH_STEPS and span.end_step <= _MAX_UPDATES_PER_EPOCH * epochs)
+    ):
         return True
-    if span.falls and epochs >= 2 and span.end <= max(epochs, epoch_steps or 0):
+    if span.is_decay and epochs >= 2 and span.end_step <= max(epochs, epoch_steps or 0):
         return True
-    return span.end <= _SMALL_SHARE * total_steps
+    return span.end_step <= _SMALL_FRACTION * total_steps
 
 
 def _span(schedule: Any, unit: str) -> _Span | None:
     """Return the span of a schedule that only decreases, or of a sequence's last part; None for all others."""
     kind = type(schedule)
     if kind is SequentialLR:
-        last, begin = schedule._schedulers[-1], schedule._milestones[-1]
-        inner = _span(last, unit)
-        return inner and _Span(end=begin + inner.end, written=inner.written, scaled=inner.scaled)
+        last_schedule, start = schedule._schedulers[-1], schedule._milestones[-1]
+        inner = _span(last_schedule, unit)
+        return inner and _Span(end_step=start + inner.end_step, text=inner.text, epoch_text=inner.epoch_text)
     if kind is CosineAnnealingLR:
-        floor = f", eta_min={schedule.eta_min:g}" if schedule.eta_min else ""
-        return _of(kind, schedule.T_max, f"T_max={schedule.T_max}", f" * {unit}", floor, (schedule.T_max,))
+        minimum = f", eta_min={schedule.eta_min:g}" if schedule.eta_min else ""
+        return _make_span(kind, schedule.T_max, f"T_max={schedule.T_max}", f" * {unit}", minimum, (schedule.T_max,))
     if kind is PolynomialLR:
         power = f", power={schedule.power:g}" if schedule.power != 1 else ""
         count = schedule.total_iters
-        return _of(kind, count, f"total_iters={count}", f" * {unit}", power, (count,))
+        return _make_span(kind, count, f"total_iters={count}", f" * {unit}", power, (count,))
     gamma = getattr(schedule, "gamma", 1.0)
     if kind not in (StepLR, MultiStepLR, ExponentialLR) or not 0 <= gamma < 1:
         return None
-    falls = math.log(_NOTHING_LEFT) / math.log(gamma) if gamma else 1.0
+    num_decays = math.log(_NEGLIGIBLE_LR) / math.log(gamma) if gamma else 1.0
     if kind is ExponentialLR:
         scaled = f"ExponentialLR(o, {gamma:g} ** (1 / {unit}))"
-        return _Span(end=falls, written=f"ExponentialLR(gamma={gamma:g})", scaled=scaled, falls=True)
+        return _Span(end_step=num_decays, text=f"ExponentialLR(gamma={gamma:g})", epoch_text=scaled, is_decay=True)
     if kind is StepLR:
         size = schedule.step_size
-        found = _of(kind, size * math.ceil(falls), f"step_size={size}", f" * {unit}", f", gamma={gamma:g}", (size,))
-        return replace(found, falls=True)
-    stones = sorted(schedule.milestones)
-    if not stones:
+        span = _make_span(
+            kind, size * math.ceil(num_decays), f"step_size={size}", f" * {unit}", f", gamma={gamma:g}", (size,)
+        )
+        return replace(span, is_decay=True)
+    milestones = sorted(schedule.milestones)
+    if not milestones:
         return None
-    scaled = f"MultiStepLR(o, [n * {unit} for n in {stones}], gamma={gamma:g})"
-    written = f"MultiStepLR(milestones={stones}, gamma={gamma:g})"
-    return _Span(end=stones[-1], written=written, scaled=scaled, falls=True)
+    scaled = f"MultiStepLR(o, [n * {unit} for n in {milestones}], gamma={gamma:g})"
+    written = f"MultiStepLR(milestones={milestones}, gamma={gamma:g})"
+    return _Span(end_step=milestones[-1], text=written, epoch_text=scaled, is_decay=True)
 
 
-def _of(kind: type, end: float, count: str, times: str, rest: str, counts: tuple[int, ...]) -> _Span:
+def _make_span(
+    kind: type, end_step: float, first_option: str, factor: str, options: str, lengths: tuple[int, ...]
+) -> _Span:
     name = kind.__name__
-    return _Span(end=end, written=f"{name}({count}{rest})", scaled=f"{name}(o, {count}{times}{rest})", counts=counts)
+    return _Span(
+        end_step=end_step,
+        text=f"{name}({first_option}{options})",
+        epoch_text=f"{name}(o, {first_option}{factor}{options})",
+        lengths=lengths,
+    )

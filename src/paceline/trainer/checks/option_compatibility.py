@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from paceline.config.loading import default_of
+from paceline.config.loading import default_value
 from paceline.config.settings import PlacementSettings, Settings
 from paceline.errors import JobError, LayoutError, PacelineError, UsageError, raise_all
 from paceline.job import Job
@@ -33,7 +33,7 @@ def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> No
     problems += _check_on_update(job, plan)
     if train.exact:
         problems += _check_exact(plan, train.precision)
-    problems += _check_split(job, plan)
+    problems += _check_split_model(job, plan)
     if plan.replicas > plan.processes:
         problems += thread_layout_errors(buffers=train.buffers, compiled=train.compile)
     if train.precision == "fp16" and job.loss is not None and job.count is None:
@@ -44,7 +44,7 @@ def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> No
             )
         )
     if job.loss_over == "batch":
-        problems += _check_whole(job, settings, plan)
+        problems += _check_batch_loss(job, settings, plan)
     best_rule(job)
     raise_all(problems)
 
@@ -69,10 +69,10 @@ def _check_on_update(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
     return []
 
 
-def unheard_placing(how: PlacementSettings, plan: ExecutionPlan) -> list[str]:
+def unused_placement_notes(placement: PlacementSettings, plan: ExecutionPlan) -> list[str]:
     """Return notes about placement settings for an axis that this layout does not have."""
     mesh = plan.mesh
-    heard = {
+    users = {
         "place.units": ("fsdp gathers", mesh.zero == 3),
         "place.reshard": ("fsdp gathers", mesh.zero == 3),
         "place.prefetch": ("fsdp gathers", mesh.zero == 3),
@@ -83,38 +83,38 @@ def unheard_placing(how: PlacementSettings, plan: ExecutionPlan) -> list[str]:
         "place.replicate": ("tp splits modules", mesh.tp > 1),
     }
     return [
-        f"note: {name} sets how {what}, which does not apply to {plan.layout}"
-        for name, (what, is_heard) in heard.items()
-        if not is_heard and getattr(how, name.partition(".")[2]) != default_of(name)
+        f"note: {name} sets how {user}, which does not apply to {plan.layout}"
+        for name, (user, is_used) in users.items()
+        if not is_used and getattr(placement, name.partition(".")[2]) != default_value(name)
     ]
 
 
-def refuse_foreign(model: nn.Module, plan: ExecutionPlan) -> None:
+def refuse_compiled_model(model: nn.Module, plan: ExecutionPlan) -> None:
     """Raise if torch has already compiled the model and the layout must access its modules.
 
     Raises:
         LayoutError
     """
-    inside = [axis for axis in plan.mesh.split_axes if axis in ("pp", "cp", "tp", "ep")]
-    inside += ["fsdp"] if plan.mesh.zero == 3 else []
-    if inside and isinstance(model, torch.jit.ScriptModule):
+    inspecting_axes = [axis for axis in plan.mesh.split_axes if axis in ("pp", "cp", "tp", "ep")]
+    inspecting_axes += ["fsdp"] if plan.mesh.zero == 3 else []
+    if inspecting_axes and isinstance(model, torch.jit.ScriptModule):
         raise LayoutError(
-            f"{inside[0]} can't look inside a ScriptModule ({model.original_name}).",
+            f"{inspecting_axes[0]} can't look inside a ScriptModule ({model.original_name}).",
             cause="torch.jit.script or trace in model=: its modules and forward are no longer Python code",
             hint="model= without torch.jit, or --layout ddp, zero1 or zero2",
         )
-    if inside and hasattr(model, "_orig_mod"):
+    if inspecting_axes and hasattr(model, "_orig_mod"):
         raise LayoutError(
-            f"{inside[0]} can't look inside a model that torch.compile has wrapped.",
+            f"{inspecting_axes[0]} can't look inside a model that torch.compile has wrapped.",
             cause="torch.compile(...) in model=",
             hint="model= without torch.compile; --train.compile compiles each block, after it is placed",
         )
 
 
-def _check_whole(job: Job, settings: Settings, plan: ExecutionPlan) -> list[PacelineError]:
-    found: list[PacelineError] = []
+def _check_batch_loss(job: Job, settings: Settings, plan: ExecutionPlan) -> list[PacelineError]:
+    problems: list[PacelineError] = []
     if job.loss is None:
-        found.append(JobError('loss_over="batch" needs loss=: the model\'s own loss sees only its microbatch.'))
+        problems.append(JobError('loss_over="batch" needs loss=: the model\'s own loss sees only its microbatch.'))
     if plan.num_micro > plan.replicas:
         train, cause = settings.train, "the loss needs the outputs of the whole batch at once"
         hint = "leave --train.micro_batch_size out, or more --ranks"
@@ -122,7 +122,7 @@ def _check_whole(job: Job, settings: Settings, plan: ExecutionPlan) -> list[Pace
             cause += f"; this run was started with microbatches of {plan.micro_batch_size}"
             share = -(-plan.global_batch_size // plan.replicas)
             hint = f"--train.micro_batch_size {share} --allow micro_batch_size, or more --ranks"
-        found.append(
+        problems.append(
             UsageError(
                 f'loss_over="batch" does not support accumulation: {plan.num_micro} microbatches for '
                 f"{plan.replicas} replicas.",
@@ -132,37 +132,39 @@ def _check_whole(job: Job, settings: Settings, plan: ExecutionPlan) -> list[Pace
         )
     for is_on, name in ((settings.train.exact, "--train.exact"), (settings.train.buffers == "sync_bn", "sync_bn")):
         if is_on:
-            found.append(UsageError(f'loss_over="batch" with {name} is not supported.', hint="leave one of them out"))
-    return found
+            problems.append(
+                UsageError(f'loss_over="batch" with {name} is not supported.', hint="leave one of them out")
+            )
+    return problems
 
 
-def _check_split(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
+def _check_split_model(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
     """Return errors for a job that a split model cannot run."""
-    found: list[PacelineError] = []
+    problems: list[PacelineError] = []
     mesh = plan.mesh
     if job.loss_over == "batch" and (mesh.pp > 1 or mesh.cp > 1 or mesh.zero == 3 or mesh.ep > 1):
         cause = "all outputs are gathered before the loss, but these ranks also communicate within the forward"
-        found.append(
+        problems.append(
             UsageError(
                 f'loss_over="batch" with {plan.layout} is not supported.', cause=cause, hint="--layout ddp, zero2 or tp"
             )
         )
-    return found
+    return problems
 
 
 def _check_exact(plan: ExecutionPlan, precision: str) -> list[PacelineError]:
-    found: list[PacelineError] = []
+    problems: list[PacelineError] = []
     if plan.device != "cpu":
-        found.append(UsageError("exact mode is proven on CPUs only so far.", hint="--device cpu"))
+        problems.append(UsageError("exact mode is proven on CPUs only so far.", hint="--device cpu"))
     if precision == "fp16":
-        found.append(
+        problems.append(
             UsageError("exact mode with fp16 is not supported: its loss scale may differ.", hint="bf16 or fp32")
         )
     if plan.num_micro > MAX_MICROBATCHES:
-        found.append(
+        problems.append(
             UsageError(
                 f"exact mode adds at most {MAX_MICROBATCHES} microbatches, but this run has {plan.num_micro}.",
                 hint="a larger --train.micro_batch_size",
             )
         )
-    return found
+    return problems

@@ -19,13 +19,15 @@ from paceline.step.loss.loss_return_value import LossContract
 from paceline.torch_internals.rng import preserve_rng
 from paceline.trainer.checks.example_batch import ExampleBatch
 
-_USUAL = "input_ids"
-_MOST_CHECKED = 50_000_000
-_MORE_LENGTHS = 3
-UNTRIED = "{}: the split model was not compared with the whole one, because it is large; `paceline verify` does that"
+_DEFAULT_KEY = "input_ids"
+_MAX_ELEMENTS = 50_000_000
+_MAX_LENGTHS = 3
+NOT_COMPARED_NOTE = (
+    "{}: the split model was not compared with the whole one, because it is large; `paceline verify` does that"
+)
 
 
-def context_of(
+def build_context_parallel(
     job: Job, *, model: nn.Module, contract: LossContract, worlds: MeshGroups, example: ExampleBatch
 ) -> ContextParallel | None:
     """Return the context parallelism that shards batches and runs the model on them; None if sequences are not split.
@@ -36,21 +38,25 @@ def context_of(
     """
     if worlds.cp.world_size == 1:
         return None
-    sequence = _sequence(job, example)
-    lengths: BatchLengthCheck | None = None
-    if can_be_tried(model) and not worlds.all_ranks.is_simulated:
-        tried = try_context(job, model=model, contract=contract, ranks=worlds.cp.world_size, example=example)
-        if _stays_whole(worlds):
-            lengths = BatchLengthCheck(model, tried, first=batch_length(example.few, sequence=sequence))
+    sequence = _sequence_dims(job, example)
+    length_check: BatchLengthCheck | None = None
+    if is_model_small(model) and not worlds.all_ranks.is_simulated:
+        check_batch = try_context_parallel(
+            job, model=model, contract=contract, ranks=worlds.cp.world_size, example=example
+        )
+        if _holds_full_weights(worlds):
+            length_check = BatchLengthCheck(
+                model, check_batch, first_length=batch_length(example.small_batch, sequence=sequence)
+            )
     context = ContextParallel(
-        model=model, sequence=sequence, world=worlds.cp, own_loss=contract.is_model_loss, at_length=lengths
+        model=model, sequence=sequence, world=worlds.cp, own_loss=contract.is_model_loss, at_length=length_check
     )
     if context.shifts_labels:
         contract.mark_labels_shifted()
     return context
 
 
-def try_context(
+def try_context_parallel(
     job: Job, *, model: nn.Module, contract: LossContract, ranks: int, example: ExampleBatch
 ) -> Callable[..., None]:
     """Check on a few samples that slices give the full result, and return a function that checks another batch.
@@ -59,16 +65,16 @@ def try_context(
         JobError: the job does not name the sequence dimension.
         LayoutError: a layer can't be split along the sequence, or the slices give a different result.
     """
-    tried = partial(
+    check_batch = partial(
         check_context,
-        sequence=_sequence(job, example),
+        sequence=_sequence_dims(job, example),
         ranks=ranks,
         forward=contract.forward,
         loss=job.loss,
         own_loss=contract.is_model_loss,
     )
-    tried(model=model, batch=example.few)
-    return tried
+    check_batch(model=model, batch=example.small_batch)
+    return check_batch
 
 
 class BatchLengthCheck:
@@ -77,19 +83,19 @@ class BatchLengthCheck:
     Every rank of the `cp` axis has the same batch and weights, so all get the same result without communication.
     """
 
-    def __init__(self, model: nn.Module, tried: Callable[..., None], *, first: int) -> None:
+    def __init__(self, model: nn.Module, check_batch: Callable[..., None], *, first_length: int) -> None:
         tensors = [*model.parameters(), *model.buffers()]
         self._model = copy_model(model, shared=tensors)  # the model before placement
-        self._tried, self._seen = tried, {first}
+        self._check_batch, self._checked_lengths = check_batch, {first_length}
 
     def __call__(self, batch: Any, length: int) -> None:
         """Check a batch of this length, and raise a LayoutError if it can't be split."""
-        if length in self._seen or len(self._seen) > _MORE_LENGTHS:
+        if length in self._checked_lengths or len(self._checked_lengths) > _MAX_LENGTHS:
             return
-        self._seen.add(length)
+        self._checked_lengths.add(length)
         try:
             with preserve_rng():
-                self._tried(model=self._model, batch=batch)
+                self._check_batch(model=self._model, batch=batch)
         except torch.OutOfMemoryError:
             return  # the optimizer state leaves no memory for the check
         except LayoutError as error:
@@ -100,40 +106,44 @@ class BatchLengthCheck:
             ) from None
 
 
-def _stays_whole(worlds: MeshGroups) -> bool:
+def _holds_full_weights(worlds: MeshGroups) -> bool:
     """Return True if every rank holds the full weights during the step, as before placement."""
     mesh = worlds.mesh
     return mesh.pp == mesh.tp == mesh.ep == 1 and mesh.dp_shard == 1
 
 
-def try_experts(*, model: nn.Module, contract: LossContract, example: ExampleBatch) -> None:
+def try_expert_parallel(*, model: nn.Module, contract: LossContract, example: ExampleBatch) -> None:
     """Check that the model gives the same result if other ranks hold some of its experts.
 
     Raises:
         LayoutError: the experts can't be spread, or the result differs.
     """
-    check_experts(model=model, batches=[example.few, example.few], forward=contract.forward)
+    check_experts(model=model, batches=[example.small_batch, example.small_batch], forward=contract.forward)
 
 
-def can_be_tried(model: nn.Module) -> bool:
+def is_model_small(model: nn.Module) -> bool:
     """Return True if this rank has the full model, small enough for a few extra runs in double precision."""
     parameters = list(model.parameters())
-    return is_small(sum(p.numel() for p in parameters)) and not any(p.is_meta for p in parameters)
+    return is_small_enough(sum(p.numel() for p in parameters)) and not any(p.is_meta for p in parameters)
 
 
-def is_small(elements: int) -> bool:
+def is_small_enough(elements: int) -> bool:
     """Return True if a model with this many parameters is small enough for extra runs in double precision."""
-    return elements <= _MOST_CHECKED
+    return elements <= _MAX_ELEMENTS
 
 
-def _sequence(job: Job, example: ExampleBatch) -> Mapping[str, int]:
+def _sequence_dims(job: Job, example: ExampleBatch) -> Mapping[str, int]:
     if job.sequence is not None:
         return {str(name): dim for name, dim in job.sequence.items()}
-    batch = example.batch
-    if isinstance(batch, Mapping) and isinstance(batch.get(_USUAL), Tensor) and batch[_USUAL].dim() > 1:
-        return {_USUAL: 1}
+    example_batch = example.batch
+    if (
+        isinstance(example_batch, Mapping)
+        and isinstance(example_batch.get(_DEFAULT_KEY), Tensor)
+        and example_batch[_DEFAULT_KEY].dim() > 1
+    ):
+        return {_DEFAULT_KEY: 1}
     raise JobError(
         "cp splits sequences, but the job does not say which dimension of its batch is the sequence.",
         cause="only a dict with input_ids has a known sequence dimension",
-        hint=sequence_hint(batch),
+        hint=sequence_hint(example_batch),
     )

@@ -63,7 +63,7 @@ def _describe_memory(error: Exception, setup: TrainingSetup | None, memory_basel
             "building the model": max(0, process_bytes_under(limit) - memory_baseline.used_bytes_for(limit)),
         }
         return out_of_memory_error(error, phase="building the model", held=bytes_by_purpose, limit=limit)
-    parameters = [member.parameter for member in setup.named]
+    parameters = [member.parameter for member in setup.named_parameters]
     model_memory = memory_at_rest(model=setup.model, optimizers=setup.update.optimizers, updated_tensors=parameters)
     model_bytes = {
         "parameters": model_memory.parameters + model_memory.buffers,

@@ -10,10 +10,10 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 def parameter_statistics(setup: TrainingSetup) -> dict[str, float]:
     """Return `weight_norm/FQN`, and `grad_norm/FQN` if there is a gradient, of whole tensors. A collective call."""
-    if not setup.kept.is_unsharded:
+    if not setup.optim_shards.is_unsharded:
         return _sharded_statistics(setup)
     norms: dict[str, float] = {}
-    for member in setup.named:
+    for member in setup.named_parameters:
         norms[f"weight_norm/{member.name}"] = float(torch.linalg.vector_norm(member.parameter.detach()))
         if member.parameter.grad is not None:
             norms[f"grad_norm/{member.name}"] = float(torch.linalg.vector_norm(member.parameter.grad))
@@ -22,7 +22,7 @@ def parameter_statistics(setup: TrainingSetup) -> dict[str, float]:
 
 def _sharded_statistics(setup: TrainingSetup) -> dict[str, float]:
     """Return the norms of sharded parameters by an all-reduce in which each element is counted by one rank."""
-    shards, parameters = setup.kept, {member.name: member.parameter for member in setup.named}
+    shards, parameters = setup.optim_shards, {member.name: member.parameter for member in setup.named_parameters}
     rows = torch.zeros(len(shards.names), 3, dtype=torch.float64)
     for row, name in zip(rows, shards.names, strict=True):
         if name in parameters and shards.owns(name):

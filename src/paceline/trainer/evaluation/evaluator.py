@@ -26,7 +26,7 @@ from paceline.torch_internals.scalars import as_number
 from paceline.trainer.evaluation.torchmetrics_adapter import TorchMetricsAdapter
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
-_VOTES_UNDER_WAY = 4  # batches that are still evaluated after a stop request
+_MAX_PENDING_VOTES = 4  # batches that are still evaluated after a stop request
 _LIMB_BITS = 32
 _SCALE_BITS = 1088
 _LIMBS = 72
@@ -47,21 +47,21 @@ class ExactSum:
 
     def __init__(self) -> None:
         self._total = 0
-        self._broken = False
+        self._is_nonfinite = False
 
     def add(self, value: float) -> None:
         """Add one float."""
         if not math.isfinite(value):
-            self._broken = True
+            self._is_nonfinite = True
             return
-        top, bottom = value.as_integer_ratio()
-        self._total += top << (_SCALE_BITS - bottom.bit_length() + 1)
+        numerator, denominator = value.as_integer_ratio()
+        self._total += numerator << (_SCALE_BITS - denominator.bit_length() + 1)
 
     def limbs(self) -> list[int]:
         """Return the base 2^32 digits of the magnitude, each with the sum's sign, and a flag for a non-finite sum."""
         magnitude, sign = abs(self._total), -1 if self._total < 0 else 1
         mask = (1 << _LIMB_BITS) - 1
-        return [sign * ((magnitude >> (_LIMB_BITS * i)) & mask) for i in range(_LIMBS)] + [int(self._broken)]
+        return [sign * ((magnitude >> (_LIMB_BITS * i)) & mask) for i in range(_LIMBS)] + [int(self._is_nonfinite)]
 
     @staticmethod
     def total(limbs: list[int]) -> float:
@@ -69,8 +69,8 @@ class ExactSum:
         *digits, broken = limbs
         if broken:
             return math.nan
-        whole = sum(digit << (_LIMB_BITS * i) for i, digit in enumerate(digits))
-        return float(Fraction(whole, 1 << _SCALE_BITS))
+        total = sum(digit << (_LIMB_BITS * i) for i, digit in enumerate(digits))
+        return float(Fraction(total, 1 << _SCALE_BITS))
 
 
 def eval_batch_size(setup: TrainingSetup) -> int:
@@ -93,10 +93,10 @@ class Evaluator:
         self._data = setup.data
         self._on_empty = setup.settings.train.on_empty
         self._needs_equal_microbatches = replica.needs_equal_microbatches
-        self._in_time = replica.needs_equal_microbatches or self._worlds.data.world_size < self._world.world_size
-        self._tells = setup.step.forward_backward.reports_loss
+        self._needs_lockstep = replica.needs_equal_microbatches or self._worlds.data.world_size < self._world.world_size
+        self._reports_metrics = setup.step.forward_backward.reports_loss
         self._passes = setup.step.forward_backward
-        self._asked: set[str] = set()  # metrics that were checked once to be sums over samples
+        self._checked_metrics: set[str] = set()  # metrics that were checked once to be sums over samples
         self.note = ""
         """A warning about a metric of the last split that is not a sum over samples; equal on every rank."""
 
@@ -106,43 +106,53 @@ class Evaluator:
         *,
         batch_size: int,
         name: str,
-        beat: Callable[[], None] | None = None,
+        send_heartbeat: Callable[[], None] | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> EvaluatedSplit | None:
         """Return loss, terms and metrics, equal on every rank; None once any rank's `stop` returns True."""
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         sums: dict[str, tuple[ExactSum, ExactSum]] = {}
-        foreign = TorchMetricsAdapter(self._job.metrics, world=self._worlds.data)
-        totals: dict[str, list[int]] = {}
+        torchmetrics = TorchMetricsAdapter(self._job.metrics, world=self._worlds.data)
+        shard_totals: dict[str, list[int]] = {}
         samples, self.note = 0, ""
-        with _evaluating(self._model), torch.no_grad():
+        with _eval_mode(self._model), torch.no_grad():
             source = self._data.split(data, name=name)
-            feed = self._feed(source, batch_size, name, totals)
-            for micro in self._in_step(feed, source, batch_size, name, stop) if self._in_time else feed:
-                if stop() and not self._in_time:
+            loader = self._make_loader(source, batch_size, name, shard_totals)
+            for micro in (
+                self._read_in_lockstep(loader, source, batch_size, name, stop) if self._needs_lockstep else loader
+            ):
+                if stop() and not self._needs_lockstep:
                     break
                 seed_all(stream_key(self._seed, "evaluate", micro.index))  # equal draws on any rank
-                self._measure(micro.data, micro.num_samples, sums, foreign)
+                self._evaluate_batch(micro.data, micro.num_samples, sums, torchmetrics)
                 samples += micro.num_samples
-                if beat is not None:
-                    beat()
-        everywhere = self._world.gather_json([stop(), totals, self.note])
-        if any(stopped for stopped, _, _ in everywhere):
-            foreign.reset()
+                if send_heartbeat is not None:
+                    send_heartbeat()
+        by_rank = self._world.gather_json([stop(), shard_totals, self.note])
+        if any(stopped for stopped, _, _ in by_rank):
+            torchmetrics.reset()
             return None
-        _compare([found for _, found, _ in everywhere], name)
-        self.note = next((note for _, _, note in everywhere if note), "")
-        metrics, total = self._joint(sums, samples)
-        metrics |= self._told(foreign.compute())
-        return EvaluatedSplit(metrics=metrics, samples=total, seconds=time.perf_counter() - began)
+        _check_same_samples([rank_totals for _, rank_totals, _ in by_rank], name)
+        self.note = next((note for _, _, note in by_rank if note), "")
+        metrics, total = self._reduce_sums(sums, samples)
+        metrics |= self._share_torchmetrics(torchmetrics.compute())
+        return EvaluatedSplit(metrics=metrics, samples=total, seconds=time.perf_counter() - start_time)
 
-    def _feed(self, source: Source, batch_size: int, name: str, totals: dict[str, list[int]]) -> Any:
-        own = self._worlds.data
-        agree = self._world.gather_json if self._world.world_size > 1 else None
-        return self._feed_of(source, batch_size, name, totals, replica=own.rank, replicas=own.world_size, agree=agree)
+    def _make_loader(self, source: Source, batch_size: int, name: str, shard_totals: dict[str, list[int]]) -> Any:
+        replica_world = self._worlds.data
+        gather = self._world.gather_json if self._world.world_size > 1 else None
+        return self._make_replica_loader(
+            source,
+            batch_size,
+            name,
+            shard_totals,
+            replica=replica_world.rank,
+            replicas=replica_world.world_size,
+            agree=gather,
+        )
 
-    def _feed_of(
-        self, source: Source, batch_size: int, name: str, totals: dict[str, list[int]], **whose: Any
+    def _make_replica_loader(
+        self, source: Source, batch_size: int, name: str, shard_totals: dict[str, list[int]], **replica_options: Any
     ) -> Iterator[ReplicaMicrobatch]:
         return eval_feed(
             data=source,
@@ -150,119 +160,123 @@ class Evaluator:
             batch_size=batch_size,
             seed=self._seed,
             name=name,
-            totals=totals,
-            **whose,
+            totals=shard_totals,
+            **replica_options,
         )
 
-    def _in_step(
-        self, feed: Iterator[ReplicaMicrobatch], source: Source, batch_size: int, name: str, stop: Callable[[], bool]
+    def _read_in_lockstep(
+        self, loader: Iterator[ReplicaMicrobatch], source: Source, batch_size: int, name: str, stop: Callable[[], bool]
     ) -> Iterator[ReplicaMicrobatch]:
         """Yield microbatches in lockstep: ranks whose forwards wait for each other stop after the same microbatch.
 
         If a forward waits for other replicas, a replica without a batch repeats an old one with zero samples.
         Otherwise pipeline stages do not wait for each other: they read the decision to stop a few batches later.
         """
-        spare: ReplicaMicrobatch | None = None
+        repeated_micro: ReplicaMicrobatch | None = None
         votes: deque[tuple[Tensor, Callable[[], object]]] = deque()
         while True:
-            micro = next(feed, None)
-            told = torch.tensor([int(stop()), int(micro is not None)], device=self._world.device)
-            votes.append((told, self._world.start_all_reduce(told)))
-            if len(votes) > (0 if self._needs_equal_microbatches else _VOTES_UNDER_WAY):
-                told, wait = votes.popleft()
+            micro = next(loader, None)
+            vote = torch.tensor([int(stop()), int(micro is not None)], device=self._world.device)
+            votes.append((vote, self._world.start_all_reduce(vote)))
+            if len(votes) > (0 if self._needs_equal_microbatches else _MAX_PENDING_VOTES):
+                vote, wait = votes.popleft()
                 wait()
-                stopped, going = told.tolist()
-                if stopped or not going:
+                num_stopping, num_with_batch = vote.tolist()
+                if num_stopping or not num_with_batch:
                     for _, wait in votes:
                         wait()
                     return
             if micro is None and not self._needs_equal_microbatches:
                 continue
-            if micro is None and spare is None:
-                spare = self._first(source, batch_size, name)
-            spare = micro or spare
-            assert spare is not None
-            yield micro or replace(spare, num_samples=0)
+            if micro is None and repeated_micro is None:
+                repeated_micro = self._read_first_batch(source, batch_size, name)
+            repeated_micro = micro or repeated_micro
+            assert repeated_micro is not None
+            yield micro or replace(repeated_micro, num_samples=0)
 
-    def _first(self, source: Source, batch_size: int, name: str) -> ReplicaMicrobatch:
+    def _read_first_batch(self, source: Source, batch_size: int, name: str) -> ReplicaMicrobatch:
         """Return the first batch, regardless of which rank evaluates it."""
-        here = replace(source, workers=0)
+        in_process_source = replace(source, workers=0)
 
         def read() -> ReplicaMicrobatch:
-            return next(self._feed_of(here, batch_size, name, {}, replica=0, replicas=1))
+            return next(self._make_replica_loader(in_process_source, batch_size, name, {}, replica=0, replicas=1))
 
         return read_in_process(source, read, seed=self._seed)
 
-    def _measure(
-        self, data: Any, num_samples: int, sums: dict[str, tuple[ExactSum, ExactSum]], foreign: TorchMetricsAdapter
+    def _evaluate_batch(
+        self, data: Any, num_samples: int, sums: dict[str, tuple[ExactSum, ExactSum]], torchmetrics: TorchMetricsAdapter
     ) -> None:
         batch = to_device(data, self._world.device)
 
-        def see(output: Any, terms: Terms, part: Any) -> None:
+        def record_outputs(output: Any, terms: Terms, part: Any) -> None:
             if num_samples:
-                self._see(output, terms, part, sums, foreign)
+                self._record_outputs(output, terms, part, sums, torchmetrics)
 
-        self._passes.evaluate_microbatch(batch, num_samples=num_samples, on_output=see)
+        self._passes.evaluate_microbatch(batch, num_samples=num_samples, on_output=record_outputs)
 
-    def _see(
+    def _record_outputs(
         self,
         output: Any,
         terms: Terms,
         batch: Any,
         sums: dict[str, tuple[ExactSum, ExactSum]],
-        foreign: TorchMetricsAdapter,
+        torchmetrics: TorchMetricsAdapter,
     ) -> None:
         for name, (total, count) in terms.items():
-            _add(sums, name if len(terms) == 1 else f"{LOSS}/{name}", total, count)
+            _add_to_sums(sums, name if len(terms) == 1 else f"{LOSS}/{name}", total, count)
         for name, metric in (self._job.metrics or {}).items():
-            if name in foreign:
-                foreign.update(name, output, batch)
+            if name in torchmetrics:
+                torchmetrics.update(name, output, batch)
                 continue
-            pair = metric(output, batch)
-            if not isinstance(pair, tuple) or len(pair) != 2:
+            sum_and_count = metric(output, batch)
+            if not isinstance(sum_and_count, tuple) or len(sum_and_count) != 2:
                 raise JobError(
-                    f"the metric {name!r} returned a {type(pair).__name__}, expected (sum, count).",
+                    f"the metric {name!r} returned a {type(sum_and_count).__name__}, expected (sum, count).",
                     hint=f"metrics={{{name!r}: lambda output, batch: (correct.sum(), correct.numel())}}",
                 )
-            for part in pair:
+            for part in sum_and_count:
                 if as_number(part) is None:
-                    what = f"shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"type {type(part).__name__}"
+                    description = (
+                        f"shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"type {type(part).__name__}"
+                    )
                     raise JobError(
-                        f"the metric {name!r} returned a value of {what} in its pair, "
+                        f"the metric {name!r} returned a value of {description} in its pair, "
                         "expected (sum, count): two numbers.",
                         hint=f"metrics={{{name!r}: lambda output, batch: (correct.sum(), correct.numel())}}",
                     )
-            _add(sums, name, *pair)
-            if name not in self._asked:
-                self._asked.add(name)
-                fault = find_loss_fault(metric, output, batch, pair)
+            _add_to_sums(sums, name, *sum_and_count)
+            if name not in self._checked_metrics:
+                self._checked_metrics.add(name)
+                fault = find_loss_fault(metric, output, batch, sum_and_count)
                 self.note = self.note or (_metric_note(name, fault) if fault is not None else "")
 
-    def _told(self, metrics: dict[str, float]) -> dict[str, float]:
+    def _share_torchmetrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics of a rank that has the model's outputs."""
         if self._worlds.data.world_size == self._world.world_size:
             return metrics
-        told: list[dict[str, float] | None] = self._world.gather_json(metrics if self._tells else None)
-        return next(one for one in told if one is not None)
+        by_rank: list[dict[str, float] | None] = self._world.gather_json(metrics if self._reports_metrics else None)
+        return next(one for one in by_rank if one is not None)
 
-    def _joint(self, sums: dict[str, tuple[ExactSum, ExactSum]], samples: int) -> tuple[dict[str, float], int]:
-        names = sorted({name for mine in self._world.gather_json(list(sums)) for name in mine})
-        own = sums if self._tells else {}
-        rows = [limb for name in names for part in own.get(name, (ExactSum(), ExactSum())) for limb in part.limbs()]
-        seen = samples if self._tells and self._worlds.cp.rank == 0 else 0
-        vector = torch.tensor([*rows, seen], dtype=torch.int64, device=self._world.device)
+    def _reduce_sums(self, sums: dict[str, tuple[ExactSum, ExactSum]], samples: int) -> tuple[dict[str, float], int]:
+        names = sorted({name for rank_names in self._world.gather_json(list(sums)) for name in rank_names})
+        local_sums = sums if self._reports_metrics else {}
+        rows = [
+            limb for name in names for part in local_sums.get(name, (ExactSum(), ExactSum())) for limb in part.limbs()
+        ]
+        num_samples = samples if self._reports_metrics and self._worlds.cp.rank == 0 else 0
+        vector = torch.tensor([*rows, num_samples], dtype=torch.int64, device=self._world.device)
         self._world.all_reduce(vector)
         values = vector.tolist()
         width = _LIMBS + 1
-        metrics, empty = {}, set()
-        for place, name in enumerate(names):
-            start = 2 * place * width
+        metrics, empty_terms = {}, set()
+        for position, name in enumerate(names):
+            start = 2 * position * width
             total = ExactSum.total(values[start : start + width])
             count = ExactSum.total(values[start + width : start + 2 * width])
             metrics[name] = total / count if count else math.nan
             if not count and not total and self._on_empty == "zero":
-                empty.add(name)
-        parts = [value for name, value in metrics.items() if name.startswith(f"{LOSS}/") and name not in empty]
+                empty_terms.add(name)
+        parts = [value for name, value in metrics.items() if name.startswith(f"{LOSS}/") and name not in empty_terms]
         if parts:
             metrics = {LOSS: math.fsum(parts), **metrics}
         return metrics, int(values[-1])
@@ -270,15 +284,17 @@ class Evaluator:
 
 def _metric_note(name: str, fault: LossFault) -> str:
     is_mean = fault.kind == MEAN_WITH_COUNT
-    why = "it returns a mean with a count" if is_mean else "the values of the two halves of a batch do not add up to it"
+    reason = (
+        "it returns a mean with a count" if is_mean else "the values of the two halves of a batch do not add up to it"
+    )
     return (
-        f"the metric {name!r} is not a sum over samples: {why}, so it depends on eval.batch_size. "
+        f"the metric {name!r} is not a sum over samples: {reason}, so it depends on eval.batch_size. "
         "Return (sum, count): (correct.sum(), correct.numel())"
     )
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _eval_mode(model: nn.Module) -> Iterator[None]:
     """Put the model into evaluation mode, and restore each module's own mode afterwards, also of frozen modules."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -289,21 +305,22 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _compare(everywhere: Sequence[Mapping[str, list[int]]], name: str) -> None:
+def _check_same_samples(totals_by_rank: Sequence[Mapping[str, list[int]]], name: str) -> None:
     """Raise if replicas that read the same stream did not read the same samples."""
-    seen: dict[str, tuple[int, list[int]]] = {}
-    for rank, theirs in enumerate(everywhere):
-        for shard, found in theirs.items():
-            other, before = seen.setdefault(shard, (rank, found))
-            if before != found:
+    first_totals: dict[str, tuple[int, list[int]]] = {}
+    for rank, rank_totals in enumerate(totals_by_rank):
+        for shard, totals in rank_totals.items():
+            first_rank, expected = first_totals.setdefault(shard, (rank, totals))
+            if expected != totals:
                 raise DataError(
-                    f"{name} gave {found[0]} samples on rank {rank} and {before[0]} on rank {other}, and they differ.",
+                    f"{name} gave {totals[0]} samples on rank {rank} and {expected[0]} on rank {first_rank}, "
+                    "and they differ.",
                     cause=f"{NOT_SEEDED}, or not on every rank: {DIVIDED}",
                     hint=f"{SEED_IT}; {EVERY_RANK}",
                 )
 
 
-def _add(sums: dict[str, tuple[ExactSum, ExactSum]], name: str, total: Any, count: Any) -> None:
+def _add_to_sums(sums: dict[str, tuple[ExactSum, ExactSum]], name: str, total: Any, count: Any) -> None:
     pair = sums.setdefault(name, (ExactSum(), ExactSum()))
     for part, value in zip(pair, (total, count), strict=True):
         part.add(float(value.detach() if isinstance(value, Tensor) else value))

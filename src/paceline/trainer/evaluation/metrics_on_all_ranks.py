@@ -9,21 +9,21 @@ from paceline.errors import JobError
 from paceline.torch_internals.scalars import as_number
 
 
-def numbers_and_text(found: Any) -> tuple[dict[str, float], dict[str, str]]:
+def split_numbers_and_text(on_eval_result: Any) -> tuple[dict[str, float], dict[str, str]]:
     """Split the result of `on_eval` into numbers by name, and all other values as text.
 
     Raises:
         JobError: the result is not a dict.
     """
-    if found is not None and not isinstance(found, Mapping):
+    if on_eval_result is not None and not isinstance(on_eval_result, Mapping):
         raise JobError(
-            f"on_eval= returned a {type(found).__name__}, expected a dict of numbers or None.",
+            f"on_eval= returned a {type(on_eval_result).__name__}, expected a dict of numbers or None.",
             hint='on_eval=lambda run: {"bleu": score}',
         )
-    given = {str(name): value for name, value in (found or {}).items()}
-    known = {name: as_number(value) for name, value in given.items()}
-    numbers = {name: float(number) for name, number in known.items() if number is not None}
-    return numbers, {name: str(value) for name, value in given.items() if name not in numbers}
+    values = {str(name): value for name, value in (on_eval_result or {}).items()}
+    converted = {name: as_number(value) for name, value in values.items()}
+    numbers = {name: float(number) for name, number in converted.items() if number is not None}
+    return numbers, {name: str(value) for name, value in values.items() if name not in numbers}
 
 
 class SharedMetrics:
@@ -31,30 +31,40 @@ class SharedMetrics:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self.note = ""
 
-    def share(self, own: Mapping[str, float]) -> dict[str, float]:
+    def share(self, local_metrics: Mapping[str, float]) -> dict[str, float]:
         """Return each metric as the first rank that has it reports it. Every rank must call this."""
-        told: Sequence[Mapping[str, float]] = self._world.gather_json(dict(own))
-        found: dict[str, float] = {}
-        for said in told:
-            found = {**said, **found}
-        apart = [name for name in found if any(not _same(found[name], said.get(name, found[name])) for said in told)]
-        new = [name for name in apart if name not in self._told]
-        self._told |= set(new)
-        self.note = "; ".join(_words(name, told) for name in new)
-        return {name: found[name] for name in sorted(found, key=list({**own, **found}).index)}
+        by_rank: Sequence[Mapping[str, float]] = self._world.gather_json(dict(local_metrics))
+        shared: dict[str, float] = {}
+        for rank_metrics in by_rank:
+            shared = {**rank_metrics, **shared}
+        differing = [
+            name
+            for name in shared
+            if any(not _is_same_value(shared[name], rank_metrics.get(name, shared[name])) for rank_metrics in by_rank)
+        ]
+        unreported = [name for name in differing if name not in self._reported]
+        self._reported |= set(unreported)
+        self.note = "; ".join(_difference_note(name, by_rank) for name in unreported)
+        return {name: shared[name] for name in sorted(shared, key=list({**local_metrics, **shared}).index)}
 
 
-def _words(name: str, told: Sequence[Mapping[str, float]]) -> str:
-    first, value = next((rank, said[name]) for rank, said in enumerate(told) if name in said)
-    other, differing = next((r, said[name]) for r, said in enumerate(told) if not _same(value, said.get(name, value)))
+def _difference_note(name: str, by_rank: Sequence[Mapping[str, float]]) -> str:
+    first_rank, value = next(
+        (rank, rank_metrics[name]) for rank, rank_metrics in enumerate(by_rank) if name in rank_metrics
+    )
+    other_rank, differing = next(
+        (r, rank_metrics[name])
+        for r, rank_metrics in enumerate(by_rank)
+        if not _is_same_value(value, rank_metrics.get(name, value))
+    )
     return (
-        f"{name} is {value:g} on rank {first} and {differing:g} on rank {other}: rank {first}'s is used "
+        f"{name} is {value:g} on rank {first_rank} and {differing:g} on rank {other_rank}: rank {first_rank}'s is used "
         "(every rank calls on_eval and metrics, which should return the same value)"
     )
 
 
-def _same(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))
+def _is_same_value(value: float, reference: float) -> bool:
+    return value == reference or (math.isnan(value) and math.isnan(reference))

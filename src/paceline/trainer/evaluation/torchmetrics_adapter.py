@@ -21,7 +21,7 @@ class TorchMetricsAdapter:
         for metric in self._metrics.values():
             if isinstance(metric, torch.nn.Module):
                 metric.to(world.device)
-            for member in _members(metric):
+            for member in _synchronised_metrics(metric):
                 member.dist_sync_fn = self._gather
 
     def __contains__(self, name: str) -> bool:
@@ -29,17 +29,17 @@ class TorchMetricsAdapter:
 
     def update(self, name: str, output: Any, batch: Any) -> None:
         """Update a metric with one microbatch."""
-        self._metrics[name].update(output, _target(batch))
+        self._metrics[name].update(output, _metric_target(batch))
 
     def compute(self) -> dict[str, float]:
         """Return the values over all ranks' samples, and reset. Each number of a metric has its own name."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for name, metric in self._metrics.items():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a rank may have no samples
-                found |= dict(_numbers(name, metric.compute()))
+                values |= dict(_named_numbers(name, metric.compute()))
         self.reset()
-        return found
+        return values
 
     def reset(self) -> None:
         """Reset all metrics."""
@@ -50,18 +50,18 @@ class TorchMetricsAdapter:
         """Return every rank's state, of any length, without the empty states of ranks that have no samples."""
         flat = state.detach().cpu().contiguous()
         raw = bytes(flat.reshape(-1).view(torch.uint8).numpy()) if flat.numel() else b""
-        mine = [str(flat.dtype).removeprefix("torch."), list(flat.shape), base64.b64encode(raw).decode()]
-        states = [_tensor(*given).to(state.device) for given in self._world.gather_json(mine)]
+        local_state = [str(flat.dtype).removeprefix("torch."), list(flat.shape), base64.b64encode(raw).decode()]
+        states = [_decode_tensor(*packed).to(state.device) for packed in self._world.gather_json(local_state)]
         return [one for one in states if one.numel()] or states[:1]
 
 
-def _members(metric: Any) -> Iterator[Any]:
+def _synchronised_metrics(metric: Any) -> Iterator[Any]:
     """Yield every metric that gathers its own state: a metric, those inside a wrapper, those of a collection."""
     parts = metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
     yield from (part for part in parts if hasattr(part, "dist_sync_fn"))
 
 
-def _tensor(dtype: str, shape: list[int], text: str) -> Tensor:
+def _decode_tensor(dtype: str, shape: list[int], text: str) -> Tensor:
     raw = base64.b64decode(text)
     kind = getattr(torch, dtype)
     if not raw:
@@ -69,10 +69,10 @@ def _tensor(dtype: str, shape: list[int], text: str) -> Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(kind).reshape(shape)
 
 
-def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+def _named_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _numbers(f"{name}/{key}", part)
+            yield from _named_numbers(f"{name}/{key}", part)
         return
     if isinstance(value, Tensor) and value.numel() != 1:
         if value.dim() != 1:
@@ -80,12 +80,12 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
                 f"the metric {name!r} computed a tensor of shape {list(value.shape)}, expected numbers.",
                 hint="log it from on_eval",
             )
-        yield from ((f"{name}/{place}", float(part)) for place, part in enumerate(value))
+        yield from ((f"{name}/{index}", float(part)) for index, part in enumerate(value))
         return
     yield name, float(value)
 
 
-def _target(batch: Any) -> Any:
+def _metric_target(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return batch.get("labels", batch)
     return batch[-1] if isinstance(batch, tuple | list) else batch

@@ -48,11 +48,20 @@ from paceline.torch_internals.rng import RandomStreams, seed_all, stream_key
 from paceline.trainer.checks.check_job import check_job
 from paceline.trainer.checks.example_batch import ExampleBatch
 from paceline.trainer.checks.loss_modules import loss_notes
-from paceline.trainer.checks.option_compatibility import check_compatibility, refuse_foreign, unheard_placing
-from paceline.trainer.checks.parallel_checks import UNTRIED, can_be_tried, context_of, try_experts
-from paceline.trainer.setup.initial_model import InitialModel, begin_whole, build_initial_model
+from paceline.trainer.checks.option_compatibility import (
+    check_compatibility,
+    refuse_compiled_model,
+    unused_placement_notes,
+)
+from paceline.trainer.checks.parallel_checks import (
+    NOT_COMPARED_NOTE,
+    build_context_parallel,
+    is_model_small,
+    try_expert_parallel,
+)
+from paceline.trainer.setup.initial_model import InitialModel, build_initial_full_model, build_initial_model
 from paceline.trainer.setup.job_data import JobData
-from paceline.trainer.setup.optimizers import learn_rules, make_update
+from paceline.trainer.setup.optimizers import build_optimizer_factory, make_update
 from paceline.trainer.train_mode import set_train_mode
 
 
@@ -61,7 +70,7 @@ class TrainingSetup:
     """The model, optimizers and step of one rank. `models` are this process's replicas; `model` is the first of them.
 
     `site` is the world of the ranks that share one set of weights: all ranks, unless sites train separately.
-    `weights` are the shards of parameters and buffers in the models, `optimizer_tensors` those of the parameters in
+    `weights` are the shards of parameters and buffers in the models, `optim_shards` those of the parameters in
     the optimizers. `named_parameters` are this rank's parameters, or its shards of them. `initial_options` are the
     optimizers' options before a schedule changed them.
     """
@@ -73,15 +82,15 @@ class TrainingSetup:
     site: World
     model: nn.Module
     models: Sequence[nn.Module]
-    named: Sequence[NamedParameter]
+    named_parameters: Sequence[NamedParameter]
     weights: ShardedTensors
-    kept: ShardedTensors
-    placed: ParallelizedModel
+    optim_shards: ShardedTensors
+    parallelized_model: ParallelizedModel
     step: SynchronousStep
     grid: FixedPointGrid | None
     notes: tuple[str, ...]
-    given: Options
-    unlisted: NonPersistentBuffers
+    initial_options: Options
+    nonpersistent_buffers: NonPersistentBuffers
     data: JobData
 
     @property
@@ -104,13 +113,13 @@ class TrainingSetup:
         Raises:
             LayoutError: no gradient flows back through the model.
         """
-        if self.placed.pipeline_model is not None:
-            self.placed.pipeline_model.stages.refuse_training()
+        if self.parallelized_model.pipeline_model is not None:
+            self.parallelized_model.pipeline_model.stages.refuse_training()
 
     def close(self) -> None:
         """Remove the hooks from the model."""
         self.step.close()
-        self.placed.close()
+        self.parallelized_model.close()
 
 
 def job_settings(job: Job) -> dict[str, Any]:
@@ -172,116 +181,132 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
     rule = step_rule(plan.update_rule)
     plan = rule.plan_for_group(plan, world_size=world.world_size)
     worlds = MeshGroups.from_mesh(world, mesh=plan.mesh) if plan.processes > 1 else MeshGroups.from_replicas(world)
-    own = _own(plan, settings, rule.groups(worlds, plan=plan))
-    site = own[0].all_ranks if len(own) == 1 else world
-    begun = [_begun(job, settings, each) for each in own]
-    models = [one.on(each.all_ranks.device) for one, each in zip(begun, own, strict=True)]
+    groups = _replica_mesh_groups(plan, settings, rule.groups(worlds, plan=plan))
+    site = groups[0].all_ranks if len(groups) == 1 else world
+    initial_models = [_build_initial_model(job, settings, group) for group in groups]
+    models = [m.to(group.all_ranks.device) for m, group in zip(initial_models, groups, strict=True)]
     check_job(job, models[0], takes_sparse=rule.traits.accepts_sparse_gradients)
-    refuse_foreign(models[0], plan)
+    refuse_compiled_model(models[0], plan)
     named = [trainable_parameters(model) for model in models]
-    notes = [*unheard_placing(settings.place, plan), *begun[0].notes, *set_train_mode(models)]
-    notes += _equal_start(models[0], world) if begun[0].is_whole else []
+    notes = [*unused_placement_notes(settings.place, plan), *initial_models[0].notes, *set_train_mode(models)]
+    notes += _broadcast_initial_weights(models[0], world) if initial_models[0].is_whole else []
     notes += [] if world.is_simulated else loss_notes(job.loss, model=models[0], world=world)
-    shared = rule.share_model(models[0], world=world)
-    rules = learn_rules(job, named[0], plan=plan, exact=settings.train.exact)
-    unlisted, data = NonPersistentBuffers(models[0]), JobData(job, settings)
+    shared_model = rule.share_model(models[0], world=world)
+    factory = build_optimizer_factory(job, named[0], plan=plan, exact=settings.train.exact)
+    nonpersistent_buffers, data = NonPersistentBuffers(models[0]), JobData(job, settings)
     contracts = [LossContract(job=job, model=model, probes_model_loss=not world.is_simulated) for model in models]
-    if len(own) > 1:
-        placed = _placed_threads(models, named, own, exact=settings.train.exact)
+    if len(groups) > 1:
+        parallel_models = _parallelize_threads(models, named, groups, exact=settings.train.exact)
     else:
-        placed = [_placed(job, settings, plan, begun[0], models[0], contracts[0], own[0], rules, data)]
-        notes += begun[0].late.notes if begun[0].late is not None else []
-        notes += _notes_of_placement(placed[0], plan, contracts[0], world=worlds.summed)
-    mirror = ThreadReplicas(models=models, grids=[one.grid for one in placed]) if len(own) > 1 else None
-    update, given = make_update(job, settings, plan, models[0], placed[0], rules, world=site)
-    turns = None if mirror is None else _turns(settings, own)
+        parallel_models = [_parallelize_replica(
+            job, settings, plan, initial_models[0], models[0], contracts[0], groups[0], factory, data,
+        )]  # fmt: skip
+        notes += initial_models[0].deferred_model.notes if initial_models[0].deferred_model is not None else []
+        notes += _placement_notes(parallel_models[0], plan, contracts[0], world=worlds.summed)
+    replicas = ThreadReplicas(models=models, grids=[p.grid for p in parallel_models]) if len(groups) > 1 else None
+    update, initial_options = make_update(job, settings, plan, models[0], parallel_models[0], factory, world=site)
+    rng_turns = None if replicas is None else _build_rng_turns(settings, groups)
     contexts = [
-        _context(settings, model, each, one, contract, update, turns)
-        for model, each, one, contract in zip(models, own, placed, contracts, strict=True)
+        _build_replica_context(settings, model, group, parallel_model, contract, update, rng_turns)
+        for model, group, parallel_model, contract in zip(models, groups, parallel_models, contracts, strict=True)
     ]
     request = StepRequest(
-        plan=plan, contexts=contexts, parallelized_model=placed[0], thread_replicas=mirror, rng_turns=turns,
-        shared_model=shared, replica_world=worlds.replicate,
+        plan=plan, contexts=contexts, parallelized_model=parallel_models[0], thread_replicas=replicas,
+        rng_turns=rng_turns, shared_model=shared_model, replica_world=worlds.replicate,
     )  # fmt: skip
     return TrainingSetup(
-        job=job,
-        settings=settings,
-        plan=plan,
-        worlds=worlds,
-        site=site,
-        model=models[0],
-        models=models,
-        named=placed[0].named_parameters,
-        weights=placed[0].weights if mirror is None else ShardedTensors(world=world, tensors=model_tensors(models[0])),
-        kept=placed[0].optim_shards if mirror is None else ShardedTensors(world=world, tensors=param_tensors(named[0])),
-        placed=placed[0],
+        job=job, settings=settings, plan=plan, worlds=worlds, site=site, model=models[0], models=models,
+        named_parameters=parallel_models[0].named_parameters,
+        weights=parallel_models[0].weights
+        if replicas is None
+        else ShardedTensors(world=world, tensors=model_tensors(models[0])),
+        optim_shards=parallel_models[0].optim_shards
+        if replicas is None
+        else ShardedTensors(world=world, tensors=param_tensors(named[0])),
+        parallelized_model=parallel_models[0],
         step=rule.make_step(request),
-        grid=placed[0].grid,
+        grid=parallel_models[0].grid,
         notes=tuple(notes),
-        given=given,
-        unlisted=unlisted,
+        initial_options=initial_options,
+        nonpersistent_buffers=nonpersistent_buffers,
         data=data,
-    )
+    )  # fmt: skip
 
 
-def _placed_threads(
+def _parallelize_threads(
     models: Sequence[nn.Module],
     named: Sequence[Sequence[NamedParameter]],
-    own: Sequence[MeshGroups],
+    replica_groups: Sequence[MeshGroups],
     *,
     exact: bool,
 ) -> list[ParallelizedModel]:
     """Parallelize the replicas that are threads of this process."""
     return [
-        parallelize_thread_replica(model, members=members, targets=named[0], world=each.all_ranks, exact=exact)
-        for model, members, each in zip(models, named, own, strict=True)
-        if isinstance(each.all_ranks, ThreadWorld)
+        parallelize_thread_replica(
+            model, members=parameters, targets=named[0], world=mesh_groups.all_ranks, exact=exact
+        )
+        for model, parameters, mesh_groups in zip(models, named, replica_groups, strict=True)
+        if isinstance(mesh_groups.all_ranks, ThreadWorld)
     ]
 
 
-def begun_whole(job: Job, settings: Settings) -> Callable[[], nn.Module]:
+def full_model_builder(job: Job, settings: Settings) -> Callable[[], nn.Module]:
     """Return a function that builds the full model in one process, with the initial values that every layout has."""
-    plain = partial(build_model, job, seed=settings.seed)
-    return partial(begin_whole, plain, seed=settings.seed, limit_bytes=settings.init.limit, stored=_stored(job))
+    build = partial(build_model, job, seed=settings.seed)
+    return partial(
+        build_initial_full_model,
+        build,
+        seed=settings.seed,
+        limit_bytes=settings.init.limit,
+        pretrained=_pretrained_source(job),
+    )
 
 
-def _begun(job: Job, settings: Settings, worlds: MeshGroups) -> InitialModel:
-    plain = partial(build_model, job, seed=settings.seed)
+def _build_initial_model(job: Job, settings: Settings, worlds: MeshGroups) -> InitialModel:
+    build = partial(build_model, job, seed=settings.seed)
     limit = settings.init.limit
-    return build_initial_model(plain, seed=settings.seed, limit_bytes=limit, worlds=worlds, stored=_stored(job))
+    return build_initial_model(
+        build, seed=settings.seed, limit_bytes=limit, worlds=worlds, pretrained=_pretrained_source(job)
+    )
 
 
-def _stored(job: Job) -> PretrainedModel | None:
+def _pretrained_source(job: Job) -> PretrainedModel | None:
     return job.model if isinstance(job.model, PretrainedModel) else None
 
 
-def _placed(
+def _parallelize_replica(
     job: Job,
     settings: Settings,
     plan: ExecutionPlan,
-    begun: InitialModel,
+    initial_model: InitialModel,
     model: nn.Module,
     contract: LossContract,
     worlds: MeshGroups,
-    rules: ShardedOptimizerFactory | None,
+    optimizer_factory: ShardedOptimizerFactory | None,
     data: JobData,
 ) -> ParallelizedModel:
     exact = settings.train.exact
-    whole = list(rules.full_tensor_reasons(exact=exact)) if rules is not None and plan.mesh.zero in (1, 2) else []
+    full_parameters = (
+        list(optimizer_factory.full_tensor_reasons(exact=exact))
+        if optimizer_factory is not None and plan.mesh.zero in (1, 2)
+        else []
+    )
     if not step_rule(plan.update_rule).traits.splits_parameters:
-        whole = [member.name for member in trainable_parameters(model)]
+        full_parameters = [member.name for member in trainable_parameters(model)]
     device = worlds.all_ranks.device
     example = ExampleBatch(
         job=job, settings=settings, plan=plan, model=model, contract=contract, device=device, data=data
     )
     if set(plan.mesh.split_axes) - set(DATA_AXES):
-        example.learn() if begun.late is None else begun.late.run_with_values(example.learn)
-    context = context_of(job, model=model, contract=contract, worlds=worlds, example=example)
-    if plan.mesh.ep > 1 and can_be_tried(model) and not worlds.all_ranks.is_simulated:
-        try_experts(model=model, contract=contract, example=example)
-    untried = [] if can_be_tried(model) else [a for a in ("cp", "ep") if plan.mesh.size(a) > 1]
-    for note in (UNTRIED.format(axis) for axis in untried):
-        print_line(note) if begun.late is None else begun.late.notes.append(note)
+        example.learn_loss() if initial_model.deferred_model is None else initial_model.deferred_model.run_with_values(
+            example.learn_loss
+        )
+    context = build_context_parallel(job, model=model, contract=contract, worlds=worlds, example=example)
+    if plan.mesh.ep > 1 and is_model_small(model) and not worlds.all_ranks.is_simulated:
+        try_expert_parallel(model=model, contract=contract, example=example)
+    unchecked_axes = [] if is_model_small(model) else [a for a in ("cp", "ep") if plan.mesh.size(a) > 1]
+    for note in (NOT_COMPARED_NOTE.format(axis) for axis in unchecked_axes):
+        print_line(note) if initial_model.deferred_model is None else initial_model.deferred_model.notes.append(note)
     request = PlacementRequest(
         layout=plan.asked,
         worlds=worlds,
@@ -290,35 +315,35 @@ def _placed(
         settings=settings.place,
         exact=exact,
         is_compiled=settings.train.compile,
-        full_tensor_names=whole,
+        full_tensor_names=full_parameters,
         context_parallel=context,
-        deferred_rows=begun.rows,
-        deferred_model=begun.late,
+        deferred_rows=initial_model.deferred_rows,
+        deferred_model=initial_model.deferred_model,
         compression=plan.compression,
     )
     return parallelize(model, request)
 
 
-def _context(
+def _build_replica_context(
     settings: Settings,
     model: nn.Module,
     worlds: MeshGroups,
-    placed: ParallelizedModel,
+    parallelized_model: ParallelizedModel,
     contract: LossContract,
     update: OptimizerUpdate,
-    turns: HostRngTurns | None,
+    rng_turns: HostRngTurns | None,
 ) -> ReplicaContext:
     """Return the context of one replica."""
     train = settings.train
-    rounds = synchronize_batchnorms(model, world=worlds.data) if train.buffers == "sync_bn" else None
+    batchnorm_rounds = synchronize_batchnorms(model, world=worlds.data) if train.buffers == "sync_bn" else None
     streams = RandomStreams(seed=settings.seed)
     streams.attach(model)
     return ReplicaContext(
         model=model,
         worlds=worlds,
         contract=contract,
-        reducer=placed.reducer,
-        context_parallel=placed.context_parallel,
+        reducer=parallelized_model.reducer,
+        context_parallel=parallelized_model.context_parallel,
         state_recorders=build_tapes(
             model,
             world=worlds.data,
@@ -326,7 +351,7 @@ def _context(
             exact=train.exact,
             in_order=worlds.mesh.pp == 1,
             is_compiled=train.compile,
-            can_wait=_can_wait(worlds.mesh),
+            can_wait=_can_forwards_wait(worlds.mesh),
             over_batch=contract.over_batch,
         ),
         buffers=BufferPolicy(model=model, world=worlds.data, policy=train.buffers, exact=train.exact),
@@ -334,41 +359,45 @@ def _context(
         random_streams=streams,
         precision=train.precision,
         exact=train.exact,
-        sync_bn_weights=rounds,
-        rng_turns=turns,
-        undo_reduction=placed.reducer.undo if isinstance(placed.reducer, ErrorFeedbackReducer) else do_nothing,
+        sync_bn_weights=batchnorm_rounds,
+        rng_turns=rng_turns,
+        undo_reduction=parallelized_model.reducer.undo
+        if isinstance(parallelized_model.reducer, ErrorFeedbackReducer)
+        else do_nothing,
     )
 
 
-def _turns(settings: Settings, own: Sequence[MeshGroups]) -> HostRngTurns:
-    gpu = shared_gpu([each.all_ranks.device for each in own])
+def _build_rng_turns(settings: Settings, replica_groups: Sequence[MeshGroups]) -> HostRngTurns:
+    gpu = shared_gpu([mesh_groups.all_ranks.device for mesh_groups in replica_groups])
     return HostRngTurns(timeout_seconds=settings.train.timeout_seconds, gpu=gpu)
 
 
-def _can_wait(mesh: Mesh) -> bool:
+def _can_forwards_wait(mesh: Mesh) -> bool:
     """Return True if a replica's forward may wait for another's: it runs on one rank, without collectives inside."""
     gathers = mesh.zero == 3 and mesh.dp_shard > 1
     return not (gathers or mesh.sites) and mesh.pp == mesh.ep == 1
 
 
-def _own(plan: ExecutionPlan, settings: Settings, worlds: MeshGroups) -> list[MeshGroups]:
+def _replica_mesh_groups(plan: ExecutionPlan, settings: Settings, worlds: MeshGroups) -> list[MeshGroups]:
     """Return the mesh groups of each replica of this process."""
     if plan.processes > 1 or plan.replicas == 1:
         return [worlds]
     timeout = settings.train.timeout_seconds
-    found = thread_worlds(replicas=plan.replicas, world=worlds.all_ranks, timeout_seconds=timeout)
-    return [MeshGroups.from_replicas(each) for each in found]
+    thread_groups = thread_worlds(replicas=plan.replicas, world=worlds.all_ranks, timeout_seconds=timeout)
+    return [MeshGroups.from_replicas(thread_world) for thread_world in thread_groups]
 
 
-def _notes_of_placement(
-    placed: ParallelizedModel, plan: ExecutionPlan, contract: LossContract, *, world: World
+def _placement_notes(
+    parallelized_model: ParallelizedModel, plan: ExecutionPlan, contract: LossContract, *, world: World
 ) -> list[str]:
-    notes = compression_notes(plan.compression, placed.reducer, named_parameters=placed.named_parameters, world=world)
-    return [*notes, *hook_notes(placed.hooked_names, counts_first=contract.has_early_counts)]
+    notes = compression_notes(
+        plan.compression, parallelized_model.reducer, named_parameters=parallelized_model.named_parameters, world=world
+    )
+    return [*notes, *hook_notes(parallelized_model.hooked_names, counts_first=contract.has_early_counts)]
 
 
-def _equal_start(model: nn.Module, world: World) -> list[str]:
-    differed = [name for names in world.gather_json(broadcast_initial_tensors(model, world=world)) for name in names]
-    if not differed:
+def _broadcast_initial_weights(model: nn.Module, world: World) -> list[str]:
+    differing = [name for names in world.gather_json(broadcast_initial_tensors(model, world=world)) for name in names]
+    if not differing:
         return []
-    return [f"warning: initial weights differed between ranks ({differed[0]}, ...); rank 0's were sent to all"]
+    return [f"warning: initial weights differed between ranks ({differing[0]}, ...); rank 0's were sent to all"]

@@ -34,33 +34,35 @@ class InitialModel:
     """
 
     model: nn.Module
-    rows: dict[str, Tensor] | None = None
-    late: DeferredModel | None = None
+    deferred_rows: dict[str, Tensor] | None = None
+    deferred_model: DeferredModel | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def is_whole(self) -> bool:
         """True if this rank holds the whole model."""
-        return self.rows is None and self.late is None
+        return self.deferred_rows is None and self.deferred_model is None
 
-    def on(self, device: torch.device) -> nn.Module:
+    def to(self, device: torch.device) -> nn.Module:
         """Return the model on `device`. A model with rows or deferred values is already there."""
         return self.model.to(device) if self.is_whole else self.model
 
 
-class _Large(BaseException):
+class _SizeLimitExceeded(BaseException):
     """The build has passed the limit. A `BaseException`, so that a constructor's `except Exception` can't catch it."""
 
 
-def begin_whole(build: Build, *, seed: int, limit_bytes: int, stored: PretrainedModel | None = None) -> nn.Module:
+def build_initial_full_model(
+    build: Build, *, seed: int, limit_bytes: int, pretrained: PretrainedModel | None = None
+) -> nn.Module:
     """Return the full model: from a plain build up to the limit, above it with each tensor drawn by its own seed.
 
     Raises:
         JobError: `build` returns no model. UsageError: above the limit, and the constructor can't be recorded.
     """
-    if stored is not None:
+    if pretrained is not None:
         return build()
-    model = _built(build, most=limit_bytes)
+    model = _build_within_limit(build, max_bytes=limit_bytes)
     if model is not None and tensor_bytes(model) <= limit_bytes:
         return model
     del model
@@ -69,7 +71,7 @@ def begin_whole(build: Build, *, seed: int, limit_bytes: int, stored: Pretrained
 
 
 def build_initial_model(
-    build: Build, *, seed: int, limit_bytes: int, worlds: MeshGroups, stored: PretrainedModel | None = None
+    build: Build, *, seed: int, limit_bytes: int, worlds: MeshGroups, pretrained: PretrainedModel | None = None
 ) -> InitialModel:
     """Return the model of this rank; every rank must call this. `build` is the plain, seeded build.
 
@@ -81,43 +83,49 @@ def build_initial_model(
     """
     if worlds.all_ranks.is_simulated:
         return InitialModel(model=build())
-    if not holds_parts(worlds.mesh):
-        return _whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored)
-    model = _built(build, most=min(SMALL_BYTES, limit_bytes))
+    if not splits_model(worlds.mesh):
+        return _build_full_initial_model(build, seed=seed, limit_bytes=limit_bytes, pretrained=pretrained)
+    model = _build_within_limit(build, max_bytes=min(SMALL_BYTES, limit_bytes))
     if model is not None and tensor_bytes(model) > limit_bytes:
         model = None
     if not any(worlds.all_ranks.gather_json(model is None)):
         assert model is not None
         return InitialModel(model=model)
     del model
-    if not holds_rows(worlds.mesh):
-        found = defer_large_model(build, seed=seed, world=worlds.all_ranks, limit_bytes=limit_bytes, pretrained=stored)
-        if found is None:
-            return _whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored)
-        return InitialModel(
-            model=found.model,
-            late=DeferredModel(deferred_init=found, device=worlds.all_ranks.device),
-            notes=found.notes,
+    if not shards_rows_only(worlds.mesh):
+        draft = defer_large_model(
+            build, seed=seed, world=worlds.all_ranks, limit_bytes=limit_bytes, pretrained=pretrained
         )
-    made = defer_init(build, seed=seed, world=worlds.all_ranks, limit_bytes=limit_bytes, pretrained=stored)
-    if made.source.is_local:
+        if draft is None:
+            return _build_full_initial_model(build, seed=seed, limit_bytes=limit_bytes, pretrained=pretrained)
         return InitialModel(
-            model=made.model, late=DeferredModel(deferred_init=made, device=worlds.all_ranks.device), notes=made.notes
+            model=draft.model,
+            deferred_model=DeferredModel(deferred_init=draft, device=worlds.all_ranks.device),
+            notes=draft.notes,
         )
-    parts = row_shard_specs(made.model, world=worlds.shard)
-    values, notes = made.values(parts)
-    old = named_tensors(made.model)
-    replace_tensors(made.model, {n: with_data(old[n], value) for n, value in values.items() if n not in parts})
+    draft = defer_init(build, seed=seed, world=worlds.all_ranks, limit_bytes=limit_bytes, pretrained=pretrained)
+    if draft.source.is_local:
+        return InitialModel(
+            model=draft.model,
+            deferred_model=DeferredModel(deferred_init=draft, device=worlds.all_ranks.device),
+            notes=draft.notes,
+        )
+    parts = row_shard_specs(draft.model, world=worlds.shard)
+    values, notes = draft.values(parts)
+    tensors = named_tensors(draft.model)
+    replace_tensors(draft.model, {n: with_data(tensors[n], value) for n, value in values.items() if n not in parts})
     rows = {name: value for name, value in values.items() if name in parts}
-    return InitialModel(model=made.model, rows=rows, notes=(*made.notes, *notes))
+    return InitialModel(model=draft.model, deferred_rows=rows, notes=(*draft.notes, *notes))
 
 
-def _whole(build: Build, *, seed: int, limit_bytes: int, stored: PretrainedModel | None) -> InitialModel:
-    whole = begin_whole(build, seed=seed, limit_bytes=limit_bytes, stored=stored)
-    return InitialModel(model=whole, notes=_by_name(whole, limit_bytes) if stored is None else ())
+def _build_full_initial_model(
+    build: Build, *, seed: int, limit_bytes: int, pretrained: PretrainedModel | None
+) -> InitialModel:
+    model = build_initial_full_model(build, seed=seed, limit_bytes=limit_bytes, pretrained=pretrained)
+    return InitialModel(model=model, notes=_init_by_name_notes(model, limit_bytes) if pretrained is None else ())
 
 
-def _by_name(model: nn.Module, limit_bytes: int) -> tuple[str, ...]:
+def _init_by_name_notes(model: nn.Module, limit_bytes: int) -> tuple[str, ...]:
     num_bytes = tensor_bytes(model)
     if num_bytes <= limit_bytes:
         return ()
@@ -127,23 +135,23 @@ def _by_name(model: nn.Module, limit_bytes: int) -> tuple[str, ...]:
     )
 
 
-def holds_parts(mesh: Mesh) -> bool:
+def splits_model(mesh: Mesh) -> bool:
     """Return True if no rank holds the full model."""
     return mesh.zero == 3 or mesh.pp > 1 or mesh.tp > 1 or mesh.ep > 1
 
 
-def holds_rows(mesh: Mesh) -> bool:
+def shards_rows_only(mesh: Mesh) -> bool:
     """Return True if a rank holds only rows of the parameters, so that no rank ever builds the full model."""
     return mesh.zero == 3 and mesh.pp == mesh.tp == mesh.cp == mesh.ep == 1
 
 
-def _built(build: Build, *, most: int) -> nn.Module | None:
+def _build_within_limit(build: Build, *, max_bytes: int) -> nn.Module | None:
     """Return a plain build, or None if it exceeds `max_bytes`."""
     states = get_states()
-    with _gauge(most):
+    with _limit_build_size(max_bytes):
         try:
             model = build()
-        except _Large:
+        except _SizeLimitExceeded:
             set_states(states)  # so that the next build draws the same numbers
             return None
     if not isinstance(model, nn.Module):
@@ -154,21 +162,21 @@ def _built(build: Build, *, most: int) -> nn.Module | None:
 
 
 @contextmanager
-def _gauge(most: int) -> Iterator[None]:
+def _limit_build_size(max_bytes: int) -> Iterator[None]:
     """Stop a build once its registered parameters exceed `max_bytes`."""
-    seen: dict[int, Tensor] = {}
+    counted: dict[int, Tensor] = {}
     total = 0
 
-    def weigh(_: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    def count_bytes(_: nn.Module, name: str, parameter: nn.Parameter) -> None:
         nonlocal total
         del name
-        if parameter is not None and id(parameter) not in seen and not is_lazy(parameter):
-            seen[id(parameter)] = parameter
+        if parameter is not None and id(parameter) not in counted and not is_lazy(parameter):
+            counted[id(parameter)] = parameter
             total += parameter.numel() * parameter.element_size()  # sparse: no `nbytes`, refused later
-            if total > most:
-                raise _Large
+            if total > max_bytes:
+                raise _SizeLimitExceeded
 
-    handle = register_module_parameter_registration_hook(weigh)
+    handle = register_module_parameter_registration_hook(count_bytes)
     try:
         yield
     finally:

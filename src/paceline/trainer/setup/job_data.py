@@ -9,6 +9,13 @@ from torch.utils.data import DataLoader
 
 from paceline.comm.process_group import World
 from paceline.config.settings import Settings
+from paceline.data.dataset_properties import (
+    DatasetProperties,
+    find_properties,
+    is_repeatable_read,
+    property_samples,
+    refuse_different_data,
+)
 from paceline.data.loader import BatchLoader, make_loader
 from paceline.data.order.cursor import Cursor
 from paceline.data.reader_process import read_in_process
@@ -28,15 +35,15 @@ class JobData:
 
     def __init__(self, job: Job, settings: Settings) -> None:
         self._job = job
-        self._made = DatasetCache()
-        self._asked = settings.data.workers
+        self._created_datasets = DatasetCache()
+        self._requested_workers = settings.data.workers
         splits = (job.train_data, job.eval_data, job.test_data)
-        self._least = int(any(isinstance(split, DataLoader) and split.num_workers for split in splits))
+        self._min_workers = int(any(isinstance(split, DataLoader) and split.num_workers for split in splits))
 
     @property
     def workers(self) -> int:
         """The minimum number of data workers of each split; 0 if no process is forked."""
-        return self._asked or self._least
+        return self._requested_workers or self._min_workers
 
     @cached_property
     def train(self) -> Source:
@@ -48,13 +55,15 @@ class JobData:
         return self._source(data, order=None, name=name)
 
     def _source(self, data: Any, *, order: Any, name: str) -> Source:
-        collate, made = self._job.collate, self._made
-        source = read_source(data, collate=collate, order=order, workers=self._asked, name=name, cache=made)
-        return source if source.workers else replace(source, workers=self._least)
+        collate, created_datasets = self._job.collate, self._created_datasets
+        source = read_source(
+            data, collate=collate, order=order, workers=self._requested_workers, name=name, cache=created_datasets
+        )
+        return source if source.workers else replace(source, workers=self._min_workers)
 
 
-def feed_for(
-    data: JobData, settings: Settings, *, cut: BatchPartition, cursor: Cursor | None = None, **how: Any
+def build_loader(
+    data: JobData, settings: Settings, *, partition: BatchPartition, cursor: Cursor | None = None, **loader_options: Any
 ) -> BatchLoader:
     """Return a loader that starts at the beginning, or at `cursor`. `loader_options` are passed to `make_loader`."""
     return make_loader(
@@ -62,43 +71,48 @@ def feed_for(
         collate=None,
         order=None,
         seed=settings.seed,
-        partition=cut,
+        partition=partition,
         cursor=cursor or Cursor(),
-        **how,
+        **loader_options,
     )
 
 
 def read_first(
-    data: JobData, settings: Settings, *, cut: BatchPartition, count: int = 1, **how: Any
+    data: JobData, settings: Settings, *, partition: BatchPartition, count: int = 1, **loader_options: Any
 ) -> list[StepInput]:
     """Read a replica's share of the first batches, in a process that may read data, before the run has a loader."""
     source = data.train
 
     def read() -> list[StepInput]:
-        feed = make_loader(
+        loader = make_loader(
             data=replace(source, workers=0),
             collate=None,
             order=None,
             seed=settings.seed,
-            partition=cut,
+            partition=partition,
             cursor=Cursor(),
-            **how,
+            **loader_options,
         )
         with preserve_rng():
-            found = list(islice(feed, count))
-            feed.close()
-        return [replace(given, read_stand_in=None) for given in found] if source.workers else found
+            step_batches = list(islice(loader, count))
+            loader.close()
+        return (
+            [replace(step_batch, read_stand_in=None) for step_batch in step_batches] if source.workers else step_batches
+        )
 
-    found = read_in_process(source, read, seed=settings.seed)
+    step_batches = read_in_process(source, read, seed=settings.seed)
     if not source.workers:
-        return found
-    whole = replace(cut, replica=0, replicas=1)
+        return step_batches
+    full_partition = replace(partition, replica=0, replicas=1)
     return [
-        replace(given, read_stand_in=lambda: read_first(data, settings, cut=whole)[0].micro[0].data) for given in found
+        replace(step_batch, read_stand_in=lambda: read_first(data, settings, partition=full_partition)[0].micro[0].data)
+        for step_batch in step_batches
     ]
 
 
-def cut_for(plan: ExecutionPlan, settings: Settings, data: World, *, reads: bool = True) -> BatchPartition:
+def build_partition(
+    plan: ExecutionPlan, settings: Settings, data: World, *, reads_samples: bool = True
+) -> BatchPartition:
     """Return the part of each global batch that this replica reads; `data` is the world of replicas."""
     return BatchPartition(
         global_batch_size=plan.global_batch_size,
@@ -106,5 +120,22 @@ def cut_for(plan: ExecutionPlan, settings: Settings, data: World, *, reads: bool
         replica=data.rank,
         replicas=data.world_size,
         drop_last=settings.data.drop_last,
-        reads_samples=reads,
+        reads_samples=reads_samples,
     )
+
+
+def read_data_properties(source: Source, world: World, *, seed: int) -> DatasetProperties | None:
+    """Return the properties of indexed data, after a check that they are equal on every rank; None for a stream."""
+    if not source.is_indexed:
+        return None
+    properties = find_properties(source, seed=seed)
+    properties.raise_error()
+    by_rank = world.gather_json([properties.num_samples, properties.fingerprint])
+    samples = property_samples(properties.num_samples)
+
+    def is_repeatable() -> bool:
+        return all(world.gather_json(is_repeatable_read(source, samples=samples, epoch=0, seed=seed)))
+
+    lengths, checksums = dict(enumerate(each[0] for each in by_rank)), dict(enumerate(each[1] for each in by_rank))
+    refuse_different_data(lengths, checksums, samples=samples, name="train_data", is_repeatable=is_repeatable)
+    return properties

@@ -14,7 +14,7 @@ from paceline.config.settings import Settings
 from paceline.config.task import Task
 from paceline.config.update_rule import parse_update
 from paceline.console.output import print_line
-from paceline.errors import PacelineError, UsageError, problems_of, raise_all
+from paceline.errors import PacelineError, UsageError, list_problems, raise_all
 from paceline.filesystem.atomic_files import read_json
 from paceline.filesystem.run_lock import RunLock, lock_run_folder
 from paceline.job import Job, load_job, refuse_job
@@ -59,22 +59,22 @@ def prepare(task: Task, *, job: Job | None = None) -> PreparedJob:
         seed_all(stream_key(_seed_before_job(requested), "job"))
         job = load_job(parse_jobref(task.job), params=params)
         if Path.cwd() != start_folder:  # the job changed the working directory; the run's files stay where they were
-            task = task.given_in(start_folder)
+            task = task.with_absolute_paths(start_folder)
     else:
         refuse_job(job, where=job.name or task.job)
-    requested = requested.over(job_settings(job), origin=JOB, where=JOB_SETTINGS)
+    requested = requested.layered_over(job_settings(job), origin=JOB, where=JOB_SETTINGS)
     settings = merge(requested)
     problems: list[PacelineError] = []
     plan = None
     try:
         plan = make_plan(task, job, settings, micro_batch_size=settings.train.micro_batch_size)
     except PacelineError as error:
-        problems += problems_of(error)
+        problems += list_problems(error)
     try:
         if task.verb == "train":
             check_evaluation_settings(job, settings, evaluate_first=bool(task.options.get("evaluate_first")))
     except PacelineError as error:
-        problems += problems_of(error)
+        problems += list_problems(error)
     raise_all(problems)
     assert plan is not None
     return PreparedJob(task=task, job=job, requested=requested, settings=settings, plan=plan)

@@ -34,7 +34,7 @@ def can_run_locally(setup: TrainingSetup) -> bool:
     is_independent = not (
         replica.needs_equal_microbatches or any(tape.is_sequential for tape in replica.state_recorders)
     )
-    return is_independent and setup.update.scaler is None and setup.kept.is_unsharded and all_ranks_are_replicas
+    return is_independent and setup.update.scaler is None and setup.optim_shards.is_unsharded and all_ranks_are_replicas
 
 
 def compute_local_gradients(
@@ -45,7 +45,7 @@ def compute_local_gradients(
     None if the model does not support gradients of single parameters, as under reentrant checkpointing.
     """
     replica, gradients_by_microbatch = setup.step.replica, {}
-    targets = {member.name: member.parameter for member in setup.named if member.name in names}
+    targets = {member.name: member.parameter for member in setup.named_parameters if member.name in names}
     for tape in replica.state_recorders:
         tape.begin_step()
     for micro in step_input.micro:

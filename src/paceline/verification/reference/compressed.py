@@ -91,7 +91,7 @@ class CompressedReference(Reference):
     def _combine_replicas(self, name: str, like: Tensor, divisor: float) -> Tensor:
         gradients = [share.get(name, torch.zeros_like(like)) for share in self._replica_gradients]
         gradients = [value.float() if value.dtype.itemsize < 4 else value for value in gradients]
-        if not self._compression.has_memory:
+        if not self._compression.has_error_feedback:
             total = sum(
                 (compress_once(value, self._compression) for value in gradients), torch.zeros_like(gradients[0])
             )
@@ -167,7 +167,7 @@ def compress_once(value: Tensor, compression: Compression) -> Tensor:
 def keep_largest(value: Tensor, compression: Compression) -> Tensor:
     """Keep the elements of largest magnitude, the first among equal ones, and set the others to zero."""
     flat = value.reshape(-1)
-    indices = np.argsort(-flat.abs().cpu().numpy(), kind="stable")[: compression.picked(flat.numel())]
+    indices = np.argsort(-flat.abs().cpu().numpy(), kind="stable")[: compression.num_selected(flat.numel())]
     positions = torch.from_numpy(indices.copy()).to(value.device)
     selected = torch.zeros_like(flat)
     selected[positions] = flat[positions]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.job import Job, no_loss
+from paceline.job import Job, missing_loss_error
 from paceline.torch_internals.rng import preserve_rng
 
 _IGNORED = -100
@@ -52,7 +52,7 @@ class ReferenceForward:
         """
         loss, count = _get_loss(output), self._count_targets(data)
         if loss is None:
-            raise no_loss(data)
+            raise missing_loss_error(data)
         if count is None:
             return loss * num_samples, num_samples
         if self._sums_with_divisor:

@@ -182,7 +182,7 @@ def _replay_perturbed(
 
 def server_of_parameters(setup: TrainingSetup) -> dict[str, int]:
     """Return the server that holds each parameter."""
-    parts = {name: setup.kept.shard_specs(name) for name in setup.kept.names}
+    parts = {name: setup.optim_shards.shard_specs(name) for name in setup.optim_shards.names}
     return {name: next((n for n, part in enumerate(each) if part.numel), 0) for name, each in parts.items()}
 
 

@@ -50,7 +50,7 @@ class RuleReference:
 
 class _PipeDreamRuns(RuleReference):
     def reference_constructor(self, setup: TrainingSetup) -> Callable[..., Reference]:
-        plan, piped = setup.plan, setup.placed.pipeline_model
+        plan, piped = setup.plan, setup.parallelized_model.pipeline_model
         if piped is None:
             return Reference
         stages = map_stages(piped, setup.weights.names)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paceline.errors import LayoutError, line_now
+from paceline.errors import LayoutError, current_user_line
 from paceline.parallel.module_access.user_call_isolation import side_effect_free
 from paceline.parallel.pipeline.stage_io import tensors_in
 from paceline.torch_internals.dispatch_modes import OpObserver
@@ -62,7 +62,7 @@ def refuse_taken(taken: Sequence[ExternalRead], *, last: Collection[str]) -> Non
 
 def called_twice() -> LayoutError:
     """Return the error for a `forward=` or a loss that calls the model twice."""
-    line = line_now()
+    line = current_user_line()
     return LayoutError(
         "the forward calls the model twice, but a stage ends after the model's first call.",
         where="" if line is None else str(line),
@@ -115,7 +115,7 @@ class _Watcher:
         for tensor in given:
             name, unit = self._made.pop(_memory(tensor), ("", ""))
             if name:
-                self.taken.append(ExternalRead(name=name, unit=unit, where=str(line_now() or "")))
+                self.taken.append(ExternalRead(name=name, unit=unit, where=str(current_user_line() or "")))
 
 
 def _memory(tensor: Tensor) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
 from torch.fx import GraphModule, Node
 
-from paceline.errors import LayoutError, line_now, user_line
+from paceline.errors import LayoutError, current_user_line, user_line
 from paceline.parallel.pipeline.graph.module_graph import (
     Graph,
     GraphSource,
@@ -83,7 +83,7 @@ def _program(
 
     def seen(name: str) -> None:
         if toggles.is_between_units and not lost and (is_mixed or name != "torch.autocast"):
-            line = line_now()
+            line = current_user_line()
             lost.append(_lost(name, where="" if line is None else f"{line}: {line.text}"))
 
     try:

@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.errors import LayoutError
 from paceline.parallel.module_access.user_call_isolation import is_plain, plain_state, plain_value
-from paceline.user_code import is_users
+from paceline.user_code import is_user_file
 
 
 class ModeChangeCheck:
@@ -184,7 +184,7 @@ def _kept(opened: Mapping[str, nn.Module]) -> dict[str, Any]:
         for key, parameter in module.named_parameters(name, recurse=False):
             found[f"self.{key}.requires_grad"] = parameter.requires_grad
         code = getattr(type(module).forward, "__code__", None)
-        if code is not None and is_users(code.co_filename):
+        if code is not None and is_user_file(code.co_filename):
             space = type(module).forward.__globals__
             found |= {
                 key: plain_value(space[key], {}) for key in code.co_names if key in space and is_plain(space[key])
