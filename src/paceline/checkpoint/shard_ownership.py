@@ -46,7 +46,7 @@ def owned_shards(
             name,
             dtype=dtype,
             shape=box.size,
-            get_tensor=lambda box=box: box.of_local(get_tensor()),  # type: ignore[misc]
+            get_tensor=lambda box=box: box.view_local(get_tensor()),  # type: ignore[misc]
             at=None if box.size == shape else box.full_offset,
             whole=None if box.size == shape else shape,
         )

@@ -274,8 +274,8 @@ class _SessionBuilder:
             sample_seeds=settings.data.sample_seeds,
             pin_memory=self.world.device.type == "cuda",
             shards=settings.data.shards,
-            agree=self.world.gather_json if self.world.world_size > 1 else None,
-            facts=data_properties,
+            gather_json=self.world.gather_json if self.world.world_size > 1 else None,
+            properties=data_properties,
         )
 
     def _make_event_bus(self) -> EventBus:

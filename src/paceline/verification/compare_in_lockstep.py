@@ -327,7 +327,7 @@ def build_layout_loader(setup: TrainingSetup, cursor: Cursor) -> BatchLoader:
         cursor=cursor,
         sample_seeds=settings.data.sample_seeds,
         shards=settings.data.shards,
-        agree=setup.world.gather_json,
+        gather_json=setup.world.gather_json,
     )
 
 

@@ -308,4 +308,4 @@ def _truncated_model_factory(job: Job, max_blocks: int) -> Any:
 def _batches(built: TrainingSetup) -> Iterator[StepInput]:
     cut = build_partition(built.plan, built.settings, built.worlds.data)
     while True:
-        yield from build_loader(built.data, built.settings, partition=cut, agree=built.world.gather_json)
+        yield from build_loader(built.data, built.settings, partition=cut, gather_json=built.world.gather_json)

@@ -148,7 +148,7 @@ class Evaluator:
             shard_totals,
             replica=replica_world.rank,
             replicas=replica_world.world_size,
-            agree=gather,
+            gather_json=gather,
         )
 
     def _make_replica_loader(
