@@ -307,7 +307,7 @@ def _location(step_batch: StepBatch, *, micro_batch_size: int) -> dict[str, Any]
     """Return the location of the batch's samples, from which a worker reads them."""
     batch, summary = step_batch.batch, step_batch.summary  # type: ignore[attr-defined]
     location = {"cursor": batch.cursor.as_json(), "micro_batch_size": micro_batch_size}
-    return location if summary is None else {**location, "epoch": batch.after.epoch, "summary": asdict(summary)}
+    return location if summary is None else {**location, "epoch": batch.next_cursor.epoch, "summary": asdict(summary)}
 
 
 def _zero_gradient(parameter: nn.Parameter, *, as_rows: bool) -> Tensor:
