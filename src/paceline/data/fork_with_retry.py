@@ -23,7 +23,7 @@ class _StartedFork(Popen):
     def _launch(self, process_obj: BaseProcess) -> None:
         for seconds in START_TIMEOUTS:
             read, write = os.pipe()
-            process_obj.begun = (read, write)  # type: ignore[attr-defined]
+            process_obj.start_pipe = (read, write)  # type: ignore[attr-defined]
             super()._launch(process_obj)  # type: ignore[misc]
             os.close(write)
             has_begun = bool(select.select([read], [], [], seconds)[0])  # also true if the child has exited
@@ -34,7 +34,7 @@ class _StartedFork(Popen):
             os.waitpid(self.pid, 0)
             if self.finalizer is not None:  # of the pipes to that child
                 self.finalizer()
-        process_obj.begun = None  # type: ignore[attr-defined]
+        process_obj.start_pipe = None  # type: ignore[attr-defined]
         super()._launch(process_obj)  # type: ignore[misc]
 
 
