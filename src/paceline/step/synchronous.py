@@ -143,7 +143,7 @@ class SynchronousStep:
 
     def _annotate_error(self, error: BaseException, versions_before: list[int]) -> None:
         """Add this rank's progress through its units to the error; raise a JobError if a forward wrote to a weight."""
-        order = getattr(self.replica.reducer, "order", None)
+        order = getattr(self.replica.reducer, "order_check", None)
         if order is not None:
             annotate_progress(error, order.describe_progress())
         if isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error):

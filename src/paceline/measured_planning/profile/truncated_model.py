@@ -30,11 +30,11 @@ def build_once(job: Job, *, seed: int) -> Job:
 
 
 class ModelCopies:
-    """A factory that copies a model, with a cache of facts that hold for all copies."""
+    """A factory that copies a model, with the results that hold for all copies."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.cache: dict[Hashable, Any] = {}
+        self.shared_results: dict[Hashable, Any] = {}
 
     def __call__(self) -> nn.Module:
         """Return another copy."""

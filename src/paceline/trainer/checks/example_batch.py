@@ -71,7 +71,7 @@ class ExampleBatch:
 
     def once(self, key: Hashable, find: Callable[[], Result]) -> Result:
         """Return the result of `find`, which runs the model. Copies of one model share the first result."""
-        cache = getattr(self.job.model, "found", None)
+        cache = getattr(self.job.model, "shared_results", None)
         if not isinstance(cache, dict):
             return find()
         key = (key, self.plan.micro_batch_size)
