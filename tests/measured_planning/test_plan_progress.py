@@ -32,7 +32,7 @@ def test_a_plan_tells_where_it_is_and_an_answer_for_a_script_has_nothing_of_it(
     shop: Shop,
 ) -> None:
     shop.write("job.py", SMALL_JOB)
-    often = "import sys, paceline.commands.plan as p; p.signs_of_life.__wrapped__.__kwdefaults__['every'] = 0.02"
+    often = "import sys, paceline.commands.plan as p; p.report_progress.__wrapped__.__kwdefaults__['every'] = 0.02"
     code = f"{often}; from paceline.cli import main; sys.exit(main())"
     plan = [*Shop.command()[:1], "-c", code, "plan", "job.py", "--cluster", "4xA100-80G", "--run-dir"]
     ended = shop.call([*plan, "plan"])

@@ -28,17 +28,17 @@ class Replays:
         self.answers, self.alone = answers, alone
         self.asked: list[Candidate] = []
 
-    def replayed(self, estimate: Estimate, forecast: CostModel) -> CheckedCandidate:
+    def replay(self, estimate: Estimate, forecast: CostModel) -> CheckedCandidate:
         self.asked.append(estimate.candidate)
         return self.answers(estimate)
 
-    def refusal(self, candidate: Candidate, forecast: CostModel) -> str:
+    def refusal_reason(self, candidate: Candidate, forecast: CostModel) -> str:
         return self.alone(candidate)
 
     def work(self, candidate: Candidate, cut: tuple[int, ...], forecast: CostModel) -> int:
         return 1
 
-    def is_of_parts(self, candidate: Candidate, error: str) -> bool:
+    def is_split_error(self, candidate: Candidate, error: str) -> bool:
         return False
 
 
@@ -71,7 +71,7 @@ def test_what_is_recommended_is_replayed_though_time_was_over_before_it_began() 
         return as_forecast(estimate) if turn is None else refused(estimate, "why " + "x" * turn)
 
     found, replays = decided(answers)
-    assert found.best is not None and not found.best.error and not found.advice.unreplayed
+    assert found.best is not None and not found.best.error and not found.advice.not_replayed_reason
     assert len(replays.asked) == 6 and found.advice.recommended.candidate == replays.asked[-1]
 
 
@@ -80,10 +80,10 @@ def test_after_a_dozen_refusals_it_says_loudly_that_it_was_not_replayed() -> Non
     turns = iter(range(10**6))
     found, replays = decided(lambda one: refused(one, "why " + "x" * next(turns)))
     assert len(replays.asked) == 12 and found.best is None
-    assert found.advice.unreplayed == "12 better ones were refused in replay, and the time limit was reached"
+    assert found.advice.not_replayed_reason == "12 better ones were refused in replay, and the time limit was reached"
     told, text = found.advice.as_json(), "\n".join(found.advice.lines())
-    assert told["replayed"] is False and told["unreplayed"] == found.advice.unreplayed
-    assert f"recommended, NOT REPLAYED ({found.advice.unreplayed}): --layout" in text
+    assert told["replayed"] is False and told["unreplayed"] == found.advice.not_replayed_reason
+    assert f"recommended, NOT REPLAYED ({found.advice.not_replayed_reason}): --layout" in text
 
 
 def test_a_size_that_needs_too_much_gives_way_to_the_next_of_its_family() -> None:
@@ -95,13 +95,13 @@ def test_a_size_that_needs_too_much_gives_way_to_the_next_of_its_family() -> Non
         own = estimate.candidate == first.candidate
         return held(estimate, 79 * 2**30) if own else as_forecast(estimate)
 
-    found, replays = decided(answers, until=EARLY, others=True)
+    found, replays = decided(answers, until=EARLY, replay_others=True)
     assert replays.asked[0] == first.candidate
     others = {row.family: row.estimate.candidate for row in found.advice.rows if row.fits}
     assert family in others and others[family] != first.candidate, "its next one is in the table"
-    assert str(others[family]) in found.seen and not found.seen[str(others[family])].error
-    assert not any(word.startswith("family=") for word in found.forecast.facts.refused)
-    assert found.forecast.fleet.fuller[family] > 1 and {*found.forecast.fleet.fuller} == {family}
+    assert str(others[family]) in found.replays and not found.replays[str(others[family])].error
+    assert not any(word.startswith("family=") for word in found.forecast.profile.refused)
+    assert found.forecast.cluster.fuller[family] > 1 and {*found.forecast.cluster.fuller} == {family}
 
 
 @pytest.mark.parametrize(("share", "is_sure"), [(0.97, True), (0.99, False), (1.01, False)])
@@ -128,11 +128,11 @@ def test_two_layouts_of_a_family_that_are_refused_in_the_same_words_are_enough()
     def alone(candidate: Candidate) -> str:
         return "no pp at all" if candidate.pp > 1 else ""
 
-    found, replays = decided(answers, until=EARLY, others=True, alone=alone)
+    found, replays = decided(answers, until=EARLY, replay_others=True, alone=alone)
     assert 2 <= sum(one.pp > 1 for one in replays.asked) <= 6
-    assert "pp" in found.forecast.facts.refused and all(row.family != "pp" for row in found.advice.rows)
+    assert "pp" in found.forecast.profile.refused and all(row.family != "pp" for row in found.advice.rows)
     assert any(line.startswith("pp: no pp") for line in found.advice.missing)
-    assert all(not found.seen[str(row.estimate.candidate)].error for row in found.advice.rows if row.fits)
+    assert all(not found.replays[str(row.estimate.candidate)].error for row in found.advice.rows if row.fits)
 
 
 def test_one_size_of_an_axis_that_is_refused_leaves_its_others() -> None:
@@ -143,9 +143,9 @@ def test_one_size_of_an_axis_that_is_refused_leaves_its_others() -> None:
         return "no eight" if candidate.tp == 8 else ""
 
     options = [FORECAST.estimate(Candidate(tp=8, micro_batch_size=4, precision="bf16", remat="full"))]
-    found, replays = decided(answers, until=EARLY, others=True, alone=alone, options=options)
-    assert replays.asked[0].tp == 8 and "tp=8" in found.forecast.facts.refused
-    assert "tp" not in found.forecast.facts.refused
+    found, replays = decided(answers, until=EARLY, replay_others=True, alone=alone, options=options)
+    assert replays.asked[0].tp == 8 and "tp=8" in found.forecast.profile.refused
+    assert "tp" not in found.forecast.profile.refused
     assert any(row.estimate.candidate.tp in (2, 4) for row in found.advice.rows)
 
 

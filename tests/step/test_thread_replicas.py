@@ -213,7 +213,7 @@ def test_replicas_that_draw_nothing_run_at_the_same_time() -> None:
     busy["on"] = True
     made.step.run(next(given))
     assert len(calls) == 6
-    assert made.step._turns.draws is HostRandomness.NONE  # type: ignore[attr-defined]
+    assert made.step._rng_turns.host_randomness is HostRandomness.NONE  # type: ignore[attr-defined]
     made.close()
 
 
@@ -236,7 +236,7 @@ def test_what_draws_takes_turns(model: dict[str, Any], draws: HostRandomness) ->
     given = feed(made)
     for _ in range(4):
         made.step.run(next(given))
-    assert made.step._turns.draws is draws  # type: ignore[attr-defined]
+    assert made.step._rng_turns.host_randomness is draws  # type: ignore[attr-defined]
     assert together["most"] == 1
     made.close()
 
@@ -277,7 +277,7 @@ def test_a_model_that_begins_to_draw_is_run_again_in_turns(kind: str) -> None:
         for name, tensor in tensors(made.model).items():
             assert apart(tensor, tensors(right.model)[name]) < MANY_STEPS, (number, name)
     LATE["on"] = False
-    assert made.step._turns.draws is HostRandomness.FORWARD  # type: ignore[attr-defined]
+    assert made.step._rng_turns.host_randomness is HostRandomness.FORWARD  # type: ignore[attr-defined]
     made.close()
 
 

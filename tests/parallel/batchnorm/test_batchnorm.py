@@ -419,7 +419,7 @@ def test_a_step_that_is_begun_again_has_the_momentum_and_the_statistics_of_befor
 def that_can_not_wait(way: str) -> TrainingSetup:
     """As where forwards meet other ranks."""
     made = built(job_of(way), 2, micro=MICRO)
-    for replica in (made.step.replica, *(other.replica for other in made.step._others)):  # type: ignore[attr-defined]
+    for replica in (made.step.replica, *(other.replica for other in made.step._other_steps)):  # type: ignore[attr-defined]
         vars(replica.state_recorders[0])["_can_wait"] = False
     return made
 

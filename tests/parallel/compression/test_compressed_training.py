@@ -62,7 +62,7 @@ PLANTS = {
     "small units": small_units,
     "twice": lambda: setattr(memory.ResidualBuffers, "add_gradients", twice),
     "cut off": lambda: setattr(grain.Bf16, "pack", cut_off),
-    "dropped": lambda: setattr(saving, "load_held", lambda *_, **__: None),
+    "dropped": lambda: setattr(saving, "load_error_feedback", lambda *_, **__: None),
     "undivided": lambda: setattr(held, "divide_all", lambda *_: None),
 }
 
