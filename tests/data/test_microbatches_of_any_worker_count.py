@@ -193,7 +193,7 @@ def test_a_data_loaders_own_worker_settings_reach_the_workers() -> None:
     def start(number: int) -> None:
         info = torch.utils.data.get_worker_info()
         assert info is not None and info.id == number
-        info.dataset.verdict = 7
+        info.dataset.mark = 7
 
     loader = DataLoader(
         Marked(), batch_size=4, num_workers=2, worker_init_fn=start, prefetch_factor=3, timeout=30,

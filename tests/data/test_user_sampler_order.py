@@ -67,7 +67,7 @@ def test_an_order_is_compared_at_the_start_of_each_epoch(workers: int) -> None:
         next(iter(apart))
     said: list[str] = []
     feed = fed(seeded, workers=workers)
-    feed._agree = lambda mine: [mine, (isinstance(mine, str) and said.append(mine)) or mine]  # type: ignore[attr-defined]
+    feed._gather_json = lambda mine: [mine, (isinstance(mine, str) and said.append(mine)) or mine]  # type: ignore[attr-defined]
     with closing(feed):
         for _ in zip(range(12), feed, strict=False):
             pass
@@ -108,7 +108,7 @@ def test_a_sampler_of_an_evaluation_is_compared_before_it_is_read() -> None:
         return [index for micro in made for index in micro.indices]
 
     def given(sampler: Drawn) -> str:
-        return fed(None, data=DataLoader(DATA, sampler=sampler))._order.name(0)  # type: ignore[attr-defined,no-any-return]
+        return fed(None, data=DataLoader(DATA, sampler=sampler))._order.checksum_or_name(0)  # type: ignore[attr-defined,no-any-return]
 
     assert len(read(Drawn(unseeded=False))) == 20
     with pytest.raises(DesyncError, match="the DataLoader's sampler of eval_data gives a different order on rank 1"):

@@ -272,7 +272,7 @@ def together(mine: Any, other: Any, *, evaluates: bool) -> None:
             list(eval_feed(data=data, collate=as_given, batch_size=4, replica=0, replicas=2, seed=5, gather_json=agree))
         else:
             cut = BatchPartition(global_batch_size=8, micro_batch_size=2, replicas=2)
-            options: Any = {"collate": as_given, "order": None, "seed": 5, "cut": cut, "cursor": Cursor()}
+            options: Any = {"collate": as_given, "order": None, "seed": 5, "partition": cut, "cursor": Cursor()}
             with closing(make_loader(data=data, gather_json=agree, **options)) as feed:
                 next(iter(feed))
 

@@ -62,7 +62,7 @@ _STALENESS_BOUND = _Option(
 
 @dataclass(frozen=True, kw_only=True)
 class RuleSpec:
-    """What a command needs to know about an update rule before it imports torch.
+    """The facts about an update rule that a command needs before it imports torch.
 
     `options` are the rule's options with a value, `flags` those without, and `defaults` the values of options that the
     user omits. `UpdateRule` explains the other fields.

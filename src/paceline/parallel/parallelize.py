@@ -406,7 +406,7 @@ def build_fixed_point_grid(
     """Return the fixed-point grid of exact mode, and separate the gradients of each tied weight by use.
 
     Raises:
-        LayoutError: several stages use a weight under one module name, so its uses can't be told apart.
+        LayoutError: several stages use a weight under one module name, so its uses can't be distinguished.
     """
     ties = {} if pipeline_model is None else pipeline_model.ties
     for name in sorted(set(ties) - tied_uses.names):

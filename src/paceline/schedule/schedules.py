@@ -31,7 +31,7 @@ def gpipe(*, ranks: int, micro: int, virtual: int) -> list[Order]:
 
 
 def breadth_first(*, ranks: int, micro: int, virtual: int) -> list[Order]:
-    """Run all microbatches through a rank's first stage, then its second; backwards likewise (arXiv 2211.05953)."""
+    """Run all microbatches through a rank's first stage, then its second; backwards alike (arXiv 2211.05953)."""
     orders = []
     for rank in range(ranks):
         forwards, backwards = _sequences(rank, groups=[micro], ranks=ranks, virtual=virtual)

@@ -233,7 +233,7 @@ def test_what_hooks_catch_of_blocks_is_cut_along_the_graph() -> None:
 
 
 def test_a_stage_without_a_loss_has_the_scale_too() -> None:
-    parts: Any = SimpleNamespace(is_whole=False)
+    parts: Any = SimpleNamespace(is_unsharded=False)
     scaler = make_scaler(parts, World.alone(), init_scale=8.0)
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)

@@ -1,4 +1,4 @@
-"""malloc settings that control whether the C library keeps freed memory."""
+"""Settings of malloc that control whether the C library keeps freed memory."""
 
 import ctypes
 import resource

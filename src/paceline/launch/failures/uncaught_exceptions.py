@@ -71,7 +71,7 @@ class UncaughtHook:
             sys.excepthook = self._previous_hook
 
     def restrict_to_error(self, error: BaseException) -> None:
-        """From now on, report only this error and errors that follow from it: the script may still catch it."""
+        """Report from now on only this error and errors that follow from it: the script may still catch it."""
         vars(error)[_LEFT_BLOCK] = True
         self.is_active = False
 

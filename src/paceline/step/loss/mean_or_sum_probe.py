@@ -73,7 +73,7 @@ MEAN_WITH_COUNT, NOT_ADDITIVE = "a mean with a count", "not additive"
 
 @dataclass(frozen=True, kw_only=True)
 class LossFault:
-    """Why a loss is not a sum over samples: `kind`, and what it returned for a microbatch and for its two halves."""
+    """A loss that is no sum over samples: `kind`, and what it returned for a microbatch and for its two halves."""
 
     kind: str
     full: float

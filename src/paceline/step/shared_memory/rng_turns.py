@@ -20,7 +20,7 @@ from paceline.torch_internals.rng import get_states, host_states, set_states
 
 
 class HostRandomness(Enum):
-    """Which passes draw random numbers on the host; BACKWARD means forwards and backwards."""
+    """The passes that draw random numbers on the host; BACKWARD means forwards and backwards."""
 
     UNKNOWN = auto()
     NONE = auto()

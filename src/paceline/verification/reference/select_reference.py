@@ -70,7 +70,10 @@ class _LocalSgdRuns(RuleReference):
 
 
 class _ParameterServerRuns(RuleReference):
-    """With a staleness of 0 the shares of a batch form one update, so one process needs no record of their order."""
+    """The reference for a parameter server.
+
+    With a staleness of 0 the shares of a batch form one update, so one process needs no record of their order.
+    """
 
     def reference_constructor(self, setup: TrainingSetup) -> Callable[..., Reference]:
         return ParameterServerReference if setup.plan.update_rule.staleness > 0 else Reference
