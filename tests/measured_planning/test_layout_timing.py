@@ -319,7 +319,7 @@ def test_what_was_slow_once_against_its_forecast_has_another_look(
         taken = step(self)
         return 3 * taken if self.candidate in busy and not self.seconds else taken
 
-    monkeypatch.setattr(module._Trial, "step", disturbed)
+    monkeypatch.setattr(module._Trial, "run_step", disturbed)
     ready = ready_of("tests.measured_planning.test_layout_timing:slow", "--job.depth=1")
     tries = [one("quiet", micro=4, seconds=1.0), one("busy", micro=4, seconds=forecast)]
     found = time_by_it(ready, tries, seconds=3.0)
