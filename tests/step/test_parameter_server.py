@@ -440,7 +440,7 @@ def test_an_order_is_named_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> Non
     )  # fmt: skip
     told = {epoch: feed.order_checksum(epoch) for epoch in (0, 1)}
     assert told[0] != told[1]
-    monkeypatch.setattr(SampleOrder, "name", lambda self, epoch: pytest.fail("counted again"))
+    monkeypatch.setattr(SampleOrder, "checksum_or_name", lambda self, epoch: pytest.fail("counted again"))
     assert {epoch: feed.order_checksum(epoch) for epoch in (1, 0)} == told
 
 
