@@ -67,7 +67,7 @@ def test_the_most_and_the_least_are_not_multiplied(scene: SimulatedRanks, op: An
 
 def test_alone_in_its_stage_a_rank_adds_up_what_it_has(scene: SimulatedRanks) -> None:
     def run(world: SimulatedWorld) -> Any:
-        mine = world.part([[0, 1, 2], [3, 4, 5]])
+        mine = world.subgroup([[0, 1, 2], [3, 4, 5]])
         wait = mine.start_all_reduce(value := torch.tensor([2.0 + world.stage]))
         wait()
         return mine.rank, mine.world_size, value.item(), mine.gather_json(world.stage)
@@ -77,14 +77,14 @@ def test_alone_in_its_stage_a_rank_adds_up_what_it_has(scene: SimulatedRanks) ->
 
 def test_along_the_stages_one_of_each_stands(scene: SimulatedRanks) -> None:
     def run(world: SimulatedWorld) -> Any:
-        column = world.part([[0, 3], [1, 4], [2, 5]])
+        column = world.subgroup([[0, 3], [1, 4], [2, 5]])
         return column.rank, column.world_size, column.gather_json(world.stage), column.share_json(world.stage, source=1)
 
     assert on_stages(scene, run) == [(0, 2, [0, 1], 1), (1, 2, [0, 1], 1)]
 
 
 def test_a_part_of_all_is_everybody(scene: SimulatedRanks) -> None:
-    assert on_stages(scene, lambda world: world.part([range(6)]) is world) == [True, True]
+    assert on_stages(scene, lambda world: world.subgroup([range(6)]) is world) == [True, True]
 
 
 def test_broadcast_brings_what_the_source_stage_has(scene: SimulatedRanks) -> None:

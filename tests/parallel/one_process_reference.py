@@ -273,13 +273,13 @@ def far_experts(model: nn.Module, data: Sequence[Sequence[Any]], found: Any, wan
     for got, right in ((gradients, wanted[0]), (weights, wanted[1])):
         for name, whole in right.items():
             part = parts.get(name, ShardSpec.full(() if whole is None else whole.shape))
-            if part.local is None:
+            if part.local_shape is None:
                 assert name not in got
                 continue
             mine = got[name]
             assert (mine is None) == (whole is None), name
             if mine is not None and mine.numel():
-                worst = max(worst, float((mine - part.take(whole)).abs().max() / whole.abs().max().clamp(min=1e-3)))
+                worst = max(worst, float((mine - part.extract(whole)).abs().max() / whole.abs().max().clamp(min=1e-3)))
     return worst
 
 
