@@ -52,7 +52,7 @@ def slowest_first(drawn: CostModel = DRAWN, *, most: int = 3) -> list[Estimate]:
 
 
 def told(estimates: Any) -> list[tuple[str, float, MeasuredTime | None]]:
-    return [(str(one.candidate), one.step_seconds, one.timed) for one in estimates]
+    return [(str(one.candidate), one.step_seconds, one.measured_time) for one in estimates]
 
 
 def test_they_are_found_again_under_another_length_and_microbatch(job: Path) -> None:

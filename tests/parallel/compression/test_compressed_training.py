@@ -47,7 +47,7 @@ def cut_off(self, values):  # the sums, which are one row
     return rounded(self, values if len(values) > 1 else values * (1 - 2.0**-9))
 
 
-corrected, rounded = memory.ResidualBuffers.corrected, grain.Bf16.pack
+corrected, rounded = memory.ResidualBuffers.add_gradients, grain.Bf16.pack
 
 
 def small_units():

@@ -103,7 +103,7 @@ def far(*, sequence: bool = False, groups: int = 2) -> float:
         for c in range(CP):
             whole = torch.full_like(parameter, torch.nan)
             for t in range(TP):
-                found[c, t][2][name].put(found[c, t][1][name], into=whole)
+                found[c, t][2][name].write_into(found[c, t][1][name], full_tensor=whole)
             difference = (whole - parameter.grad).abs().max() / parameter.grad.abs().max()
             apart.append(float(difference.nan_to_num(nan=1.0)) if name != "k.bias" else 0.0)  # a key's bias has none
     return max(apart)

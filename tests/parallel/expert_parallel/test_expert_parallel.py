@@ -297,7 +297,7 @@ class Counted:
 
     def __init__(self, over: World) -> None:
         self.over, self.rank, self.world_size, self.elements = over, over.rank, over.world_size, 0
-        self.is_imagined = over.is_simulated
+        self.is_simulated = over.is_simulated
 
     def all_to_all(self, rows: Tensor, *, send: Any, receive: Any) -> Tensor:
         self.elements += rows.numel()
@@ -376,8 +376,8 @@ class Alone:
 
     rank, world_size = 0, 2
 
-    def __init__(self, *, is_imagined: bool = False) -> None:
-        self.is_imagined = is_imagined
+    def __init__(self, *, is_simulated: bool = False) -> None:
+        self.is_simulated = is_simulated
 
     def all_to_all(self, rows: Tensor, *, send: Any, receive: Any) -> Tensor:
         return rows
@@ -396,7 +396,7 @@ def test_of_ranks_that_are_not_there_more_than_a_fair_share_comes() -> None:
     index = torch.arange(8).repeat(200).view(800, 2)  # 1,600 pairs on 8 experts, 4 of each rank's
     ranges = [(0, 4), (4, 8)]
     fair, unlucky = (
-        plan_route(index, ranges=ranges, world=cast("World", Alone(is_imagined=flag))) for flag in (False, True)
+        plan_route(index, ranges=ranges, world=cast("World", Alone(is_simulated=flag))) for flag in (False, True)
     )
     assert sum(fair.receive) == 1600 and fair.send == unlucky.send == (800, 800)
     assert sum(unlucky.receive) == pytest.approx(1600 + 2 * (1600 / 2) ** 0.5, abs=8)
