@@ -82,7 +82,7 @@ for name, (make, run) in CASES.items():
         found = [torch.load(f"rank-{rank}.pt", weights_only=False) for rank in range(RANKS)]
         apart = models.differences(alone, found)
         for n, part in found[0].parts.items():
-            if part.is_all:  # the very bits, on every rank
+            if part.is_full:  # the very bits, on every rank
                 assert all(torch.equal(found[0].weights[n], r.weights[n]) for r in found), n
         worst[f"{name} {sequence}"] = {k: v for k, v in apart.items() if not v < models.FAR and alone.gradients.get(k.split()[-1], torch.ones(1)).abs().max() > 1e-12}
 print(json.dumps(worst))
