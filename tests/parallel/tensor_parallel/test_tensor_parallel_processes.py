@@ -107,7 +107,7 @@ def work(rank):
     output.loss.backward()
     for name, p in mine.named_parameters():
         whole, part = alone.gradients[name], placed.parts[name]
-        apart = models.relative(p.grad.full_tensor(), part.take(whole)) if part.take(whole).abs().max() > 0 else 0.0
+        apart = models.relative(p.grad.full_tensor(), part.extract(whole)) if part.extract(whole).abs().max() > 0 else 0.0
         assert apart < models.FAR, (name, apart)
     assert abs(float(output.loss) - alone.loss) < 1e-12
 
