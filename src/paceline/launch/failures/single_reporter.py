@@ -24,7 +24,7 @@ _WIDTH = 400
 
 @dataclass(frozen=True, kw_only=True)
 class ReportScope:
-    """How much a failing process reports: everything, one line, or nothing because another rank reports the same."""
+    """The extent of a failing process's report: all, one line, or nothing because another rank reports the same."""
 
     prints_all: bool = False
     prints_line: bool = False
