@@ -209,8 +209,8 @@ def wrong_norm(by: float) -> Spoil:
     """What the gradient is clipped by."""
 
     def spoil(built: TrainingSetup) -> None:
-        norm = built.update._norm
-        built.update._norm = lambda gradients: (found := norm(gradients)) and found * (1.0 + by)  # type: ignore[method-assign]
+        norm = built.update._measure_norm
+        built.update._measure_norm = lambda gradients: (found := norm(gradients)) and found * (1.0 + by)  # type: ignore[method-assign]
 
     return spoil
 

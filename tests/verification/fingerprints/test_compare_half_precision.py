@@ -232,6 +232,12 @@ def test_a_wrong_gradient_is_found_among_rounding(tmp_path: Path, what: str, nat
 @pytest.mark.parametrize("native", [False, True], ids=["autocast", "native"])
 @pytest.mark.parametrize("model", MODELS)
 def test_other_microbatches_are_no_difference(tmp_path: Path, model: str, native: bool) -> None:
+    try:
+        loss_of(MODELS[model]().to(torch.bfloat16 if native else torch.float32), *batch(0), native=native)
+    except RuntimeError as error:
+        if "primitive descriptor" not in str(error):
+            raise
+        pytest.skip("oneDNN has no LSTM in bfloat16 for this processor")
     one, four = (train(tmp_path / str(n), MODELS[model], native=native, parts=n) for n in (1, 4))
     found = pl.compare(one, four)
     assert found.exit_code == 0, found.text
