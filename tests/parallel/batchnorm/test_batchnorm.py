@@ -426,7 +426,7 @@ def that_can_not_wait(way: str) -> TrainingSetup:
 
 @pytest.mark.parametrize("way", [way for way in ORDERED if way != "looked at"])
 def test_forwards_that_can_not_wait_are_refused_by_name(way: str) -> None:
-    words = r"norm (runs in eval mode and in training mode|were written by something else)|momentum of norm"
+    words = r"norm (runs in eval mode and in training mode|were written by other code)|momentum of norm"
     with pytest.raises(JobError, match=words):
         trained(that_can_not_wait(way), micro=MICRO, steps=1)
 
