@@ -86,7 +86,7 @@ def test_statistics_written_past_the_layer_are_one_process_s_or_refused_by_name(
     past = "F.batch_norm(h, self.counted.running_mean, self.counted.running_var, training=True)"
     shop.write("job.py", JOB.replace("h = self.counted(h)", past))
     refused = shop.train("run", "--layout", "fsdp", steps=5)
-    assert refused.code != 0 and "running statistics of counted were written by something else" in refused.err
+    assert refused.code != 0 and "running statistics of counted were written by other code" in refused.err
     found = []
     for ranks in (1, 2):
         ended = shop.train(f"run{ranks}", ranks=ranks, steps=5)
