@@ -118,9 +118,9 @@ def start_from(built: Any, model: nn.Module) -> None:
     """Every parameter's part of the same start weights: the seed of `paceline train` draws others."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            held = built.weights.mine[name]
-            if held.tensor is not None:
-                held.tensor.copy_(held.part.take(parameter))
+            local = built.weights.local_tensors[name]
+            if local.tensor is not None:
+                local.tensor.copy_(local.shard_spec.extract(parameter))
 
 
 def worker(payload: dict[str, Any]) -> int:

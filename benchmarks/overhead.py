@@ -125,7 +125,7 @@ class Bench:
             run=str(self.folder / name), settings=asked, origins=dict.fromkeys(asked, "benchmark"),
         )  # fmt: skip
         session = open_session(prepare(task, job=job), world=self.world)
-        session.setup.update._check = finite
+        session.setup.update._checks_finite = finite
         if not pulse:
             session.loop._pulse = None
         batches = session.loop.batches()
