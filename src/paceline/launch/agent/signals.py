@@ -1,5 +1,6 @@
 """Signal handling in a worker: the first signal asks for a clean stop, a second ends the process at once."""
 
+import _signal  # type: ignore[import-not-found]
 import ctypes
 import os
 import signal
@@ -97,7 +98,8 @@ class StopFlag:
         if not is_main_thread() or self._pid != os.getpid():
             return
         for number in self._original_handlers:
-            handler = signal.getsignal(number)
+            # `signal.getsignal` would take 3 us here in every step, because it tries to convert a function to an enum.
+            handler = _signal.getsignal(number)
             if handler != self._on_signal:
                 self._job_handlers[number] = handler
                 signal.signal(number, self._on_signal)
