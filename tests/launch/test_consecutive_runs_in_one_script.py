@@ -40,12 +40,14 @@ import os
 import torch
 import paceline as pl
 from job import make_job
+def say(text):
+    print(text + "\\n", end="", flush=True)  # in one write, since two ranks share the pipe
 for layout in ("tp", "ddp"):  # the first is refused when the model is built, the second fails in the loop
     try:
         with pl.Run(make_job(), run_dir="failed", settings={"train.steps": 4}, layout=layout) as run:
             raise KeyError("the loop of rank " + os.environ["RANK"])
     except (KeyError, pl.LayoutError) as error:
-        print("caught", type(error).__name__, flush=True)
+        say(f"caught {type(error).__name__}")
 with pl.Run(make_job(), run_dir="second", settings={"train.steps": 4}) as run:
     for batch in run.batches():
         run.step(batch)
@@ -53,7 +55,7 @@ torch.distributed.init_process_group("gloo")
 try:
     pl.Run(make_job(), run_dir="third").open()
 except pl.PacelineError as error:
-    print("refused", error.what, flush=True)
+    say(f"refused {error.what}")
 torch.distributed.destroy_process_group()
 """
 

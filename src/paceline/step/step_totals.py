@@ -262,11 +262,6 @@ class StepResult:
         """True if the loss and the gradient norm are finite."""
         return math.isfinite(self.loss) and (self.grad_norm is None or math.isfinite(self.grad_norm))
 
-    @property
-    def is_committed(self) -> bool:
-        """True if the weights were updated by this step."""
-        return not self.skipped
-
 
 class LossReporter:
     """A reporter of a step's loss terms to all ranks, which agree on the names of the terms in the first step.

@@ -74,7 +74,6 @@ class Pipeline:
             )
         self.program = program
         self._rank = world.rank
-        self._splits_backward = splits
         self._on_action = on_action
         self._is_continuous = is_continuous
         self._channel = StageChannel(world, channel=int(is_continuous))
