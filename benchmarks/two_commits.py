@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +62,18 @@ class Tree:
         return float(found[1])
 
 
+@contextmanager
+def two_trees(commit: str, folder: Path) -> Iterator[tuple[Tree, Tree]]:
+    """Check out the earlier commit in `folder` while the block runs; yield it and this tree."""
+    old = folder / "old"
+    git = ["git", "-C", str(HERE), "worktree"]
+    subprocess.run([*git, "add", "--quiet", "--detach", str(old), commit], check=True)
+    try:
+        yield Tree.open_(old, folder / "old-venv"), Tree.open_(HERE, folder / "new-venv")
+    finally:
+        subprocess.run([*git, "remove", "--force", str(old)], check=True)
+
+
 def interval(logs: list[float]) -> tuple[float, float, float]:
     """Return the mean of log ratios as a ratio, and its 95 % interval."""
     middle = statistics.fmean(logs)
@@ -92,15 +106,8 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.pairs < 2:
         sys.exit("--pairs must be at least 2: an interval needs two values")
-    with tempfile.TemporaryDirectory() as folder:
-        old = Path(folder, "old")
-        git = ["git", "-C", str(HERE), "worktree"]
-        subprocess.run([*git, "add", "--quiet", "--detach", str(old), asked.commit], check=True)
-        try:
-            trees = [Tree.open_(tree, Path(folder, f"{name}-venv")) for name, tree in (("old", old), ("new", HERE))]
-            compare_trees(*trees, names=asked.only, pairs=asked.pairs)
-        finally:
-            subprocess.run([*git, "remove", "--force", str(old)], check=True)
+    with tempfile.TemporaryDirectory() as folder, two_trees(asked.commit, Path(folder)) as trees:
+        compare_trees(*trees, names=asked.only, pairs=asked.pairs)
 
 
 if __name__ == "__main__":
