@@ -18,6 +18,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
 from two_commits import Tree, two_trees
 
 STEPS, EXACT_STEPS, STOP = 20, 200, 12
@@ -71,7 +73,7 @@ def make_job():
     features = torch.randn(512, 16, generator=generator)
     rows = torch.utils.data.TensorDataset(features, torch.randint(0, 4, (512,), generator=generator))
     return pl.Job(
-        model=Model, train_data=rows, global_batch_size=16,
+        model=Model, train_data=rows, eval_data=rows, global_batch_size=16,
         loss=lambda output, batch: nn.functional.cross_entropy(output, batch[1]),
         optimizer=lambda parameters: torch.optim.AdamW([p for _, p in parameters], lr=1e-2),
     )
@@ -108,14 +110,13 @@ def arguments_of(case: str) -> list[str]:
 
 
 def compare_digests(name: str, case: str, *, old: Shop, new: Shop, steps: int) -> bool:
-    """Train a case in both trees and print both digests."""
+    """Train a case in both trees and print both digests, and the tensors that differ."""
     digests = [shop.train(arguments_of(case), run=f"runs/{name}", steps=steps) for shop in (old, new)]
-    is_equal = digests[0] == digests[1]
-    print(
-        f"{name:<12} {steps:>3} steps   {digests[0][:16]} {digests[1][:16]}   {'equal' if is_equal else 'DIFFERENT'}",
-        flush=True,
-    )
-    return is_equal
+    weights = [load_file(shop.folder / "runs" / name / "consolidated" / "model.safetensors") for shop in (old, new)]
+    different = [key for key in weights[0] if not torch.equal(weights[0][key], weights[1][key])]
+    verdict = "equal" if digests[0] == digests[1] else f"DIFFERENT in {', '.join(different)}"
+    print(f"{name:<12} {steps:>3} steps   {digests[0][:16]} {digests[1][:16]}   {verdict}", flush=True)
+    return digests[0] == digests[1]
 
 
 def open_old_folders(name: str, case: str, *, old: Shop, new: Shop) -> bool:
@@ -124,7 +125,7 @@ def open_old_folders(name: str, case: str, *, old: Shop, new: Shop) -> bool:
     whole = old.train(words, run=f"whole/{name}", steps=STEPS)
     old.train([*words, "--checkpoint.every", str(STOP)], run=f"cut/{name}", steps=STOP)
     runs = {run: str(old.folder / run / name) for run in ("whole", "cut")}
-    resumed = new.train([*words, "--allow", "config"], run=runs["cut"], steps=STEPS)
+    resumed = new.train(words, run=runs["cut"], steps=STEPS)
     for verb in (["evaluate", runs["whole"]], ["report", runs["whole"]], ["ckpt", "verify", runs["whole"]]):
         new.call(verb)
     print(f"{name:<12} folder of the old tree: resumed {resumed[:16]}, uninterrupted {whole[:16]}", flush=True)
