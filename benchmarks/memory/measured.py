@@ -59,9 +59,9 @@ class Setting:
         return [f"--{name}={value}" for name, value in asked.items()]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Failed(Exception):
-    """It did not come to its third step."""
+    """The run ended before its third step."""
 
     setting: Setting
     screen: str

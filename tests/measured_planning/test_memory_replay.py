@@ -47,7 +47,7 @@ def test_what_it_holds_is_what_a_run_held(setting: Setting) -> None:
         Setting(family="gpt2", layout="pp", ranks=2, micro=2, job=SMALL),
         Setting(family="mlp", layout="zero1", ranks=2, job=SMALL),
         Setting(family="t5", layout="tp", ranks=2, job=SMALL),
-        Setting(family="nano", layout="dp_shard=2,cp=2", ranks=4, job=SMALL),
+        Setting(family="gpt2", layout="dp_shard=2,cp=2", ranks=4, job=SMALL),
         Setting(family="mixtral", layout="fsdp,remat=full", ranks=2, job=SMALL),
     ],
     ids=str,
