@@ -156,7 +156,7 @@ def test_a_public_name_says_one_thing() -> None:
                 found[node.name].add(str(path.relative_to(PACKAGE)))
     twins = {"main", "run_verb"}
     # These still wait for a name of their own.
-    twins |= {"script_arguments", "forecast_ratios", "write_plan", "read_plan", "measure", "num_bytes"}
+    twins |= {"script_arguments", "forecast_ratios", "write_plan", "read_plan", "measure"}
     twins |= {"Fingerprint", "Collective", "Schedule", "Message"}
     verbs = "commands/python_functions.py"
     double = {

@@ -9,8 +9,8 @@ from paceline.errors import UsageError
 _Kind = TypeVar("_Kind")
 
 
-def convert_json(tree: Any, kind: type[_Kind]) -> _Kind:
-    """Convert a tree of JSON to a dataclass, or another type.
+def convert_json(tree: Any, kind: type[_Kind], *, part: str) -> _Kind:
+    """Convert a tree of JSON to a dataclass, or another type; `part` says for messages which part of the plan it is.
 
     Raises:
         UsageError: something is missing or is of another kind.
@@ -19,7 +19,7 @@ def convert_json(tree: Any, kind: type[_Kind]) -> _Kind:
         return msgspec.convert(tree, kind, strict=False)
     except msgspec.ValidationError as error:
         raise UsageError(
-            f"this plan can't be read, in its {kind.__name__.strip('_').lower()}: {error}.",
+            f"this plan can't be read, in its {part}: {error}.",
             cause="another version wrote it, or it was edited by hand",
             hint="paceline plan job.py --run-dir FOLDER writes it again",
         ) from None

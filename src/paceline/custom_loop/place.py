@@ -55,7 +55,7 @@ def place(
 
     Args:
         build: returns the model; all ranks begin with rank 0's weights.
-        layout: any layout without pp; ddp by default.
+        layout: any layout without pp, cp, ep or threads; by default ddp, on one rank single.
         world: the ranks; by default torch's default group if there is one, else what torchrun, srun or mpirun
             started, else this process alone.
         settings: `place.*`, `init.limit`, `train.compile`, `train.backend` and `train.timeout_seconds`.

@@ -33,7 +33,6 @@ from paceline.step.update_rules import step_rule
 from paceline.torch_internals.dispatch_modes import fake_process_group
 from paceline.torch_internals.pytree import tensor_leaves
 from paceline.torch_internals.rng import preserve_rng
-from paceline.trainer.loop import num_retained_batches
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.job_data import build_partition, read_first
 
@@ -106,7 +105,7 @@ def _replay_stage(
         updated_tensors = [member.parameter for member in built.named_parameters]
         optimizers = built.update.optimizers
         step_inputs = _read_batches(
-            built, plan, num_retained_batches(built) if step_rule(plan.update_rule).traits.reads_samples else 2
+            built, plan, built.step.num_retained_batches if step_rule(plan.update_rule).traits.reads_samples else 2
         )
         warm_up_plan = _warm_up_plan(plan)
         if warm_up:

@@ -85,7 +85,7 @@ class Loop:
         self._evaluator = Evaluator(setup)
         self._shared_metrics = SharedMetrics(setup.world)
         self._start_step = self._last_checked_step = cursor.step
-        self._recent_inputs: deque[StepInput] = deque(maxlen=num_retained_batches(setup))
+        self._recent_inputs: deque[StepInput] = deque(maxlen=setup.step.num_retained_batches)
 
     def batches(self) -> Iterator[StepInput]:
         """Yield this replica's microbatches of each step, from the current position until the run is over or stopped.
@@ -372,8 +372,3 @@ class Loop:
             last_result = self._logger.last_result
             loss = last_result.loss if last_result is not None and self._is_on_cpu else 0.0
             self._pulse.write(step=self.cursor.step, total=self.total_steps or 0, loss=loss, phase=phase)
-
-
-def num_retained_batches(setup: TrainingSetup) -> int:
-    """Return the number of recent steps whose inputs the loop keeps, to name them when a later check fails."""
-    return setup.step.num_retained_batches

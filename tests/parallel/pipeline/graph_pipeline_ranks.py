@@ -67,14 +67,14 @@ def one(word: str, world: World) -> dict[str, Any]:
 
 def plant(stages: GraphStages) -> None:
     """The last value that crosses is lost on the way."""
-    plain = stages._unpacked
+    plain = stages._unpack_received
 
     def dropped(*given: Any) -> dict[str, torch.Tensor]:
         values = plain(*given)
         last = list(values)[-1]
         return {**values, last: torch.zeros_like(values[last])}
 
-    stages._unpacked = dropped  # type: ignore[method-assign]
+    stages._unpack_received = dropped  # type: ignore[method-assign]
 
 
 def whole(name: str) -> tuple[list[float], float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -73,17 +73,17 @@ def test_stages_along_the_graph_are_the_whole_model(name: str, num_stages: int) 
         } == {n for n, p in each.named_parameters() if p.is_meta}
     for n, buffer in buffers.items():
         stages = [i for i, part in enumerate(plan.cut.parts) if any(n.startswith(f"{m}.") for m in part.modules)]
-        home = plan.cut.buffers.get(n, *stages)
+        home = plan.cut.stage_of_buffer.get(n, *stages)
         assert torch.equal(dict(ranks.models[home].named_buffers())[n], buffer), n
 
 
 def test_a_border_is_where_the_fewest_bytes_are_alive() -> None:
     _, plan = planned("named", 2, bounds=[2, 2])
-    assert [(border.after, border.steps) for border in plan.cut.borders] == [("fc2", 0)]
+    assert [(border.preceding_call, border.num_steps) for border in plan.cut.boundaries] == [("fc2", 0)]
     _, plan = planned("unet", 2, blocks=["one", "two", "middle", "up_two", "up_one"], bounds=[2, 3])
-    assert [(border.after, border.steps) for border in plan.cut.borders] == [("two", 0)]
+    assert [(border.preceding_call, border.num_steps) for border in plan.cut.boundaries] == [("two", 0)]
     _, plan = planned("unet", 2, blocks=["one", "middle"], bounds=[1, 1])
-    assert plan.cut.borders[0].after == "one"
+    assert plan.cut.boundaries[0].preceding_call == "one"
     assert plan.cut.blocks == ("one", "middle")
 
 
@@ -91,14 +91,14 @@ def test_a_value_that_is_lost_at_a_border_is_another_loss(monkeypatch: pytest.Mo
     model, plan = planned("unet", 2)
     right, *_ = whole("unet", model)
     ranks = cutout("unet", model, plan)
-    plain = GraphStages._unpacked
+    plain = GraphStages._unpack_received
 
     def dropped(*given: Any) -> dict[str, Tensor]:
         values = plain(*given)
         assert len(values) > 1, "a skip crosses too"
         return {**values, next(iter(values)): torch.zeros_like(next(iter(values.values())))}
 
-    monkeypatch.setattr(GraphStages, "_unpacked", dropped)
+    monkeypatch.setattr(GraphStages, "_unpack_received", dropped)
     assert not torch.equal(ranks.forward(0)[0][-1], right[0])
 
 
@@ -289,11 +289,11 @@ def loss(output, batch):
 def make_job(lost: bool = False) -> pl.Job:
     if lost:
         from paceline.parallel.pipeline.graph.stages import GraphStages
-        plain = GraphStages._unpacked
+        plain = GraphStages._unpack_received
         def dropped(*given):
             values = plain(*given)
             return {**values, next(iter(values)): torch.zeros_like(next(iter(values.values())))}
-        GraphStages._unpacked = dropped
+        GraphStages._unpack_received = dropped
     x = torch.randn(17, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     return pl.Job(
         model=Unet,

@@ -144,7 +144,7 @@ def test_what_a_graph_keeps_or_does_not_need_is_one_process_s_training(
     torch.manual_seed(0)
     model = Model(what)
     plan = plan_graph(model, num_stages=2, call=lambda: loss(model, 0), blocks=BLOCKS)
-    assert plan.prints is (what == "prints")
+    assert plan.has_print_calls is (what == "prints")
     losses, right, buffers = alone(model, loss=loss, num_micro=3)
     staged = lambda each, index: GraphStages(each, cut=plan.cut, own=[index], bare=plan.bare)  # noqa: E731
     ranks = Ranks(model, cut=plan.cut, loss=loss, staged=staged)

@@ -6,10 +6,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from paceline.launch.agent.signals import die_with_parent
+from paceline.launch.agent.signals import PR_GET_PDEATHSIG, PR_SET_PDEATHSIG, die_with_parent
 
 _MPI_PROGRAMS = {"mpirun", "mpiexec", "orterun", "prterun", "orted", "prted", "mpiexec.hydra", "hydra_pmi_proxy"}
-_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 
 
 def die_with_launcher(environ: Mapping[str, str]) -> int | None:
@@ -25,14 +24,14 @@ def die_with_launcher(environ: Mapping[str, str]) -> int | None:
     if sys.platform != "linux" or ("TORCHELASTIC_RUN_ID" not in environ and _program_name(parent) not in _MPI_PROGRAMS):
         return None
     previous_signal = ctypes.c_int(0)
-    ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(previous_signal))
+    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(previous_signal))
     die_with_parent(parent)
     return previous_signal.value
 
 
 def outlive_launcher(previous_signal: int) -> None:
     """Undo `die_with_launcher`: what this process does after the run no longer belongs to the run."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, previous_signal)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, previous_signal)
 
 
 def _program_name(pid: int) -> str:

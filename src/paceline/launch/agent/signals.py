@@ -22,7 +22,7 @@ STOP_SIGNALS = (
 IGNORED_WHEN_REPEATED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
 """Signals that are ignored after the first request: a closing terminal or a scheduler may send several."""
 
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2  # from linux/prctl.h
 
 
 def active_stop_signals() -> list[signal.Signals]:
@@ -38,7 +38,7 @@ def is_main_thread() -> bool:
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its parent dies; exit at once if the parent has died already."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
 

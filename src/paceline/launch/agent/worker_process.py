@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -110,16 +109,11 @@ def _install_thread_hook(record_failure: Callable[[BaseException], None]) -> Non
     """Install an excepthook for threads that records and prints the exception; the process continues."""
 
     def hook(args: threading.ExceptHookArgs) -> None:
-        error = args.exc_value or args.exc_type()
-        error.__traceback__ = _as_optional(args.exc_traceback)
+        error = (args.exc_value or args.exc_type()).with_traceback(args.exc_traceback)
         record_failure(error)
         print_traceback(error)
 
     threading.excepthook = hook
-
-
-def _as_optional(trace: TracebackType | None) -> TracebackType | None:
-    return trace
 
 
 @dataclass(frozen=True, kw_only=True)

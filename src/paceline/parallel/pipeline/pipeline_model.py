@@ -112,7 +112,7 @@ def cut_model(
         stages = GraphStages(model, cut=plan.cut, own=own, bare=plan.bare)
         hollow = _hollow_graph(model, cut=plan.cut, own=own)
         say(_told(plan.cut, found))
-        if plan.prints:
+        if plan.has_print_calls:
             say("note: print() between calls of modules is not part of the exported graph and will not run")
     return PipelineModel(
         stages=stages,
@@ -176,8 +176,8 @@ def _graph(
             device=device,
             blocks=blocks,
             bounds=bounds,
-            seconds=seconds,
-            late=late,
+            measure_seconds=seconds,
+            deferred_model=late,
         )
     except LayoutError as error:
         if refused is not None:
@@ -209,7 +209,7 @@ def _refuse_beside(mesh: Mesh, refused: NoChain | None) -> None:
 def _told(cut: GraphStageSplit, refused: NoChain | None) -> str:
     """Return a note on the split along the graph, for the console and the log."""
     why = "requested" if refused is None else refused.what.partition(":")[0]
-    borders = ", ".join(f"{border.after} +{border.steps}" if border.steps else border.after for border in cut.borders)
+    borders = ", ".join(f"{each.preceding_call} +{each.num_steps}".removesuffix(" +0") for each in cut.boundaries)
     return f"note: stages are cut along the exported graph ({why}); borders after {borders}"
 
 
@@ -218,7 +218,7 @@ def _hollow_graph(model: nn.Module, *, cut: GraphStageSplit, own: tuple[int, ...
     empty = hollow_parameters(model, cut=cut, own=own)
     found = {name for name, parameter in model.named_parameters() if parameter in empty}
     found |= {name for name, buffer in model.named_buffers() if buffer.is_meta}
-    return frozenset(found | {name for name, stage in cut.buffers.items() if stage not in own})
+    return frozenset(found | {name for name, stage in cut.stage_of_buffer.items() if stage not in own})
 
 
 def _hollow(model: nn.Module, *, cut: StageSplit, own: tuple[int, ...]) -> frozenset[str]:

@@ -28,13 +28,11 @@ assert len(RULES) > 100
 class TensorParallelPlacement:
     """The result of `split_model`.
 
-    `parts`: this rank's part of each parameter, by name. `partial_gradients`: the parameters whose gradients still have
-    to be summed over the ranks; always empty, because backward sums them. `close` removes the hooks; the parameters
-    remain sharded. `hide_parameters` restores the plain parameters; call it after a forward that ended early.
+    `parts`: this rank's part of each parameter, by name. `close` removes the hooks; the parameters remain sharded.
+    `hide_parameters` restores the plain parameters; call it after a forward that ended early.
     """
 
     parts: dict[str, ShardSpec]
-    partial_gradients: frozenset[str]
     plan: TensorPlan
     group: TensorParallelGroup
     close: Callable[[], None]
@@ -79,7 +77,6 @@ def split_model_in_group(model: nn.Module, *, plan: TensorPlan, group: TensorPar
     undo, hide_parameters = show_sharded_parameters(model, shardings, group)
     return TensorParallelPlacement(
         parts=_drop_tied_names(model, parts),
-        partial_gradients=frozenset(),
         plan=plan,
         group=group,
         close=undo,

@@ -109,7 +109,7 @@ def explain_missing_family(family: str, cost_model: CostModel) -> str:
         return (
             f"{family}: {plural(ranks, 'replica')} for a global batch of {plural(profile.global_batch_size, 'sample')}"
         )
-    if family in ("zero3", "fsdp", "hsdp") and profile.optimizer.whole_tensors:
+    if family in ("fsdp", "hsdp") and profile.optimizer.whole_tensors:
         return f"{family}: {profile.optimizer.name} needs whole tensors"
     sizes = {"tp": profile.tp_sizes, "cp": profile.cp_sizes, "ep": profile.ep_sizes}.get(family, ())
     size_reasons = [f"{word}: {why}" for word, why in profile.refused.items() if _is_size(word, family)]

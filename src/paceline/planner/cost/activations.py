@@ -35,11 +35,6 @@ class ActivationPeak:
     border_bytes: float
 
     @property
-    def narrow_bytes(self) -> float:
-        """The bytes that are saved for backward, without weight copies."""
-        return self.held_bytes
-
-    @property
     def is_before_gradients(self) -> bool:
         """True if all forwards run before the first backward, so that no gradients exist at the peak."""
         return self.num_held >= self.num_total

@@ -104,7 +104,7 @@ def family_ratio(ratios: Mapping[str, float], family: str) -> float:
 
 def cluster_from_json(stored: Mapping[str, Any]) -> Cluster:
     """Return the cluster that `Cluster.as_json` wrote."""
-    return convert_json(stored, Cluster)
+    return convert_json(stored, Cluster, part='"cluster"')
 
 
 @dataclass(frozen=True, kw_only=True)

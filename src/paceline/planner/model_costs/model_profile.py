@@ -202,4 +202,4 @@ def model_profile_from_json(stored: Mapping[str, Any]) -> ModelProfile:
     Raises:
         UsageError: a value is missing or has the wrong type.
     """
-    return convert_json(stored, ModelProfile)
+    return convert_json(stored, ModelProfile, part='"facts"')

@@ -41,7 +41,7 @@ def explain_nonfinite_inputs(
     if not bad_samples:
         return error
     sample_text = ", ".join(map(str, bad_samples[:_MAX_SHOWN])) + (
-        f" and {len(bad_samples) - _MAX_SHOWN} more" if len(bad_samples) > 4 else ""
+        f" and {len(bad_samples) - _MAX_SHOWN} more" if len(bad_samples) > _MAX_SHOWN else ""
     )
     error.cause = (
         f"the inputs of this step contain NaN or infinity: sample{'s' * (len(bad_samples) > 1)} "

@@ -14,15 +14,17 @@ from paceline.parallel.module_access.blocks import Block, find_blocks
 from paceline.parallel.module_access.user_call_isolation import side_effect_free
 from paceline.parallel.pipeline.chain.external_reads import refuse_taken, taken_beside
 from paceline.parallel.pipeline.free_memory import memoryless_copy
-from paceline.parallel.pipeline.graph.export import export
-from paceline.parallel.pipeline.graph.module_graph import Graph, ModuleCall
-from paceline.parallel.pipeline.graph.split import GraphStageSplit, cut_graph
+from paceline.parallel.pipeline.graph.export import export_graph
+from paceline.parallel.pipeline.graph.module_graph import Graph, ModuleCall, Step
+from paceline.parallel.pipeline.graph.split import GraphStageSplit, split_graph
 from paceline.parallel.pipeline.stage_bounds import checked_bounds, even_bounds
 from paceline.torch_internals.private_api import CallInterceptor
 from paceline.torch_internals.rng import random_blocks
 
-_FINE = 2
-"""A module with more than 1/`_FINE` of a stage's parameters is opened, so that stages can be balanced."""
+_MIN_UNITS_PER_STAGE = 2
+"""A module with more than 1/2 of a stage's share of the parameters is opened, so that stages can be balanced."""
+
+_RecordedCall = tuple[tuple[Any, ...], dict[str, Any], dict[str, bool]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class GraphPlan:
 
     cut: GraphStageSplit
     bare: nn.Module
-    prints: bool = False
+    has_print_calls: bool = False
 
 
 def plan_graph(
@@ -42,66 +44,66 @@ def plan_graph(
     device: torch.device | None = None,
     blocks: Sequence[str] | None = None,
     bounds: Sequence[int] | None = None,
-    seconds: Callable[[Mapping[str, nn.Module]], Sequence[float]] | None = None,
-    late: DeferredModel | None = None,
+    measure_seconds: Callable[[Mapping[str, nn.Module]], Sequence[float]] | None = None,
+    deferred_model: DeferredModel | None = None,
 ) -> GraphPlan:
     """Plan the split of a model along its exported graph.
 
     `call` runs the forward (and loss) on one example microbatch. If the model is on the meta device, the microbatch is
-    on `device`, and `late` provides the memory. `blocks` names the modules between whose calls a stage may
+    on `device`, and `deferred_model` provides the values. `blocks` names the modules between whose calls a stage may
     end, and `bounds` the number of their calls in each stage. Without `bounds`, the stages are balanced by the numbers
-    of parameters, or by the `seconds` of each module.
+    of parameters, or by the seconds of each module, which `measure_seconds` returns.
 
     Raises:
         LayoutError: the forward can't be exported, has fewer calls than stages, or needs a value that can't be sent;
             the model is called twice; or the loss reads a value that the model does not return.
     """
-    args, kwargs, modes = _first_call(model, call)
+    args, kwargs, module_modes = _record_first_call(model, call)
     bare = memoryless_copy(model, device=device)
     for name, module in bare.named_modules():
-        module.training = modes[name]
-    listed = [block.name for block in find_blocks(model, listed_names=blocks)] if blocks else []
-    units = tuple(_units(model, num_stages, listed))
-    see = partial(taken_beside, model, units=units, call=call)
-    taken = see() if late is None else late.run_without_values(see)
-    graph = export(bare, args, kwargs, units=units)
-    places = [place for place, step in enumerate(graph.steps) if _is_block(model, step, listed)]
-    found = _blocks(model, graph, places)
-    if num_stages > len(found):
-        raise _too_few(num_stages, found)
+        module.training = module_modes[name]
+    listed_blocks = [block.name for block in find_blocks(model, listed_names=blocks)] if blocks else []
+    units = tuple(_unit_names(model, num_stages, listed_blocks))
+    find_reads = partial(taken_beside, model, units=units, call=call)
+    external_reads = find_reads() if deferred_model is None else deferred_model.run_without_values(find_reads)
+    graph = export_graph(bare, args, kwargs, units=units)
+    block_steps = [index for index, step in enumerate(graph.steps) if _is_block_call(model, step, listed_blocks)]
+    called_blocks = _called_blocks(model, graph, block_steps)
+    if num_stages > len(called_blocks):
+        raise _too_few_blocks(num_stages, called_blocks)
     if bounds:
-        chosen = checked_bounds(bounds, num_stages, len(found))
+        chosen_bounds = checked_bounds(bounds, num_stages, len(called_blocks))
     else:
-        chosen = even_bounds(num_stages, found, _weights(graph, places, found, seconds))
-    cut = cut_graph(model, graph, units=units, blocks=places, bounds=chosen)
-    *others, last = (part.modules for part in cut.parts)
-    refuse_taken(taken, last=last.difference(*others))
-    return GraphPlan(cut=cut, bare=bare, prints=graph.prints)
+        chosen_bounds = even_bounds(num_stages, called_blocks, _block_weights(called_blocks, measure_seconds))
+    cut = split_graph(model, graph, units=units, block_steps=block_steps, bounds=chosen_bounds)
+    *earlier_modules, last_modules = (part.modules for part in cut.parts)
+    refuse_taken(external_reads, last=last_modules.difference(*earlier_modules))
+    return GraphPlan(cut=cut, bare=bare, has_print_calls=graph.has_print_calls)
 
 
-class _Seen(BaseException):
+class _ModelCalled(BaseException):
     """The signal that the model was called.
 
     It is not an `Exception`, so that no `except Exception` in a forward catches it.
     """
 
 
-def _first_call(model: nn.Module, call: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, bool]]:
+def _record_first_call(model: nn.Module, call: Callable[[], Any]) -> _RecordedCall:
     """Return the arguments of the model's first call and each module's mode in it, without running the call."""
-    found: list[tuple[tuple[Any, ...], dict[str, Any], dict[str, bool]]] = []
+    recorded_calls: list[_RecordedCall] = []
 
-    def gate(_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found.append((args, kwargs, {name: module.training for name, module in model.named_modules()}))
-        raise _Seen
+    def record_call(_: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        recorded_calls.append((args, kwargs, {name: module.training for name, module in model.named_modules()}))
+        raise _ModelCalled
 
     with side_effect_free(model, parameters=False):
-        seen = CallInterceptor(model, gate)
+        interceptor = CallInterceptor(model, record_call)
         try:
             call()
-        except _Seen:
-            return found[0]
+        except _ModelCalled:
+            return recorded_calls[0]
         finally:
-            seen.undo()
+            interceptor.undo()
     raise JobError(
         "the forward ended without a call of the model, so there is nothing to cut into stages.",
         cause="a forward= that does not call the model, or calls a part of it",
@@ -109,71 +111,75 @@ def _first_call(model: nn.Module, call: Callable[[], Any]) -> tuple[tuple[Any, .
     )
 
 
-def _units(model: nn.Module, num_stages: int, listed: Collection[str]) -> Iterator[str]:
-    """Yield the units, which are the modules that a stage boundary never splits.
+def _unit_names(model: nn.Module, num_stages: int, listed_blocks: Collection[str]) -> Iterator[str]:
+    """Yield the names of the units, which are the modules that a stage boundary never splits.
 
-    Units are the outermost modules; a module is opened into its children if it is too large for balanced stages, or
-    contains a listed block.
+    The children of the model are units. A child that is too large for balanced stages, or that contains a listed block,
+    is replaced by its own children.
     """
-    share = sum(p.numel() for p in model.parameters()) / (_FINE * num_stages)
-    seen: set[int] = set()
-    whole = {id(block) for block in random_blocks(model)}
+    max_numel = sum(p.numel() for p in model.parameters()) / (_MIN_UNITS_PER_STAGE * num_stages)
+    visited: set[int] = set()
+    closed = {id(block) for block in random_blocks(model)}
 
-    def inside(module: nn.Module, prefix: str) -> Iterator[str]:
+    def units_of_children(module: nn.Module, prefix: str) -> Iterator[str]:
         for key, child in module.named_children():
             name = f"{prefix}{key}"
-            if id(child) in seen:
+            if id(child) in visited:
                 continue
-            seen.add(id(child))
-            if name not in listed and id(child) not in whole and _opens(child, name, listed, share):
-                yield from inside(child, f"{name}.")
+            visited.add(id(child))
+            can_open = name not in listed_blocks and id(child) not in closed
+            if can_open and _should_open(child, name, listed_blocks, max_numel):
+                yield from units_of_children(child, f"{name}.")
             else:
                 yield name
 
-    yield from inside(model, "")
+    yield from units_of_children(model, "")
 
 
-def _opens(module: nn.Module, name: str, listed: Collection[str], share: float) -> bool:
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) or any(other.startswith(f"{name}.") for other in listed):
+def _should_open(module: nn.Module, name: str, listed_blocks: Collection[str], max_numel: float) -> bool:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) or any(
+        block.startswith(f"{name}.") for block in listed_blocks
+    ):
         return True
-    known = type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential)
-    known = known or bool(module._forward_hooks or module._forward_pre_hooks)
-    large = sum(p.numel() for p in module.parameters()) > share
-    return large and not listed and not known and next(module.children(), None) is not None
+    is_torch_module = type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Sequential)
+    has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+    is_large = sum(p.numel() for p in module.parameters()) > max_numel
+    has_children = next(module.children(), None) is not None
+    return is_large and has_children and not (listed_blocks or is_torch_module or has_hooks)
 
 
-def _is_block(model: nn.Module, step: object, listed: Collection[str]) -> bool:
+def _is_block_call(model: nn.Module, step: Step, listed_blocks: Collection[str]) -> bool:
+    """Return whether a step calls a listed block or, if none is listed, a module with parameters."""
     if not isinstance(step, ModuleCall):
         return False
-    return step.module in listed if listed else any(True for _ in model.get_submodule(step.module).parameters())
+    if listed_blocks:
+        return step.module_name in listed_blocks
+    return next(model.get_submodule(step.module_name).parameters(), None) is not None
 
 
-def _blocks(model: nn.Module, graph: Graph, places: Sequence[int]) -> list[Block]:
-    found = []
-    for index, place in enumerate(places):
-        call = graph.steps[place]
+def _called_blocks(model: nn.Module, graph: Graph, block_steps: Sequence[int]) -> list[Block]:
+    blocks = []
+    for index, step_index in enumerate(block_steps):
+        call = graph.steps[step_index]
         assert isinstance(call, ModuleCall)
-        found.append(Block(index=index, name=call.name, module=model.get_submodule(call.module)))
-    return found
+        blocks.append(Block(index=index, name=call.name, module=model.get_submodule(call.module_name)))
+    return blocks
 
 
-def _weights(
-    graph: Graph,
-    places: Sequence[int],
-    blocks: Sequence[Block],
-    seconds: Callable[[Mapping[str, nn.Module]], Sequence[float]] | None,
+def _block_weights(
+    blocks: Sequence[Block], measure_seconds: Callable[[Mapping[str, nn.Module]], Sequence[float]] | None
 ) -> list[float]:
     """Return the weight of each call: its module's number of parameters, or its measured seconds."""
-    if seconds is None:
+    if measure_seconds is None:
         return [float(sum(p.numel() for p in block.module.parameters())) for block in blocks]
     modules: dict[str, nn.Module] = {}
     for block in blocks:
         modules.setdefault(block.name.partition("@")[0], block.module)
-    each = dict(zip(modules, seconds(modules), strict=True))
-    return [each[block.name.partition("@")[0]] for block in blocks]
+    seconds_of_module = dict(zip(modules, measure_seconds(modules), strict=True))
+    return [seconds_of_module[block.name.partition("@")[0]] for block in blocks]
 
 
-def _too_few(num_stages: int, blocks: Sequence[Block]) -> LayoutError:
+def _too_few_blocks(num_stages: int, blocks: Sequence[Block]) -> LayoutError:
     names = ", ".join(block.name for block in blocks[:3]) or "none"
     return LayoutError(
         f"{num_stages} stages, but the forward calls only {len(blocks)} modules that hold parameters "

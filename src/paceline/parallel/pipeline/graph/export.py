@@ -6,7 +6,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from traceback import extract_tb
 from typing import Any
@@ -30,13 +30,13 @@ from paceline.parallel.pipeline.graph.module_mode_changes import ModeChangeCheck
 from paceline.torch_internals.private_api import watched_autograd
 from paceline.torch_internals.rng import host_states, preserve_rng
 
-_ROOT = "L__self__"
-_OWN_TENSOR = re.compile(r"\bself\.([\w.]*\w)")
+_ROOT_KEY = "L__self__"
+_SELF_ATTRIBUTE = re.compile(r"\bself\.([\w.]*\w)")
 _DEVICES = ("cpu", "cuda")
-_CHECKS = {torch.ops.aten._assert_tensor_metadata.default}
+_METADATA_ASSERTIONS = {torch.ops.aten._assert_tensor_metadata.default}
 
 
-def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, units: Sequence[str]) -> Graph:
+def export_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, units: Sequence[str]) -> Graph:
     """Return the graph of the forward on these arguments; calls of `units` are steps. The model does not change.
 
     Raises:
@@ -46,71 +46,70 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
     with (
         preserve_rng(),
         torch.enable_grad(),
-        _quiet() as printed,
-        _plain(),
-        warnings.catch_warnings(record=True) as told,
+        _captured_output() as printed,
+        _disabled_autocast(),
+        warnings.catch_warnings(record=True) as caught_warnings,
     ):
-        before = host_states()
+        host_states_before = host_states()
         warnings.simplefilter("always")
-        program, toggles = _program(model, args, kwargs, units, is_mixed)
-        if host_states() != before:
+        program, mode_check = _export_program(model, args, kwargs, units, is_mixed)
+        if host_states() != host_states_before:
             raise LayoutError(
                 "the forward draws from random or numpy, and an exported graph would reuse that one draw forever.",
                 cause="stochastic depth or augmentation by Python's own generators",
                 hint="draw with torch, and compute with what was drawn: x * (torch.rand(()) > 0.5)",
             )
-        if (
-            toggles.hooked and not toggles.found
-        ):  # transformers registers hooks in the first forward to record hidden states; later forwards use them
-            toggles.settle()
-            with toggles.only_hearing():
-                program, toggles = _program(model, args, kwargs, units, is_mixed)
-        toggles.refuse()
-        if toggles.changed:  # an attribute that is set once, such as a size, does not change the next graph
-            toggles.settle()
-            again, later = _program(model, args, kwargs, units, is_mixed)
-            if later.changed or again.graph_module.code != program.graph_module.code:
-                raise _changing(toggles.changed)
-    _refuse_left([str(warning.message) for warning in told], units)
-    return replace(_Reader(program, units).graph(), prints=bool(printed.getvalue()))
+        # transformers registers hooks in the first forward to record hidden states; later forwards use them
+        if mode_check.changed_hooks and not mode_check.changed_attribute:
+            mode_check.apply_final_values()
+            with mode_check.require_observing_hooks():
+                program, mode_check = _export_program(model, args, kwargs, units, is_mixed)
+        mode_check.refuse_changes()
+        if mode_check.changed_state:  # an attribute that is set once, such as a size, does not change the next graph
+            mode_check.apply_final_values()
+            second_program, second_check = _export_program(model, args, kwargs, units, is_mixed)
+            if second_check.changed_state or second_program.graph_module.code != program.graph_module.code:
+                raise _changed_state_error(mode_check.changed_state)
+    _refuse_stored_tensors([str(warning.message) for warning in caught_warnings], units)
+    return replace(_GraphReader(program, units).read_graph(), has_print_calls=bool(printed.getvalue()))
 
 
-def _program(
+def _export_program(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], units: Sequence[str], is_mixed: bool
 ) -> tuple[torch.export.ExportedProgram, ModeChangeCheck]:
-    toggles = ModeChangeCheck(model, units)
-    lost: list[LayoutError] = []
+    mode_check = ModeChangeCheck(model, units)
+    lost_effects: list[LayoutError] = []
 
-    def seen(name: str) -> None:
-        if toggles.is_between_units and not lost and (is_mixed or name != "torch.autocast"):
+    def record_lost_effect(name: str) -> None:
+        if mode_check.is_between_units and not lost_effects and (is_mixed or name != "torch.autocast"):
             line = current_user_line()
-            lost.append(_lost(name, where="" if line is None else f"{line}: {line.text}"))
+            lost_effects.append(_lost_effect_error(name, where="" if line is None else f"{line}: {line.text}"))
 
     try:
-        with watched_autograd(seen):
+        with watched_autograd(record_lost_effect):
             program = torch.export.export(
                 model, args, kwargs, strict=False, preserve_module_call_signature=tuple(units)
             )
     except Exception as error:
-        raise _refused(error) from error
+        raise _export_error(error) from error
     finally:
-        toggles.close()
-    if lost:
-        raise lost[0]
-    return program, toggles
+        mode_check.close()
+    if lost_effects:
+        raise lost_effects[0]
+    return program, mode_check
 
 
-def _lost(name: str, *, where: str) -> LayoutError:
+def _lost_effect_error(name: str, *, where: str) -> LayoutError:
     """Return the error for a call between modules whose effect an exported graph does not contain."""
     return LayoutError(
         f"the forward calls {name} between its modules, and a graph that is cut into stages would lose its effect.",
         where=where,
-        cause="an exported graph has operations alone: no backward of an own function, no hooks, no autocast regions",
+        cause="an exported graph has only operations: no backward of a custom function, no hooks, no autocast regions",
         hint="do it inside a module that stays whole: a small nn.Module around the call; or --layout ddp or fsdp",
     )
 
 
-def _changing(name: str) -> LayoutError:
+def _changed_state_error(name: str) -> LayoutError:
     return LayoutError(
         f"the forward changes {name}, and an exported graph would keep the value at export.",
         cause="a counter or a flag that decides what the forward does",
@@ -118,81 +117,82 @@ def _changing(name: str) -> LayoutError:
     )
 
 
-def _refuse_left(told: Sequence[str], units: Sequence[str]) -> None:
+def _refuse_stored_tensors(warning_texts: Sequence[str], units: Sequence[str]) -> None:
     """Raise if the forward stores a tensor on an opened module: it would be stored only once, at export."""
-    names = [name for text in told if "assigned during export" in text for name in _OWN_TENSOR.findall(text)]
-    left = [name for name in names if not any(name.startswith(f"{unit}.") for unit in units)]
-    if left:
+    texts = [text for text in warning_texts if "assigned during export" in text]
+    names = [name for text in texts for name in _SELF_ATTRIBUTE.findall(text)]
+    names = [name for name in names if not name.startswith(tuple(f"{unit}." for unit in units))]
+    if names:
         raise LayoutError(
-            f"the forward stores a tensor on the model between its modules (self.{left[0]}), which a graph can't do.",
+            f"the forward stores a tensor on the model between its modules (self.{names[0]}), which a graph can't do.",
             cause="a value stored for code outside the forward, such as an auxiliary loss",
             hint="return it from the forward, or register_buffer for state that is kept between steps",
         )
 
 
-class _Reader:
+class _GraphReader:
     def __init__(self, program: torch.export.ExportedProgram, units: Sequence[str]) -> None:
         self._program = program
         self._units = frozenset(units)
-        self._module: GraphModule = program.graph_module
+        self._graph_module: GraphModule = program.graph_module
         self._signatures = {entry.fqn: entry.signature for entry in program.module_call_graph}
-        self._inside: dict[str, int] = {}
-        self._draws: set[int] = set()
+        self._enclosing_steps: dict[str, int] = {}
         self._steps: list[Step] = []
-        self._place: dict[str, int] = {}
+        self._step_of_call: dict[str, int] = {}
 
-    def graph(self) -> Graph:
+    def read_graph(self) -> Graph:
         """Return the graph, with its steps in the order of the forward."""
         sources, constants = dict(self._sources()), dict(self._program.constants)
-        values = {node.name: node for node in self._module.graph.nodes}
-        for node in self._module.graph.nodes:
+        nodes = {node.name: node for node in self._graph_module.graph.nodes}
+        for node in nodes.values():
             if node.op == "get_attr":
                 sources[node.name] = GraphSource(kind=None, target=node.name)
-                constants[node.name] = getattr(self._module, str(node.target))
-            elif node.op == "call_function" and node.target not in _CHECKS:
-                self._add(node)
-        whole = self._signatures[""]
-        assert whole is not None
-        outputs = tuple(_value(spec.arg) for spec in self._outputs())
-        steps = tuple(self._settled(values))
-        found = Graph(
-            steps=steps,
-            inputs=tuple(self._inputs()),
+                constants[node.name] = getattr(self._graph_module, str(node.target))
+            elif node.op == "call_function" and node.target not in _METADATA_ASSERTIONS:
+                self._add_node(node)
+        model_signature = self._signatures[""]
+        assert model_signature is not None
+        graph = Graph(
+            steps=tuple(self._move_buffer_copies()),
+            input_names=tuple(self._input_names()),
             sources=sources,
-            outputs=outputs,
-            form=whole.out_spec,
-            values=values,
+            outputs=tuple(_graph_value(spec.arg) for spec in self._output_specs()),
+            out_spec=model_signature.out_spec,
+            nodes=nodes,
             constants=constants,
-            inside=self._inside,
+            enclosing_steps=self._enclosing_steps,
         )
-        _check_hidden(found)
-        return found
+        _refuse_unreturned_values(graph)
+        return graph
 
-    def _settled(self, values: Mapping[str, Node]) -> list[Step]:
-        """Return the steps with the buffer copies, which torch.export puts last, after the step of each new value."""
+    def _move_buffer_copies(self) -> list[Step]:
+        """Return the steps with each copy to a buffer, which torch.export puts last, after the step of the new value.
+
+        A copy is left out if the module call or the in-place operation that made the new value also writes it.
+        """
         steps = list(self._steps)
-        last: list[Operation] = []
+        copies: list[Operation] = []
         while steps and isinstance(step := steps[-1], Operation) and step.node.target is torch.ops.aten.copy_.default:
-            last.append(step)
+            copies.append(step)
             steps.pop()
-        for write in reversed(last):
-            buffer, value = write.node.args[:2]
+        for buffer_copy in reversed(copies):
+            buffer, value = buffer_copy.node.args[:2]
             assert isinstance(buffer, Node) and isinstance(value, Node)
-            if value.name not in self._inside and not _is_same(value, buffer):
+            if value.name not in self._enclosing_steps and not _is_in_place_result(value, buffer):
                 names = {buffer.name, value.name}
-                at = max(place for place, step in enumerate(steps) if names & {*step.uses, *step.makes})
-                steps.insert(at + 1, write)
-        moved = {id(step): place for place, step in enumerate(steps)}
-        for name, place in list(self._inside.items()):
-            self._inside[name] = moved[id(self._steps[place])]
+                users = (i for i, step in enumerate(steps) if names & {*step.input_names, *step.output_names})
+                steps.insert(max(users) + 1, buffer_copy)
+        new_indices = {id(step): index for index, step in enumerate(steps)}
+        for name, index in list(self._enclosing_steps.items()):
+            self._enclosing_steps[name] = new_indices[id(self._steps[index])]
         return steps
 
-    def _inputs(self) -> Iterator[str]:
+    def _input_names(self) -> Iterator[str]:
         for spec in self._program.graph_signature.input_specs:
             if spec.kind is InputKind.USER_INPUT:
                 yield spec.arg.name if isinstance(spec.arg, TensorArgument) else ""
 
-    def _outputs(self) -> Iterator[Any]:
+    def _output_specs(self) -> Iterator[Any]:
         return (spec for spec in self._program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT)
 
     def _sources(self) -> Iterator[tuple[str, GraphSource]]:
@@ -202,29 +202,28 @@ class _Reader:
             elif spec.kind is not InputKind.USER_INPUT:
                 yield spec.arg.name, GraphSource(kind=None, target=str(spec.target))
 
-    def _add(self, node: Node) -> None:
-        found = self._unit(node)
-        if found is None:
-            self._steps.append(Operation(node=node, draws=_draws(node)))
+    def _add_node(self, node: Node) -> None:
+        unit = self._enclosing_unit(node)
+        if unit is None:
+            self._steps.append(Operation(node=node, draws_random=_draws_random(node)))
             return
-        key, module = found
-        if key not in self._place:
-            self._place[key] = len(self._steps)
-            self._steps.append(self._call(key, module))
-        place = self._place[key]
-        self._inside[node.name] = place
-        call = self._steps[place]
-        if _draws(node) and not call.draws and isinstance(call, ModuleCall):
-            self._steps[place] = ModuleCall(**{**vars(call), "draws": True})
+        call_key, module_name = unit
+        if call_key not in self._step_of_call:
+            self._step_of_call[call_key] = len(self._steps)
+            self._steps.append(self._module_call(call_key, module_name))
+        index = self._step_of_call[call_key]
+        self._enclosing_steps[node.name] = index
+        call = self._steps[index]
+        if _draws_random(node) and not call.draws_random and isinstance(call, ModuleCall):
+            self._steps[index] = replace(call, draws_random=True)
 
-    def _unit(self, node: Node) -> tuple[str, str] | None:
-        """Return the outermost unit that contains an operation, as (call, module name), or None."""
+    def _enclosing_unit(self, node: Node) -> tuple[str, str] | None:
+        """Return the outermost unit that contains an operation, as (key of its call, module name), or None."""
         stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack", {})
         return next(((key, name) for key, (name, _) in stack.items() if name in self._units), None)
 
-    def _call(self, key: str, module: str) -> ModuleCall:
-        name = key.removeprefix(_ROOT)
-        number = int(name.partition("@")[2] or 0)
+    def _module_call(self, call_key: str, module_name: str) -> ModuleCall:
+        name = call_key.removeprefix(_ROOT_KEY)
         signature = self._signatures.get(name)
         if signature is None:
             raise LayoutError(
@@ -239,63 +238,63 @@ class _Reader:
                 hint="return the values: x, aux = block(x); or --layout fsdp",
             )
         return ModuleCall(
-            module=module,
-            number=number,
-            takes=tuple(_value(argument) for argument in signature.inputs),
-            gives=tuple(_value(argument) for argument in signature.outputs),
-            form=signature.in_spec,
+            module_name=module_name,
+            call_index=int(name.partition("@")[2] or 0),
+            inputs=tuple(_graph_value(argument) for argument in signature.inputs),
+            outputs=tuple(_graph_value(argument) for argument in signature.outputs),
+            in_spec=signature.in_spec,
         )
 
 
-def _is_same(value: Node, buffer: Node) -> bool:
+def _is_in_place_result(value: Node, buffer: Node) -> bool:
     """Return whether a value is the result of writing to the buffer in place."""
     while value is not buffer:
-        found = next((argument for argument, is_write in aliased_arguments(value) if is_write), None)
-        if found is None:
+        written_argument = next((argument for argument, is_write in aliased_arguments(value) if is_write), None)
+        if written_argument is None:
             return False
-        value = found
+        value = written_argument
     return True
 
 
-def _value(argument: Any) -> GraphValue:
+def _graph_value(argument: Any) -> GraphValue:
     if isinstance(argument, ConstantArgument):
         return GraphValue(constant=argument.value)
     return GraphValue(name=argument.name)
 
 
-def _draws(node: Node) -> bool:
+def _draws_random(node: Node) -> bool:
     """Return whether an operation draws random numbers; dropout in evaluation mode does not."""
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     names = [argument.name for argument in node.target._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return not (given.get("train") is False or ("dropout_p" in names and not given.get("dropout_p", 0.0)))
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return not (arguments.get("train") is False or ("dropout_p" in names and not arguments.get("dropout_p", 0.0)))
 
 
-def _check_hidden(graph: Graph) -> None:
+def _refuse_unreturned_values(graph: Graph) -> None:
     """Raise `LayoutError` if a step or the output uses a value that a module made but did not return."""
-    known = {*graph.inputs, *graph.sources}
+    known = {*graph.input_names, *graph.sources}
     for step in graph.steps:
-        for name in step.uses:
+        for name in step.input_names:
             if name not in known:
-                raise _hidden(graph, name, f"{step.name} needs it")
-        known.update(step.makes)
+                raise _unreturned_value_error(graph, name, f"{step.name} needs it")
+        known.update(step.output_names)
     for value in graph.outputs:
         if value.name and value.name not in known:
-            raise _hidden(graph, value.name, "the forward returns it")
+            raise _unreturned_value_error(graph, value.name, "the forward returns it")
 
 
-def _hidden(graph: Graph, name: str, why: str) -> LayoutError:
-    maker = graph.steps[graph.inside[name]].name if name in graph.inside else "a module"
+def _unreturned_value_error(graph: Graph, name: str, user: str) -> LayoutError:
+    module = graph.steps[graph.enclosing_steps[name]].name if name in graph.enclosing_steps else "a module"
     return LayoutError(
-        f"{maker} creates a value ({name}) that it does not return, but {why}.",
+        f"{module} creates a value ({name}) that it does not return, but {user}.",
         cause="a module that stores a tensor on itself (self.last = x) for code outside of it",
         hint="return it from the module",
     )
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[io.StringIO]:
+def _captured_output() -> Iterator[io.StringIO]:
     """Suppress logging and stderr, and capture stdout; `LayoutError` reports the errors of torch.export."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -307,7 +306,7 @@ def _quiet() -> Iterator[io.StringIO]:
 
 
 @contextlib.contextmanager
-def _plain() -> Iterator[None]:
+def _disabled_autocast() -> Iterator[None]:
     """Disable autocast, so that the graph has the model's own dtypes; its steps may run under autocast later."""
     with contextlib.ExitStack() as stack:
         for device in _DEVICES:
@@ -316,7 +315,7 @@ def _plain() -> Iterator[None]:
         yield
 
 
-def _refused(error: Exception) -> LayoutError:
+def _export_error(error: Exception) -> LayoutError:
     line = user_line(error)
     text = str(error).strip().partition("\n")[0]
     if any(frame.name == "deepcopy" and frame.filename == copy.__file__ for frame in extract_tb(error.__traceback__)):

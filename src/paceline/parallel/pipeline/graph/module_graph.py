@@ -25,42 +25,42 @@ class GraphValue:
     name: str = ""
     constant: Any = None
 
-    def of(self, env: Mapping[str, Any]) -> Any:
-        """Return the value, given the values by name of a run."""
+    def resolve(self, env: Mapping[str, Any]) -> Any:
+        """Return the constant, or the value of this name in `env`, which maps the names in a run to their values."""
         return env[self.name] if self.name else self.constant
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleCall:
-    """A call of a module; `number` is the index among the calls of this module."""
+    """A call of a module. `call_index` counts the calls of this module; `in_spec` is the structure of its arguments."""
 
-    module: str
-    number: int
-    takes: tuple[GraphValue, ...]
-    gives: tuple[GraphValue, ...]
-    form: Any
-    draws: bool = False
+    module_name: str
+    call_index: int
+    inputs: tuple[GraphValue, ...]
+    outputs: tuple[GraphValue, ...]
+    in_spec: Any
+    draws_random: bool = False
 
     @property
     def name(self) -> str:
         """Return the call's name: `up.conv`, and `up.conv@1` for the second call."""
-        return f"{self.module}@{self.number}" if self.number else self.module
+        return f"{self.module_name}@{self.call_index}" if self.call_index else self.module_name
 
     @property
-    def uses(self) -> tuple[str, ...]:
+    def input_names(self) -> tuple[str, ...]:
         """Return the names of the call's inputs."""
-        return tuple(value.name for value in self.takes if value.name)
+        return tuple(value.name for value in self.inputs if value.name)
 
     @property
-    def makes(self) -> tuple[str, ...]:
+    def output_names(self) -> tuple[str, ...]:
         """Return the names of the call's outputs."""
-        return tuple(value.name for value in self.gives if value.name)
+        return tuple(value.name for value in self.outputs if value.name)
 
     def run(self, env: dict[str, Any], model: nn.Module) -> None:
         """Call the model's current module of this name, and store its outputs in `env`."""
-        args, kwargs = tree_unflatten([value.of(env) for value in self.takes], self.form)
-        leaves, _ = tree_flatten(model.get_submodule(self.module)(*args, **kwargs))
-        env.update({value.name: leaf for value, leaf in zip(self.gives, leaves, strict=True) if value.name})
+        args, kwargs = tree_unflatten([value.resolve(env) for value in self.inputs], self.in_spec)
+        leaves, _ = tree_flatten(model.get_submodule(self.module_name)(*args, **kwargs))
+        env.update({value.name: leaf for value, leaf in zip(self.outputs, leaves, strict=True) if value.name})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Operation:
     """An operation between module calls."""
 
     node: Node
-    draws: bool = False
+    draws_random: bool = False
 
     @property
     def name(self) -> str:
@@ -76,18 +76,18 @@ class Operation:
         return self.node.name
 
     @property
-    def uses(self) -> tuple[str, ...]:
+    def input_names(self) -> tuple[str, ...]:
         """Return the names of the operation's inputs."""
         return tuple(node.name for node in self.node.all_input_nodes)
 
     @property
-    def makes(self) -> tuple[str, ...]:
+    def output_names(self) -> tuple[str, ...]:
         """Return the name of the operation's result, as a tuple."""
         return (self.node.name,)
 
     def run(self, env: dict[str, Any], model: nn.Module) -> None:
         """Run the operation and store its result in `env`."""
-        assert callable(self.node.target), "placeholders and attributes are no steps"
+        assert callable(self.node.target), "placeholders and attributes are not steps"
         args, kwargs = map_arg((self.node.args, self.node.kwargs), lambda node: env[node.name])
         env[self.node.name] = self.node.target(*args, **kwargs)
 
@@ -105,37 +105,38 @@ class GraphSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """The graph of a forward. `inputs` are the model's flat arguments, `values` the nodes by name.
+    """The graph of a forward.
 
-    Operations inside a module call are not steps; `inside` maps them to the step of the call. `prints`:
-    whether the forward prints, which the steps don't repeat.
+    `input_names` are the names of the model's flattened arguments ("" for constants). `nodes` are all nodes by name.
+    Operations inside a module call are not steps; `enclosing_steps` maps their names to the index of the call's step.
+    `has_print_calls`: whether the forward prints, which the steps don't repeat.
     """
 
     steps: tuple[Step, ...]
-    inputs: tuple[str, ...]
+    input_names: tuple[str, ...]
     sources: Mapping[str, GraphSource]
     outputs: tuple[GraphValue, ...]
-    form: Any
-    values: Mapping[str, Node]
+    out_spec: Any
+    nodes: Mapping[str, Node]
     constants: Mapping[str, Any]
-    inside: Mapping[str, int] = field(default_factory=dict)
-    prints: bool = False
+    enclosing_steps: Mapping[str, int] = field(default_factory=dict)
+    has_print_calls: bool = False
 
-    def given(self, model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-        """Return the values that exist before the first step of a run."""
+    def initial_env(self, model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+        """Return the values that exist before the first step of a run, by name."""
         leaves, _ = tree_flatten((args, kwargs))
-        env = {name: leaf for name, leaf in zip(self.inputs, leaves, strict=True) if name}
+        env = {name: leaf for name, leaf in zip(self.input_names, leaves, strict=True) if name}
         for name, source in self.sources.items():
             if source.kind is None:
                 env[name] = self.constants[source.target]
             else:
-                holder, _, key = source.target.rpartition(".")
-                env[name] = getattr(model.get_submodule(holder), key)
+                module_name, _, attribute = source.target.rpartition(".")
+                env[name] = getattr(model.get_submodule(module_name), attribute)
         return env
 
-    def output(self, env: Mapping[str, Any]) -> Any:
-        """Return the forward's output, from the values of a run."""
-        return tree_unflatten([value.of(env) for value in self.outputs], self.form)
+    def build_output(self, env: Mapping[str, Any]) -> Any:
+        """Return the forward's output from the values of a run."""
+        return tree_unflatten([value.resolve(env) for value in self.outputs], self.out_spec)
 
 
 def aliased_arguments(node: Node) -> Iterator[tuple[Node, bool]]:
@@ -143,14 +144,14 @@ def aliased_arguments(node: Node) -> Iterator[tuple[Node, bool]]:
     if node.target is operator.getitem:
         yield node.all_input_nodes[0], False
     elif isinstance(node.target, torch._ops.OpOverload):
-        for place, argument in enumerate(node.target._schema.arguments):
+        for index, argument in enumerate(node.target._schema.arguments):
             if argument.alias_info is not None:
-                given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-                parts = given if isinstance(given, list | tuple) else [given]
-                yield from ((part, argument.alias_info.is_write) for part in parts if isinstance(part, Node))
+                value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+                values = value if isinstance(value, list | tuple) else [value]
+                yield from ((value, argument.alias_info.is_write) for value in values if isinstance(value, Node))
 
 
-def silently_written(node: Node) -> Iterator[Node]:
+def updated_running_stats(node: Node) -> Iterator[Node]:
     """Yield the running statistics that an operation updates, although its schema does not declare the write."""
     if node.target in (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default) and node.args[5]:
-        yield from (part for part in node.args[3:5] if isinstance(part, Node))
+        yield from (stats for stats in node.args[3:5] if isinstance(stats, Node))

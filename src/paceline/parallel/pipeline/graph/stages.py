@@ -1,7 +1,7 @@
 """Stages of a model without a chain of blocks: each runs its steps of the exported graph, with the model's modules.
 
 The stage's steps replace the model's forward, so the model's own hooks run. After the last step an exception ends the
-user's forward. New shapes, constants and modes are exported again from a memoryless copy.
+user's forward. For new shapes, constants and modes, the graph is exported again from a memoryless copy of the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,40 +16,46 @@ from paceline.errors import JobError, LayoutError, RunError
 from paceline.parallel.pipeline.chain.external_reads import called_twice
 from paceline.parallel.pipeline.chain.stages import StageOutput, stream_of, take_stream
 from paceline.parallel.pipeline.free_memory import hollow_graph
-from paceline.parallel.pipeline.graph.export import export
+from paceline.parallel.pipeline.graph.export import export_graph
 from paceline.parallel.pipeline.graph.module_graph import Graph, ModuleCall
-from paceline.parallel.pipeline.graph.split import GraphStageSplit, LiveValues, parameters_in, place_of
+from paceline.parallel.pipeline.graph.split import (
+    GraphStageSplit,
+    LiveValues,
+    boundary_position,
+    canonical_names,
+    parameters_between_calls,
+)
 from paceline.torch_internals.private_api import CallInterceptor, tree_flatten
 
 
 @dataclass(kw_only=True)
-class _Run:
+class _StageForward:
     """The state of one stage's forward of one microbatch."""
 
     stage: int
     received: StageOutput | None
     sent: StageOutput | None = None
-    called: bool = False
+    has_called_model: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Cut:
-    """A graph for one set of shapes, with the steps at which its stages end."""
+class _SplitGraph:
+    """A graph for one set of shapes, constants and modes, with the positions of the boundaries between its stages."""
 
     graph: Graph
-    live: LiveValues
-    places: tuple[int, ...]
+    live_values: LiveValues
+    boundaries: tuple[int, ...]
 
 
-class _Left(BaseException):
+class _StageFinished(BaseException):
     """The signal that the stage's last step has run.
 
     It is not an `Exception`, so that no `except Exception` in a forward catches it.
     """
 
-    def __init__(self, run: _Run) -> None:
-        super().__init__("left after the stage's last step")
-        self.run = run
+    def __init__(self, forward: _StageForward) -> None:
+        super().__init__("the stage's last step has run")
+        self.forward = forward
 
 
 class GraphStages:
@@ -65,12 +71,11 @@ class GraphStages:
         self.own = tuple(own)
         self.on_leave: list[Callable[[], None]] = []
         self._bare = bare
-        self._modules = dict(model.named_modules())
-        self._cuts: dict[Any, _Cut] = {}
-        self._run: _Run | None = None
-        self._whole = model.forward
-        self._gate = CallInterceptor(model, self._answer)
-        model.forward = self._in_place_of(model.forward)
+        self._modules_by_name = dict(model.named_modules())
+        self._split_graphs: dict[Any, _SplitGraph] = {}
+        self._current_forward: _StageForward | None = None
+        self._interceptor = CallInterceptor(model, self._intercept_call)
+        model.forward = self._wrap_forward(model.forward)
         hollow_graph(model, cut=cut, own=self.own)
 
     def run(self, stage: int, received: StageOutput | None, call: Callable[[], Any]) -> Any:
@@ -84,17 +89,17 @@ class GraphStages:
         """
         if stage not in self.own:
             raise RunError(f"stage {stage} is not one of this process's stages {list(self.own)}.")
-        self._gate.renew()
-        run = _Run(stage=stage, received=received)
-        before, self._run = self._run, run
+        self._interceptor.renew()
+        current = _StageForward(stage=stage, received=received)
+        previous, self._current_forward = self._current_forward, current
         try:
             result = call()
-        except _Left as finished:
-            if finished.run is not run or run.sent is None:
+        except _StageFinished as signal:
+            if signal.forward is not current or current.sent is None:
                 raise
-            return run.sent
+            return current.sent
         finally:
-            self._run = before
+            self._current_forward = previous
             for leave in self.on_leave:
                 leave()
         if stage + 1 < self.cut.num_stages:
@@ -110,103 +115,108 @@ class GraphStages:
 
     def close(self) -> None:
         """Remove the interceptor and restore the model's forward."""
-        self._gate.undo()
+        self._interceptor.undo()
         del self.model.forward
 
-    def _answer(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        run = self._run
-        if run is None and len(self.own) < self.cut.num_stages:
+    def _intercept_call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        current = self._current_forward
+        if current is None and len(self.own) < self.cut.num_stages:
             raise RunError(
                 f"the model was called, but this process holds the stages {list(self.own)} of "
                 f"{self.cut.num_stages} only.",
                 hint="run the model by its stages: stages.run(stage, received, call)",
             )
-        if run is not None:
-            if run.called:
+        if current is not None:
+            if current.has_called_model:
                 raise called_twice()
-            run.called = True
+            current.has_called_model = True
         output = call(*args, **kwargs)
-        if run is not None and run.stage + 1 < self.cut.num_stages:
-            raise _Left(run)
+        if current is not None and current.stage + 1 < self.cut.num_stages:
+            raise _StageFinished(current)
         return output
 
-    def _in_place_of(self, whole: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(whole)
+    def _wrap_forward(self, original_forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return whole(*args, **kwargs) if self._run is None else self._play(self._run, args, kwargs)
+            current = self._current_forward
+            return original_forward(*args, **kwargs) if current is None else self._run_steps(current, args, kwargs)
 
         return forward
 
-    def _play(self, run: _Run, args: Any, kwargs: Any) -> Any:
+    def _run_steps(self, current: _StageForward, args: Any, kwargs: Any) -> Any:
         """Run the steps of one stage; the sent tensors are also returned, for hooks that read the output."""
-        cut = self._cut_for(args, kwargs)
-        stage, last = run.stage, run.stage + 1 == self.cut.num_stages
-        start = cut.places[stage - 1] if stage else 0
-        stop = len(cut.graph.steps) if last else cut.places[stage]
-        env = cut.graph.given(self.model, args, kwargs)
-        if run.received is not None:
-            env.update(self._unpacked(run.received, cut, start, stop))
-        for place in range(start, stop):
-            cut.graph.steps[place].run(env, self.model)
-            for name in cut.live.dead(place):
+        split = self._split_for_inputs(args, kwargs)
+        graph, live_values = split.graph, split.live_values
+        stage, is_last = current.stage, current.stage + 1 == self.cut.num_stages
+        start = split.boundaries[stage - 1] if stage else 0
+        stop = len(graph.steps) if is_last else split.boundaries[stage]
+        env = graph.initial_env(self.model, args, kwargs)
+        if current.received is not None:
+            env.update(self._unpack_received(current.received, live_values, start, stop))
+        for index in range(start, stop):
+            graph.steps[index].run(env, self.model)
+            for name in live_values.dead_after(index):
                 env.pop(name, None)
-        if last:
-            return cut.graph.output(env)
-        tensors = [env[name] for name in cut.live.over(stop)]
-        run.sent = StageOutput(tensors=list(tensors), spec=[len(tensors), int(cut.live.draws_before(stop))])
-        if run.sent.spec[1]:
-            run.sent.tensors.append(stream_of(tensors[0].device if tensors else torch.device("cpu")))
+        if is_last:
+            return graph.build_output(env)
+        tensors = [env[name] for name in live_values.live_at(stop)]
+        has_rng_state = live_values.has_draws_before(stop)
+        current.sent = StageOutput(tensors=list(tensors), spec=[len(tensors), int(has_rng_state)])
+        if has_rng_state:
+            current.sent.tensors.append(stream_of(tensors[0].device if tensors else torch.device("cpu")))
         return tuple(tensors)
 
-    def _unpacked(self, received: StageOutput, cut: _Cut, start: int, stop: int) -> dict[str, Tensor]:
-        names, (number, streams) = cut.live.over(start), received.spec
-        if number != len(names):
+    def _unpack_received(
+        self, received: StageOutput, live_values: LiveValues, start: int, stop: int
+    ) -> dict[str, Tensor]:
+        names, (num_values, has_rng_state) = live_values.live_at(start), received.spec
+        if num_values != len(names):
             raise RunError(
-                f"{number} values were received but {len(names)} were expected: the stages had different inputs."
+                f"{num_values} values were received but {len(names)} were expected: the stages had different inputs."
             )
-        if streams:
+        if has_rng_state:
             take_stream(received.tensors[-1], received.tensors[0].device)
-        tensors = received.tensors[:number]
-        if cut.live.writes_in(start, stop):
+        tensors = received.tensors[:num_values]
+        if live_values.has_writes(start, stop):
             tensors = [tensor.clone() for tensor in tensors]
         return dict(zip(names, tensors, strict=True))
 
-    def _cut_for(self, args: Any, kwargs: Any) -> _Cut:
-        leaves, form = tree_flatten((args, kwargs))
-        modes = tuple(module.training for module in self._modules.values())
-        key = (str(form), tuple(_shape(leaf) for leaf in leaves), modes)
-        if key not in self._cuts:
+    def _split_for_inputs(self, args: Any, kwargs: Any) -> _SplitGraph:
+        """Return the graph for the shapes and constants of these arguments and the modules' current modes."""
+        leaves, tree_spec = tree_flatten((args, kwargs))
+        modes = tuple(module.training for module in self._modules_by_name.values())
+        key = (str(tree_spec), tuple(_input_key(leaf) for leaf in leaves), modes)
+        if key not in self._split_graphs:
             for name, module in self._bare.named_modules():
-                module.training = self._modules[name].training
-            graph = export(self._bare, args, kwargs, units=self.cut.units)
-            live = LiveValues(graph)
-            places = tuple(place_of(border, live, blocks=self.cut.blocks) for border in self.cut.borders)
-            self._check(graph, places)
-            self._cuts[key] = _Cut(graph=graph, live=live, places=places)
-        return self._cuts[key]
+                module.training = self._modules_by_name[name].training
+            graph = export_graph(self._bare, args, kwargs, units=self.cut.units)
+            live_values, blocks = LiveValues(graph), self.cut.blocks
+            boundaries = tuple(boundary_position(each, live_values, blocks=blocks) for each in self.cut.boundaries)
+            self._refuse_missing_modules(graph, boundaries)
+            self._split_graphs[key] = _SplitGraph(graph=graph, live_values=live_values, boundaries=boundaries)
+        return self._split_graphs[key]
 
-    def _check(self, graph: Graph, places: Sequence[int]) -> None:
+    def _refuse_missing_modules(self, graph: Graph, boundaries: Sequence[int]) -> None:
         """Raise `LayoutError` if a stage of a new graph uses modules or parameters that the stage does not hold."""
-        if list(places) != sorted(places):
+        if list(boundaries) != sorted(boundaries):
             raise LayoutError(
                 "with these inputs the forward calls its modules in a different order than when it was cut.",
                 cause="a branch on a shape, an argument or train() and eval()",
                 hint="call the modules in the same order in every forward, or use another layout than pp",
             )
-        first = {id(p): name for name, p in self.model.named_parameters()}
-        for part, (start, stop) in zip(
-            self.cut.parts, zip([0, *places], [*places, len(graph.steps)], strict=True), strict=True
-        ):
-            called = {step.module for step in graph.steps[start:stop] if isinstance(step, ModuleCall)} - part.modules
-            direct = {first[id(self.model.get_parameter(name))] for name in parameters_in(graph, start, stop)}
-            strange = sorted(called) + sorted(direct - part.parameters)
-            if strange:
+        starts, stops = [0, *boundaries], [*boundaries, len(graph.steps)]
+        for part, start, stop in zip(self.cut.parts, starts, stops, strict=True):
+            called_modules = {step.module_name for step in graph.steps[start:stop] if isinstance(step, ModuleCall)}
+            parameters = canonical_names(self.model, parameters_between_calls(graph, start, stop))
+            missing = sorted(called_modules - part.modules) + sorted(parameters - part.parameters)
+            if missing:
                 raise LayoutError(
-                    f"with these inputs stage {part.index} uses {strange[0]}, which it does not hold.",
+                    f"with these inputs stage {part.index} uses {missing[0]}, which it does not hold.",
                     cause="a branch on a shape, an argument or train() and eval()",
                     hint="call the same modules in every forward, or --place.blocks",
                 )
 
 
-def _shape(leaf: Any) -> Any:
+def _input_key(leaf: Any) -> Any:
+    """Return what the graph depends on: a tensor's shape and dtype, or the value of a constant."""
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
