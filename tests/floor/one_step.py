@@ -1,4 +1,7 @@
-"""Run by `test_one_step.py`: two ranks of plain ddp; rank 0 notes which of our files steps 3 to 5 enter, and the fetches of their batches."""
+"""Two ranks of plain ddp: rank 0 notes which of our files are entered by steps 3 to 5, by the fetches of their batches, and by a save.
+
+`test_one_step.py` and `counts.py` run this file.
+"""
 
 import json
 import sys
@@ -29,7 +32,7 @@ def make_job() -> pl.Job:
 
 
 def main(folder: str) -> None:
-    entered: dict[str, set[str]] = {"step": set(), "fetch": set()}
+    entered: dict[str, set[str]] = {"step": set(), "fetch": set(), "save": set()}
 
     def profile(part: str) -> None:
         def note(frame: FrameType, event: str, _: Any) -> None:
@@ -48,6 +51,10 @@ def main(folder: str) -> None:
             run.step(batch)
             if FIRST <= number <= LAST:
                 profile("fetch")
+            if number == LAST + 2:
+                profile("save")
+                run.save()
+                sys.setprofile(None)
         if run.rank == 0:
             found = {part: sorted(names) for part, names in entered.items()}
             (Path(folder) / "entered.json").write_text(json.dumps(found))
