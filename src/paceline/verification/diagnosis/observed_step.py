@@ -1,4 +1,4 @@
-"""What was observed of the layout's step, and the check that the step read the same data as one process."""
+"""The observed step of a layout, and the check that it read the same data as one process."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

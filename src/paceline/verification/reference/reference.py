@@ -205,21 +205,19 @@ class Reference:
         merged = self.merge_for_normalization(
             self.read_microbatches(position) if microbatches is None else microbatches, epoch=position.epoch
         )
-        self._step_number = position.step_number
+        step, self._step_number = position.steps_done, position.step_number
         self.model.train()
         global_counts = self.compute_counts(self.job, [micro.data for micro in merged])
-        total: dict[str, Tensor] = {}
+        total, buffers = dict[str, Tensor](), list[dict[str, Tensor]]()
         contributions: list[dict[str, Tensor]] = [{} for _ in merged]
-        buffers: list[dict[str, Tensor]] = []
         counts, losses = [0.0] * len(merged), [0.0] * len(merged)
         term_counts: dict[str, list[float]] = {}
-        sums: dict[str, float] = {}
-        max_abs: dict[str, float] = {}
+        sums, max_abs = dict[str, float](), dict[str, float]()
         is_batch_loss = self.job.loss_over == "batch"
         num_passes = len(merged) if is_batch_loss else 1  # each pass of such a loss gives the loss of the whole batch
         order = range(len(merged))[:: -1 if reverse_order else 1]
         for index, terms in self._run_passes(
-            merged, order, lambda i: self._seed_microbatch(position.steps_done, random_microbatch(i))
+            merged, order, lambda i: self._seed_microbatch(step, random_microbatch(i))
         ):
             self.model.zero_grad(set_to_none=True)
             for name, (value, count) in terms.items():
