@@ -198,9 +198,8 @@ class Reference:
     ) -> ReferenceGradient:
         """Run forward and backward of each microbatch in turn; `reverse_order` starts with the last one.
 
-        `keep_contributions`: the names of the parameters whose gradients are also returned for each microbatch.
-        `term`: the only loss term to differentiate; None for all. `random_microbatch(i)` is the microbatch whose random
-        numbers microbatch i draws.
+        `keep_contributions` names the parameters whose gradients are also returned by microbatch, `term` the only loss
+        term to differentiate. `random_microbatch(i)` is the microbatch whose random numbers microbatch i draws.
         """
         merged = self.merge_for_normalization(
             self.read_microbatches(position) if microbatches is None else microbatches, epoch=position.epoch
@@ -211,8 +210,7 @@ class Reference:
         total, buffers = dict[str, Tensor](), list[dict[str, Tensor]]()
         contributions: list[dict[str, Tensor]] = [{} for _ in merged]
         counts, losses = [0.0] * len(merged), [0.0] * len(merged)
-        term_counts: dict[str, list[float]] = {}
-        sums, max_abs = dict[str, float](), dict[str, float]()
+        term_counts, sums, max_abs = dict[str, list[float]](), dict[str, float](), dict[str, float]()
         is_batch_loss = self.job.loss_over == "batch"
         num_passes = len(merged) if is_batch_loss else 1  # each pass of such a loss gives the loss of the whole batch
         order = range(len(merged))[:: -1 if reverse_order else 1]
