@@ -9,19 +9,19 @@ import math
 from dataclasses import dataclass
 
 _FLOAT_BYTES = 4
-_PAIR_ELEMENTS, _FEW_CHANNELS = 2, 3  # channels up to _FEW are read in place
+_PAIR_ELEMENTS, _FEW_CHANNELS = 2, 3  # images with so few channels are read in place
 _BARRIER_BYTES = 8580  # the barrier of the threads
 
-Side = tuple[int, int, tuple[int, ...]]
+ImageShape = tuple[int, int, tuple[int, ...]]
 """The channels, the channels padded to blocks, and the spatial size of an image."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16ConvolutionCall:
-    """A convolution call, from the larger images (`source`) to the smaller (`result`); either may be the input."""
+    """A convolution call between larger images (`source`) and smaller ones (`result`); either may be the input."""
 
-    source: Side
-    result: Side
+    source: ImageShape
+    result: ImageShape
     kernel: tuple[int, ...]
     stride: int
     padding: int
