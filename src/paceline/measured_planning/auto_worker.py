@@ -52,7 +52,7 @@ def write_model_profile(payload: Mapping[str, Any]) -> int:
 
 def compute_model_profile(prepared_job: PreparedJob, *, max_ranks: int) -> dict[str, Any]:
     """Return the model's profile, computed in this process."""
-    return {"facts": profile_for_plan(prepared_job, max_ranks=max_ranks).facts.as_json()}
+    return {"facts": profile_for_plan(prepared_job, max_ranks=max_ranks).profile.as_json()}
 
 
 def plan_script_task(task: Task, *, job: Job) -> Task:
@@ -79,7 +79,7 @@ def choose_layouts_to_try(prepared_job: PreparedJob, cluster: Cluster, *, second
     grid = make_search_space(prepared_job.settings, command="--layout auto")
     profiled_job = profile_for_plan(prepared_job, max_ranks=cluster.ranks)
     checker = CandidateChecker(ready=profiled_job.ready, original=prepared_job)
-    timings = load_timings(prepared_job, CostModel(profile=profiled_job.facts, cluster=cluster), grid=grid)
+    timings = load_timings(prepared_job, CostModel(profile=profiled_job.profile, cluster=cluster), grid=grid)
     choice = choose_layout(checker, timings.forecast, grid=grid, deadline=start_time + seconds, options=timings.options)
     best, profile = choice.advice.recommended, choice.forecast.profile
     replayed = None

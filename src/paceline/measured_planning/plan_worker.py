@@ -59,7 +59,7 @@ def _write_plan(task: Task, prepared_job: PreparedJob) -> None:
             make_search_space(prepared_job.settings, command="paceline plan"),
         )
         profiled_job = profile_for_plan(prepared_job, max_ranks=cluster.ranks)
-        forecast = CostModel(profile=profiled_job.facts, cluster=cluster)
+        forecast = CostModel(profile=profiled_job.profile, cluster=cluster)
         planned = PlannedLayouts(profiled_job=profiled_job, forecast=forecast, grid=grid, options=())
     if planned is not None:
         ranks = planned.forecast.cluster.ranks
@@ -87,7 +87,7 @@ def _write_plan(task: Task, prepared_job: PreparedJob) -> None:
 def write_job_profile(payload: Mapping[str, Any]) -> int:
     """Write the job's profile without a plan, for `simulate`."""
     task = Task.from_json(payload)
-    profile = profile_for_plan(prepare(task), max_ranks=int(task.options["ranks"])).facts
+    profile = profile_for_plan(prepare(task), max_ranks=int(task.options["ranks"])).profile
     write_json(RunFolder(Path(task.run)).answer(task.verb), profile.as_json())
     return 0
 
