@@ -134,7 +134,7 @@ def plan_local_layouts(
             _time_options(prepared_job, [], (), world=world, seconds=request.seconds)
     else:
         forecast = CostModel(profile=profiled_job.profile, cluster=cluster)
-        options = _named_options(prepared_job, forecast, layouts) if layouts else shortlist(forecast, grid=grid)
+        options = _named_estimates(prepared_job, forecast, layouts) if layouts else shortlist(forecast, grid=grid)
         rejected: dict[Candidate, RejectedLayout] = {}
         other_cpu_share = 0.0
         if request.seconds:
@@ -153,7 +153,7 @@ def plan_local_layouts(
     return planned
 
 
-def _named_options(prepared_job: PreparedJob, forecast: CostModel, layouts: Sequence[str]) -> list[Estimate]:
+def _named_estimates(prepared_job: PreparedJob, forecast: CostModel, layouts: Sequence[str]) -> list[Estimate]:
     """Return the named layouts that use all ranks and fit."""
     named_layouts = evaluate_named_layouts(
         forecast, layouts, micro_batch_size=prepared_job.settings.train.micro_batch_size

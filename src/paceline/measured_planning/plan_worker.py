@@ -54,10 +54,8 @@ def _write_plan(task: Task, prepared_job: PreparedJob) -> None:
         planned = plan_local_layouts(prepared_job, LocalMachineRequest(**task.options["here"]), layouts=names)
         start_time = time.monotonic()  # timing has its own limit, so it does not count here
     else:
-        cluster, grid = (
-            cluster_from_json(task.options["fleet"]),
-            make_search_space(prepared_job.settings, command="paceline plan"),
-        )
+        cluster = cluster_from_json(task.options["fleet"])
+        grid = make_search_space(prepared_job.settings, command="paceline plan")
         profiled_job = profile_for_plan(prepared_job, max_ranks=cluster.ranks)
         forecast = CostModel(profile=profiled_job.profile, cluster=cluster)
         planned = PlannedLayouts(profiled_job=profiled_job, forecast=forecast, grid=grid, options=())
@@ -68,9 +66,7 @@ def _write_plan(task: Task, prepared_job: PreparedJob) -> None:
         choose = partial(_choose_from_named, layouts=names) if names else _choose_from_search
         planned, advice, replays = choose(planned, deadline=deadline)
         answer = _build_answer(advice, replays, planned)
-        answer["timed"] = [
-            _timing_as_json(estimate) for estimate in planned.options if estimate.measured_time is not None
-        ]
+        answer["timed"] = [_timing_as_json(option) for option in planned.options if option.measured_time is not None]
         answer["others"] = planned.other_cpu_share
         write_advice(Path(task.run), answer)
         write_json(RunFolder(Path(task.run)).answer("plan"), answer)

@@ -114,7 +114,7 @@ class StepComparison:
                 )
                 return
         self._rung_result.detail += (
-            f" Step {self._position.step_number} has no finite gradient in one process nor here "
+            f" Step {self._position.step_number} has no finite gradient, neither in one process nor here "
             f"({self._rerun.gradient.counts_text}): train.on_nonfinite decides."
         )
 

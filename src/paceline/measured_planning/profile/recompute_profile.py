@@ -70,7 +70,7 @@ def skip_unsupported() -> Iterator[None]:
 def _trace_tp(
     job: Job, settings: Settings, remat: str, tp_sizes: Sequence[int], *, sequence: bool
 ) -> dict[int, _UsageByPart]:
-    """Return the traces with tp on the fewest ranks, and on a typical node's, where the model can be split so."""
+    """Return the traces at the smallest tp size, and at the largest one within a typical node, if they work."""
     usages = {}
     for size in sorted({min(tp_sizes), max(n for n in tp_sizes if n <= _RANKS_PER_NODE)} if tp_sizes else ()):
         with skip_unsupported():

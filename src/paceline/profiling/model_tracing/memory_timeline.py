@@ -83,10 +83,8 @@ def _extrapolate_part(
     previous_end = 0
     for position, num_operations in iterations:
         operations += totals[previous_end:position]
-        preceding, following = (
-            totals[max(0, position - num_operations) : position],
-            totals[position : position + num_operations],
-        )
+        preceding = totals[max(0, position - num_operations) : position]
+        following = totals[position : position + num_operations]
         if [name for name, _ in preceding] != [name for name, _ in following] or len(preceding) != num_operations:
             return None
         for block in range(1, blocks + 1):

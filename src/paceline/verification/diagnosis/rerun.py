@@ -78,12 +78,12 @@ class ReferenceRerun:
         return self.floors.gradients.get(name, 0.0)
 
     def explain(
-        self, copies: Sequence[Tensors], names: Sequence[str], rank: int, is_data_correct: bool, replicas: int
+        self, copies: Sequence[Tensors], names: Sequence[str], copy: int, is_data_correct: bool, replicas: int
     ) -> str:
-        """Return the likely cause of the wrong gradients `names` (worst first) in copy `rank`."""
+        """Return the likely cause of the wrong gradients `names` (worst first) in one of the copies of the model."""
         worst_names = list(names[:_MAX_PARAMETERS])
         detailed = self.compute_again(keep_contributions=worst_names)
-        evidence = self._build_evidence(copies, worst_names, rank, detailed)
+        evidence = self._build_evidence(copies, worst_names, copy, detailed)
         ranks = replicas if self._reference.config.merged_microbatches == 1 else 1
         parameter_counts = {"num_parameters": len(self.gradient.total), "num_differing": len(names)}
         facts: dict[str, Any] = {**parameter_counts, "ranks": ranks, "is_data_correct": is_data_correct}
@@ -96,12 +96,12 @@ class ReferenceRerun:
         explanation = explain_gradient(evidence, counts=detailed.counts, **facts)
         for term in detailed.term_counts if explanation is None and len(detailed.term_counts) > 1 else ():
             term_gradient = self.compute_again(keep_contributions=worst_names, term=term)
-            term_evidence = self._build_evidence(copies, worst_names, rank, term_gradient, all_terms=detailed)
+            term_evidence = self._build_evidence(copies, worst_names, copy, term_gradient, all_terms=detailed)
             explanation = explain_gradient(term_evidence, counts=term_gradient.term_counts[term], **facts)
             if explanation is not None:
                 return f"loss term {term!r}: {explanation}"
         if explanation is None and has_dropout(self._reference.model):
-            explanation = self._explain_by_dropout_keys(copies[rank], worst_names, ranks)
+            explanation = self._explain_by_dropout_keys(copies[copy], worst_names, ranks)
         if explanation is None:
             self.unexplained = worst_names
             if not self.floors.is_repeatable:
@@ -154,7 +154,7 @@ class ReferenceRerun:
         self,
         copies: Sequence[Tensors],
         names: Sequence[str],
-        rank: int,
+        copy: int,
         detailed: ReferenceGradient,
         all_terms: ReferenceGradient | None = None,
     ) -> list[GradientEvidence]:
@@ -181,7 +181,7 @@ class ReferenceRerun:
             evidence.append(
                 GradientEvidence(
                     name=name,
-                    observed=observed[rank].numpy(),
+                    observed=observed[copy].numpy(),
                     contributions=contributions.numpy(),
                     floor=max(self.floor(name) * detailed.divisor, 1e-300),
                     by_rank=[other.numpy() for other in observed],

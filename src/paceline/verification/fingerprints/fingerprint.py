@@ -104,17 +104,6 @@ def max_rounding(eps: float) -> float:
     return min(_FAINT_EPS * eps, max(_FAINT_EPS_HALF * eps, _FAINT_EPS * FLOAT32_EPS))
 
 
-def fingerprint(values: Vector, *, raw: bytes | memoryview) -> Fingerprint:
-    """Return the fingerprint of a flat float64 copy of a tensor; `raw` is the tensor's own bits."""
-    return Fingerprint(
-        numel=int(values.size),
-        norm=float(np.linalg.norm(values)),
-        largest=float(np.max(np.abs(values), initial=0.0)),
-        projections=tuple(project(values).tolist()),
-        digest=digest_bits(raw),
-    )
-
-
 def projection_signs(numel: int) -> tuple[Vector, Vector]:
     """Return two matrices of signs for a tensor of this size: a row per position in a block, and a row per block."""
     return _signs(_BLOCK, 1), _signs(-(-numel // _BLOCK), 2)
@@ -123,16 +112,6 @@ def projection_signs(numel: int) -> tuple[Vector, Vector]:
 def digest_bits(raw: bytes | memoryview) -> str:
     """Return a digest of a tensor's own bits."""
     return hashlib.blake2b(raw, digest_size=12).hexdigest()
-
-
-def project(values: Vector) -> Vector:
-    """Return sixteen sums of the elements with fixed random signs."""
-    blocks = -(-values.size // _BLOCK)
-    padded = np.zeros(blocks * _BLOCK)
-    padded[: values.size] = values
-    partial = padded.reshape(blocks, _BLOCK) @ _signs(_BLOCK, 1)
-    result: Vector = (partial * _signs(blocks, 2)).sum(axis=0)
-    return result
 
 
 @cache
