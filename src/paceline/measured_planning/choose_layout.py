@@ -25,7 +25,7 @@ _MAX_REFUSALS = 12  # after these, and after the time limit, the next one is rec
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenLayout:
-    """The chosen layout. `replays` has the replayed candidates, and the chosen one unless `advice.unreplayed`."""
+    """The chosen layout. `replays` lacks the chosen one if `advice.not_replayed_reason` says why."""
 
     forecast: CostModel
     advice: Advice

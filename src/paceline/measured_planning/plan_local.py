@@ -1,4 +1,4 @@
-"""Planning for the machines of this process's ranks, from a machine benchmark and from timed steps."""
+"""Plan for the machines of this process's ranks, with a machine benchmark and timed steps."""
 
 import os
 from collections.abc import Mapping, Sequence

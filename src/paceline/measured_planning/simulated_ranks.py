@@ -209,7 +209,7 @@ class SimulatedWorld(World):
 
 @dataclass(frozen=True, kw_only=True)
 class _Message:
-    """A message in flight until the other stage has received it; gloo does not report that before `wait`."""
+    """A message in flight until the other stage has received it; with gloo, `is_completed` stays False."""
 
     tensor: Tensor
     reports_completion: bool

@@ -1,4 +1,4 @@
-"""Comparison of one step on rank 0 with the reference: data, loss, gradients, buffers and update."""
+"""Compare one step on rank 0 with the reference: data, loss, gradients, buffers and update."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence

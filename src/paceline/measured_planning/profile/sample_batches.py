@@ -1,4 +1,4 @@
-"""Sample batches for profiling a model, and the scaling from them to any other batch."""
+"""Read sample batches for profiling a model, and fit how a cost scales from them to any other batch."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Truncated models for profiling: the model is built once, and keeps three of its equal blocks."""
+"""Truncate models for profiling: a model is built once, and three of its equal blocks are kept."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace

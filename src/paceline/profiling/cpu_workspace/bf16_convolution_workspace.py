@@ -1,4 +1,4 @@
-"""Workspace of a bfloat16 convolution on a CPU with AVX-512 that multiplies pairs, without AMX tiles.
+"""Workspace of a bfloat16 convolution on a CPU with AVX-512 and no AMX tiles, which multiplies pairs of elements.
 
 The formulas are fitted to the allocator's records of single calls. Sums are in float32. For the weight gradient each
 thread transposes an input and an output image so that pairs are adjacent, with rows padded to an even number of

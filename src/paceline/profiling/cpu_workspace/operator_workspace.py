@@ -1,4 +1,4 @@
-"""Workspace of CPU operators: memory that they use in addition to their tensors, from measurements.
+"""Workspace of CPU operators: the memory that they use in addition to their tensors, found by measurements.
 
 oneDNN converts the operands of a convolution into a layout of its own and back; gloo copies the tensors that it gathers
 and reduces. On a GPU the device's reserve covers the workspace of convolutions, and nccl copies nothing.

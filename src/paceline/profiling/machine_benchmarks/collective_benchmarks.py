@@ -1,4 +1,4 @@
-"""Collective benchmarks: every collective in groups of several sizes, all groups at the same time."""
+"""Time every collective in groups of several sizes, with all groups busy at the same time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

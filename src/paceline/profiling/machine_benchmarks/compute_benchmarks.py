@@ -1,4 +1,4 @@
-"""Compute benchmarks on each rank's device: matmuls, attention, memory streams, optimizers, and call overhead."""
+"""Time matmuls, attention, memory streams, optimizers and the overhead of calls on each rank's device."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -42,7 +42,7 @@ _STREAM_BYTES_GPU = (2**12, 2**16, _MIB, 16 * _MIB, 64 * _MIB, 512 * _MIB)
 
 
 def measure_compute(world: World, *, num_busy: int, threads: int, seconds: float, shares_cores: bool = False) -> Rates:
-    """Return the rates of the busy ranks. Every busy rank calls this."""
+    """Return the rates of `num_busy` ranks that compute at the same time. Each of them calls this."""
     torch.set_num_threads(threads)
     limit = min(_MAX_CALL_SECONDS, seconds / _CALLS_IN_BUDGET)
     curves = time_families(
@@ -84,10 +84,10 @@ def measure_copies(world: World, *, seconds: float) -> dict[str, TimingCurve]:
         )
         for direction in ("to_device", "to_host")
     ]
-    found = time_families(
+    curves = time_families(
         families, world=world, seconds=seconds, max_call_seconds=_MAX_CALL_SECONDS, combine_ranks=fmean
     )
-    return {key[0]: curve for key, curve in found.items()}
+    return {key[0]: curve for key, curve in curves.items()}
 
 
 def _matmul_timings(precision: str, square: TimingCurve, curves: Mapping[Key, TimingCurve]) -> MatmulTimings:
@@ -103,17 +103,18 @@ def _matmul_timings(precision: str, square: TimingCurve, curves: Mapping[Key, Ti
 
 
 def _benchmarks(device: torch.device) -> Iterator[BenchmarkFamily]:
+    """Yield all benchmarks; a key has the kind, the precision (or variant), and for narrow matmuls the rows."""
     is_gpu = device.type == "cuda"
     edge = 4096 if is_gpu else 512
     edges = (256, 512, 1024, 2048, 4096, 8192) if is_gpu else (32, 64, 128, 256, 512, 1024, 2048)
     lengths = (128, 512, 2048, 8192) if is_gpu else (32, 128, 512, 2048)
     for name, dtype in PRECISIONS.items():
-        cubes = [
+        squares = [
             BenchmarkSize(amount=2.0 * n**3, make_call=partial(_linear_layer, n, n, dtype, device), times=3)
             for n in edges
         ]
-        yield BenchmarkFamily(key=("product", name), sizes=cubes)
-        for rows in (each for each in _NARROW_ROWS if _NARROW_RATIO * each <= edge):
+        yield BenchmarkFamily(key=("product", name), sizes=squares)
+        for rows in (number for number in _NARROW_ROWS if _NARROW_RATIO * number <= edge):
             make_call = partial(_linear_layer, rows, edge, dtype, device)
             yield BenchmarkFamily(
                 key=("narrow", name, str(rows)),

@@ -1,4 +1,4 @@
-"""Disk benchmark: write and read rates of a folder's disk, with all ranks at the same time."""
+"""Measure the write and read rates of a folder's disk, on all ranks at the same time."""
 
 import os
 import time

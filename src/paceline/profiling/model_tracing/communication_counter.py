@@ -1,4 +1,4 @@
-"""A counter of a rank's communication: calls and bytes of each collective and point-to-point message.
+"""Count a rank's communication: calls and bytes of each collective and point-to-point message.
 
 A dispatch mode sees every collective of torch: those of Paceline, `fully_shard` and distributed tensors, and messages
 between two ranks.

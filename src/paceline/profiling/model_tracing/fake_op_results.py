@@ -1,4 +1,4 @@
-"""The results of operations on fake tensors, including those for which torch's shape inference is wrong."""
+"""Create the results of operations on fake tensors, also where torch's own shape inference is wrong."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The likely cause of a wrong gradient, from the shape of its error.
+"""Find the likely cause of a wrong gradient from the shape of its error.
 
 The reference knows each microbatch's contribution, g_j. A correct gradient is G = (1/C) * sum_j g_j. Every common
 mistake is a different weighting, G = (1/C) * sum_j w_j g_j, and is identified by w: all N, zero for the microbatches

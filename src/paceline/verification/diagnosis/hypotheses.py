@@ -1,4 +1,4 @@
-"""Common mistakes in combining the gradients of several ranks, each as weights of the microbatches."""
+"""List common mistakes in combining the gradients of several ranks, each as weights of the microbatches."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

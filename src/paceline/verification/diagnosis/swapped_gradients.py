@@ -1,4 +1,4 @@
-"""Detection of swapped gradients, which arise if ranks iterate over their parameters in different orders."""
+"""Detect swapped gradients, which arise if ranks iterate over their parameters in different orders."""
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations

@@ -70,7 +70,7 @@ class _LocalSgdComparison(RuleReference):
 
 
 class _ParameterServerComparison(RuleReference):
-    """The reference for a parameter server.
+    """The comparison for a parameter server.
 
     With a staleness of 0, the shares of a batch form one update, so the reference needs no record of their order.
     """
