@@ -98,7 +98,9 @@ def _precisions(case: Case, ready: PreparedJob, world: World) -> list[str]:
     if "float64" in asked and world.is_main and case.model not in _CAN:
         try:
             with keep_float64():
-                build_reference(ready, torch.float64).compute_gradient(RunPosition(step=0, epoch=0, batch_start=0))
+                build_reference(ready, torch.float64).compute_gradient(
+                    RunPosition(steps_done=0, epoch=0, batch_start=0)
+                )
             _CAN[case.model] = True
         except RuntimeError:
             _CAN[case.model] = False

@@ -95,4 +95,4 @@ def test_what_parts_hold_is_what_a_chain_of_products_must() -> None:
     for name in blocks:
         assert found[name].kept_bytes == each  # of a block its output: the product's own is let go
         weight = width * width * 4
-        assert each <= found[name].moment_bytes <= 2 * each + weight + 4
+        assert each <= found[name].transient_bytes <= 2 * each + weight + 4

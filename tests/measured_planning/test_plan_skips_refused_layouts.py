@@ -168,7 +168,7 @@ def t5() -> ProfiledJob:
 
 
 def decided(found: ProfiledJob, cluster: str, *first: Candidate, grid: SearchSpace | None = None) -> ChosenLayout:
-    forecast = CostModel(profile=found.facts, cluster=parse_cluster(cluster))
+    forecast = CostModel(profile=found.profile, cluster=parse_cluster(cluster))
     rehearsal, options = CandidateChecker(ready=found.ready, original=found.original), [*map(forecast.estimate, first)]
     return choose_layout(
         rehearsal, forecast, grid=grid or SearchSpace(), deadline=time.monotonic() + 300, options=options
@@ -186,7 +186,7 @@ def test_what_numbers_alone_tell_is_asked_before_it_is_recommended() -> None:
 def test_what_was_refused_for_two_candidates_is_learnt_once() -> None:
     """All were to be timed here, and two were refused for the same: nothing is asked of the third."""
     found, why = learnt("norms"), "split along the sequence, this model gives different outputs"
-    forecast = CostModel(profile=replace(found.facts, refused={}), cluster=parse_cluster("2xA100-80G"))
+    forecast = CostModel(profile=replace(found.profile, refused={}), cluster=parse_cluster("2xA100-80G"))
     lost = {Candidate(cp=2, micro_batch_size=size): RejectedLayout(reason=why) for size in (2, 4, 8)}
     rehearsal = CandidateChecker(ready=found.ready, original=found.original)
     chosen = choose_layout(rehearsal, forecast, grid=SearchSpace(), deadline=0.0, rejected=lost)
@@ -203,7 +203,7 @@ def test_a_size_that_the_jobs_code_refused_where_it_was_timed_is_to_blame(
 ) -> None:
     """No replay refuses it; of an axis that cuts the model the same size says nothing more."""
     found = learnt("norms")
-    forecast = CostModel(profile=replace(found.facts, refused={}), cluster=parse_cluster("2xA100-80G"))
+    forecast = CostModel(profile=replace(found.profile, refused={}), cluster=parse_cluster("2xA100-80G"))
     lost = {
         Candidate(**axes, micro_batch_size=size): RejectedLayout(reason="no", is_job_error=True) for axes in layouts
     }
@@ -221,15 +221,15 @@ def test_no_time_to_measure_in_is_refused(seconds: float) -> None:
 
 
 def test_of_several_axes_the_one_to_blame_is_left_out(t5: ProfiledJob) -> None:
-    assert "cp" not in t5.facts.refused  # which a run alone knows
+    assert "cp" not in t5.profile.refused  # which a run alone knows
     found = decided(t5, "4xA100-80G", Candidate(cp=2, tp=2, sequence=True, micro_batch_size=8))
     assert found.best is not None and not found.best.error
-    assert {*found.forecast.profile.refused} - {*t5.facts.refused} == {"cp=2"}
+    assert {*found.forecast.profile.refused} - {*t5.profile.refused} == {"cp=2"}
     assert "two sequences" in found.forecast.profile.refused["cp=2"]
 
 
 def test_numbers_of_a_model_of_two_stacks_are_never_below_nothing(t5: ProfiledJob) -> None:
-    facts = t5.facts
+    facts = t5.profile
     names = ("matmul_flops", "attention_flops", "moved_bytes", "saved_bytes", "output_bytes", "peak_bytes", "tp_bytes")
     for part in facts.parts:
         for name in names:
@@ -248,7 +248,7 @@ def test_what_all_samples_share_may_grow_with_their_length() -> None:
 
 def test_a_microbatch_that_can_not_be_had_is_no_layout() -> None:
     found = learnt("norms")
-    assert "micro_batch_size=1" in found.facts.refused
+    assert "micro_batch_size=1" in found.profile.refused
     assert any("BatchNorm" in note for note in found.notes)
     best = decided(found, "8xA100-80G")
     assert all(row.estimate.candidate.micro_batch_size > 1 for row in best.advice.rows)

@@ -17,7 +17,7 @@ from tests.trainer.checks.test_assumptions_about_a_job import rare
 from tests.trainer.test_edge_cases_of_a_run import trained
 from tests.verification.test_detection_thresholds import verify
 
-SECOND = RunPosition(step=1, epoch=0, batch_start=8)  # whose samples have no target of b
+SECOND = RunPosition(steps_done=1, epoch=0, batch_start=8)  # whose samples have no target of b
 
 
 def only_b(output: Any, batch: Any) -> Any:

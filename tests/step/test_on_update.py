@@ -123,14 +123,14 @@ def test_the_average_of_the_weights_is_taken_after_they_were_moved() -> None:
 
 
 def test_the_reference_moves_it_too() -> None:
-    job, at = job_of(), RunPosition(step=0, epoch=0, batch_start=0)
+    job, at = job_of(), RunPosition(steps_done=0, epoch=0, batch_start=0)
     reference = Reference(
         job=job, config=ReferenceConfig(seed=0, global_batch_size=BATCH, micro_batch_size=MICRO), cast=lambda x: x
     )
     for step in range(STEPS):
         gradient = reference.compute_gradient(at)
         reference.update(gradient.total)
-        at = RunPosition(step=step + 1, epoch=0, batch_start=(step + 1) * BATCH)
+        at = RunPosition(steps_done=step + 1, epoch=0, batch_start=(step + 1) * BATCH)
     for name, value in plain(job).items():
         torch.testing.assert_close(reference.model.state_dict()[name], value, rtol=2.0**-44, atol=2.0**-44)
 

@@ -132,7 +132,7 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 def follow(made: TrainingSetup, *, steps: int = 6) -> None:
     """Each step: gradients, weights and buffers; over the short last batch and into the next epoch."""
-    right, given, at = alone(made), feed(made), RunPosition(step=0, epoch=0, batch_start=0)
+    right, given, at = alone(made), feed(made), RunPosition(steps_done=0, epoch=0, batch_start=0)
     for _ in range(steps):
         wanted = right.compute_gradient(at)
         result = made.step.run(next(given))
@@ -267,7 +267,7 @@ DRAW: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", DRAW)
 def test_a_model_that_begins_to_draw_is_run_again_in_turns(kind: str) -> None:
     made = built(make(lambda: Late(kind), samples=48), 2, micro=3)
-    right, given, at = alone(made), feed(made), RunPosition(step=0, epoch=0, batch_start=0)
+    right, given, at = alone(made), feed(made), RunPosition(steps_done=0, epoch=0, batch_start=0)
     for number in range(4):
         LATE["on"] = number >= 2
         wanted = right.compute_gradient(at)

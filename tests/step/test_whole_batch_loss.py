@@ -15,7 +15,7 @@ from paceline.comm.rank_threads import thread_worlds
 from paceline.errors import JobError
 from paceline.step.loss.batch_loss import gather_rows
 from paceline.torch_internals.pytree import map_tensors, tensor_leaves
-from paceline.verification.reference.whole_batch import merge_microbatches, merge_with_one_live
+from paceline.verification.reference.whole_batch import merge_microbatches, merge_with_one_attached
 from tests.conftest import Shop
 
 JOB = """
@@ -198,7 +198,7 @@ def test_columns_beside_tensors_are_joined_on_both_sides() -> None:
     parts, whole = [rows(0, 3), rows(3, 5), rows(5, 7)], rows(0, 7)
     whole["pair"] = Pair(whole["pair"].left, torch.tensor([0.0] * 3 + [3.0] * 2 + [5.0] * 2)[:, None].expand(7, 2))
     for batch in (
-        merge_with_one_live(parts, live=1, sizes=SIZES[:3]),
+        merge_with_one_attached(parts, attached_index=1, sizes=SIZES[:3]),
         merge_microbatches(parts, SIZES[:3], lambda: None),
     ):
         assert same(batch, whole)

@@ -96,7 +96,7 @@ def seen_with(dtype: torch.dtype, factor: float) -> tuple[RungResult, StepCompar
     reference = Reference(job=job_of(dtype), config=spec, cast=lambda batch: batch)
     rung_result = RungResult()
     judge = StepComparison(
-        reference=reference, position=RunPosition(step=0, epoch=0, batch_start=0), rung_result=rung_result
+        reference=reference, position=RunPosition(steps_done=0, epoch=0, batch_start=0), rung_result=rung_result
     )
     gradients = {name: value.clone() for name, value in judge.expected_gradient.items()}
     gradients["first.weight"] = (gradients["first.weight"].double() * factor).to(dtype)

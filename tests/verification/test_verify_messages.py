@@ -13,7 +13,7 @@ from paceline.errors import JobError
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.step.optimizer_update import OptimizerUpdate
 from paceline.verification.precision_cast import cast_model
-from paceline.verification.reference.whole_batch import merge_microbatches, merge_with_one_live
+from paceline.verification.reference.whole_batch import merge_microbatches, merge_with_one_attached
 from paceline.verification.tensor_distance import euclidean_distance
 from tests.verification.test_detection_thresholds import Net, job_of, verify
 
@@ -253,7 +253,7 @@ def test_lists_beside_tensors_are_joined_where_microbatches_are() -> None:
     parts = [{"x": torch.ones(n), "texts": ["a"] * n, "pair": (torch.ones(n), "k"), "none": None} for n in (2, 3)]
     one = merge_microbatches(parts, [2, 3], lambda: None)
     assert one["texts"] == ["a"] * 5 and len(one["x"]) == 5 and one["pair"][1] == "k"
-    assert merge_with_one_live(parts, live=1, sizes=[2, 3])["texts"] == ["a"] * 5
+    assert merge_with_one_attached(parts, attached_index=1, sizes=[2, 3])["texts"] == ["a"] * 5
     other = [*parts[:1], {**parts[1], "none": 3}]
     assert merge_microbatches(other, [2, 3], lambda: "read anew") == "read anew"
 

@@ -230,13 +230,13 @@ def _read_measurement(name: str, task: Task, outcome: CommandOutcome, steps: int
         step_seconds=median_of("time/step"),
         samples_per_second=median_of("samples_per_second"),
         tokens_per_second=median_of("tokens_per_second"),
-        memory_by_rank=[rank["held"] for rank in ranks],
-        sent_by_rank=[rank["sent"] for rank in ranks],
+        memory_by_rank=[rank["peak_bytes"] for rank in ranks],
+        sent_by_rank=[rank["sent_bytes"] for rank in ranks],
         losses=[(step, loss) for step, loss in history.points("loss") if step <= steps + 1],
         bubble=schedule.get("bubble"),
         planned_bubble=schedule.get("planned"),
         schedule=schedule.get("picture", ""),
-        notes=() if all(rank["kept"] is not None for rank in ranks) else (_THREADS_NOTE,),
+        notes=() if all(rank["is_peak_measured"] for rank in ranks) else (_THREADS_NOTE,),
     )
 
 

@@ -33,13 +33,13 @@ from paceline.run_folder.run_folder import RunFolder, run_of
 ENTRY = "paceline.measured_planning.auto_worker:write_choice"
 CHOICE_FILE = "auto.json"
 PLANNING_SECONDS = 20.0
-ORIGIN = "auto"
+ORIGIN = "auto"  # the origin of settings that a plan has chosen
 MICRO_BATCH_ALLOWANCE = "micro_batch_size"  # the name to pass to `--allow`
 _MICRO_BATCH_SETTING = f"train.{MICRO_BATCH_ALLOWANCE}"
 
 
 def refuse_auto_options(*, update: str, compress: str) -> None:
-    """Refuse options that a plan does not model.
+    """Refuse options of which a plan has no cost model.
 
     Raises:
         UsageError, LayoutError, Problems
@@ -104,23 +104,23 @@ def make_planning_task(task: Task) -> Task:
 
 def print_choice(task: Task, answer: Mapping[str, Any], machine: LocalMachine, *, quiet: bool = False) -> Task:
     """Print three lines about the chosen layout, and return the task with it."""
-    layouts = [FallbackLayout(**rung) for rung in answer["rungs"]]
+    fallback_layouts = [FallbackLayout(**fallback) for fallback in answer["rungs"]]
     cost = f"planned in {format_duration(answer['seconds'])}"
     cost += f", after {format_duration(machine.seconds)} of measuring this machine" if machine.seconds else ""
-    if layouts[0].source == TIMED:
+    if fallback_layouts[0].source == TIMED:
         cost += "; paceline plan timed its steps here"
-    elif layouts[0].longer != 1:
-        cost += f"; times are corrected by steps timed here, {layouts[0].longer:.2f} times the estimate"
+    elif fallback_layouts[0].longer != 1:
+        cost += f"; times are corrected by steps timed here, {fallback_layouts[0].longer:.2f} times the estimate"
     else:
         cost += "; its step time is an estimate: paceline plan measures it"
     replay_note = f", NOT REPLAYED ({answer['unreplayed']})" if answer.get("unreplayed") else ""
     lines = [
-        f"auto: {layouts[0]}, on {machine.cluster}{replay_note}",
+        f"auto: {fallback_layouts[0]}, on {machine.cluster}{replay_note}",
         f"why: {answer['why']}; {cost}",
         f"second: {answer['second']}",
     ]
     _print_lines(lines, quiet=quiet)
-    chosen = apply_layout(task, layouts)
+    chosen = apply_layout(task, fallback_layouts)
     return replace(chosen, options={**chosen.options, "auto": lines})
 
 
@@ -143,16 +143,16 @@ def apply_layout(task: Task, layouts: Sequence[FallbackLayout]) -> Task:
 
 
 def _layout_options(first: FallbackLayout, fallbacks: Sequence[FallbackLayout]) -> dict[str, Any]:
-    return {"forecast": first.as_json(), "rungs": [rung.as_json() for rung in fallbacks]}
+    return {"forecast": first.as_json(), "rungs": [fallback.as_json() for fallback in fallbacks]}
 
 
 def next_fallback_task(task: Task, failure: Failure | None) -> Task | None:
     """Return the task with its next fallback layout after out-of-memory, to resume from its newest checkpoint.
 
-    Return None if no fallback is left, or if the failure has another cause. A layout that was recommended without a
-    replay also falls back if it is refused.
+    The fallback also replaces a layout that is refused, if it was recommended without a replay. Return None if no
+    fallback is left, or if the failure has another cause.
     """
-    fallbacks = [FallbackLayout(**rung) for rung in task.options.get("rungs", ())]
+    fallbacks = [FallbackLayout(**fallback) for fallback in task.options.get("rungs", ())]
     if failure is None or not fallbacks:
         return None
     is_refused = failure.exit_code == ExitCode.REFUSED and not task.options["forecast"]["replayed"]

@@ -1,4 +1,4 @@
-"""The planning process of `--layout auto`, which runs before the workers start: the plan, and its fallbacks."""
+"""The planning process of `--layout auto`: it finds a layout and its fallbacks before the workers start."""
 
 import time
 from collections.abc import Mapping
@@ -43,14 +43,16 @@ def write_choice(payload: Mapping[str, Any]) -> int:
 def write_model_profile(payload: Mapping[str, Any]) -> int:
     """Write the profile of the job's model into the task's run folder, without a plan."""
     task = Task.from_json(payload)
-    ready = prepare(task)
-    write_json(Path(task.run) / CHOICE_FILE, compute_model_profile(ready, max_ranks=int(task.options["most_ranks"])))
+    prepared_job = prepare(task)
+    write_json(
+        Path(task.run) / CHOICE_FILE, compute_model_profile(prepared_job, max_ranks=int(task.options["most_ranks"]))
+    )
     return 0
 
 
-def compute_model_profile(ready: PreparedJob, *, max_ranks: int) -> dict[str, Any]:
+def compute_model_profile(prepared_job: PreparedJob, *, max_ranks: int) -> dict[str, Any]:
     """Return the model's profile, computed in this process."""
-    return {"facts": profile_for_plan(ready, max_ranks=max_ranks).facts.as_json()}
+    return {"facts": profile_for_plan(prepared_job, max_ranks=max_ranks).profile.as_json()}
 
 
 def plan_script_task(task: Task, *, job: Job) -> Task:
@@ -66,7 +68,7 @@ def plan_script_task(task: Task, *, job: Job) -> Task:
     )
 
 
-def choose_layouts_to_try(ready: PreparedJob, cluster: Cluster, *, seconds: float) -> dict[str, Any]:
+def choose_layouts_to_try(prepared_job: PreparedJob, cluster: Cluster, *, seconds: float) -> dict[str, Any]:
     """Return the layouts to try in order, the recommended one first, with reasons; replays stop after `seconds`.
 
     Raises:
@@ -74,27 +76,27 @@ def choose_layouts_to_try(ready: PreparedJob, cluster: Cluster, *, seconds: floa
         UsageError: the job's settings exclude a choice.
     """
     start_time = time.monotonic()
-    grid = make_search_space(ready.settings, command="--layout auto")
-    profiled_job = profile_for_plan(ready, max_ranks=cluster.ranks)
-    checker = CandidateChecker(ready=profiled_job.ready, original=ready)
-    timings = load_timings(ready, CostModel(profile=profiled_job.facts, cluster=cluster), grid=grid)
+    grid = make_search_space(prepared_job.settings, command="--layout auto")
+    profiled_job = profile_for_plan(prepared_job, max_ranks=cluster.ranks)
+    checker = CandidateChecker(ready=profiled_job.ready, original=prepared_job)
+    timings = load_timings(prepared_job, CostModel(profile=profiled_job.profile, cluster=cluster), grid=grid)
     choice = choose_layout(checker, timings.forecast, grid=grid, deadline=start_time + seconds, options=timings.options)
-    best, facts = choice.advice.recommended, choice.forecast.profile
+    best, profile = choice.advice.recommended, choice.forecast.profile
     replayed = None
     if choice.best is not None:
         replayed = (choice.best.peak_bytes, choice.best.parts or {})
-        store_plan(profiled_job.ready, facts, cluster, replayed={str(best.candidate): replayed})
+        store_plan(profiled_job.ready, profile, cluster, replayed={str(best.candidate): replayed})
     fallbacks = timings.apply_timings(fallback_layouts(choice.forecast, best, grid=grid))
     layouts = [build_calibrated_fallback(best, timings.forecast, source=ORIGIN, replayed=replayed)]
-    layouts += [build_calibrated_fallback(one, timings.forecast, source=ORIGIN) for one in fallbacks]
+    layouts += [build_calibrated_fallback(estimate, timings.forecast, source=ORIGIN) for estimate in fallbacks]
     return {
-        "rungs": [rung.as_json() for rung in layouts],
+        "rungs": [layout.as_json() for layout in layouts],
         "case": choice.advice.case.number,
         "why": "; ".join([choice.advice.rows[0].time_explanation, *profiled_job.notes]),
         "second": _second_choice_text(choice.advice, layouts),
         "unreplayed": choice.advice.not_replayed_reason,
         "seconds": time.monotonic() - start_time,
-        "facts": facts.as_json(),
+        "facts": profile.as_json(),
         "cluster": cluster.as_json(),
     }
 

@@ -1,4 +1,4 @@
-"""Choice of the recommended layout: the fastest one that fits in a replay."""
+"""Choose the recommended layout: the fastest one that fits in a replay."""
 
 import re
 import time
@@ -18,14 +18,14 @@ from paceline.planner.search.branch_and_bound import search
 from paceline.planner.search.search_space import FAMILY, SearchSpace, has_refused_option, is_layout_refused, option_keys
 from paceline.planner.search.shortlist import RejectedLayout, apply_measured_time, median_time_ratio
 
-_PROFILED_SAMPLES = 3  # the profiler has tried microbatches up to this size
+_PROFILED_SAMPLES = 3  # the profile has run microbatches up to this size
 _MAX_MISFITS = 3  # layouts of a family that do not fit before the family is dropped; two equal refusals drop it too
 _MAX_REFUSALS = 12  # after these, and after the time limit, the next one is recommended by its forecast
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenLayout:
-    """The chosen layout. `replays` has the replayed candidates, and the chosen one unless `advice.unreplayed`."""
+    """The chosen layout. `replays` lacks the chosen one if `advice.not_replayed_reason` says why."""
 
     forecast: CostModel
     advice: Advice
@@ -50,15 +50,15 @@ def choose_layout(
 ) -> ChosenLayout:
     """Return the best of `options`, or of the whole grid if none is left; `rejected` are known to be refused.
 
-    The recommended layout is replayed even after the `deadline`. Only if a dozen before it were refused, it is
+    The recommended layout is replayed even after the `deadline`. But if a dozen others were refused by then, it is
     recommended by its forecast, and the advice says so. With `replay_others` the best of the other families are
-    replayed too, as many as time allows. The next layout of its family replaces a refused one.
+    replayed too, as many as time allows. A refused layout is replaced by the next one of its family.
 
     Raises:
         LayoutError: nothing fits.
     """
     selection = _Selection(checker, forecast, grid, options)
-    for candidate, rejection in sorted((rejected or {}).items(), key=lambda one: _has_model_axes(one[0])):
+    for candidate, rejection in sorted((rejected or {}).items(), key=lambda item: _has_model_axes(item[0])):
         if _is_allowed(candidate, selection.forecast):  # an earlier refusal may have removed it
             selection.remove_rejected(candidate, rejection)
     case = None
@@ -98,7 +98,7 @@ def choose_named_layouts(
             *([] if replayed_layouts.recommended_row is None else [replayed_layouts.recommended_row]),
             *(row for row in rows if selection.has_time(row, deadline)),
         ]
-        row = next((one for one in pending if str(one.estimate.candidate) not in selection.replays), None)
+        row = next((row for row in pending if str(row.estimate.candidate) not in selection.replays), None)
         if row is None:
             return replayed_layouts, selection.replays
         selection.run_replay(row.estimate)
@@ -132,7 +132,7 @@ class _Selection:
         self._checker = checker
         self._grid = grid
         self._options = list(options)
-        self._families = {one.candidate.family for one in options}
+        self._families = {estimate.candidate.family for estimate in options}
         self._misfits = Counter[str]()
         self._reasons: dict[str, list[str]] = {}
 
@@ -148,7 +148,7 @@ class _Selection:
         candidate = row.estimate.candidate
         if str(candidate) in self.replays or not row.fits or self._misfits[candidate.family] >= _MAX_MISFITS:
             return False
-        seconds_per_block = max((one.seconds / max(1, one.work) for one in self.replays.values()), default=0.0)
+        seconds_per_block = max((done.seconds / max(1, done.work) for done in self.replays.values()), default=0.0)
         work = self._checker.work(candidate, row.estimate.stages, self.forecast)
         return seconds_per_block * work < deadline - time.monotonic()
 
@@ -175,7 +175,7 @@ class _Selection:
             forecast_estimate = self.forecast.estimate(candidate)
             ratio = result.peak_bytes / (forecast_estimate.peak_bytes - forecast_estimate.memory.reserve)
             self.forecast = self.forecast.with_memory_ratio(candidate.family, max(1.0, ratio))
-            self._options = [one for one in self._options if one.candidate != candidate]
+            self._options = [estimate for estimate in self._options if estimate.candidate != candidate]
 
     def remove_rejected(self, candidate: Candidate, rejection: RejectedLayout) -> None:
         """Remove a candidate that was refused during timing."""
@@ -194,24 +194,24 @@ class _Selection:
         parts = dict(_single_part_candidates(candidate))
         if not parts:
             raise LayoutError(error, hint="--layout single shows the full error")
-        axes = {word: one for word, one in parts.items() if word.partition("=")[0] in MODEL_AXES}
+        axes = {part: one for part, one in parts.items() if part.partition("=")[0] in MODEL_AXES}
         if len(axes) == 1 and self._checker.is_split_error(candidate, error):
             refused = dict.fromkeys(axes, error)  # refused in every layout that has this axis
         else:
             refused = self._refused_parts(axes, parts) or self._refused_parts(parts, parts)
-        for word, why in refused.items():
-            self._add_refused({word: why})
-            self._count_refusal(word.partition("=")[0], why)
+        for part, reason in refused.items():
+            self._add_refused({part: reason})
+            self._count_refusal(part.partition("=")[0], reason)
         if not refused:
             self._add_refused({str(candidate): error})
             self._count_refusal(next(iter(parts)) if len(parts) == 1 else f"{FAMILY}={candidate.family}", error)
 
     def _refused_parts(self, tested: Mapping[str, Candidate], parts: Mapping[str, Candidate]) -> dict[str, str]:
-        """Return the parts of a layout that are refused without the other parts, with reasons."""
+        """Return those of the `tested` parts of a layout that are refused without the other parts, with reasons."""
         if len(parts) == 1:
             return {}
-        reasons = {word: self._checker.refusal_reason(one, self.forecast) for word, one in tested.items()}
-        return {word: said for word, said in reasons.items() if said}
+        reasons = {part: self._checker.refusal_reason(candidate, self.forecast) for part, candidate in tested.items()}
+        return {part: reason for part, reason in reasons.items() if reason}
 
     def _count_refusal(self, part: str, error: str) -> None:
         """Remove a part of layouts after two refusals with the same reason, or three with any.
@@ -236,9 +236,9 @@ class _Selection:
         return {_micro_batch_part(candidate): reason} if reason else {}
 
     def _add_refused(self, refused: Mapping[str, str]) -> None:
-        facts = self.forecast.profile
+        profile = self.forecast.profile
         if refused:
-            self.forecast = self.forecast.with_profile(replace(facts, refused={**facts.refused, **refused}))
+            self.forecast = self.forecast.with_profile(replace(profile, refused={**profile.refused, **refused}))
 
     def _is_available(self, candidate: Candidate) -> bool:
         fits = str(candidate) in self.replays or self.forecast.estimate(candidate).fits
@@ -246,15 +246,15 @@ class _Selection:
 
     def _available_options(self) -> list[Estimate]:
         """Return the options that were not refused, and the next candidate of each family that has none left."""
-        available = [one for one in self._options if self._is_available(one.candidate)]
+        available = [estimate for estimate in self._options if self._is_available(estimate.candidate)]
         if not available:
             return []
-        if lost_families := self._families - {one.candidate.family for one in available}:
-            timed = {str(one.candidate): one.measured_time for one in self._options if one.measured_time is not None}
-            plain = [self.forecast.estimate(one.candidate) for one in self._options if one.measured_time is not None]
-            usual, best = median_time_ratio(plain, timed), search(self.forecast, grid=self._grid).best
+        if lost_families := self._families - {estimate.candidate.family for estimate in available}:
+            timed = {str(e.candidate): e.measured_time for e in self._options if e.measured_time is not None}
+            forecasts = [self.forecast.estimate(e.candidate) for e in self._options if e.measured_time is not None]
+            typical_ratio, best = median_time_ratio(forecasts, timed), search(self.forecast, grid=self._grid).best
             available += [
-                apply_measured_time(best[family], {}, default_ratio=usual)
+                apply_measured_time(best[family], {}, default_ratio=typical_ratio)
                 for family in sorted(lost_families)
                 if family in best
             ]
@@ -262,11 +262,11 @@ class _Selection:
 
 
 def _is_allowed(candidate: Candidate, forecast: CostModel) -> bool:
-    facts = forecast.profile
+    profile = forecast.profile
     return not (
-        has_refused_option(candidate, facts)
-        or is_layout_refused(candidate, facts)
-        or _micro_batch_part(candidate) in facts.refused
+        has_refused_option(candidate, profile)
+        or is_layout_refused(candidate, profile)
+        or _micro_batch_part(candidate) in profile.refused
     )
 
 

@@ -1,4 +1,4 @@
-"""Depth extrapolation: the memory of a deep model's step, from replays with few blocks per stage; exact and faster."""
+"""Depth extrapolation: compute a deep model's memory exactly, from faster replays with few blocks per stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,12 +20,12 @@ from paceline.schedule.registry import find_schedule
 
 _MIN_BLOCKS = 4  # blocks of a stage: the two at each end may depend on the layers before and after the blocks
 _MAX_REPLAYED_SHARE = 0.7  # share of all blocks: above it, a replay of the whole model is as fast
-_Run = tuple[list[MemoryTimeline], list[StageMemory]]
+_Run = tuple[list[MemoryTimeline], list[StageMemory]]  # by pipeline rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ExtrapolationPlan:
-    """An extrapolation plan: each group of pipeline stages gets one more block, in a replay of its own."""
+    """A plan of replays: one with few blocks, and one for each group of pipeline stages that get one more block."""
 
     stages_by_rank: tuple[tuple[int, ...], ...]
     groups: tuple[tuple[int, ...], ...]
@@ -33,10 +33,7 @@ class _ExtrapolationPlan:
 
 @dataclass(frozen=True, eq=False)
 class DepthExtrapolation:
-    """A job whose model is a chain of equal blocks, of which a few may represent all; results are cached.
-
-    Its model is built on fake tensors (`build_once`).
-    """
+    """The extrapolation for one job, whose model is built on fake tensors (`build_once`); results are cached."""
 
     job: Job
     settings: Settings
@@ -48,7 +45,7 @@ class DepthExtrapolation:
 
     @cached_property
     def is_representative(self) -> bool:
-        """Return whether few of its blocks represent all of them."""
+        """Return whether a few blocks of the model represent all of them."""
         try:
             return are_blocks_representative(self.job, self.settings)
         except Exception as error:  # the whole replay reports the error
@@ -126,9 +123,9 @@ def are_blocks_representative(job: Job, settings: Settings) -> bool:
     if shorter is None or longer is None:
         return False
     timelines = []
-    for each in (shorter[0], longer[0], job):
+    for replayed_job in (shorter[0], longer[0], job):
         timelines.append(MemoryTimeline())
-        replay(each, _set_stage_depths(settings, ()), single_plan, timelines=timelines[-1:], warm_up=False)
+        replay(replayed_job, _set_stage_depths(settings, ()), single_plan, timelines=timelines[-1:], warm_up=False)
     extrapolated = extrapolate(timelines[0], timelines[1], shorter[1] - _MIN_BLOCKS)
     return extrapolated is not None and extrapolated.parts == timelines[2].parts
 
@@ -150,12 +147,12 @@ def _plan_extrapolation(settings: Settings, plan: ExecutionPlan, blocks: Sequenc
         owners = rule.placement(ranks=ranks, virtual=plan.asked.virtual or rule.virtual)
     if len(blocks) != len(owners) or min(blocks) < _MIN_BLOCKS:
         return None
-    stages_of = tuple(tuple(s for s, owner in enumerate(owners) if owner == rank) for rank in range(ranks))
-    if all(len({blocks[stage] for stage in own}) == 1 for own in stages_of):
+    stages_by_rank = tuple(tuple(s for s, owner in enumerate(owners) if owner == rank) for rank in range(ranks))
+    if all(len({blocks[stage] for stage in rank_stages}) == 1 for rank_stages in stages_by_rank):
         groups = [tuple(range(len(owners)))]
     else:
-        groups = list(zip(*stages_of, strict=True))
-    extrapolation = _ExtrapolationPlan(stages_by_rank=stages_of, groups=tuple(groups))
+        groups = list(zip(*stages_by_rank, strict=True))
+    extrapolation = _ExtrapolationPlan(stages_by_rank=stages_by_rank, groups=tuple(groups))
     return extrapolation if sum(map(sum, _depth_lists(extrapolation))) < _MAX_REPLAYED_SHARE * sum(blocks) else None
 
 
@@ -169,26 +166,27 @@ def _combine_runs(
     runs: Sequence[_Run], blocks: Sequence[int], extrapolation: _ExtrapolationPlan
 ) -> list[StageMemory] | None:
     stages = []
-    for rank, own in enumerate(extrapolation.stages_by_rank):
-        base, *longer_runs = [(journals[rank], seen[rank]) for journals, seen in runs]
+    for rank, rank_stages in enumerate(extrapolation.stages_by_rank):
+        base, *longer_runs = [(timelines[rank], memories[rank]) for timelines, memories in runs]
         added_blocks = [
-            next(blocks[stage] for stage in own if stage in group) - _MIN_BLOCKS for group in extrapolation.groups
+            next(blocks[stage] for stage in rank_stages if stage in group) - _MIN_BLOCKS
+            for group in extrapolation.groups
         ]
         peak = extrapolate_peak(
-            base[0], [(journal, n) for (journal, _), n in zip(longer_runs, added_blocks, strict=True)]
+            base[0], [(timeline, n) for (timeline, _), n in zip(longer_runs, added_blocks, strict=True)]
         )
         if peak is None:
             return None
-        between = _extrapolate_memory(
+        between_steps = _extrapolate_memory(
             base[1].between_steps,
-            [(seen.between_steps, n) for (_, seen), n in zip(longer_runs, added_blocks, strict=True)],
+            [(memory.between_steps, n) for (_, memory), n in zip(longer_runs, added_blocks, strict=True)],
         )
-        stages.append(StageMemory(between_steps=between, peak=peak))
+        stages.append(StageMemory(between_steps=between_steps, peak=peak))
     return stages
 
 
 def _max_bucketed_elements(plan: ExecutionPlan) -> int:
-    """Return the elements above which a tensor gets a bucket of its own: then no bucket spans two blocks."""
+    """Return the number of elements above which a tensor gets its own bucket, so that no bucket spans two blocks."""
     item_bytes = 2 if plan.asked.params == "bf16" else 4
     return LARGE_PARAMETER_BYTES // item_bytes * plan.mesh.tp * plan.mesh.ep
 
@@ -201,8 +199,8 @@ def _set_stage_depths(settings: Settings, depths: tuple[int, ...]) -> Settings:
 
 def _extrapolate_memory(base: MemoryByKind, longer_runs: Sequence[tuple[MemoryByKind, int]]) -> MemoryByKind:
     def extrapolated(kind: str) -> int:
-        own: int = getattr(base, kind)
-        further: int = sum((getattr(held, kind) - own) * blocks for held, blocks in longer_runs)
-        return own + further
+        base_bytes: int = getattr(base, kind)
+        added_bytes: int = sum((getattr(memory, kind) - base_bytes) * blocks for memory, blocks in longer_runs)
+        return base_bytes + added_bytes
 
-    return MemoryByKind(**{each.name: extrapolated(each.name) for each in fields(MemoryByKind)})
+    return MemoryByKind(**{field.name: extrapolated(field.name) for field in fields(MemoryByKind)})

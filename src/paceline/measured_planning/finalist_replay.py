@@ -1,4 +1,4 @@
-"""Replay of a plan's finalists: the run's own step on fake tensors, and the checks that need real values."""
+"""Check a plan's finalists: replay the run's step on fake tensors, and run the checks that need real values."""
 
 import time
 from collections.abc import Mapping
@@ -26,9 +26,9 @@ from paceline.trainer.setup.prepare import PreparedJob
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedCandidate:
-    """The replay of a candidate: its stage with the highest peak, or the `error` with which it is refused.
+    """The result of a candidate's replay: the stage with the highest peak, or the `error` with which it is refused.
 
-    `is_job_error` is true if the job's code raised the error.
+    `is_job_error` is true if the job's code raised the error. `work` is the number of blocks that the replay ran.
     """
 
     layout: str
@@ -42,7 +42,7 @@ class CheckedCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateChecker:
-    """A cache of replays. `ready` has a model on fake tensors, `original` is the job as it is."""
+    """Replays candidates and caches the results. `ready` has a model on fake tensors, `original` is the user's job."""
 
     ready: PreparedJob
     original: PreparedJob
@@ -83,13 +83,13 @@ class CandidateChecker:
     def _run_replay(
         self, candidate: Candidate, stage_blocks: tuple[int, ...], forecast: CostModel, was_timed: bool
     ) -> CheckedCandidate:
-        start_time, facts = time.monotonic(), forecast.profile
+        start_time, profile = time.monotonic(), forecast.profile
         try:
             if not was_timed:
-                self._check_split_model(candidate, facts)
-            plan = make_candidate_plan(candidate, facts, forecast.cluster.device.kind)
+                self._check_split_model(candidate, profile)
+            plan = make_candidate_plan(candidate, profile, forecast.cluster.device.kind)
             settings = set_stages(self.ready.settings, stage_blocks)
-            blocks = _blocks_per_stage(candidate, stage_blocks, facts)
+            blocks = _blocks_per_stage(candidate, stage_blocks, profile)
             stages = self.depth_extrapolation.replay(settings, plan, blocks)
         except DataError:
             raise
@@ -108,11 +108,11 @@ class CandidateChecker:
             work=self.work(candidate, stage_blocks, forecast),
         )
 
-    def _check_split_model(self, candidate: Candidate, facts: ModelProfile) -> None:
-        """Check that cp and ep compute the same as the whole model.
+    def _check_split_model(self, candidate: Candidate, profile: ModelProfile) -> None:
+        """Check that the model split by cp and ep computes the same as the whole model.
 
         Raises:
-            LayoutError: they give another result.
+            LayoutError: it gives a different result.
         """
         key = (candidate.cp, candidate.ep)
         if key == (1, 1):
@@ -120,7 +120,7 @@ class CandidateChecker:
         if key not in self.split_errors:
             self.split_errors[key] = ""
             try:
-                check_split_model(self.original, cp=candidate.cp, ep=candidate.ep, elements=facts.parameters)
+                check_split_model(self.original, cp=candidate.cp, ep=candidate.ep, elements=profile.parameters)
             except LayoutError as error:
                 self.split_errors[key] = error.what
         if self.split_errors[key]:
@@ -145,20 +145,20 @@ def apply_replay(row: PlanRow, replays: Mapping[str, CheckedCandidate], device: 
     return replace(row, estimate=estimate, replayed=True)
 
 
-def make_candidate_plan(candidate: Candidate, facts: ModelProfile, device: str) -> ExecutionPlan:
+def make_candidate_plan(candidate: Candidate, profile: ModelProfile, device: str) -> ExecutionPlan:
     """Return the execution plan of a run with this candidate."""
     return make_execution_plan(
         layout=candidate.layout_spec,
         update=parse_update("sync"),
         cluster=Resources(ranks=candidate.ranks, device=device),
-        facts=JobFacts(global_batch_size=facts.global_batch_size, micro_batch_size=candidate.micro_batch_size),
+        facts=JobFacts(global_batch_size=profile.global_batch_size, micro_batch_size=candidate.micro_batch_size),
     )
 
 
-def _blocks_per_stage(candidate: Candidate, stage_blocks: tuple[int, ...], facts: ModelProfile) -> tuple[int, ...]:
+def _blocks_per_stage(candidate: Candidate, stage_blocks: tuple[int, ...], profile: ModelProfile) -> tuple[int, ...]:
     """Return the blocks in each stage: those of the forecast, or an equal split."""
     stages = candidate.pp * candidate.virtual
-    quotient, remainder = divmod(len(facts.blocks), stages)
+    quotient, remainder = divmod(len(profile.blocks), stages)
     return stage_blocks or tuple(quotient + (stage < remainder) for stage in range(stages))
 
 

@@ -1,4 +1,4 @@
-"""Memory replay: a run's own step, placed as in the run, on fake tensors and simulated ranks."""
+"""Memory replay: run the step of a layout on fake tensors and simulated ranks, and return the memory of each stage."""
 
 import gc
 from collections.abc import Sequence
@@ -100,20 +100,20 @@ def _replay_stage(
     )
     with fake_mode:
         fake_mode.comparisons_hold = False
-        built = build_training_setup(job=job, settings=settings, plan=plan, world=world)
+        setup = build_training_setup(job=job, settings=settings, plan=plan, world=world)
         fake_mode.comparisons_hold = True
-        updated_tensors = [member.parameter for member in built.named_parameters]
-        optimizers = built.update.optimizers
+        updated_tensors = [member.parameter for member in setup.named_parameters]
+        optimizers = setup.update.optimizers
         step_inputs = _read_batches(
-            built, plan, built.step.num_retained_batches if step_rule(plan.update_rule).traits.reads_samples else 2
+            setup, plan, setup.step.num_retained_batches if step_rule(plan.update_rule).traits.reads_samples else 2
         )
         warm_up_plan = _warm_up_plan(plan)
         if warm_up:
-            built.step.run(step_inputs[-2] if warm_up_plan is None else _read_batches(built, warm_up_plan, 1)[0])
+            setup.step.run(step_inputs[-2] if warm_up_plan is None else _read_batches(setup, warm_up_plan, 1)[0])
         left_out_bytes = _left_out_bytes(step_inputs, full_plan, plan)
         gc.collect()  # garbage in cycles is not part of the step
         tracker = MemoryTracker(
-            model=built.model,
+            model=setup.model,
             optimizers=optimizers,
             updated_tensors=updated_tensors,
             other_storages=storage_tracker.storages(),
@@ -122,25 +122,25 @@ def _replay_stage(
             on_operation=None if timeline is None else timeline.record,
             on_phase_change=None if timeline is None else timeline.start_part,
         )
-        with tracker, _record_parts(built, timeline):
-            built.step.run(step_inputs[-1])
-        between_steps = memory_at_rest(model=built.model, optimizers=optimizers, updated_tensors=updated_tensors)
-        built.close()
+        with tracker, _record_parts(setup, timeline):
+            setup.step.run(step_inputs[-1])
+        between_steps = memory_at_rest(model=setup.model, optimizers=optimizers, updated_tensors=updated_tensors)
+        setup.close()
     trim_heap()
     return StageMemory(between_steps=between_steps, peak=tracker.peak)
 
 
-def _read_batches(built: TrainingSetup, plan: ExecutionPlan, count: int) -> list[StepInput]:
-    partition = build_partition(plan, built.settings, built.worlds.data)
-    return read_first(built.data, built.settings, partition=partition, count=count)
+def _read_batches(setup: TrainingSetup, plan: ExecutionPlan, count: int) -> list[StepInput]:
+    partition = build_partition(plan, setup.settings, setup.worlds.data)
+    return read_first(setup.data, setup.settings, partition=partition, count=count)
 
 
-def _record_parts(built: TrainingSetup, timeline: MemoryTimeline | None) -> AbstractContextManager[None]:
+def _record_parts(setup: TrainingSetup, timeline: MemoryTimeline | None) -> AbstractContextManager[None]:
     """Return a context that starts a new part of the timeline after each action of a pipeline stage."""
-    passes = built.step.forward_backward
-    if timeline is None or not isinstance(passes, PipelineForwardBackward):
+    forward_backward = setup.step.forward_backward
+    if timeline is None or not isinstance(forward_backward, PipelineForwardBackward):
         return nullcontext()
-    return passes.observe_actions(lambda *_: timeline.start_part())
+    return forward_backward.observe_actions(lambda *_: timeline.start_part())
 
 
 def _warm_up_plan(plan: ExecutionPlan) -> ExecutionPlan | None:
@@ -153,10 +153,10 @@ def _warm_up_plan(plan: ExecutionPlan) -> ExecutionPlan | None:
 
 
 def _left_out_bytes(step_inputs: Sequence[StepInput], full_plan: ExecutionPlan, short_plan: ExecutionPlan) -> int:
-    """Return the data bytes of left-out microbatches: on a CPU of all batches in memory, on a device of one."""
-    short_rounds, full_rounds = (-(-one.num_micro // one.replicas) for one in (short_plan, full_plan))
+    """Return the bytes of data of left-out microbatches: on a CPU those of all batches in memory, on a GPU of one."""
+    short_rounds, full_rounds = (-(-plan.num_micro // plan.replicas) for plan in (short_plan, full_plan))
     microbatch_bytes = element_bytes(
-        [t for t in tensor_leaves([one.data for one in step_inputs[-1].micro[-1:]]) if t.layout is torch.strided]
+        [t for t in tensor_leaves([micro.data for micro in step_inputs[-1].micro[-1:]]) if t.layout is torch.strided]
     )
     batches = len(step_inputs)
     return microbatch_bytes * max(
@@ -185,8 +185,7 @@ def _rounds_to_fill_pipeline(plan: ExecutionPlan, rounds: int) -> int:
     virtual = plan.asked.virtual or rule.virtual
 
     def in_flight(micro: int) -> list[int]:
-        places = range(ranks)
-        return [max_in_flight(rule.name, ranks=ranks, micro=micro, virtual=virtual, rank=place) for place in places]
+        return [max_in_flight(rule.name, ranks=ranks, micro=micro, virtual=virtual, rank=rank) for rank in range(ranks)]
 
     first, step = (ranks + 2, 1) if rule.name == "1f1b" else (2 * ranks, ranks)
     return next((micro for micro in range(first, rounds, step) if in_flight(micro) == in_flight(rounds)), rounds)

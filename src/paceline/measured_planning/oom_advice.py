@@ -33,7 +33,7 @@ from paceline.run_folder.run_folder import RunFolder
 PROFILE_ENTRY = "paceline.measured_planning.auto_worker:write_model_profile"
 _USABLE_SHARE = 0.9  # share of the available memory that a restart may need
 _LIBRARIES_BYTES = 64 << 20  # needed by training itself: stacks of threads, buffers of libraries
-_TYPICAL_DEVICE = Device(  # one core: only the ratios of its rates are used, and the page says so
+_TYPICAL_DEVICE = Device(  # one core: only the ratios of its rates matter, and the advice says that it is typical
     name="a typical processor", kind="cpu", memory_bytes=1e15, flops_per_second={"fp32": 5e10}, bytes_per_second=5e9
 )
 _TYPICAL_LINK = Link(name="memory", latency_seconds=1e-4, bytes_per_second=2e9)
@@ -61,10 +61,10 @@ def cheaper_layouts(
     if not parse_update(task.update).has_cost_model:
         return OomAdvice()
     try:
-        facts = model_profile_from_json(profile_model(task)["facts"])
-        candidate = _candidate(task, facts)
+        profile = model_profile_from_json(profile_model(task)["facts"])
+        candidate = _candidate(task, profile)
         cluster = cached_local_cluster(ranks=task.ranks, device=task.device)
-        forecast = CostModel(profile=facts, cluster=cluster or _typical_cluster(task))
+        forecast = CostModel(profile=profile, cluster=cluster or _typical_cluster(task))
         if (oversized_line := _oversized_allocation_line(forecast, candidate, failure)) is not None:
             return OomAdvice(lines=(oversized_line,))
         forecast = _limit_to_available_memory(forecast, candidate, failure)
@@ -73,7 +73,7 @@ def cheaper_layouts(
         return OomAdvice()
     layouts = [build_fallback(change.estimate) for change in changes]
     lines = [
-        *_breakdown(forecast, candidate, failure),
+        *_breakdown_lines(forecast, candidate, failure),
         *_advice_lines(changes, layouts, forecast, candidate, cluster, command_for),
     ]
     return OomAdvice(lines=tuple(lines), first_layout=layouts[0] if layouts else None)
@@ -100,21 +100,21 @@ def model_profile_of_run(task: Task) -> Mapping[str, Any]:
     return dict(read_json(folder.path / CHOICE_FILE))
 
 
-def _candidate(task: Task, facts: ModelProfile) -> Candidate:
+def _candidate(task: Task, profile: ModelProfile) -> Candidate:
     layout = parse_layout(task.layout)
     mesh = resolve_mesh(layout, ranks=task.ranks, problems=[])
     requested = task.settings.get("train.micro_batch_size")
     with suppress(OSError, ValueError, KeyError):
         requested = read_json(Path(task.run) / "plan.json")["micro_batch_size"]
-    share = -(-facts.global_batch_size // mesh.replicas)
-    micro = int(requested or share)
+    samples_per_replica = -(-profile.global_batch_size // mesh.replicas)
+    micro_batch_size = int(requested or samples_per_replica)
     return candidate_from_layout(
-        layout, mesh, micro_batch_size=micro, precision=facts.precision, compiles=facts.compiles
+        layout, mesh, micro_batch_size=micro_batch_size, precision=profile.precision, compiles=profile.compiles
     )
 
 
 def _oversized_allocation_line(forecast: CostModel, candidate: Candidate, failure: Failure) -> str | None:
-    """Return a line if the failed allocation is larger than the forecast for the whole rank: no layout explains it."""
+    """Return a line if the failed allocation is larger than the whole rank's forecast, which no layout explains."""
     forecast_bytes = forecast.estimate(candidate).peak_bytes
     if failure.requested_bytes <= forecast_bytes:
         return None
@@ -126,7 +126,7 @@ def _oversized_allocation_line(forecast: CostModel, candidate: Candidate, failur
 
 
 def _limit_to_available_memory(forecast: CostModel, candidate: Candidate, failure: Failure) -> CostModel:
-    """Return the forecast for devices with the memory that is available here, corrected by the forecast's error."""
+    """Return the forecast for devices with the memory that is available here, less by the forecast's own error."""
     reserve = forecast.cluster.device.reserve_bytes
     forecast_bytes = forecast.estimate(candidate).peak_bytes - reserve
     held_bytes: Mapping[str, int] = failure.said.get("held") or {}
@@ -145,7 +145,7 @@ def _limit_to_available_memory(forecast: CostModel, candidate: Candidate, failur
     return forecast.with_memory_limit(reserve + _USABLE_SHARE * available)
 
 
-def _breakdown(forecast: CostModel, candidate: Candidate, failure: Failure) -> Iterator[str]:
+def _breakdown_lines(forecast: CostModel, candidate: Candidate, failure: Failure) -> Iterator[str]:
     """Yield the forecast memory breakdown, if the process could not report its own."""
     if "parameters" in (failure.said.get("held") or {}):
         return
@@ -168,12 +168,12 @@ def _advice_lines(
         return
     note = "" if cluster is not None else " (times are for a typical machine: this one was not measured yet)"
     yield f"The cheapest changes, by forecast{note}:"
-    for number, (change, rung) in enumerate(zip(changes, layouts, strict=True), 1):
+    for number, (change, layout) in enumerate(zip(changes, layouts, strict=True), 1):
         saved = format_size(round(current.peak_bytes - change.estimate.peak_bytes))
         slowdown = f"{change.seconds / current.step_seconds:+.0%} time"
         added_seconds = f" ({format_duration(abs(change.seconds))} per step)" if cluster is not None else ""
         yield f"  {number}. {change.description}: {saved} less, {slowdown}{added_seconds}"
-        yield f"     {command_for(rung)}"
+        yield f"     {command_for(layout)}"
 
 
 def _typical_cluster(task: Task) -> Cluster:

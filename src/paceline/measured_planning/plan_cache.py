@@ -18,27 +18,32 @@ from paceline.trainer.diagnostics.forecast_lookup import stored_plan_key
 from paceline.trainer.setup.prepare import PreparedJob
 
 SOURCE = "plan"
-ReplayedBytes = tuple[int, Mapping[str, int]]
+ReplayedBytes = tuple[int, Mapping[str, int]]  # the peak, and its bytes by kind
 
 
 def store_plan(
-    ready: PreparedJob, facts: ModelProfile, cluster: Cluster, *, replayed: Mapping[str, ReplayedBytes]
+    prepared_job: PreparedJob, profile: ModelProfile, cluster: Cluster, *, replayed: Mapping[str, ReplayedBytes]
 ) -> None:
-    """Store the model's profile, the cluster, and the replayed bytes of its layouts with their parts."""
+    """Store the model's profile, the cluster, and the replayed bytes by candidate."""
     with suppress(PacelineError, OSError):  # the job of a script has no file of its own
         save_plan(
-            stored_plan_key(ready), {"facts": facts.as_json(), "cluster": cluster.as_json(), "replayed": replayed}
+            stored_plan_key(prepared_job),
+            {"facts": profile.as_json(), "cluster": cluster.as_json(), "replayed": replayed},
         )
 
 
-def estimate_for_run(stored: Mapping[str, Any], ready: PreparedJob, *, parameters: int) -> FallbackLayout | None:
-    """Return the estimate for a run's layout, on this machine if it was measured, else on the planned one.
+def estimate_for_run(stored: Mapping[str, Any], prepared_job: PreparedJob, *, parameters: int) -> FallbackLayout | None:
+    """Return the estimate for a run's layout, on this machine if it is benchmarked, else on the planned cluster.
 
     Steps that were timed here replace forecast times.
     """
-    plan, facts, cluster = ready.plan, model_profile_from_json(stored["facts"]), cluster_from_json(stored["cluster"])
-    trained = facts.parameters - sum(part.frozen_parameters for part in facts.parts)
-    if trained != parameters or facts.global_batch_size != plan.global_batch_size:
+    plan, profile, cluster = (
+        prepared_job.plan,
+        model_profile_from_json(stored["facts"]),
+        cluster_from_json(stored["cluster"]),
+    )
+    trained = profile.parameters - sum(part.frozen_parameters for part in profile.parts)
+    if trained != parameters or profile.global_batch_size != plan.global_batch_size:
         return None
     if (local_cluster := cached_local_cluster(ranks=plan.mesh.ranks, device=plan.device)) is not None:
         replayed = stored["replayed"] if cluster.device.kind == local_cluster.device.kind else {}
@@ -47,13 +52,13 @@ def estimate_for_run(stored: Mapping[str, Any], ready: PreparedJob, *, parameter
         replayed = stored["replayed"]
     else:
         return None
-    precision, forecast = ready.settings.train.precision, CostModel(profile=facts, cluster=cluster)
+    precision, forecast = prepared_job.settings.train.precision, CostModel(profile=profile, cluster=cluster)
     candidate = candidate_from_layout(
-        plan.asked, plan.mesh, micro_batch_size=plan.micro_batch_size, precision=precision, compiles=facts.compiles
+        plan.asked, plan.mesh, micro_batch_size=plan.micro_batch_size, precision=precision, compiles=profile.compiles
     )
     replayed_bytes = replayed.get(str(candidate))
     return build_calibrated_fallback(
-        apply_stored_timing(ready, forecast, forecast.estimate(candidate)),
+        apply_stored_timing(prepared_job, forecast, forecast.estimate(candidate)),
         forecast,
         source=SOURCE,
         replayed=None if replayed_bytes is None else (int(replayed_bytes[0]), replayed_bytes[1]),

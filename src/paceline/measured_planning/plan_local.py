@@ -1,4 +1,4 @@
-"""Planning for the machines of this process's ranks, from a machine benchmark and from timed steps."""
+"""Plan for the machines of this process's ranks, with a machine benchmark and timed steps."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -59,14 +59,14 @@ class ProfiledJob:
 
     original: PreparedJob
     ready: PreparedJob
-    facts: ModelProfile
+    profile: ModelProfile
     depths: Sequence[int]
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayouts:
-    """The forecast of a job, and the layouts to choose from, all of which fit by forecast.
+    """The forecast of a job, and the layouts to choose from (`options`), all of which fit by forecast.
 
     `rejected` are those that were refused during timing, with reasons; `other_cpu_share` is the share of the cores that
     other programs used meanwhile.
@@ -81,17 +81,17 @@ class PlannedLayouts:
 
 
 @freeze_existing_objects()
-def profile_for_plan(ready: PreparedJob, *, max_ranks: int) -> ProfiledJob:
+def profile_for_plan(prepared_job: PreparedJob, *, max_ranks: int) -> ProfiledJob:
     """Return the job's profile, found without a device and without the model's memory.
 
     Raises:
         PacelineError: the job can't be traced.
     """
-    original = ready
+    original = prepared_job
     try:
-        ready, notes = prepare_for_profiling(ready)
-        depths = truncate_depth(ready.job)[1]
-        facts = profile_model(ready.job, ready.settings, max_ranks=max_ranks)
+        prepared_job, notes = prepare_for_profiling(prepared_job)
+        depths = truncate_depth(prepared_job.job)[1]
+        profile = profile_model(prepared_job.job, prepared_job.settings, max_ranks=max_ranks)
     except PacelineError:
         raise
     except Exception as error:  # of the job's own code
@@ -99,7 +99,11 @@ def profile_for_plan(ready: PreparedJob, *, max_ranks: int) -> ProfiledJob:
             raise
         raise _profiling_error(error) from error
     return ProfiledJob(
-        original=original, ready=ready, facts=facts, depths=depths if can_truncate_blocks(ready) else [], notes=notes
+        original=original,
+        ready=prepared_job,
+        profile=profile,
+        depths=depths if can_truncate_blocks(prepared_job) else [],
+        notes=notes,
     )
 
 
@@ -114,28 +118,28 @@ def _profiling_error(error: Exception) -> JobError:
 
 
 def plan_local_layouts(
-    ready: PreparedJob, request: LocalMachineRequest, *, layouts: Sequence[str] = ()
+    prepared_job: PreparedJob, request: LocalMachineRequest, *, layouts: Sequence[str] = ()
 ) -> PlannedLayouts | None:
     """Time the best or the named layouts, and return them with the profile on rank 0; None on other ranks.
 
     Every rank calls this. Rank 0 profiles the job on tensors without memory, before the process group is created.
     """
-    launch_info, grid = LaunchInfo.read(os.environ), make_search_space(ready.settings, command="paceline plan")
-    profiled_job = profile_for_plan(ready, max_ranks=launch_info.world_size) if launch_info.rank == 0 else None
-    world = join_world(ready)  # not closed after an error: other ranks would see that before its message
-    cluster = _measure_cluster(ready, request, world)
+    launch_info, grid = LaunchInfo.read(os.environ), make_search_space(prepared_job.settings, command="paceline plan")
+    profiled_job = profile_for_plan(prepared_job, max_ranks=launch_info.world_size) if launch_info.rank == 0 else None
+    world = join_world(prepared_job)  # not closed after an error: other ranks would see that before its message
+    cluster = _measure_cluster(prepared_job, request, world)
     planned = None
     if profiled_job is None:
         if request.seconds:
-            _time_options(ready, [], (), world=world, seconds=request.seconds)
+            _time_options(prepared_job, [], (), world=world, seconds=request.seconds)
     else:
-        forecast = CostModel(profile=profiled_job.facts, cluster=cluster)
-        options = _named_options(ready, forecast, layouts) if layouts else shortlist(forecast, grid=grid)
+        forecast = CostModel(profile=profiled_job.profile, cluster=cluster)
+        options = _named_estimates(prepared_job, forecast, layouts) if layouts else shortlist(forecast, grid=grid)
         rejected: dict[Candidate, RejectedLayout] = {}
         other_cpu_share = 0.0
         if request.seconds:
             options, rejected, other_cpu_share = _time_options(
-                ready, options, profiled_job.depths, world=world, seconds=request.seconds
+                prepared_job, options, profiled_job.depths, world=world, seconds=request.seconds
             )
         planned = PlannedLayouts(
             profiled_job=profiled_job,
@@ -149,39 +153,49 @@ def plan_local_layouts(
     return planned
 
 
-def _named_options(ready: PreparedJob, forecast: CostModel, layouts: Sequence[str]) -> list[Estimate]:
+def _named_estimates(prepared_job: PreparedJob, forecast: CostModel, layouts: Sequence[str]) -> list[Estimate]:
     """Return the named layouts that use all ranks and fit."""
-    named_layouts = evaluate_named_layouts(forecast, layouts, micro_batch_size=ready.settings.train.micro_batch_size)
+    named_layouts = evaluate_named_layouts(
+        forecast, layouts, micro_batch_size=prepared_job.settings.train.micro_batch_size
+    )
     estimates = [row.estimate for row in named_layouts.rows]
-    return [one for one in estimates if one.fits and one.candidate.ranks == forecast.cluster.ranks]
+    return [estimate for estimate in estimates if estimate.fits and estimate.candidate.ranks == forecast.cluster.ranks]
 
 
-def _measure_cluster(ready: PreparedJob, request: LocalMachineRequest, world: World) -> Cluster:
+def _measure_cluster(prepared_job: PreparedJob, request: LocalMachineRequest, world: World) -> Cluster:
     if request.fleet is not None:
         return cluster_from_json(request.fleet)
     ranks, ranks_per_node = world.world_size, request.ranks_per_node
-    machine = machine_fingerprint(ranks=ranks, device=ready.plan.device, ranks_per_node=ranks_per_node)
+    machine = machine_fingerprint(ranks=ranks, device=prepared_job.plan.device, ranks_per_node=ranks_per_node)
     probe = probe_world(
         world, machine, seconds=request.probe_seconds, folder=Path(ROOT).absolute(), ranks_per_node=ranks_per_node
     )
-    nodes = ranks / ranks_per_node if ready.plan.device == "cpu" else 1
+    nodes = ranks / ranks_per_node if prepared_job.plan.device == "cpu" else 1
     return measured_cluster(probe, ranks=ranks, memory_bytes=nodes * request.node_bytes)
 
 
 def _time_options(
-    ready: PreparedJob, options: Sequence[Estimate], depths: Sequence[int], *, world: World, seconds: float
+    prepared_job: PreparedJob, options: Sequence[Estimate], depths: Sequence[int], *, world: World, seconds: float
 ) -> tuple[list[Estimate], dict[Candidate, RejectedLayout], float]:
-    """Return rank 0's options with their timed steps, the refused ones with reasons, and the CPU share of others."""
-    trials, depths = world.share_json([[timing_trial(one).as_json() for one in timing_order(options)], list(depths)])
+    """Return rank 0's options with their timed steps, the refused ones, and the CPU share of other programs."""
+    trials, depths = world.share_json(
+        [[timing_trial(estimate).as_json() for estimate in timing_order(options)], list(depths)]
+    )
     cpu_before = read_cpu_times()
-    timings = time_layouts(ready, [TimingTrial(**one) for one in trials], depths=depths, world=world, seconds=seconds)
+    timings = time_layouts(
+        prepared_job, [TimingTrial(**trial) for trial in trials], depths=depths, world=world, seconds=seconds
+    )
     other_cpu_share = max_cpu_contention([cpu_before, read_cpu_times()], world)
     rejected = {
-        one.candidate: why for one in options if isinstance(why := timings.get(str(one.candidate)), RejectedLayout)
+        estimate.candidate: timing
+        for estimate in options
+        if isinstance(timing := timings.get(str(estimate.candidate)), RejectedLayout)
     }
-    accepted = [one for one in options if one.candidate not in rejected]
+    accepted = [estimate for estimate in options if estimate.candidate not in rejected]
     return (
-        apply_measured_times(accepted, {name: one for name, one in timings.items() if isinstance(one, MeasuredTime)}),
+        apply_measured_times(
+            accepted, {name: timing for name, timing in timings.items() if isinstance(timing, MeasuredTime)}
+        ),
         rejected,
         other_cpu_share,
     )

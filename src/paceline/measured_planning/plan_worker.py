@@ -1,4 +1,4 @@
-"""The planning process of `plan`: the job's profile, the search, and replays of the finalists."""
+"""The planning process of `plan`: it profiles the job, searches layouts, and replays the finalists."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,25 +41,23 @@ _NAMED_REPLAY_SECONDS = 15.0  # at least, for replays of named layouts
 def plan(payload: Mapping[str, Any]) -> int:
     """Write the plan to the run folder. If the cluster is this machine's own ranks, every rank calls this."""
     task = Task.from_json(payload)
-    ready = prepare(task)
-    _write_plan(task, ready)
+    prepared_job = prepare(task)
+    _write_plan(task, prepared_job)
     return 0
 
 
-def _write_plan(task: Task, ready: PreparedJob) -> None:
+def _write_plan(task: Task, prepared_job: PreparedJob) -> None:
     names = list(task.options.get("layouts", ()))
     start_time = time.monotonic()
     write_activity(Path(task.run), "profiling the model's compute and memory, and finding the layouts it supports")
     if "here" in task.options:
-        planned = plan_local_layouts(ready, LocalMachineRequest(**task.options["here"]), layouts=names)
+        planned = plan_local_layouts(prepared_job, LocalMachineRequest(**task.options["here"]), layouts=names)
         start_time = time.monotonic()  # timing has its own limit, so it does not count here
     else:
-        cluster, grid = (
-            cluster_from_json(task.options["fleet"]),
-            make_search_space(ready.settings, command="paceline plan"),
-        )
-        profiled_job = profile_for_plan(ready, max_ranks=cluster.ranks)
-        forecast = CostModel(profile=profiled_job.facts, cluster=cluster)
+        cluster = cluster_from_json(task.options["fleet"])
+        grid = make_search_space(prepared_job.settings, command="paceline plan")
+        profiled_job = profile_for_plan(prepared_job, max_ranks=cluster.ranks)
+        forecast = CostModel(profile=profiled_job.profile, cluster=cluster)
         planned = PlannedLayouts(profiled_job=profiled_job, forecast=forecast, grid=grid, options=())
     if planned is not None:
         ranks = planned.forecast.cluster.ranks
@@ -68,20 +66,24 @@ def _write_plan(task: Task, ready: PreparedJob) -> None:
         choose = partial(_choose_from_named, layouts=names) if names else _choose_from_search
         planned, advice, replays = choose(planned, deadline=deadline)
         answer = _build_answer(advice, replays, planned)
-        answer["timed"] = [_timing_record(one) for one in planned.options if one.measured_time is not None]
+        answer["timed"] = [_timing_as_json(option) for option in planned.options if option.measured_time is not None]
         answer["others"] = planned.other_cpu_share
         write_advice(Path(task.run), answer)
         write_json(RunFolder(Path(task.run)).answer("plan"), answer)
-        replayed = {name: (one.peak_bytes, one.parts or {}) for name, one in replays.items() if not one.error}
-        store_plan(ready, planned.forecast.profile, planned.forecast.cluster, replayed=replayed)
-        timing_cache.store_timings(ready, planned.forecast, planned.options, disturbed=planned.other_cpu_share > 0)
+        replayed = {
+            name: (checked.peak_bytes, checked.parts or {}) for name, checked in replays.items() if not checked.error
+        }
+        store_plan(prepared_job, planned.forecast.profile, planned.forecast.cluster, replayed=replayed)
+        timing_cache.store_timings(
+            prepared_job, planned.forecast, planned.options, disturbed=planned.other_cpu_share > 0
+        )
         write_activity(Path(task.run), "")
 
 
 def write_job_profile(payload: Mapping[str, Any]) -> int:
     """Write the job's profile without a plan, for `simulate`."""
     task = Task.from_json(payload)
-    profile = profile_for_plan(prepare(task), max_ranks=int(task.options["ranks"])).facts
+    profile = profile_for_plan(prepare(task), max_ranks=int(task.options["ranks"])).profile
     write_json(RunFolder(Path(task.run)).answer(task.verb), profile.as_json())
     return 0
 
@@ -111,19 +113,19 @@ def _choose_from_named(
     planned: PlannedLayouts, *, layouts: Sequence[str], deadline: float
 ) -> tuple[PlannedLayouts, NamedLayouts, dict[str, CheckedCandidate]]:
     """Return the named layouts with their timings; the recommended one is replayed, and others as time allows."""
-    ready = planned.profiled_job.ready
+    prepared_job = planned.profiled_job.ready
     named_layouts, replays = choose_named_layouts(
-        CandidateChecker(ready=ready, original=planned.profiled_job.original),
+        CandidateChecker(ready=prepared_job, original=planned.profiled_job.original),
         planned.forecast,
         layouts,
         deadline=max(deadline, time.monotonic() + _NAMED_REPLAY_SECONDS),
-        micro_batch_size=ready.settings.train.micro_batch_size,
+        micro_batch_size=prepared_job.settings.train.micro_batch_size,
         options=planned.options,
     )
     return planned, named_layouts, replays
 
 
-def _timing_record(estimate: Estimate) -> dict[str, Any]:
+def _timing_as_json(estimate: Estimate) -> dict[str, Any]:
     """Return the record of one layout that was timed here, whether or not it is the best of its family."""
     assert estimate.measured_time is not None
     return {
@@ -137,28 +139,28 @@ def _timing_record(estimate: Estimate) -> dict[str, Any]:
 def _build_answer(
     advice: Advice | NamedLayouts, replays: Mapping[str, CheckedCandidate], planned: PlannedLayouts
 ) -> dict[str, Any]:
-    forecast, facts, cluster = planned.forecast, planned.forecast.profile, planned.forecast.cluster
+    forecast, profile, cluster = planned.forecast, planned.forecast.profile, planned.forecast.cluster
     rows = [apply_replay(row, replays, cluster.device) for row in advice.rows]
     if isinstance(advice, Advice):  # named layouts keep their order
         rows.sort(key=lambda row: (not row.fits, bool(row.refused)))
     advice = replace(advice, rows=tuple(rows))
-    lines = [f"{facts.parameters:,} parameters, global batch {facts.global_batch_size}, on {cluster}"]
+    lines = [f"{profile.parameters:,} parameters, global batch {profile.global_batch_size}, on {cluster}"]
     lines += [*planned.profiled_job.notes, *advice.lines()]
     shown = {str(row.estimate.candidate) for row in rows}
-    lines += [_rejected_layout_line(name, one, cluster) for name, one in replays.items() if name not in shown]
-    lines += [f"  {candidate} is not possible: {one.reason}" for candidate, one in planned.rejected.items()]
+    lines += [_rejected_layout_line(name, checked, cluster) for name, checked in replays.items() if name not in shown]
+    lines += [f"  {candidate} is not possible: {rejection.reason}" for candidate, rejection in planned.rejected.items()]
     lines += _contention_lines(planned.other_cpu_share)
     options = find_numerics_options(forecast, advice.recommended, planned.grid) if isinstance(advice, Advice) else []
     lines += option_lines(options)
-    lines += assumption_lines(cluster, precision=facts.precision, is_offloaded=_is_offloaded(rows))
-    lines += _unverified_lines(advice.rows, facts) if isinstance(advice, Advice) else []
+    lines += assumption_lines(cluster, precision=profile.precision, is_offloaded=_is_offloaded(rows))
+    lines += _unverified_lines(advice.rows, profile) if isinstance(advice, Advice) else []
     return {
         **advice.as_json(),
-        "facts": facts.as_json(),
+        "facts": profile.as_json(),
         "efficiency": forecast.efficiency.as_json(),
         "cluster": cluster.as_json(),
         "options": [option.as_json() for option in options],
-        **assumptions(cluster, precision=facts.precision),
+        **assumptions(cluster, precision=profile.precision),
         "lines": lines,
     }
 
@@ -178,7 +180,7 @@ def _contention_lines(other_share: float) -> Iterator[str]:
         yield "  to do: plan again after they have ended"
 
 
-def _unverified_lines(rows: Sequence[PlanRow], facts: ModelProfile) -> Iterator[str]:
+def _unverified_lines(rows: Sequence[PlanRow], profile: ModelProfile) -> Iterator[str]:
     """Yield notes on what is not verified about the recommended layout."""
     best = next((row for row in rows if row.fits), None)
     if best is None:
@@ -186,7 +188,7 @@ def _unverified_lines(rows: Sequence[PlanRow], facts: ModelProfile) -> Iterator[
     if not best.replayed:
         yield f"note: {best.estimate.layout} was not replayed: its memory is an estimate"
     parts = " and ".join(axis for axis in ("cp", "ep") if getattr(best.estimate.candidate, axis) > 1)
-    if parts and not is_small_enough(facts.parameters) and not best.estimate.measured_time:
+    if parts and not is_small_enough(profile.parameters) and not best.estimate.measured_time:
         yield f"note: a model of this size is not run with real values here, and {parts} may change its results"
         yield f"  to do: paceline verify JOB --layout {parts.split()[0]}=2 with a smaller model of its kind"
 

@@ -1,4 +1,4 @@
-"""Launch of a script that opened a `pl.Run` of several ranks, with a restart after out-of-memory."""
+"""Launch the ranks of a script that opened a `pl.Run`, and restart them with a fallback layout after out-of-memory."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,9 +37,9 @@ def _oom_advice_lines(task: Task, outcome: LaunchOutcome, job: Job) -> tuple[str
     def profile_model(task: Task) -> Mapping[str, Any]:
         return compute_model_profile(prepare(make_planning_task(task), job=job), max_ranks=task.ranks)
 
-    def python_line(rung: FallbackLayout) -> str:
-        settings = {name: int(value) if value.isdigit() else value for name, value in rung.settings.items()}
-        return f"pl.Run(..., layout={rung.layout!r}, settings={settings})"
+    def python_line(fallback: FallbackLayout) -> str:
+        settings = {name: int(value) if value.isdigit() else value for name, value in fallback.settings.items()}
+        return f"pl.Run(..., layout={fallback.layout!r}, settings={settings})"
 
     return cheaper_layouts(task, failure, profile_model=profile_model, command_for=python_line).lines
 

@@ -80,7 +80,7 @@ class SimulatedRanks:
             return self.rendezvous_by_stages[stages]
 
     def receive_message(self, queue: "SimpleQueue[_Message]") -> "_Message":
-        """Return the next message of an edge.
+        """Return the next message of the queue.
 
         Raises:
             PeerFailed: another stage has failed.
@@ -95,7 +95,7 @@ class SimulatedRanks:
 
     @contextmanager
     def let_other_stages_run(self) -> Iterator[None]:
-        """Release the lock inside the block, so that other stages run."""
+        """Release the run lock inside the `with` block, so that other stages run."""
         self.run_lock.release()
         try:
             yield
@@ -106,8 +106,8 @@ class SimulatedRanks:
         """Signal that one stage has failed, so that no other waits for it."""
         self.has_failed.set()
         with self.lock:
-            for meeting in self.rendezvous_by_stages.values():
-                meeting.end()
+            for rendezvous in self.rendezvous_by_stages.values():
+                rendezvous.end()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class SimulatedWorld(World):
     stage: int = 0
 
     def subgroup(self, groups: Sequence[Sequence[int]]) -> World:
-        """Return this rank's group, as `World.subgroup`; it has as many ranks in each of its stages."""
+        """Return this rank's group, like `World.subgroup`; the group has equally many ranks in each of its stages."""
         group_ranks = next(list(ranks) for ranks in groups if self.rank in ranks)
         if len(group_ranks) == self.world_size:
             return self
@@ -135,7 +135,7 @@ class SimulatedWorld(World):
         )
 
     def all_reduce(self, tensor: Tensor, *, op: Op = "sum") -> Tensor:
-        """Reduce with the other stages' values; other ranks of this stage have the same value."""
+        """Reduce over the stages, as if the other ranks of each stage had the value of its first rank."""
         if self.group is not None:
             super().all_reduce(tensor, op=op)
             self._reduce_over_stages(tensor, op)
@@ -149,7 +149,7 @@ class SimulatedWorld(World):
         return _do_nothing
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
-        """Broadcast among stages; other ranks of this stage have the same value."""
+        """Broadcast the value of the source's stage."""
         if self.group is not None and len(self.stages) > 1:
             values = self._exchange(tensor)
             tensor.copy_(values[self._stage_index(source)])
@@ -178,12 +178,12 @@ class SimulatedWorld(World):
         return _PendingReceive(wait)
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Return every rank's value: all ranks of a stage have the same."""
+        """Return every rank's value; the ranks of a stage have equal values."""
         if self.group is None:
             return [value]
         stage_values = self._exchange(value) if len(self.stages) > 1 else [value]
-        copies = self.world_size // len(stage_values)
-        return [told for one in stage_values for told in [json.loads(json.dumps(one))] * copies]
+        ranks_per_stage = self.world_size // len(stage_values)
+        return [copy for value in stage_values for copy in [json.loads(json.dumps(value))] * ranks_per_stage]
 
     def share_json(self, value: Any, *, source: int = 0) -> Any:
         """Return the value of the source's stage."""
@@ -209,7 +209,7 @@ class SimulatedWorld(World):
 
 @dataclass(frozen=True, kw_only=True)
 class _Message:
-    """A message in flight until the other stage has received it; gloo does not report that before `wait`."""
+    """A message in flight until the other stage has received it; with gloo, `is_completed` stays False."""
 
     tensor: Tensor
     reports_completion: bool

@@ -1,4 +1,4 @@
-"""Trials of `cp` and `ep` with real values before a run: check that the split model computes the same."""
+"""Check with real values, before a run, that a model split by `cp` or `ep` computes the same as the whole model."""
 
 import torch
 
@@ -13,15 +13,15 @@ from paceline.trainer.setup.build_training_setup import build_model
 from paceline.trainer.setup.prepare import PreparedJob
 
 
-def check_split_model(ready: PreparedJob, *, cp: int, ep: int, elements: int) -> None:
+def check_split_model(prepared_job: PreparedJob, *, cp: int, ep: int, elements: int) -> None:
     """Run the checks of a run's start in this process, on few samples; large models are not checked.
 
     Raises:
-        LayoutError: the split model gives another result.
+        LayoutError: the split model gives a different result.
     """
     if not is_small_enough(elements):
         return
-    job, settings = ready.job, ready.settings
+    job, settings = prepared_job.job, prepared_job.settings
     plan = make_execution_plan(
         layout=parse_layout("single"),
         update=parse_update("sync"),

@@ -1,1 +1,1 @@
-"""Measurement of models and machines."""
+"""Measure machines, and what models compute, hold and send."""

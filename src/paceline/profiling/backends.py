@@ -11,4 +11,4 @@ def available_backends() -> tuple[str, ...]:
         "mpi": dist.is_mpi_available,
         "ucc": dist.is_ucc_available,
     }
-    return tuple(name for name, has in checks.items() if has())
+    return tuple(name for name, is_available in checks.items() if is_available())

@@ -15,6 +15,7 @@ from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, ca
 
 _MAX_RUNS = 5  # runs of a family
 _ALL_FAMILIES = ""
+# the ratios are stored as `longer` (seconds) and `fuller` (bytes)
 
 
 def plan_key(
@@ -84,20 +85,20 @@ def _ratios_file(machine: Fingerprint) -> Path:
     return file.with_name(file.name.replace("probe-", "ratios-", 1))
 
 
-def _medians(kind: Mapping[str, list[float]]) -> dict[str, float]:
-    medians = {family: median(runs) for family, runs in kind.items() if runs}
+def _medians(ratios_by_family: Mapping[str, list[float]]) -> dict[str, float]:
+    medians = {family: median(runs) for family, runs in ratios_by_family.items() if runs}
     return {**medians, _ALL_FAMILIES: median(medians.values())} if medians else {}
 
 
-def _valid_ratios(found: Any) -> dict[str, dict[str, list[float]]]:
+def _valid_ratios(stored: Any) -> dict[str, dict[str, list[float]]]:
     """Return the valid part of the stored ratios."""
-    if not isinstance(found, dict):
+    if not isinstance(stored, dict):
         return {}
-    kinds = {kind: found[kind] for kind in ("longer", "fuller") if isinstance(found.get(kind), dict)}
+    kinds = {kind: stored[kind] for kind in ("longer", "fuller") if isinstance(stored.get(kind), dict)}
     return {
-        kind: {family: [float(one) for one in runs if isinstance(one, int | float) and one > 0]
-               for family, runs in own.items() if isinstance(runs, list)}
-        for kind, own in kinds.items()
+        kind: {family: [float(ratio) for ratio in runs if isinstance(ratio, int | float) and ratio > 0]
+               for family, runs in runs_by_family.items() if isinstance(runs, list)}
+        for kind, runs_by_family in kinds.items()
     }  # fmt: skip
 
 

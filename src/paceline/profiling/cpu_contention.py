@@ -1,4 +1,4 @@
-"""CPU contention: detects whether other programs used the cores while this run's ranks timed something."""
+"""CPU contention: detect whether other programs used the cores while this run's ranks were timing steps."""
 
 import os
 import socket
@@ -11,17 +11,14 @@ import psutil
 
 from paceline.comm.process_group import World
 
-_MIN_OTHER_SHARE, _MAX_IDLE_SHARE = (
-    0.1,
-    0.2,
-)  # shares of the cores: others disturb if they use this much, and less is idle
+_MIN_OTHER_SHARE, _MAX_IDLE_SHARE = 0.1, 0.2  # of the cores: others disturb if they use more and less is idle
 _MIN_SECONDS = 0.2  # over all cores: shorter readings are too coarse, because the kernel counts hundredths
 _WORK_FIELDS = ("user", "nice", "system", "steal")  # without interrupts, which the ranks' own messages cause
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuTimes:
-    """Seconds so far: work and idle time of the usable cores of `machine`, and of this process with its children."""
+    """Seconds so far: `work` and `idle` of the usable cores of `machine`, `own` of this process and its children."""
 
     machine: str
     work: float
@@ -36,9 +33,9 @@ class CpuTimes:
 
 def read_cpu_times() -> CpuTimes:
     """Return the current CPU times."""
-    every = psutil.cpu_times(percpu=True)
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(every))
-    cores = [every[core] for core in usable if core < len(every)]
+    all_cores = psutil.cpu_times(percpu=True)
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(all_cores))
+    cores = [all_cores[core] for core in usable if core < len(all_cores)]
     return CpuTimes(
         machine=socket.gethostname(),
         work=sum(getattr(core, name, 0.0) for core in cores for name in _WORK_FIELDS),
@@ -64,12 +61,12 @@ def cpu_contention(ranks: Sequence[CpuTimes]) -> float:
     period was too short.
     """
     contention = 0.0
-    for machine in {one.machine for one in ranks}:
-        readings = [one for one in ranks if one.machine == machine]
-        work, idle = max(one.work for one in readings), max(one.idle for one in readings)
+    for machine in {times.machine for times in ranks}:
+        readings = [times for times in ranks if times.machine == machine]
+        work, idle = max(times.work for times in readings), max(times.idle for times in readings)
         if work + idle < _MIN_SECONDS:
             continue
-        other_share = (work - sum(one.own for one in readings)) / (work + idle)
+        other_share = (work - sum(times.own for times in readings)) / (work + idle)
         if idle <= _MAX_IDLE_SHARE * (work + idle) and other_share >= _MIN_OTHER_SHARE:
             contention = max(contention, other_share)
     return contention
@@ -81,5 +78,5 @@ def max_cpu_contention(readings: Sequence[CpuTimes], world: World) -> float:
     Every rank calls this.
     """
     differences = world.gather_json([vars(after.difference_from(before)) for before, after in pairwise(readings)])
-    periods = [[CpuTimes(**seen) for seen in of_ranks] for of_ranks in zip(*differences, strict=True)]
+    periods = [[CpuTimes(**times) for times in of_ranks] for of_ranks in zip(*differences, strict=True)]
     return max(map(cpu_contention, periods), default=0.0)

@@ -1,4 +1,4 @@
-"""The environment of a run: the facts that may explain a difference."""
+"""Record the environment of a run: the facts that may explain a difference between two runs."""
 
 import hashlib
 import os

@@ -154,11 +154,11 @@ class _ReferenceEvaluation:
             batches, self.draws_random_numbers = read_in_process(
                 split, lambda: _collate_batches(data, size, self._collate, seed=seed)
             )
-            for number, (batch, rows) in enumerate(batches):
-                seed_all(stream_key(seed, "evaluate", number))
+            for index, (batch, num_samples) in enumerate(batches):
+                seed_all(stream_key(seed, "evaluate", index))
                 generator_states = host_states()
                 batch = reference.cast(batch)
-                output, terms = reference.forward_batch(batch, rows)
+                output, terms = reference.forward_batch(batch, num_samples)
                 pairs = {(name if len(terms) == 1 else f"loss/{name}"): pair for name, pair in terms.items()}
                 with reference.autocast():
                     pairs |= {name: metric(output, batch) for name, metric in self._metrics.items()}

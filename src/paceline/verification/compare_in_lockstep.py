@@ -25,7 +25,7 @@ from paceline.verification.diagnosis.module_outputs import first_differing_modul
 from paceline.verification.diagnosis.observed_step import ObservedStep
 from paceline.verification.diagnosis.rank_names import RankNames
 from paceline.verification.diagnosis.rerun import sample_elements
-from paceline.verification.gather_copies import broadcast_full_tensor, gather_copies, part_distances
+from paceline.verification.gather_copies import distribute_full_tensor, gather_copies, shard_distances
 from paceline.verification.reference.dropout_isolation import without_dropout
 from paceline.verification.reference.reference import Reference, RunPosition
 from paceline.verification.reference.sample_reader import num_rows
@@ -43,15 +43,15 @@ class LockstepComparison:
         self._reference = reference
         self._report_progress = report_progress
         self._last_gradient: Mapping[str, Tensor] = {}
-        self._had_positive_rate: dict[str, bool] = {}  # by parameter with a gradient: whether its rate was ever above 0
-        self._has_compared_update = self._has_changed_weights = self._had_zero_rate = False
+        self._had_positive_lr: dict[str, bool] = {}  # by parameter with a gradient: was its learning rate ever above 0?
+        self._has_compared_update = self._has_changed_weights = self._had_zero_lr = False
         self.rung_result = RungResult()
 
     def run(self, cursors: Sequence[Cursor]) -> RungResult:
         """Compare one step at each cursor."""
         self._compare_initial_state()
         for number, cursor in enumerate(cursors, 1):
-            position = RunPosition(step=cursor.step, epoch=cursor.epoch, batch_start=cursor.position)
+            position = RunPosition(steps_done=cursor.step, epoch=cursor.epoch, batch_start=cursor.position)
             suffix = ", the epoch's short last batch" if position.step_number > number else ""
             self._report_progress(
                 f"step {position.step_number}{suffix} ({number} of the {len(cursors)} that are compared)"
@@ -68,17 +68,17 @@ class LockstepComparison:
         """Return a note about what the compared steps did not test."""
         if not self._has_compared_update:
             return "gradients and weights: no compared step has a finite gradient in one process"
-        changed = (
-            self._had_positive_rate if self._has_changed_weights else dict.fromkeys(self._had_positive_rate, False)
+        has_changed = (
+            self._had_positive_lr if self._has_changed_weights else dict.fromkeys(self._had_positive_lr, False)
         )
-        has_rate = reference.has_positive_rate()
-        rate_rises = self._had_zero_rate and any(has_rate[name] for name, has in changed.items() if not has)
-        return unchanged_weights_note(changed, steps=steps, rate_rises=rate_rises)
+        has_positive_lr = reference.positive_lr_by_parameter()
+        lr_rises = self._had_zero_lr and any(has_positive_lr[name] for name, has in has_changed.items() if not has)
+        return unchanged_weights_note(has_changed, steps=steps, lr_rises=lr_rises)
 
     def _compare_initial_state(self) -> None:
         """Compare the initial weights and buffers on every rank."""
         expected = {} if self._reference is None else _named_tensors(self._reference.model)
-        distances = part_distances(self._local_tensors(), expected, sharded=self._setup.weights, world=self._world)
+        distances = shard_distances(self._local_tensors(), expected, sharded=self._setup.weights, world=self._world)
         for name, distance_by_rank in distances.items() if self._reference is not None else ():
             self.rung_result.record(DIFFERENT, difference=max(distance_by_rank.values()))
             self.rung_result.record_difference(
@@ -133,8 +133,10 @@ class LockstepComparison:
         model.train()
         result = self._setup.step.compute_gradients(step_input)
         self._check_counts(result)
-        local_rows = [[m.index, list(m.indices), checksum(m.data, 0), num_rows(m.data)] for m in step_input.micro]
-        rows = self._gather_rows(local_rows)
+        local_microbatches = [
+            [m.index, list(m.indices), checksum(m.data, 0), num_rows(m.data)] for m in step_input.micro
+        ]
+        microbatches = self._gather_read_microbatches(local_microbatches)
         losses = self._world.gather_json(result.loss)
         gradients = self._gather_gradients()
         buffers = self._gather_buffers()
@@ -143,26 +145,28 @@ class LockstepComparison:
                 gradients=gradients,
                 buffers=buffers,
                 losses=losses,
-                executed_microbatches=[index for index, _, _, _ in rows],
-                samples={index: samples for index, samples, _, _ in rows},
-                contents={index: content for index, _, content, _ in rows},
-                row_counts={index: number for index, _, _, number in rows},
+                executed_microbatches=[index for index, _, _, _ in microbatches],
+                samples={index: samples for index, samples, _, _ in microbatches},
+                contents={index: content for index, _, content, _ in microbatches},
+                row_counts={index: number for index, _, _, number in microbatches},
                 replicas=self._setup.worlds.data.world_size,
             )
             comparison.compare_forward_backward(observed)
         self._compare_local_gradients(step_input, comparison, gradients)
         self._compare_module_outputs(step_input, comparison)
 
-    def _gather_rows(self, local_rows: list[Any]) -> list[Any]:
-        """Return the microbatches that every replica read; report ranks of one replica that read different ones."""
-        rows_by_replica: dict[int, list[Any]] = {}
-        for rank, (replica, rows) in enumerate(self._world.gather_json([self._setup.worlds.data.rank, local_rows])):
-            if rows_by_replica.setdefault(replica, rows) != rows:
+    def _gather_read_microbatches(self, local_microbatches: list[Any]) -> list[Any]:
+        """Return what every replica read, by microbatch; report ranks of one replica that read different samples."""
+        microbatches_by_replica: dict[int, list[Any]] = {}
+        for rank, (replica, microbatches) in enumerate(
+            self._world.gather_json([self._setup.worlds.data.rank, local_microbatches])
+        ):
+            if microbatches_by_replica.setdefault(replica, microbatches) != microbatches:
                 cause = f"data order: rank {rank} read different samples than the other ranks of replica {replica}"
                 self.rung_result.record_difference(
                     step=self._setup.step.steps_done + 1, parameter="(data)", cause=cause
                 )
-        return [row for rows in rows_by_replica.values() for row in rows]
+        return [row for rows in microbatches_by_replica.values() for row in rows]
 
     def _check_counts(self, result: StepResult) -> None:
         """Report counts that `train` refuses, since they explain the gradient; every rank has the same counts."""
@@ -230,16 +234,16 @@ class LockstepComparison:
         return gather_copies(local_buffers, sharded=self._setup.weights, world=self._world, names=names)
 
     def _local_tensors(self) -> dict[str, Tensor]:
-        """Return this rank's part of every parameter and buffer."""
+        """Return this rank's shard of every parameter and buffer."""
         local_tensors = self._setup.weights.local_tensors.values()
-        return {one.name: one.tensor for one in local_tensors if one.tensor is not None}
+        return {local.name: local.tensor for local in local_tensors if local.tensor is not None}
 
     def _load_reference_state(self) -> None:
         """Copy the reference's weights and buffers to every rank."""
         source = {} if self._reference is None else _named_tensors(self._reference.model)
         with torch.no_grad():
             for name, local in self._setup.weights.local_tensors.items():
-                value = broadcast_full_tensor(name, source.get(name), sharded=self._setup.weights, world=self._world)
+                value = distribute_full_tensor(name, source.get(name), sharded=self._setup.weights, world=self._world)
                 if local.tensor is not None and value is not None:
                     copy_into(local.tensor, value)
         self._setup.step.replica.buffers.begin()  # this copy, not a forward, wrote the buffers
@@ -256,15 +260,15 @@ class LockstepComparison:
     ) -> None:
         """Step both optimizers with the reference's gradient, and compare the weights on every rank."""
         names = set(self._world.share_json(sorted(expected_gradient)))
-        kept, weights = self._setup.optim_shards, self._setup.weights
+        optim_shards, weights = self._setup.optim_shards, self._setup.weights
         weights_before = (
             {}
             if self._reference is None
             else {n: t.detach().clone() for n, t in _named_tensors(self._reference.model).items()}
         )
         values = {
-            name: broadcast_full_tensor(name, expected_gradient.get(name), sharded=kept, world=self._world)
-            for name in kept.names
+            name: distribute_full_tensor(name, expected_gradient.get(name), sharded=optim_shards, world=self._world)
+            for name in optim_shards.names
             if name in names
         }
         for member in self._setup.named_parameters:
@@ -273,15 +277,15 @@ class LockstepComparison:
         norm, _ = self._setup.update.commit(step=step + 1, loss=0.0)
         self._setup.update.scaler = scaler
         norms = self._world.gather_json(None if norm is None else float(norm))
-        copies = gather_copies(self._local_tensors(), sharded=weights, world=self._world, names=kept.names)
+        copies = gather_copies(self._local_tensors(), sharded=weights, world=self._world, names=optim_shards.names)
         if self._reference is None or comparison is None:
             return
-        has_rate, self._has_compared_update = self._reference.has_positive_rate(), True
-        self._had_zero_rate = not all(has_rate.values())
+        has_positive_lr, self._has_compared_update = self._reference.positive_lr_by_parameter(), True
+        self._had_zero_lr = not all(has_positive_lr.values())
         self._reference.update(expected_gradient)
         for name, value in self._reference.weights().items():
             if name in expected_gradient and bool(expected_gradient[name].any()):
-                self._had_positive_rate[name] = self._had_positive_rate.get(name, False) or has_rate[name]
+                self._had_positive_lr[name] = self._had_positive_lr.get(name, False) or has_positive_lr[name]
                 self._has_changed_weights = self._has_changed_weights or not torch.equal(value, weights_before[name])
         comparison.compare_norms(norms)
         rank_names = RankNames(mesh=self._setup.worlds.mesh, sharded=weights)
@@ -297,21 +301,21 @@ class LockstepComparison:
             )
 
 
-def unchanged_weights_note(changed: Mapping[str, bool], *, steps: int, rate_rises: bool) -> str:
+def unchanged_weights_note(has_changed: Mapping[str, bool], *, steps: int, lr_rises: bool) -> str:
     """Return a note about weights that have a gradient but did not change, so that their update was not tested.
 
-    `changed` is False for a weight whose learning rate was 0, and for all weights if no step changed any of them.
-    `rate_rises`: the rate of some of them is above 0 in the next step.
+    `has_changed` is False for a weight whose learning rate was 0, and for all weights if no step changed any of them.
+    `lr_rises`: the learning rate of some unchanged weights is above 0 in the next step.
     """
-    unchanged = [name for name, has in changed.items() if not has]
+    unchanged = [name for name, has in has_changed.items() if not has]
     if not unchanged:
         return ""
     subject = (
         "the weights"
-        if len(unchanged) == len(changed)
-        else f"{len(unchanged)} of {len(changed)} weights ({unchanged[0]} first)"
+        if len(unchanged) == len(has_changed)
+        else f"{len(unchanged)} of {len(has_changed)} weights ({unchanged[0]} first)"
     )
-    hint = f". Hint: --steps {2 * steps}, because the learning rate is above 0 after these steps" if rate_rises else ""
+    hint = f". Hint: --steps {2 * steps}, because the learning rate is above 0 after these steps" if lr_rises else ""
     return (
         f"{subject}: no step changed them (the learning rate is 0 or too small), so their update was not tested{hint}"
     )

@@ -46,7 +46,7 @@ def compare_free_run(
     report_progress: ReportProgress,
     drift: WeightDrift | None = None,
 ) -> RungResult:
-    """Compare the weights after `steps` steps, with the drift of a perturbed one-process run as the floor."""
+    """Compare the weights after `steps` steps; the floor is the drift of perturbed one-process runs."""
     rung_result, requested_steps = RungResult(), steps
     initial_tensors: dict[str, Tensor] = {}
     reference_losses: list[float] = []
@@ -57,7 +57,7 @@ def compare_free_run(
     steps = setup.world.share_json(len(reference_losses))
     report_progress(plural(steps, "step"))
     contents: ContentChecksums = {}
-    results = [setup.step.run(given) for given in read_first_batches(setup, steps, contents)]
+    results = [setup.step.run(step_input) for step_input in read_first_batches(setup, steps, contents)]
     setup.step.finish_pending()
     losses = [result.loss for result in results]
     _compare_contents(rung_result, setup, contents, reference_contents)
@@ -111,8 +111,8 @@ def _compare_contents(
     rung_result: RungResult, setup: TrainingSetup, local_contents: ContentChecksums, expected: ContentChecksums
 ) -> None:
     """Compare the data of consecutive batches. Only a free run exposes state that data workers keep between batches."""
-    rows = setup.world.gather_json([[*place, content] for place, content in local_contents.items()])
-    contents = {(step, index): content for row in rows for step, index, content in row}
+    gathered = setup.world.gather_json([[*key, content] for key, content in local_contents.items()])
+    contents = {(step, index): content for entries in gathered for step, index, content in entries}
     for (step, index), content in sorted(expected.items()):
         if contents.get((step, index), content) != content:
             cause = (
@@ -149,12 +149,12 @@ def _train_reference(
     reference: Reference, steps: int, *, reverse_order: bool, contents: ContentChecksums | None = None
 ) -> list[float]:
     """Run one process and return its losses; stop before a non-finite gradient or a term without a target."""
-    position, losses = RunPosition(step=0, epoch=0, batch_start=0), []
+    position, losses = RunPosition(steps_done=0, epoch=0, batch_start=0), []
     for _ in range(steps):
         microbatches = reference.read_microbatches(position)
         if contents is not None:
             contents |= {
-                (position.step_number, index): checksum(piece.data, 0) for index, piece in enumerate(microbatches)
+                (position.step_number, index): checksum(micro.data, 0) for index, micro in enumerate(microbatches)
             }
         statistics = reference.copy_statistics()
         gradient = reference.compute_gradient(position, microbatches=microbatches, reverse_order=reverse_order)
@@ -163,7 +163,7 @@ def _train_reference(
             break
         reference.update(gradient.total)
         losses.append(gradient.loss)
-        position = reference.next_position(position, sum(len(part) for part in gradient.samples))
+        position = reference.next_position(position, sum(map(len, gradient.samples)))
     return losses
 
 
@@ -176,7 +176,7 @@ def _train_perturbed(reference: Reference, steps: int, seed: int) -> dict[str, T
     for reverse_order in (True, False) if _named_buffers(reference) else (True,):
         perturbed = reference.rebuild()
         if can_perturb(
-            perturbed.without_compression(), position=RunPosition(step=0, epoch=0, batch_start=0), seed=seed
+            perturbed.without_compression(), position=RunPosition(steps_done=0, epoch=0, batch_start=0), seed=seed
         ):
             perturb_reference(perturbed, seed=seed)
         _train_reference(perturbed, steps, reverse_order=reverse_order)
@@ -195,7 +195,7 @@ def judge_drift(
     steps: int,
     drift: WeightDrift,
 ) -> None:
-    """Compare the drift with that of perturbed runs, and with how far training has moved the tensor.
+    """Compare the distance of each tensor with that of perturbed runs, and with how far training has moved it.
 
     Several perturbed runs are tried before the verdict is different: with Adam, an element whose gradient is almost
     zero moves up or down by a full step, and a single perturbation may not change its direction.
@@ -220,14 +220,14 @@ def judge_drift(
         rung_result.record(verdict, difference=distances[name], floor=floor)
         if verdict == DIFFERENT:
             ratios[name] = distances[name] / max(floor, 1e-300)
-    changed = {name: way > 0.0 for name, way in movements.items() if name in reference.weights()}
+    has_changed = {name: movement > 0.0 for name, movement in movements.items() if name in reference.weights()}
     averages, buffers = len(reference.average.tensors), len(tensors.keys() & _named_buffers(reference).keys())
     rung_result.count_compared("weights", len(tensors) - averages - buffers)
     for kind, number in (("averages", averages), ("buffers", buffers)):
         if number:
             rung_result.count_compared(kind, number)
-    if not any(changed.values()):
-        rung_result.record_uncovered(unchanged_weights_note(changed, steps=steps, rate_rises=False))
+    if not any(has_changed.values()):
+        rung_result.record_uncovered(unchanged_weights_note(has_changed, steps=steps, lr_rises=False))
     if ratios:
         name = max(ratios, key=lambda key: ratios[key])
         has_different_weights = any(name in ratios for name in reference.weights())
@@ -279,7 +279,7 @@ def gather_layout_weights(setup: TrainingSetup) -> dict[str, Tensor]:
     """Gather the layout's full weights and their moving averages."""
     sharded, ema = setup.weights, setup.update.ema
     local_weights = {
-        name: held.tensor for name, held in sharded.local_tensors.items() if name in sharded.parameter_names
+        name: local.tensor for name, local in sharded.local_tensors.items() if name in sharded.parameter_names
     }
     gathered = {name: sharded.gather_full_tensor(name, tensor) for name, tensor in local_weights.items()}
     sites = get_sites(setup)
@@ -289,8 +289,8 @@ def gather_layout_weights(setup: TrainingSetup) -> dict[str, Tensor]:
         averages = dict(zip(ema.names, ema.averages, strict=True))
         names = [name for name in local_weights if sharded.local_tensors[name].dtype.is_floating_point]
         gathered |= {
-            new: sharded.gather_full_tensor(name, averages.get(name))
-            for name, new in zip(names, averaged_names(names), strict=True)
+            average_name: sharded.gather_full_tensor(name, averages.get(name))
+            for name, average_name in zip(names, averaged_names(names), strict=True)
         }
     return gathered
 
@@ -304,7 +304,9 @@ def _gather_site_weights(
         for site in range(sites.peers.world_size):
             gathered[f"{name} of site {site}"] = sites.peers.broadcast(tensor.clone(), source=site)
     synced_weights = {
-        m.name: a.detach() for f in sites.fragments for m, a in zip(f.members, f.synchronized, strict=True)
+        member.name: tensor.detach()
+        for fragment in sites.fragments
+        for member, tensor in zip(fragment.members, fragment.synchronized, strict=True)
     }
     for name in setup.optim_shards.names:
         gathered[f"{name} (synchronized)"] = setup.optim_shards.gather_full_tensor(name, synced_weights.get(name))

@@ -1,4 +1,4 @@
-"""Comparison of one step on rank 0 with the reference: data, loss, gradients, buffers and update."""
+"""Compare one step on rank 0 with the reference: data, loss, gradients, buffers and update."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -34,7 +34,7 @@ _UPDATE_EPS, _UPDATE_EPS_HALF = 64.0, 2.0  # units in the last place by which tw
 
 
 class StepComparison:
-    """The comparison of one step: first forward and backward, then the weights after both optimizers have stepped."""
+    """The comparison of one step: first forward and backward, then the weights after both sides' optimizer steps."""
 
     def __init__(
         self,
@@ -103,10 +103,10 @@ class StepComparison:
         )
 
     def _compare_nonfinite(self, copies: Sequence[Tensors]) -> None:
-        """Report a rank whose gradient is finite although that of one process is not (a count of 0, an overflow)."""
-        for rank, parts in enumerate(copies):
-            if all(bool(torch.isfinite(value).all()) for value in parts.values()):
-                location = describe_copy(next(iter(self.expected_gradient)), rank, rank_names=self._rank_names)
+        """Report a copy whose gradient is finite although that of one process is not (a count of 0, an overflow)."""
+        for copy, gradients in enumerate(copies):
+            if all(bool(torch.isfinite(value).all()) for value in gradients.values()):
+                location = describe_copy(next(iter(self.expected_gradient)), copy, rank_names=self._rank_names)
                 counts_text = self._rerun.gradient.counts_text
                 cause = f"finite on {location}, but not in one process ({counts_text})"
                 self._rung_result.record_difference(
@@ -114,7 +114,7 @@ class StepComparison:
                 )
                 return
         self._rung_result.detail += (
-            f" Step {self._position.step_number} has no finite gradient in one process nor here "
+            f" Step {self._position.step_number} has no finite gradient, neither in one process nor here "
             f"({self._rerun.gradient.counts_text}): train.on_nonfinite decides."
         )
 
@@ -232,7 +232,7 @@ class StepComparison:
             tensors = {"before": weights_before[name], "actual": weights_after[name], "expected": expected[name]}
             values = {key: to_double(value).reshape(-1).cpu().numpy() for key, value in tensors.items()}
             cause = update_cause(**values, num_bad=len(ratios), num_parameters=len(weights_after))
-            if rank_names is not None and not rank_names.is_replicas:
+            if rank_names is not None and not rank_names.has_only_replicas:
                 location = describe_weight_ranks(rank_names, name, weights_after[name], expected[name], copy=copy)
             self._rung_result.record_difference(step=self._position.step_number, parameter=name, cause=cause + location)
 
@@ -241,7 +241,7 @@ class StepComparison:
         if all(_are_equal(parts, self.expected_gradient) for parts in observed.gradients):
             return
         names_by_copy = [self._differing_parameters(parts) for parts in observed.gradients]
-        wrong_copies = [rank for rank, names in enumerate(names_by_copy) if names]
+        wrong_copies = [copy for copy, names in enumerate(names_by_copy) if names]
         if not wrong_copies:
             self._compare_presence(observed.gradients)
             return
@@ -261,7 +261,7 @@ class StepComparison:
 
     def _build_case(self, copies: Sequence[Tensors], names: Sequence[str]) -> GradientCase | None:
         """Return the gradients for a diagnosis of the placement; None if all ranks are replicas."""
-        if self._rank_names is None or self._rank_names.is_replicas:
+        if self._rank_names is None or self._rank_names.has_only_replicas:
             return None
         floors = {name: self._rerun.floor(name) for name in names}
         return GradientCase(
@@ -274,10 +274,10 @@ class StepComparison:
 
     def _compare_presence(self, copies: Sequence[Tensors]) -> None:
         """Report a gradient that is zero on one side and None on the other: weight decay and momentum act on zeros."""
-        for rank, parts in enumerate(copies):
-            for name in sorted(set(parts) ^ set(self.expected_gradient)):
-                layout_text, reference_text = ("zeros", "none") if name in parts else ("none", "zeros")
-                location = describe_copy(name, rank, rank_names=self._rank_names)
+        for copy, gradients in enumerate(copies):
+            for name in sorted(set(gradients) ^ set(self.expected_gradient)):
+                layout_text, reference_text = ("zeros", "none") if name in gradients else ("none", "zeros")
+                location = describe_copy(name, copy, rank_names=self._rank_names)
                 cause = (
                     f"its gradient is {layout_text} on {location} but {reference_text} in one process: the optimizer "
                     "will differ"
@@ -285,18 +285,18 @@ class StepComparison:
                 self._rung_result.record_difference(step=self._position.step_number, parameter=name, cause=cause)
                 return
 
-    def _differing_parameters(self, parts: Tensors) -> list[str]:
+    def _differing_parameters(self, gradients: Tensors) -> list[str]:
         """Return the parameters whose distance exceeds their floor, worst first."""
         ratios = {}
-        for name in sorted({*parts, *self.expected_gradient}):
-            if name not in self.expected_gradient or name not in parts:
-                present = parts.get(name, self.expected_gradient.get(name))
+        for name in sorted({*gradients, *self.expected_gradient}):
+            if name not in self.expected_gradient or name not in gradients:
+                present = gradients.get(name, self.expected_gradient.get(name))
                 assert present is not None
                 distance = euclidean_norm(present)
                 if distance == 0.0:
                     continue
             else:
-                distance = euclidean_distance(parts[name], self.expected_gradient[name])
+                distance = euclidean_distance(gradients[name], self.expected_gradient[name])
             floor = self._rerun.floor(name) if distance else 0.0
             verdict = judge_distance(distance, floor)
             self._rung_result.record(verdict, difference=distance, floor=floor)
@@ -331,5 +331,5 @@ class StepComparison:
                 )
 
 
-def _are_equal(parts: Tensors, expected: Tensors) -> bool:
-    return set(parts) == set(expected) and all(torch.equal(parts[name], expected[name]) for name in expected)
+def _are_equal(gradients: Tensors, expected: Tensors) -> bool:
+    return set(gradients) == set(expected) and all(torch.equal(gradients[name], expected[name]) for name in expected)

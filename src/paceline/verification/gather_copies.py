@@ -18,58 +18,61 @@ def gather_copies(
 ) -> list[dict[str, Tensor]]:
     """Return the full tensors of every copy, valid on rank 0. Only copies that differ from the first are sent.
 
-    A tensor that is missing on its ranks (a parameter without a gradient) is absent from their copy.
+    A copy lacks a tensor that any of the copy's ranks does not have (such as the gradient of a frozen parameter).
     """
     digests_by_rank = world.gather_json(digest_tensors(local_tensors))
     names = sharded.names if names is None else names
     num_copies = max((len(sharded.copy_ranks(name)) for name in names), default=0)
     gathered: list[dict[str, Tensor]] = [{} for _ in range(max(num_copies, 1))]
     for name in names:
-        copies = sharded.copy_ranks(name)
-        digests_by_copy = [[digests_by_rank[rank].get(name) for rank in ranks] for ranks in copies]
-        for number, parts in enumerate(gathered):
-            copy = number if number < len(copies) else 0
+        ranks_by_copy = sharded.copy_ranks(name)
+        digests_by_copy = [[digests_by_rank[rank].get(name) for rank in ranks] for ranks in ranks_by_copy]
+        for number, full_tensors in enumerate(gathered):
+            copy = number if number < len(ranks_by_copy) else 0  # a tensor with fewer copies: its first one again
             if any(digest is None for digest in digests_by_copy[copy]):
                 continue
             if number and digests_by_copy[copy] == digests_by_copy[0] and name in gathered[0]:
-                parts[name] = gathered[0][name]
+                full_tensors[name] = gathered[0][name]
             elif (
                 len({digest for digests in digests_by_copy for digest in digests}) == 1
-                and len(copies) == world.world_size
+                and len(ranks_by_copy) == world.world_size
             ):
-                parts[name] = local_tensors[name]  # every rank holds the same full tensor
+                full_tensors[name] = local_tensors[name]  # every rank holds the same full tensor
             else:
-                parts[name] = sharded.gather_full_tensor(name, local_tensors.get(name), copy=copy)
+                full_tensors[name] = sharded.gather_full_tensor(name, local_tensors.get(name), copy=copy)
     return gathered
 
 
-def part_distances(
+def shard_distances(
     local_tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, sharded: ShardedTensors, world: World
 ) -> dict[str, dict[int, float]]:
-    """Return the distance of each rank's part from rank 0's full tensor, by name and rank, where any bit differs."""
+    """Return how far each rank's shard is from the same shard of `expected`, by name and rank, where any bit differs.
+
+    `expected` has full tensors, and is read on rank 0 only.
+    """
     distances: dict[str, dict[int, float]] = {}
     for name in sharded.names:
-        expected_part = broadcast_full_tensor(name, expected.get(name), sharded=sharded, world=world)
-        same = expected_part is None or (
-            name in local_tensors and digest_tensor(local_tensors[name]) == digest_tensor(expected_part)
+        expected_shard = distribute_full_tensor(name, expected.get(name), sharded=sharded, world=world)
+        is_same = expected_shard is None or (
+            name in local_tensors and digest_tensor(local_tensors[name]) == digest_tensor(expected_shard)
         )
         distance = (
             None
-            if same or expected_part is None
-            else euclidean_distance(local_tensors[name], expected_part)
+            if is_same or expected_shard is None
+            else euclidean_distance(local_tensors[name], expected_shard)
             if name in local_tensors
             else math.inf
         )
-        for rank, size in enumerate(world.gather_json(distance)):
-            if size is not None:
-                distances.setdefault(name, {})[rank] = size
+        for rank, rank_distance in enumerate(world.gather_json(distance)):
+            if rank_distance is not None:
+                distances.setdefault(name, {})[rank] = rank_distance
     return distances
 
 
-def broadcast_full_tensor(
+def distribute_full_tensor(
     name: str, full_tensor: Tensor | None, *, sharded: ShardedTensors, world: World
 ) -> Tensor | None:
-    """Broadcast rank 0's full tensor, and return this rank's part of it."""
+    """Broadcast rank 0's full tensor, and return this rank's shard of it."""
     local = sharded.local_tensors[name]
     sent = full_tensor.detach().to(world.device, local.dtype).contiguous() if full_tensor is not None else None
     if sent is None:

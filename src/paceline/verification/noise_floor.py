@@ -18,16 +18,15 @@ from paceline.verification.reference.dropout_isolation import dropout_rates
 from paceline.verification.reference.reference import Reference, ReferenceGradient, ReferenceMicrobatch, RunPosition
 from paceline.verification.tensor_distance import euclidean_distance, euclidean_norm, machine_epsilon
 
-MARGIN = 16.0
-_HALF_PRECISION_MARGIN = (
-    4.0  # with 8 or 11 bits the noise is a large share of a gradient, so a factor of 16 would hide faults
-)
-MAX_ROUNDING_EPS = 4096.0
-_MAX_ROUNDING_SHARE = 0.02
-_MIN_ROUNDING_EPS = 16.0  # for bfloat16 this exceeds _MOST_SHARE
-_OTHER_KERNELS_FACTOR = 16.0
+MARGIN = 16.0  # the factor from the measured noise to the floor
+# with 8 or 11 bits the noise is a large share of a gradient, so a factor of 16 would hide faults
+_HALF_PRECISION_MARGIN = 4.0
+MAX_ROUNDING_EPS = 4096.0  # a larger change of the whole gradient, in machine epsilons of its norm, is not rounding
+_MAX_ROUNDING_SHARE = 0.02  # nor is a larger share of its norm
+_MIN_ROUNDING_EPS = 16.0  # but this many epsilons are; for bfloat16 they exceed _MAX_ROUNDING_SHARE
+_OTHER_KERNELS_FACTOR = 16.0  # for floors where the layout uses a different formula
 _NUM_PERTURBED_RUNS = 3
-_MIN_FLOOR_EPS = 4.0
+_MIN_FLOOR_EPS = 4.0  # the smallest floor, in machine epsilons of the tensor's norm and before the margin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +49,8 @@ class NoiseFloors:
 class ModelSnapshot:
     """A copy of a model's weights, buffers and its modules' numeric attributes.
 
-    A forward may change a momentum or count its calls, so a repeated step must start from the same values. Dropout
-    rates are excluded, because `without_dropout` may have set them to zero.
+    A forward may change numeric attributes (it may count its calls), so a repeated step must start from the same
+    values. Dropout rates are excluded, because `without_dropout` may have set them to zero.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -99,10 +98,9 @@ def measure_floors(
         perturb_reference(reference, seed=run)
         perturbed = reference.compute_gradient(position, microbatches=microbatches)
         is_close = is_rounding(gradient, perturbed, reference)
-        is_rounding_dominated = is_rounding_dominated or (is_coarse(reference) and not is_close)
-        if (
-            is_close or is_rounding_dominated
-        ):  # otherwise a discrete decision flipped (round, argmax, top-k), which is not rounding
+        is_rounding_dominated = is_rounding_dominated or (has_half_precision_slices(reference) and not is_close)
+        # otherwise a discrete decision flipped (round, argmax, top-k), which is not rounding
+        if is_close or is_rounding_dominated:
             rerun_gradients.append(perturbed)
             buffers.append({name: b.detach().clone() for name, b in reference.model.named_buffers()})
     state_after.restore()
@@ -154,8 +152,8 @@ def perturb_weights(model: nn.Module, *, seed: int, min_step: float = 0.0) -> No
             parameter.add_(sign * parameter.abs().clamp(min=rms) * max(machine_epsilon(parameter), min_step))
 
 
-def is_coarse(reference: Reference) -> bool:
-    """Return True if slices are computed in half precision, where a flipped discrete decision counts as rounding."""
+def has_half_precision_slices(reference: Reference) -> bool:
+    """Return True if slices are computed in half precision. A flipped discrete decision then counts as rounding."""
     has_half_weights = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in reference.model.parameters())
     return reference.config.is_sliced and (has_half_weights or reference.config.autocast is not None)
 
@@ -170,7 +168,7 @@ def perturb_reference(reference: Reference, *, seed: int) -> None:
 
 def can_perturb(reference: Reference, *, position: RunPosition, seed: int) -> bool:
     """Return True if perturbing the weights changes the gradient only by rounding; the reference is restored."""
-    if is_coarse(reference):
+    if has_half_precision_slices(reference):
         return True
     start = ModelSnapshot(reference.model)
     gradient = reference.compute_gradient(position)

@@ -1,4 +1,4 @@
-"""Build a job in the precision of a comparison, in the layout of the plan."""
+"""Build a job, and this rank's training setup for it, in the precision of a comparison."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -52,7 +52,7 @@ def build_in_precision(
 
 def _cast_collated(job: Job, cast: Callable[[Any], Any]) -> Callable[[list[Any]], Any]:
     collate = job.collate or getattr(job.train_data, "collate_fn", None) or torch.utils.data.default_collate
-    return lambda rows: cast(collate(rows))
+    return lambda samples: cast(collate(samples))
 
 
 def _identity(value: Any) -> Any:

@@ -22,13 +22,13 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     shared_storages = _shared_storages(tensors)
     if not shared_storages and not any(tensor.is_complex() for tensor in tensors):
         return model.to(dtype)
-    cast_storages = {pointer: cast_tensor(whole, dtype) for pointer, whole in shared_storages.items()}
+    cast_storages = {pointer: cast_tensor(storage, dtype) for pointer, storage in shared_storages.items()}
 
     def cast_parameter(tensor: Tensor) -> Tensor:
-        whole = cast_storages.get(_storage_pointer(tensor))
-        if whole is None:
+        cast_storage = cast_storages.get(_storage_pointer(tensor))
+        if cast_storage is None:
             return cast_tensor(tensor, dtype)
-        return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return cast_storage.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     cast_by_id: dict[int, Tensor] = {}
     with torch.no_grad():

@@ -6,15 +6,15 @@ from typing import Any
 BITWISE, ROUNDING, DIFFERENT = "bitwise", "rounding", "different"
 VERDICTS = (BITWISE, ROUNDING, DIFFERENT)
 UNDECIDED = "undecided"  # the verdict of an answer if no rung compared anything with one process
-RECORDING_FLOOR = 1e-4  # relative distance between two recorded runs
+RECORDING_FLOOR = 1e-4  # the relative distance up to which tensors of two recorded runs differ by rounding only
 
 
 @dataclass(kw_only=True)
 class RungResult:
-    """The result of one rung. Plain JSON, so that rank 0 can share it with the other ranks.
+    """The result of one rung. Its fields are plain JSON, so that rank 0 can share it with the other ranks.
 
     `left_out`: what the verdict does not cover, although the user would expect it. `by_micro`: the results may depend
-    on how a batch is split into microbatches.
+    on how a batch is split into microbatches. `compared`: the number of compared tensors or metrics, by kind.
     """
 
     verdict: str = BITWISE
@@ -45,7 +45,7 @@ class RungResult:
             self.left_out = f"{self.left_out}; {description}" if self.left_out else description
 
     def count_compared(self, kind: str, number: int) -> None:
-        """Record how many things of a kind were compared."""
+        """Add to the number of tensors or metrics of this kind that were compared."""
         self.compared[kind] = self.compared.get(kind, 0) + number
 
 

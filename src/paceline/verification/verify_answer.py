@@ -52,7 +52,7 @@ def verify_answer(
 ) -> dict[str, Any]:
     """Return the whole answer. Its verdict is the worst of all rungs, or undecided if none compared the layout."""
     results = [rung.result for rung in rungs]
-    worst = max(results, key=lambda f: (VERDICTS.index(f.verdict), f.max_difference / (f.noise_floor or 1e-300)))
+    worst = max(results, key=lambda r: (VERDICTS.index(r.verdict), r.max_difference / (r.noise_floor or 1e-300)))
     rule = update if update != "sync" else compress if compress != "none" else ""
     is_decided = worst.verdict == DIFFERENT or any(rung.is_decided for rung in rungs[1:])
     answer = {
@@ -64,10 +64,10 @@ def verify_answer(
         "ranks": ranks,
         "steps": steps,
         "micro_batch_size": micro_batch_size,
-        "by_micro": any(f.by_micro for f in results),
+        "by_micro": any(result.by_micro for result in results),
         "max_difference": worst.max_difference,
         "noise_floor": worst.noise_floor,
-        "first_difference": next((f.first_difference for f in results if f.first_difference is not None), None),
+        "first_difference": next((r.first_difference for r in results if r.first_difference is not None), None),
         "rungs": [rung.as_json() for rung in rungs],
     }
     return {**answer, "lines": verdict_table(answer)}
@@ -88,10 +88,10 @@ def verdict_table(answer: dict[str, Any]) -> list[str]:
     warnings += [
         f"  not covered: {text}." for text in dict.fromkeys(rung["left_out"] for rung in answer["rungs"]) if text
     ]
-    return [*lines, *warnings, _sentence(answer)]
+    return [*lines, *warnings, _verdict_sentence(answer)]
 
 
-def _sentence(answer: dict[str, Any]) -> str:
+def _verdict_sentence(answer: dict[str, Any]) -> str:
     first = answer["first_difference"]
     if first is not None:
         return f"DIFFERENT at step {first['step']}, first in {first['parameter']}: {first['cause']}"

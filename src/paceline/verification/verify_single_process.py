@@ -28,14 +28,14 @@ _UNSTABLE_ORDER = (
     "the job: the order of the samples differs at the second call; order= or the DataLoader's sampler "
     "draws from an unseeded generator, or keeps one from epoch to epoch"
 )
-_START = RunPosition(step=0, epoch=0, batch_start=0)
+_START = RunPosition(steps_done=0, epoch=0, batch_start=0)
 
 
 def verify_single_process(make_reference: Callable[[], Reference]) -> RungResult:
     """Run the same batch twice, then in halves, to test that the job is deterministic and its loss a sum."""
     rung_result = RungResult(by_micro=True)
     _compare_repeated_batch(make_reference, rung_result)
-    _compare_parts(make_reference(), rung_result)
+    _compare_with_halves(make_reference(), rung_result)
     return rung_result
 
 
@@ -48,7 +48,7 @@ def _compare_repeated_batch(make_reference: Callable[[], Reference], rung_result
             )
             return
     first_microbatches, second_microbatches = first.read_microbatches(_START), second.read_microbatches(_START)
-    if [piece.samples for piece in first_microbatches] != [piece.samples for piece in second_microbatches]:
+    if [micro.samples for micro in first_microbatches] != [micro.samples for micro in second_microbatches]:
         rung_result.record_difference(step=1, parameter="(data)", cause=_UNSTABLE_ORDER)
         return
     changed_index = _first_changed_microbatch(first_microbatches, second_microbatches)
@@ -77,8 +77,8 @@ def _untrained_note(reference: Reference, microbatch: ReferenceMicrobatch) -> st
         return ""
     shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
     return (
-        f"{shown} of the loss or the forward: parameters that are not the model's and are not trained, in one process "
-        "too. Hint: keep the loss's module in the model (self.criterion = ...), and let model= return it"
+        f"{shown} of the loss or the forward: parameters that are not the model's, so they are not trained, in one "
+        "process either. Hint: keep the loss's module in the model (self.criterion = ...), and let model= return it"
     )
 
 
@@ -121,8 +121,8 @@ def _compare_gradients(
             rung_result.record_difference(step=1, parameter=name, cause=_NOT_DETERMINISTIC)
 
 
-def _compare_parts(reference: Reference, rung_result: RungResult) -> None:
-    """Check that the gradients of a microbatch's parts add up to its gradient, as they do if samples are independent.
+def _compare_with_halves(reference: Reference, rung_result: RungResult) -> None:
+    """Check that the gradients of a microbatch's two parts add up to its gradient, as they do for independent samples.
 
     Two halves may have equally many targets by chance, so a split after the first sample is tried too.
     """
@@ -131,28 +131,29 @@ def _compare_parts(reference: Reference, rung_result: RungResult) -> None:
     if reference.config.autocast is not None:  # half precision would hide the difference
         reference = reference.with_config(autocast=None)
     if reference.job.loss_over == "batch":
-        rung_result.detail += " The loss is over the whole batch: parts need not add up to it."
+        rung_result.detail += " The loss is over the whole batch, so it need not be the sum over parts of a batch."
         rung_result.by_micro = bool(norms_with_statistics(reference.model)) or _draws_per_microbatch(reference)
         return
     if norms_with_statistics(reference.model):
         rung_result.detail += " Halves were not compared: samples of a microbatch share BatchNorm statistics."
         return
-    microbatches = [piece for piece in reference.read_microbatches(_START) if len(piece.samples) > 1][
-        :_MAX_SPLIT_MICROBATCHES
-    ]
-    splits = [(piece, at) for piece in microbatches for at in sorted({1, len(piece.samples) // 2})]
+    microbatches = [micro for micro in reference.read_microbatches(_START) if len(micro.samples) > 1]
+    microbatches = microbatches[:_MAX_SPLIT_MICROBATCHES]
+    splits = [(micro, index) for micro in microbatches for index in sorted({1, len(micro.samples) // 2})]
     if not splits:
         return
     eps = max((torch.finfo(p.dtype).eps for p in reference.model.parameters() if p.requires_grad), default=0.0)
     tolerance = max(_SUM_TOLERANCE, _SUM_TOLERANCE_EPS * eps)
     with without_dropout([reference.model]), NoDropout():
-        results = [_compare_split(reference, piece, at) for piece, at in splits]
+        results = [_compare_split(reference, micro, index) for micro, index in splits]
         distance, _, divides_by_samples = max(results)
-        keeps_state = distance > tolerance and _rerun_distance(reference, microbatches[0], stream=0) > tolerance
-        draws_random_numbers = (
-            distance > tolerance and _rerun_distance(reference, microbatches[0], stream=1) > tolerance
+        keeps_state = (
+            distance > tolerance and _rerun_distance(reference, microbatches[0], random_microbatch=0) > tolerance
         )
-    factor = median(each for _, each, _ in results)
+        draws_random_numbers = (
+            distance > tolerance and _rerun_distance(reference, microbatches[0], random_microbatch=1) > tolerance
+        )
+    factor = median(factor for _, factor, _ in results)
     if distance <= tolerance:
         rung_result.detail += " The loss is a sum over samples."
         rung_result.by_micro = _draws_per_microbatch(reference)
@@ -166,17 +167,18 @@ def _compare_parts(reference: Reference, rung_result: RungResult) -> None:
     if draws_random_numbers:
         rung_result.detail += " Halves were not compared: the forward draws random numbers other than dropout."
         return
-    reason, hint = _explain_parts(reference, microbatches[0], factor=factor, divides_by_samples=divides_by_samples)
+    reason, hint = _explain_halves(reference, microbatches[0], factor=factor, divides_by_samples=divides_by_samples)
     rung_result.warning = (
-        f"the loss is not a sum over samples: parts of a microbatch do not add up to it ({distance:.1e} off"
+        f"the loss is not a sum over samples: the gradients of two parts of a microbatch do not add up to its gradient "
+        f"({distance:.1e} off"
         f"{f'; {reason}' if reason else ''}), so results depend on micro_batch_size, in one process too. Hint: {hint}."
     )
 
 
-def _explain_parts(
+def _explain_halves(
     reference: Reference, microbatch: ReferenceMicrobatch, *, factor: float, divides_by_samples: bool
 ) -> tuple[str, str]:
-    """Return why the parts do not add up, and what the job could do about it."""
+    """Return why the gradients of the parts do not add up, and what the job could do about it."""
     if reference.job.loss is None:
         return "", "give loss=(sum, count) instead of the model's own loss"
     if abs(factor - 2.0) < _FACTOR_TOLERANCE:
@@ -218,15 +220,17 @@ def _compare_split(
 
 
 def _draws_per_microbatch(reference: Reference) -> bool:
-    """Return whether each microbatch draws its own numbers: in dropout layers, or anywhere in the forward or loss."""
+    """Return whether a microbatch's random numbers depend on its index: in dropout, or anywhere in forward or loss."""
     microbatch = next(iter(reference.read_microbatches(_START)))
-    return has_dropout(reference.model) or _rerun_distance(reference, microbatch, stream=1) > 0.0
+    return has_dropout(reference.model) or _rerun_distance(reference, microbatch, random_microbatch=1) > 0.0
 
 
-def _rerun_distance(reference: Reference, microbatch: ReferenceMicrobatch, *, stream: int) -> float:
-    """Return the relative distance of two gradients of one microbatch, the second with random stream `stream`."""
+def _rerun_distance(reference: Reference, microbatch: ReferenceMicrobatch, *, random_microbatch: int) -> float:
+    """Return the relative distance of microbatch 0's gradient from that with `random_microbatch`'s random numbers."""
     gradient = reference.compute_gradient(_START, microbatches=[microbatch])
-    repeated = reference.compute_gradient(_START, microbatches=[microbatch], stream=lambda _: stream)
+    repeated = reference.compute_gradient(
+        _START, microbatches=[microbatch], random_microbatch=lambda _: random_microbatch
+    )
     norm, distance = _gradient_norm(gradient), _gradient_distance(gradient, repeated)
     return distance / norm if norm else distance
 
@@ -235,13 +239,15 @@ def _gradient_norm(gradient: ReferenceGradient) -> float:
     return math.hypot(*(euclidean_norm(value) for value in gradient.total.values()))
 
 
-def _gradient_distance(one: ReferenceGradient, other: ReferenceGradient) -> float:
+def _gradient_distance(first: ReferenceGradient, second: ReferenceGradient) -> float:
     """Return the distance of two gradients; a missing parameter counts as zero."""
-    names = {**one.total, **other.total}
-    pairs = [(one.total.get(n, v * 0), other.total.get(n, v * 0)) for n, v in names.items()]
+    names = {**first.total, **second.total}
+    pairs = [(first.total.get(n, v * 0), second.total.get(n, v * 0)) for n, v in names.items()]
     return math.hypot(*(euclidean_distance(left, right) for left, right in pairs))
 
 
-def _first_changed_microbatch(one: Sequence[ReferenceMicrobatch], other: Sequence[ReferenceMicrobatch]) -> int | None:
-    pairs = enumerate(zip(one, other, strict=True))
+def _first_changed_microbatch(
+    first: Sequence[ReferenceMicrobatch], second: Sequence[ReferenceMicrobatch]
+) -> int | None:
+    pairs = enumerate(zip(first, second, strict=True))
     return next((i for i, (a, b) in pairs if checksum(a.data, 0) != checksum(b.data, 0)), None)

@@ -33,7 +33,7 @@ from paceline.verification.precision import LOSS_SCALE, build_in_precision, cast
 from paceline.verification.reference.compressed import refuse_compression_with_sync_bn
 from paceline.verification.reference.dropout_isolation import has_dropout, without_dropout
 from paceline.verification.reference.float64_mode import keep_float64
-from paceline.verification.reference.parameter_server import WorkerInstructions, serve_verify
+from paceline.verification.reference.parameter_server import WorkerInstructions, run_gradient_worker
 from paceline.verification.reference.reference import Reference, ReferenceConfig, RunPosition
 from paceline.verification.reference.select_reference import allowed_drift, rule_reference, select_reference
 from paceline.verification.rung_result import DIFFERENT, RungResult
@@ -41,9 +41,9 @@ from paceline.verification.verify_answer import Rung, verify_answer
 from paceline.verification.verify_single_process import verify_single_process
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_GRID_STEP = 2.0**-24
+_GRID_STEP = 2.0**-24  # of exact mode's integers, relative to the largest element of a gradient
 _MIN_LOSS_SCALE, _LOSS_SCALE_HEADROOM = 2.0**-14, 16.0
-_START = RunPosition(step=0, epoch=0, batch_start=0)
+_START = RunPosition(steps_done=0, epoch=0, batch_start=0)
 
 
 def verify(payload: Mapping[str, Any]) -> int:
@@ -52,12 +52,12 @@ def verify(payload: Mapping[str, Any]) -> int:
     prepared_job = prepare(task)
     task = prepared_job.task
     if is_gradient_worker(prepared_job):
-        return serve_verify(prepared_job, LaunchInfo.read(os.environ))
+        return run_gradient_worker(prepared_job, LaunchInfo.read(os.environ))
     world = join_world(prepared_job)
     answer = run_all_rungs(prepared_job, world, steps=int(task.options["steps"]))
     if world.is_main:
-        masked = {name: mask_value(name, value) for name, value in task.settings.items()}
-        metadata = {**code_facts(task.job), "device": world.device.type, "settings": masked}
+        masked_settings = {name: mask_value(name, value) for name, value in task.settings.items()}
+        metadata = {**code_facts(task.job), "device": world.device.type, "settings": masked_settings}
         write_json(RunFolder(Path(task.run)).answer("verify"), {**answer, "about": metadata})
     world.close()
     return 0
@@ -69,13 +69,8 @@ def run_all_rungs(prepared_job: PreparedJob, world: World, *, steps: int) -> dic
     instructions = WorkerInstructions(world)
     guard_hooks()  # before the first model is built: the reference's model has the same class, but no hooks
     loss_scale = _find_loss_scale(prepared_job, world)
-    rungs = [
-        _run_rung(
-            "one process",
-            "a job that is not deterministic, a loss that is not a sum",
-            lambda: _run_first_rung(prepared_job, world),
-        )
-    ]
+    rules_out = "a job that is not deterministic, a loss that is not a sum"
+    rungs = [_run_rung("one process", rules_out, lambda: _run_first_rung(prepared_job, world))]
     verify_method = step_rule(prepared_job.plan.update_rule).traits.verify_mode
     if rungs[0].result.verdict != DIFFERENT and verify_method == "replayed":
         rungs += _replayed_rungs(prepared_job, world, steps, rungs[0].result, instructions)
@@ -97,15 +92,14 @@ def run_all_rungs(prepared_job: PreparedJob, world: World, *, steps: int) -> dic
             )
     plan = prepared_job.plan
     instructions.send_end()
-    rule_settings = {"update": plan.update, "compress": plan.compress}
-    micro = plan.micro_batch_size
     return verify_answer(
         rungs=rungs,
         layout=plan.layout,
+        update=plan.update,
+        compress=plan.compress,
         ranks=prepared_job.task.ranks,
         steps=steps,
-        micro_batch_size=micro,
-        **rule_settings,
+        micro_batch_size=plan.micro_batch_size,
     )
 
 
@@ -178,7 +172,7 @@ def select_steps(prepared_job: PreparedJob, steps: int) -> list[Cursor]:
         refuse_no_batch(total, batch=size)
     cursors = [Cursor(epoch=0, position=k * size, samples=k * size, step=k) for k in range(steps)]
     if total is None:
-        return [one for one in cursors if reader.batch(epoch=0, position=one.position, size=size)] or cursors[:1]
+        return [c for c in cursors if reader.batch(epoch=0, position=c.position, size=size)] or cursors[:1]
     full_batches = [cursor for cursor in cursors if cursor.position + size <= total]
     remainder = total % size
     if remainder and not prepared_job.settings.data.drop_last:
@@ -195,7 +189,7 @@ def _steps_to_compare(prepared_job: PreparedJob, world: World, steps: int, singl
     if world.is_main:
         try:
             build_reference(prepared_job, None).compute_gradient(
-                RunPosition(step=last.step, epoch=last.epoch, batch_start=last.position)
+                RunPosition(steps_done=last.step, epoch=last.epoch, batch_start=last.position)
             )
         except Exception as error:
             problem = _first_line(error)

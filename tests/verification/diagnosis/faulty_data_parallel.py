@@ -191,7 +191,7 @@ class Bed:
         clipped: dict[str, Tensor] = {}
         for j in mine:
             stream = j // len(self.ranks) if self.fault == "equal dropout" else j
-            rank.stream = stream_key(self.spec.seed, at.step, stream)
+            rank.stream = stream_key(self.spec.seed, at.steps_done, stream)
             seed_all(rank.stream + (number * 7 if self.fault == "dropout by rank" else 0))
             for module in self._norms(rank.model):
                 module.momentum = 1.0
@@ -346,7 +346,7 @@ def places(total: int, batch: int, steps: int) -> list[RunPosition]:
     """The first steps and the short last one."""
     starts = list(range(0, total, batch))
     chosen = [*starts[: steps - 1], starts[-1]] if len(starts) >= steps else starts
-    return [RunPosition(step=start // batch, epoch=0, batch_start=start) for start in dict.fromkeys(chosen)]
+    return [RunPosition(steps_done=start // batch, epoch=0, batch_start=start) for start in dict.fromkeys(chosen)]
 
 
 def copied(model: nn.Module) -> nn.Module:

@@ -1,1 +1,1 @@
-"""Profiles of a job's model: what it computes and holds, from a few traced batches."""
+"""Profile a job's model: what it computes and holds, from a few traced batches."""

@@ -1,4 +1,4 @@
-"""Preparation of a job for profiling: its model is built once, and the largest sample comes first."""
+"""Prepare a job for profiling: build its model once, and use its largest sample as every sample."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,12 +29,12 @@ _BATCHNORM_NOTE = (
 )
 
 
-def prepare_for_profiling(ready: PreparedJob) -> tuple[PreparedJob, tuple[str, ...]]:
+def prepare_for_profiling(prepared_job: PreparedJob) -> tuple[PreparedJob, tuple[str, ...]]:
     """Return the job prepared for profiling, and notes to print."""
-    job, note = use_largest_sample(ready.job, ready.settings)
-    prepared = replace(ready, job=build_once(job, seed=ready.settings.seed))
+    job, note = use_largest_sample(prepared_job.job, prepared_job.settings)
+    prepared = replace(prepared_job, job=build_once(job, seed=prepared_job.settings.seed))
     notes = [note] if note else []
-    if ready.settings.train.micro_batch_size is None and not isinstance(prepared.job.model, PretrainedModel):
+    if prepared_job.settings.train.micro_batch_size is None and not isinstance(prepared.job.model, PretrainedModel):
         with FakeExecutionMode() as fake_mode:
             fake_mode.comparisons_hold = False
             notes += [_BATCHNORM_NOTE] if norms_with_statistics(prepared.job.model()) else []
@@ -57,7 +57,7 @@ def make_search_space(settings: Settings, *, command: str) -> SearchSpace:
 
 
 def use_largest_sample(job: Job, settings: Settings) -> tuple[Job, str]:
-    """Return the job with the largest of a few examined samples in place of every sample, and a note to print.
+    """Return the job with every sample replaced by the largest of a few examined ones, and a note to print.
 
     Streams do not change. A sample that can't be read is reported when it is read next.
     """
@@ -71,7 +71,7 @@ def use_largest_sample(job: Job, settings: Settings) -> tuple[Job, str]:
     smallest, largest = min(sizes.values()), max(sizes.values())
     if smallest == largest:
         return job, ""
-    index = max(sizes, key=lambda each: sizes[each])
+    index = max(sizes, key=sizes.__getitem__)
     note = f"samples have {smallest:,} to {largest:,} numbers (of {num_examined} examined): the plan is for the largest"
     return replace(job, order=partial(_repeat_index, index)), note
 
@@ -83,10 +83,10 @@ def _sample_sizes(source: Source, seed: int) -> dict[int, int]:
     fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=False)
     with preserve_rng():
         indices = {n * last // max(1, num_examined - 1): None for n in range(num_examined)}
-        batches = {place: fetcher[MicrobatchRequest(epoch=0, indices=(place,))] for place in indices}
+        batches = {index: fetcher[MicrobatchRequest(epoch=0, indices=(index,))] for index in indices}
     if any(isinstance(batch, WorkerError) for batch in batches.values()):
         return {}
-    return {place: sum(tensor.numel() for tensor in tensor_leaves(batch)) for place, batch in batches.items()}
+    return {index: sum(tensor.numel() for tensor in tensor_leaves(batch)) for index, batch in batches.items()}
 
 
 def _repeat_index(index: int, num_samples: int, epoch: int, seed: int) -> Sequence[int]:

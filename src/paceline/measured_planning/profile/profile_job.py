@@ -1,4 +1,4 @@
-"""The profile of a job's model for the planner, traced on fake tensors."""
+"""Profile a job's model for the planner, by tracing it on fake tensors."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -47,8 +47,8 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup, build_tra
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
-    """The costs of one forward under a layout, by part."""
+class _TracedForward:
+    """The costs and parameters of one traced forward under a layout, by part of the model."""
 
     costs: dict[str, LayerCounts]
     parameters: dict[str, int]
@@ -139,7 +139,9 @@ def _try_or_refuse(call: Callable[[], Any], refused: dict[str, str], axis: str) 
     return None
 
 
-def _parameters_by_tp_size(job: Job, settings: Settings, tp_run: _Run, max_ranks: int) -> dict[int, dict[str, int]]:
+def _parameters_by_tp_size(
+    job: Job, settings: Settings, tp_run: _TracedForward, max_ranks: int
+) -> dict[int, dict[str, int]]:
     """Return a rank's parameters for each tp size that works: powers of two, up to the first that fails."""
     parameters = {2: tp_run.parameters} if max_ranks > 1 else {}
     for size in _powers_of_two(max_ranks)[1:]:
@@ -156,7 +158,7 @@ def _powers_of_two(limit: int) -> tuple[int, ...]:
 
 def _trace_forward(
     job: Job, settings: Settings, layout: str, ranks: int, *, samples: int, length: int | None = None
-) -> _Run:
+) -> _TracedForward:
     """Trace one forward of a few samples."""
     run = _run_forward(job, settings, layout, ranks, samples=samples, length=length)
     gc.collect()  # a graph has reference cycles, and its integer tensors are real memory
@@ -164,7 +166,9 @@ def _trace_forward(
     return run
 
 
-def _run_forward(job: Job, settings: Settings, layout: str, ranks: int, *, samples: int, length: int | None) -> _Run:
+def _run_forward(
+    job: Job, settings: Settings, layout: str, ranks: int, *, samples: int, length: int | None
+) -> _TracedForward:
     plan = make_profiling_plan(settings, layout, ranks, samples=samples)
     simulated_ranks = SimulatedRanks(mesh=plan.mesh)
     is_single = ranks == 1
@@ -178,46 +182,46 @@ def _run_forward(job: Job, settings: Settings, layout: str, ranks: int, *, sampl
         fake_mode = FakeExecutionMode(fake_storages=simulated_ranks.fake_storages, on_operation=observe)
         with fake_mode:
             fake_mode.comparisons_hold = False
-            built = build_training_setup(
+            setup = build_training_setup(
                 job=job, settings=settings, plan=plan, world=simulated_ranks.world(0, backend=plan.backend)
             )
             fake_mode.comparisons_hold = True
             step_input = read_samples(job, settings, samples=samples)
             batch = step_input.micro[0].data
             batch = batch if length is None else shorten_batch(batch, sequence_length(job, settings), length)
-            counter = FlopCounter(built.model, blocks=named_blocks(built.model))
-            built.model.train()
-            replica = built.step.replica
-            for tape in replica.state_recorders:
-                tape.begin_step()
+            counter = FlopCounter(setup.model, blocks=named_blocks(setup.model))
+            setup.model.train()
+            replica = setup.step.replica
+            for recorder in replica.state_recorders:
+                recorder.begin_step()
             replica.reducer.begin()
             with counter.count_forward():
                 active_counters.append(counter)
                 terms = forward(replica, replica.slice_microbatch(batch), step=0, index=0, num_samples=samples)
                 active_counters.clear()
-            state_bytes = _state_bytes(built, terms) if is_single and length is None else 0
-            by_part = _parameters_by_part(built.model)
-            run = _Run(
+            state_bytes = _state_bytes(setup, terms) if is_single and length is None else 0
+            by_part = _parameters_by_part(setup.model)
+            run = _TracedForward(
                 costs=counter.costs,
-                parameters={name: sum(p.numel() for p in own) for name, own in by_part.items()},
-                tensors={name: tuple(p.numel() for p in own) for name, own in by_part.items()},
-                frozen={name: sum(p.numel() for p in own if not p.requires_grad) for name, own in by_part.items()},
-                lookups=_lookup_parameters(built.model, by_part),
-                buffer_bytes=sum(buffer.nbytes for buffer in built.model.buffers()),
+                parameters={name: sum(p.numel() for p in group) for name, group in by_part.items()},
+                tensors={name: tuple(p.numel() for p in group) for name, group in by_part.items()},
+                frozen={name: sum(p.numel() for p in group if not p.requires_grad) for name, group in by_part.items()},
+                lookups=_lookup_parameters(setup.model, by_part),
+                buffer_bytes=sum(buffer.nbytes for buffer in setup.model.buffers()),
                 state_bytes=state_bytes,
             )
-            built.close()
+            setup.close()
     return run
 
 
-def _state_bytes(built: TrainingSetup, terms: Any) -> int:
+def _state_bytes(setup: TrainingSetup, terms: Any) -> int:
     """Return the bytes of optimizer state after an update."""
-    replica = built.step.replica
+    replica = setup.step.replica
     backward(replica, torch.stack([total for total, _ in terms.values()]).sum(), last=True)
     replica.reducer.finish(divisor=1.0)
     for optimizer in replica.update.optimizers:
         optimizer.step()
-    return memory_at_rest(model=built.model, optimizers=replica.update.optimizers).optimizer
+    return memory_at_rest(model=setup.model, optimizers=replica.update.optimizers).optimizer
 
 
 def _parameters_by_part(model: nn.Module) -> dict[str, list[nn.Parameter]]:
@@ -233,16 +237,16 @@ def _parameters_by_part(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def _lookup_parameters(model: nn.Module, by_part: Mapping[str, Sequence[nn.Parameter]]) -> dict[str, int]:
-    """Return the elements of each part's tables that only embeddings use: a tied head multiplies by its table."""
+    """Return the elements of each part's embedding tables, without those tied to a head, which is a matmul."""
     tables, others = set[int](), set[int]()
     for module in model.modules():
         target = tables if isinstance(module, nn.Embedding | nn.EmbeddingBag) else others
         target |= {id(parameter) for parameter in module.parameters(recurse=False)}
-    return {name: sum(p.numel() for p in own if id(p) in tables - others) for name, own in by_part.items()}
+    return {name: sum(p.numel() for p in group if id(p) in tables - others) for name, group in by_part.items()}
 
 
 def _expert_parameters(job: Job, settings: Settings) -> dict[str, int]:
-    """Return the elements of experts by block, and how many experts there are (`count`)."""
+    """Return the number of elements of the experts by block, and the number of experts as `count`."""
     with FakeExecutionMode() as fake_mode, preserve_rng():
         fake_mode.comparisons_hold = False
         model = job.model()
@@ -251,18 +255,18 @@ def _expert_parameters(job: Job, settings: Settings) -> dict[str, int]:
     except LayoutError:
         return {}
     sums = {"count": experts[0].count}
-    for one in experts:
-        part = next((block for block in named_blocks(model) if one.name.startswith(f"{block}.")), BEFORE_BLOCKS)
-        sums[part] = sums.get(part, 0) + sum(p.numel() for p in one.module.parameters())
+    for expert in experts:
+        part = next((block for block in named_blocks(model) if expert.name.startswith(f"{block}.")), BEFORE_BLOCKS)
+        sums[part] = sums.get(part, 0) + sum(p.numel() for p in expert.module.parameters())
     return sums
 
 
 def _layer_profile(
     name: str,
-    few: _Run,
-    more: _Run,
-    shorter: Sequence[_Run],
-    tp_run: _Run | None,
+    few: _TracedForward,
+    more: _TracedForward,
+    shorter: Sequence[_TracedForward],
+    tp_run: _TracedForward | None,
     length: int | None,
     experts: int,
     recompute: Mapping[str, RecomputeProfile],
@@ -273,10 +277,10 @@ def _layer_profile(
         return fit_batch_scaling(values, length)
 
     counts, total = few.costs[name], few.parameters[name]
-    saved, cut = amount("saved_bytes"), 0
+    saved, split = amount("saved_bytes"), 0
     fraction, tp_bytes, calls = 0.0, BatchScaling(), 0
     if tp_run is not None:
-        cut = min(total - experts, 2 * (total - tp_run.parameters[name]))
+        split = min(total - experts, 2 * (total - tp_run.parameters[name]))
         tp_counts = tp_run.costs[name]
         fraction = min(1.0, max(0.0, 2 - 2 * tp_counts.saved_bytes / counts.saved_bytes)) if counts.saved_bytes else 0.0
         tp_bytes, calls = (
@@ -286,26 +290,26 @@ def _layer_profile(
     largest = amount("largest_bytes")
     return LayerProfile(
         name={BEFORE_BLOCKS: "before", AFTER_BLOCKS: "after"}.get(name, name),
-        whole_parameters=total - experts - cut,
-        split_parameters=cut,
+        whole_parameters=total - experts - split,
+        split_parameters=split,
         expert_parameters=experts,
         frozen_parameters=few.frozen[name],
         lookup_parameters=few.lookups[name],
         buffer_bytes=few.buffer_bytes if name == BEFORE_BLOCKS else 0,
-        matmul_flops=amount("products"),
-        attention_flops=amount("attention"),
-        masked_flops=amount("masked"),
+        matmul_flops=amount("matmul_flops"),
+        attention_flops=amount("attention_flops"),
+        masked_flops=amount("masked_flops"),
         moved_bytes=amount("moved_bytes"),
         fused_bytes=amount("fused_bytes"),
         saved_bytes=saved.scaled_by(1 - fraction),
         split_saved_bytes=saved.scaled_by(fraction),
-        selective_saved_bytes=amount("product_bytes"),
+        selective_saved_bytes=amount("matmul_result_bytes"),
         output_bytes=amount("output_bytes"),
         peak_bytes=replace(largest, fixed=0.0).scaled_by(2),
         tp_bytes=tp_bytes,
         tp_calls=calls,
         ep_bytes=amount("output_bytes").scaled_by(2) if experts else BatchScaling(),
         tensors=few.tensors[name],
-        tp_parameters=tuple((size, held[name]) for size, held in tp_parameters.items()),
+        tp_parameters=tuple((size, parameters[name]) for size, parameters in tp_parameters.items()),
         ways=recompute,
     )

@@ -1,4 +1,4 @@
-"""Memory profiles of a job's parts under each activation checkpointing policy and tp, traced on fake tensors."""
+"""Profile the activation memory of a model's parts under each checkpointing policy and tp size, on fake tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -51,12 +51,10 @@ def recompute_profiles(
             usages = _trace_activations(job, settings, layout, 1, sizes=sizes)
             tp_usages = [_trace_tp(job, settings, remat, tp_sizes, sequence=n) for n in (False, True)]
             for name in usages[0]:
-                part_usages, tp = (
-                    [one[name] for one in usages],
-                    [{n: one[name] for n, one in few.items()} for few in tp_usages],
-                )
-                profiles.setdefault(name, {})[remat] = _recompute_profile(part_usages, tp, length)
-    return {name: ways for name, ways in profiles.items() if "none" in ways}
+                part_usages = [usage[name] for usage in usages]
+                part_tp_usages = [{n: usage[name] for n, usage in by_size.items()} for by_size in tp_usages]
+                profiles.setdefault(name, {})[remat] = _recompute_profile(part_usages, part_tp_usages, length)
+    return {name: by_remat for name, by_remat in profiles.items() if "none" in by_remat}
 
 
 @contextmanager
@@ -72,7 +70,7 @@ def skip_unsupported() -> Iterator[None]:
 def _trace_tp(
     job: Job, settings: Settings, remat: str, tp_sizes: Sequence[int], *, sequence: bool
 ) -> dict[int, _UsageByPart]:
-    """Return traces with tp on the fewest ranks and on those of a usual node, if the model can be split so."""
+    """Return the traces at the smallest tp size, and at the largest one within a typical node, if they work."""
     usages = {}
     for size in sorted({min(tp_sizes), max(n for n in tp_sizes if n <= _RANKS_PER_NODE)} if tp_sizes else ()):
         with skip_unsupported():
@@ -85,32 +83,32 @@ def _recompute_profile(
     usages: Sequence[ActivationUsage], tp_usages: Sequence[Mapping[int, ActivationUsage]], length: int | None
 ) -> RecomputeProfile:
     def fit_activation_bytes(field: str) -> ActivationBytes:
-        values = [getattr(one, field) for one in usages]
+        values = [getattr(usage, field) for usage in usages]
         (whole, cut), (sequence_whole, sequence_cut) = (
             _replicated_and_divided(
-                {size: getattr(one, field) / values[0] for size, one in few.items()} if values[0] else {}
+                {size: getattr(usage, field) / values[0] for size, usage in by_size.items()} if values[0] else {}
             )
-            for few in tp_usages
+            for by_size in tp_usages
         )
         return ActivationBytes(
             amount=fit_batch_scaling(values, length),
             whole=whole, cut=cut, sequence_whole=sequence_whole, sequence_cut=sequence_cut,
         )  # fmt: skip
 
-    return RecomputeProfile(kept=fit_activation_bytes("kept_bytes"), moment=fit_activation_bytes("moment_bytes"))
+    return RecomputeProfile(kept=fit_activation_bytes("kept_bytes"), moment=fit_activation_bytes("transient_bytes"))
 
 
 def _replicated_and_divided(remaining: Mapping[int, float]) -> tuple[float, float]:
-    """Return the replicated and the divided fraction, from the fraction that each rank has at each tp size."""
+    """Return which fraction of the bytes tp replicates and which it divides, from a rank's fraction by tp size."""
     if not remaining:
         return 1.0, 0.0
     few, more = min(remaining), max(remaining)
     if few == more:
-        cut = (1 - remaining[few]) / (1 - 1 / few)
-        return (1 - cut, cut) if cut <= 1 else (0.0, few * remaining[few])
-    cut = (remaining[few] - remaining[more]) / (1 / few - 1 / more)
-    whole = remaining[few] - cut / few
-    return (whole, cut) if whole >= 0 else (0.0, few * remaining[few])
+        divided = (1 - remaining[few]) / (1 - 1 / few)
+        return (1 - divided, divided) if divided <= 1 else (0.0, few * remaining[few])
+    divided = (remaining[few] - remaining[more]) / (1 / few - 1 / more)
+    replicated = remaining[few] - divided / few
+    return (replicated, divided) if replicated >= 0 else (0.0, few * remaining[few])
 
 
 def _trace_activations(
@@ -129,22 +127,22 @@ def _trace_activations(
         fake_mode = FakeExecutionMode(fake_storages=simulated_ranks.fake_storages, on_operation=observe)
         with fake_mode:
             fake_mode.comparisons_hold = False
-            built = build_training_setup(
+            setup = build_training_setup(
                 job=job, settings=settings, plan=plan, world=simulated_ranks.world(0, backend=plan.backend)
             )
             fake_mode.comparisons_hold = True
-            blocks, batches = named_blocks(built.model), [_batch(job, settings, *size) for size in sizes]
-            built.model.train()
-            replica = built.step.replica
-            for tape in replica.state_recorders:
-                tape.begin_step()
+            blocks, batches = named_blocks(setup.model), [_batch(job, settings, *size) for size in sizes]
+            setup.model.train()
+            replica = setup.step.replica
+            for recorder in replica.state_recorders:
+                recorder.begin_step()
             replica.reducer.begin()
             _run_microbatch(replica, batches[0], samples=FEW_SAMPLES, tracker=None, active_trackers=active_trackers)
             trackers = [ActivationTracker(blocks=blocks) for _ in sizes]
             for tracker, batch, (samples, _) in zip(trackers, batches, sizes, strict=True):
                 with tracker.track():
                     _run_microbatch(replica, batch, samples=samples, tracker=tracker, active_trackers=active_trackers)
-            built.close()
+            setup.close()
     trim_heap()
     return [tracker.usage for tracker in trackers]
 
@@ -163,11 +161,11 @@ def _run_microbatch(
     active_trackers: list[ActivationTracker],
 ) -> None:
     active_trackers += [tracker] if tracker is not None else []
-    portion = replica.slice_microbatch(batch)
-    terms = forward(replica, portion, step=0, index=0, num_samples=samples)
+    local_batch = replica.slice_microbatch(batch)
+    terms = forward(replica, local_batch, step=0, index=0, num_samples=samples)
     loss = torch.stack([total for total, _ in terms.values()]).sum()
     del terms
     if tracker is not None:
         tracker.end_forward()
-    backward(replica, loss, last=False, microbatch=portion)
+    backward(replica, loss, last=False, microbatch=local_batch)
     active_trackers.clear()

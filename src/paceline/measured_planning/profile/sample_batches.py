@@ -1,4 +1,4 @@
-"""Sample batches for profiling a model, and the scaling from them to any other batch."""
+"""Read sample batches for profiling a model, and fit how a cost scales from them to any other batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,29 +16,33 @@ from paceline.torch_internals.pytree import map_tensors
 from paceline.trainer.setup.job_data import JobData, read_first
 
 FEW_SAMPLES, MORE_SAMPLES = 2, 3  # a single sample may take another path through the model
-_MIN_RELATIVE_SIZE = 1e-3  # relative size below which a term is rounding
-_TOKENS = "input_ids"
+_MIN_RELATIVE_SIZE = 1e-3  # a relatively smaller term is rounding
+_TOKENS_KEY = "input_ids"
 
 
 def sequence_length(job: Job, settings: Settings) -> int | None:
+    """Return the length of the job's sequences: of its `sequence` dimension, or of `input_ids`; None if unknown."""
     batch = read_samples(job, settings, samples=1).micro[0].data
     if job.sequence is not None:
         lengths = [(batch[n] if isinstance(batch, dict) else batch[int(n)]).shape[d] for n, d in job.sequence.items()]
         return int(lengths[0])
-    ids = batch.get(_TOKENS) if isinstance(batch, dict) else None
+    ids = batch.get(_TOKENS_KEY) if isinstance(batch, dict) else None
     return int(ids.shape[1]) if isinstance(ids, Tensor) and ids.dim() > 1 else None
 
 
 def shorter_lengths(length: int | None) -> tuple[int, ...]:
+    """Return half and a quarter of the length, at which to profile too; nothing if it is short or unknown."""
     return () if length is None or length < 8 else (length // 2, length // 4)
 
 
 def read_samples(job: Job, settings: Settings, *, samples: int) -> StepInput:
-    cut = BatchPartition(global_batch_size=samples, micro_batch_size=samples)
-    return read_first(JobData(job, settings), settings, partition=cut)[0]
+    """Return the first batch, of one microbatch with this number of samples."""
+    partition = BatchPartition(global_batch_size=samples, micro_batch_size=samples)
+    return read_first(JobData(job, settings), settings, partition=partition)[0]
 
 
 def make_profiling_plan(settings: Settings, layout: str, ranks: int, *, samples: int) -> ExecutionPlan:
+    """Return the execution plan of one microbatch with this number of samples."""
     return make_execution_plan(
         layout=parse_layout(layout),
         update=parse_update("sync"),
@@ -59,7 +63,7 @@ def shorten_batch(batch: Any, full_length: int | None, length: int) -> Any:
 
 
 def fit_batch_scaling(values: Sequence[float], length: int | None) -> BatchScaling:
-    """Fit a scaling to the counts for few samples, more samples and shorter samples; each adds a term.
+    """Fit a scaling to the values for few samples, more samples, and few samples of half and a quarter of the length.
 
     A cost that all samples share and that grows with their length does not have this form; the fit is exact at this
     length only.
@@ -80,12 +84,15 @@ def fit_batch_scaling(values: Sequence[float], length: int | None) -> BatchScali
             else BatchScaling(fixed=fixed, sample=per_sample)
         )
     half, quarter = ((value - fixed) / FEW_SAMPLES for value in values[2:4])
-    long, short = length // 2, length // 4
-    first, second = (per_sample - half) / (length - long), (half - quarter) / (long - short)
-    pair = (first - second) / (length - short)
-    token = first - pair * (length + long)
+    half_length, quarter_length = length // 2, length // 4
+    upper_slope, lower_slope = (
+        (per_sample - half) / (length - half_length),
+        (half - quarter) / (half_length - quarter_length),
+    )
+    pair = (upper_slope - lower_slope) / (length - quarter_length)
+    token = upper_slope - pair * (length + half_length)
     if abs(pair) * length * length < _MIN_RELATIVE_SIZE * abs(per_sample):
-        pair, token = 0.0, first
+        pair, token = 0.0, upper_slope
     sample = per_sample - length * (token + length * pair)
     if abs(sample) < _MIN_RELATIVE_SIZE * abs(per_sample):
         sample = 0.0

@@ -1,4 +1,4 @@
-"""Truncated models for profiling: the model is built once, and keeps three of its equal blocks."""
+"""Truncate models for profiling: a model is built once, and three of its equal blocks are kept."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from paceline.profiling.model_tracing.fake_execution import FakeExecutionMode
 from paceline.torch_internals.rng import preserve_rng
 from paceline.trainer.setup.build_training_setup import build_model
 
-KEPT_BLOCKS = 3  # blocks of a list of equal ones
+KEPT_BLOCKS = 3  # of a list of equal blocks
 
 
 def build_once(job: Job, *, seed: int) -> Job:
@@ -59,7 +59,7 @@ def restore_depth(blocks: Sequence[LayerProfile], depths: Sequence[int]) -> Iter
         kept, remaining = remaining[: min(depth, KEPT_BLOCKS)], remaining[min(depth, KEPT_BLOCKS) :]
         list_name = kept[0].name.rpartition(".")[0]
         all_blocks = kept if depth <= KEPT_BLOCKS else [kept[0], *[kept[1]] * (depth - 2), kept[2]]
-        yield from (replace(part, name=f"{list_name}.{place}") for place, part in enumerate(all_blocks))
+        yield from (replace(part, name=f"{list_name}.{index}") for index, part in enumerate(all_blocks))
 
 
 def truncate_depth(job: Job) -> tuple[Job, list[int]]:

@@ -1,1 +1,1 @@
-"""Timing of layouts and schedules on this machine, and a cache of the results."""
+"""Time layouts and schedules on this machine, and cache the results."""

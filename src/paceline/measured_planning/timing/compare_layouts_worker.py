@@ -1,4 +1,4 @@
-"""The worker of `compare JOB --layouts`: times a few steps, and measures memory and communication in one more."""
+"""One rank of `compare JOB --layouts`: it times a few steps, and measures memory and communication in one more."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -44,35 +44,33 @@ def measure(payload: Mapping[str, Any]) -> int:
 
 def _observe_step(session: Session, batch: Any) -> dict[str, Any]:
     """Return this rank's memory and sent bytes in one step; for thread replicas, only the memory between steps."""
-    built = session.setup
+    setup = session.setup
     with ExitStack() as stack:
         communication = stack.enter_context(CommunicationCounter())
-        tracker = stack.enter_context(_memory_tracker(built)) if len(built.models) == 1 else None
+        tracker = stack.enter_context(_memory_tracker(setup)) if len(setup.models) == 1 else None
         session.loop.step(batch)
-    other_replicas = [memory_at_rest(model=model, optimizers=[]) for model in built.models[1:]]
+    other_replicas = [memory_at_rest(model=model, optimizers=[]) for model in setup.models[1:]]
     first_replica = memory_at_rest(
-        model=built.model, optimizers=built.update.optimizers, updated_tensors=_updated_tensors(built)
+        model=setup.model, optimizers=setup.update.optimizers, updated_tensors=_updated_tensors(setup)
     )
     peak = tracker.peak if tracker is not None else _sum([first_replica, *other_replicas])
-    flows = {name: flow["sent_bytes"] for name, flow in communication.as_json().items()}
     return {
-        "held": peak.as_json(),
-        "between": _sum([first_replica, *other_replicas]).as_json(),
-        "kept": None if tracker is None else tracker.kept_bytes,
-        "sent": flows,
+        "peak_bytes": peak.as_json(),
+        "is_peak_measured": tracker is not None,
+        "sent_bytes": {name: totals["sent_bytes"] for name, totals in communication.as_json().items()},
     }
 
 
-def _memory_tracker(built: TrainingSetup) -> MemoryTracker:
-    device = built.world.device.type
+def _memory_tracker(setup: TrainingSetup) -> MemoryTracker:
+    device = setup.world.device.type
     return MemoryTracker(
-        model=built.model, optimizers=built.update.optimizers, updated_tensors=_updated_tensors(built), device=device
+        model=setup.model, optimizers=setup.update.optimizers, updated_tensors=_updated_tensors(setup), device=device
     )
 
 
-def _updated_tensors(built: TrainingSetup) -> list[Tensor]:
+def _updated_tensors(setup: TrainingSetup) -> list[Tensor]:
     """Return the tensors that the optimizers update: the model's parameters, or this rank's rows of them."""
-    return [member.parameter for member in built.named_parameters]
+    return [member.parameter for member in setup.named_parameters]
 
 
 def _sum(parts: list[MemoryByKind]) -> MemoryByKind:

@@ -1,4 +1,4 @@
-"""Timing of layouts on the ranks of the run: they execute its step, on a model that may have fewer blocks."""
+"""Time layouts on the ranks of the run: they execute the run's step, on a model that may have fewer blocks."""
 
 import gc
 import os
@@ -33,14 +33,11 @@ _MEMORY_SHARE = 0.5  # share of a rank's memory that the layouts timed together 
 _BUILD_SHARE = 0.5  # share of the time limit for building the layouts
 _MAX_OVERRUN = 2  # times the time limit: after it, no group of layouts is started
 _TURN_SECONDS, _MAX_STEPS_PER_TURN = 0.15, 5
-_LONG_STEP_SECONDS = 0.2  # seconds: a longer step does not depend on warm caches
+_LONG_STEP_SECONDS = 0.2  # a longer step does not depend on warm caches
 _CONSECUTIVE_STEPS = 4  # on several machines, because pipeline stages overlap two steps
 _SHORTER_DIVISOR, _LONGER_DIVISOR = 12, 3  # a deep model is timed with 1/12 and with 1/3 of its blocks
 _TOO_SLOW_RATIOS = (4.0, 2.5)  # times the fastest step: a layout with a slower first or second step gets no more
-_EARLY_END_SHARE, _ENOUGH_STEPS = (
-    2 / 3,
-    24,
-)  # timing may end after this share of the limit, if all remaining layouts have this many steps
+_EARLY_END_SHARE, _ENOUGH_STEPS = 2 / 3, 24  # timing may end after this share of the limit, with so many steps each
 _DROP_RATIOS = (1.8, 1.5, 1.4, 1.3, 1.2)  # times the fastest, by rounds: a slower layout gets no more turns
 _SECOND_TURN_RATIO = 1.2  # times the best forecast of the others: a slow layout below it gets a second turn
 
@@ -51,7 +48,7 @@ class _Trial:
 
     candidate: str
     blocks: int
-    built: TrainingSetup
+    setup: TrainingSetup
     batches: Iterator[StepInput]
     forecast_seconds: float = 0.0
     step_seconds: float = 0.0
@@ -62,9 +59,9 @@ class _Trial:
     def run_step(self) -> float:
         """Read a batch, run a step on it, and return the seconds of both."""
         start_time = self.clock()
-        self.built.step.run(next(self.batches))
-        if self.built.world.device.type == "cuda":
-            torch.cuda.synchronize(self.built.world.device)
+        self.setup.step.run(next(self.batches))
+        if self.setup.world.device.type == "cuda":
+            torch.cuda.synchronize(self.setup.world.device)
         return self.clock() - start_time
 
     def warm_up(self, fastest: float) -> None:
@@ -72,7 +69,7 @@ class _Trial:
         for ratio in _TOO_SLOW_RATIOS:
             self.start_time = self.clock()
             self.step_seconds = self.run_step()
-            if self.built.world.share_json(self.step_seconds > ratio * fastest):
+            if self.setup.world.share_json(self.step_seconds > ratio * fastest):
                 self.seconds = [self.step_seconds]
                 return
         self.start_time = self.clock()
@@ -80,32 +77,32 @@ class _Trial:
 
     def take_turn(self) -> None:
         """Run some counted steps, as many on every rank; before short steps, an uncounted one warms the caches."""
-        launch_info, share = LaunchInfo.read(os.environ), self.built.world.share_json
+        launch_info, share_json = LaunchInfo.read(os.environ), self.setup.world.share_json
         if launch_info.local_world_size < launch_info.world_size:
             self.run_step()
             self.step_seconds = fmean(self.run_step() for _ in range(_CONSECUTIVE_STEPS))
             self.seconds.append(self.step_seconds)
             return
-        if share(self.step_seconds < _LONG_STEP_SECONDS):
+        if share_json(self.step_seconds < _LONG_STEP_SECONDS):
             self.step_seconds = self.run_step()
         num_steps = min(_MAX_STEPS_PER_TURN, max(1, round(_TURN_SECONDS / self.step_seconds)))
-        self.seconds += [self.run_step() for _ in range(int(share(num_steps)))]
+        self.seconds += [self.run_step() for _ in range(int(share_json(num_steps)))]
 
     def close(self) -> None:
         """Free the model."""
-        self.built.close()
-        del self.built, self.batches
+        self.setup.close()
+        del self.setup, self.batches
 
 
 def time_layouts(
-    ready: PreparedJob, timing_trials: Sequence[TimingTrial], *, depths: Sequence[int], world: World, seconds: float,
-    clock: Clock = time.perf_counter,
+    prepared_job: PreparedJob, timing_trials: Sequence[TimingTrial], *, depths: Sequence[int], world: World,
+    seconds: float, clock: Clock = time.perf_counter,
 ) -> dict[str, MeasuredTime | RejectedLayout]:  # fmt: skip
     """Return each candidate's step time by the `clock`, or the reason for its refusal. Every rank calls this.
 
     `depths` are the lengths of the model's lists of equal blocks, empty if they can't be truncated. As many layouts as
-    fit in memory together take turns, so that a disturbance of the machine affects all of them. They are built in their
-    order; a layout that is not ready within its share of `seconds` is omitted. Timing ends early if steps are short.
+    fit in memory together take turns, so that a disturbance of the machine affects all of them. Layouts are built in
+    the order of `timing_trials`; those that are not ready in time are omitted. Timing ends early if steps are short.
 
     Raises:
         JobError: the job's own code fails with every layout.
@@ -115,8 +112,8 @@ def time_layouts(
     for group in groups:
         if results and world.share_json(clock() - start_time > _MAX_OVERRUN * seconds):
             break
-        results |= _time_group(ready, group, depths, world=world, seconds=seconds / len(groups), clock=clock)
-    job_errors = [one for one in results.values() if isinstance(one, RejectedLayout) and one.is_job_error]
+        results |= _time_group(prepared_job, group, depths, world=world, seconds=seconds / len(groups), clock=clock)
+    job_errors = [result for result in results.values() if isinstance(result, RejectedLayout) and result.is_job_error]
     if job_errors and len(job_errors) == len(results):
         raise JobError(
             f"none of {len(job_errors)} layouts can be timed with any of the microbatch sizes tried: "
@@ -130,21 +127,19 @@ def time_layouts(
 def _memory_groups(timing_trials: Sequence[TimingTrial]) -> Iterator[list[TimingTrial]]:
     """Yield groups of trials that fit in memory together: their memory between steps, and the peak of one step."""
     group: list[TimingTrial] = []
-    for one in timing_trials:
-        extended = [*group, one]
-        if (
-            group
-            and sum(each.stays for each in extended) + max(each.share - each.stays for each in extended) > _MEMORY_SHARE
-        ):
+    for trial in timing_trials:
+        extended = [*group, trial]
+        share_of_step = max(member.share - member.stays for member in extended)
+        if group and sum(member.stays for member in extended) + share_of_step > _MEMORY_SHARE:
             yield group
-            extended = [one]
+            extended = [trial]
         group = extended
     if group:
         yield group
 
 
 def _time_group(
-    ready: PreparedJob,
+    prepared_job: PreparedJob,
     timing_trials: Sequence[TimingTrial],
     depths: Sequence[int],
     *,
@@ -155,31 +150,34 @@ def _time_group(
     start_time, trials = clock(), list[_Trial]()
     epoch = time.time() - start_time  # the clock's zero, as time of day
     errors: dict[str, MeasuredTime | RejectedLayout] = {}
-    for one in timing_trials:
+    for timing_trial in timing_trials:
         if trials and world.share_json(clock() - start_time > _BUILD_SHARE * seconds):
             break
         try:
-            trials += list(
-                _build_trials(ready, one, depths, world=world, earlier_trials=trials, clock=clock)
-            )  # both depths are built, or neither
+            new_trials = _build_trials(
+                prepared_job, timing_trial, depths, world=world, earlier_trials=trials, clock=clock
+            )
+            trials += list(new_trials)  # both depths are built, or neither
         except DataError:  # the error of one rank, independent of the layout
             raise
         except PacelineError as error:  # every rank raises the same error
-            errors[one.candidate] = RejectedLayout(reason=error.what)
+            errors[timing_trial.candidate] = RejectedLayout(reason=error.what)
         except Exception as error:
-            errors[one.candidate] = _rejection(error, one.candidate, world)
+            errors[timing_trial.candidate] = _rejection(error, timing_trial.candidate, world)
     early_end, end_time = start_time + _EARLY_END_SHARE * seconds, start_time + seconds
     errors |= _take_turns(trials, depths, world=world, early_end=early_end, end_time=end_time, clock=clock)
     accepted = [trial for trial in trials if trial.candidate not in errors]
     seconds_by_rank = world.gather_json([trial.seconds for trial in accepted])
     steps = [[max(step) for step in zip(*of_ranks, strict=True)] for of_ranks in zip(*seconds_by_rank, strict=True)]
-    timings = [(trial.candidate, trial.blocks, own) for trial, own in zip(accepted, steps, strict=True)]
+    timings = [
+        (trial.candidate, trial.blocks, step_seconds) for trial, step_seconds in zip(accepted, steps, strict=True)
+    ]
     since, until = {trial.candidate: epoch + trial.start_time for trial in reversed(trials)}, epoch + clock()
     for trial in trials:  # not after an error: other ranks would see closed connections before its message
         trial.close()
     gc.collect()
     summaries = summarize_timings(timings, depths)
-    return {name: replace(one, between=(since[name], until)) for name, one in summaries.items()} | errors
+    return {name: replace(summary, between=(since[name], until)) for name, summary in summaries.items()} | errors
 
 
 def _rejection(error: Exception, candidate: str, world: World) -> RejectedLayout:
@@ -201,20 +199,20 @@ def _take_turns(
     first turn was slow, and its forecast is close to the best, it gets another turn: the machine may have been busy. A
     trial that fails in a later step is reported as rejected.
     """
-    refused: dict[str, MeasuredTime | RejectedLayout] = {}
+    rejected: dict[str, MeasuredTime | RejectedLayout] = {}
     for turn in count():
-        trials = [trial for trial in trials if trial.candidate not in refused]
+        trials = [trial for trial in trials if trial.candidate not in rejected]
         summaries = summarize_timings([(trial.candidate, trial.blocks, trial.seconds) for trial in trials], depths)
-        fastest = min((one.seconds for one in summaries.values()), default=0.0)
+        fastest = min((summary.seconds for summary in summaries.values()), default=0.0)
         max_seconds = _DROP_RATIOS[min(turn, len(_DROP_RATIOS) - 1)] * fastest
-        candidates = [name for name, one in summaries.items() if one.seconds <= max_seconds]
+        candidates = [name for name, summary in summaries.items() if summary.seconds <= max_seconds]
         second_turns = [] if turn else _second_turn_candidates(trials, candidates)
         candidates, second_turns = world.share_json([candidates + second_turns, second_turns])
         active = [trial for trial in trials if trial.candidate in candidates]
         deadline = end_time
         if all(len(trial.seconds) >= _ENOUGH_STEPS for trial in active):
             nearly_fastest = world.share_json(
-                [name for name, one in summaries.items() if one.seconds <= _DROP_RATIOS[0] * fastest]
+                [name for name, summary in summaries.items() if summary.seconds <= _DROP_RATIOS[0] * fastest]
             )
             unfinished = [
                 trial for trial in trials if trial.candidate in nearly_fastest and len(trial.seconds) < _ENOUGH_STEPS
@@ -222,30 +220,30 @@ def _take_turns(
             active, deadline = (unfinished, end_time) if unfinished else (active, early_end)
         for trial in active:
             if world.share_json(clock() > deadline):
-                return refused
-            if trial.candidate in refused:
+                return rejected
+            if trial.candidate in rejected:
                 continue
             num_discarded = len(trial.seconds) if trial.candidate in second_turns else 0
             try:
                 trial.take_turn()
             except Exception as error:
-                refused[trial.candidate] = _rejection(error, trial.candidate, world)
+                rejected[trial.candidate] = _rejection(error, trial.candidate, world)
             del trial.seconds[:num_discarded]
         if not active:
             break
-    return refused
+    return rejected
 
 
 def _second_turn_candidates(trials: Sequence[_Trial], candidates: Sequence[str]) -> list[str]:
     """Return the candidates that were dropped although their forecast is close to that of the remaining ones."""
     forecasts = {trial.candidate: trial.forecast_seconds for trial in trials}
     max_seconds = _SECOND_TURN_RATIO * min((forecasts[name] for name in candidates), default=0.0)
-    return [name for name, own in forecasts.items() if name not in candidates and 0 < own <= max_seconds]
+    return [name for name, seconds in forecasts.items() if name not in candidates and 0 < seconds <= max_seconds]
 
 
 def _build_trials(
-    ready: PreparedJob,
-    one: TimingTrial,
+    prepared_job: PreparedJob,
+    timing_trial: TimingTrial,
     depths: Sequence[int],
     *,
     world: World,
@@ -253,47 +251,49 @@ def _build_trials(
     clock: Clock,
 ) -> Iterator[_Trial]:
     """Yield trials of the whole model, or of two truncated ones, each after its first turn."""
-    task = replace(ready.task, layout=one.layout)
-    plan = make_plan(task, ready.job, ready.settings, micro_batch_size=one.micro_batch_size)
-    for max_blocks in extrapolation_depths(one, depths):
+    task = replace(prepared_job.task, layout=timing_trial.layout)
+    plan = make_plan(task, prepared_job.job, prepared_job.settings, micro_batch_size=timing_trial.micro_batch_size)
+    for max_blocks in extrapolation_depths(timing_trial, depths):
         job = (
-            ready.job
+            prepared_job.job
             if max_blocks is None
-            else replace(ready.job, model=_truncated_model_factory(ready.job, max_blocks))
+            else replace(prepared_job.job, model=_truncated_model_factory(prepared_job.job, max_blocks))
         )
-        settings = ready.settings
-        if max_blocks is None and one.stages:
-            place = replace(settings.place, stages=tuple(map(int, one.stages.split(","))))
+        settings = prepared_job.settings
+        if max_blocks is None and timing_trial.stages:
+            place = replace(settings.place, stages=tuple(map(int, timing_trial.stages.split(","))))
             settings = replace(settings, place=place)
         blocks = sum(depths) if max_blocks is None else sum(min(max_blocks, depth) for depth in depths)
-        built = build_training_setup(job=job, settings=settings, plan=plan, world=world)
+        setup = build_training_setup(job=job, settings=settings, plan=plan, world=world)
         trial = _Trial(
-            candidate=one.candidate,
+            candidate=timing_trial.candidate,
             blocks=blocks,
-            built=built,
-            batches=_batches(built),
-            forecast_seconds=one.seconds,
+            setup=setup,
+            batches=_batches(setup),
+            forecast_seconds=timing_trial.seconds,
             clock=clock,
         )
         trial.warm_up(min((other.step_seconds for other in earlier_trials if other.blocks == blocks), default=inf))
         yield trial
 
 
-def extrapolation_depths(one: TimingTrial, depths: Sequence[int]) -> list[int | None]:
+def extrapolation_depths(timing_trial: TimingTrial, depths: Sequence[int]) -> list[int | None]:
     """Return the two depths per list of equal blocks from which to extrapolate, or None for the whole model.
 
     The extrapolation to about three times the longer depth multiplies errors by about four. So models with few blocks,
     and pipelines with many stages, are not truncated.
     """
-    min_blocks, depth = -(-one.least_blocks // max(1, len(depths))), min(depths, default=0)
+    min_blocks, depth = -(-timing_trial.least_blocks // max(1, len(depths))), min(depths, default=0)
     few, more = max(min_blocks, -(-depth // _SHORTER_DIVISOR)), max(2 * min_blocks, -(-depth // _LONGER_DIVISOR))
     return [few, more] if depth > _SHORTER_DIVISOR and 2 * more <= depth else [None]
 
 
-def can_truncate_blocks(ready: PreparedJob) -> bool:
+def can_truncate_blocks(prepared_job: PreparedJob) -> bool:
     """Return whether lists of blocks may be truncated: not if settings name blocks, or weights come from files."""
-    place = ready.settings.place
-    return not (place.blocks or place.stages or place.tensor_plan or isinstance(ready.job.model, PretrainedModel))
+    place = prepared_job.settings.place
+    return not (
+        place.blocks or place.stages or place.tensor_plan or isinstance(prepared_job.job.model, PretrainedModel)
+    )
 
 
 def _truncated_model_factory(job: Job, max_blocks: int) -> Any:
@@ -305,7 +305,7 @@ def _truncated_model_factory(job: Job, max_blocks: int) -> Any:
     return model
 
 
-def _batches(built: TrainingSetup) -> Iterator[StepInput]:
-    cut = build_partition(built.plan, built.settings, built.worlds.data)
+def _batches(setup: TrainingSetup) -> Iterator[StepInput]:
+    partition = build_partition(setup.plan, setup.settings, setup.worlds.data)
     while True:
-        yield from build_loader(built.data, built.settings, partition=cut, gather_json=built.world.gather_json)
+        yield from build_loader(setup.data, setup.settings, partition=partition, gather_json=setup.world.gather_json)

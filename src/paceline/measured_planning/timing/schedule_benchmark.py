@@ -1,4 +1,4 @@
-"""The measured schedule of a pipeline, and the same schedule simulated with the measured compute times."""
+"""Measure the schedule of a pipeline, and simulate the same schedule with the measured compute times."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,25 +15,25 @@ from paceline.trainer.session import Session
 
 STEPS = 3
 _MS = 1e3
-_RecordedActions = list[list[Any]]
+_RecordedActions = list[list[Any]]  # operation, stage, microbatch, start and stop in ms
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """The bubble fraction as measured, and `planned` with stages of equal length; `picture` is an SVG of one step."""
+class MeasuredSchedule:
+    """The measured bubble fraction, and the one `planned` for equally long stages; `picture` is an SVG of one step."""
 
     bubble: float
     planned: float
     picture: str
 
 
-def measure_schedule(session: Session, batches: Iterator[Any]) -> Schedule | None:
+def measure_schedule(session: Session, batches: Iterator[Any]) -> MeasuredSchedule | None:
     """Record a few steps and return, on rank 0, the one with the median bubble. None without a pipeline.
 
     All ranks are processes of one machine, so `time.perf_counter` is the same clock for all.
     """
-    passes, world = session.setup.step.forward_backward, session.world
-    if not isinstance(passes, PipelineForwardBackward):
+    forward_backward, world = session.setup.step.forward_backward, session.world
+    if not isinstance(forward_backward, PipelineForwardBackward):
         return None
     steps: list[_RecordedActions] = []
     for _ in range(STEPS):
@@ -43,22 +43,26 @@ def measure_schedule(session: Session, batches: Iterator[Any]) -> Schedule | Non
             if action.op.is_compute:
                 actions.append([str(action.op), action.stage, action.microbatch, start * _MS, stop * _MS])
 
-        with passes.observe_actions(record_action):
+        with forward_backward.observe_actions(record_action):
             session.loop.step(next(batches))
         steps.append(actions)
     steps_by_rank = world.gather_json(steps)
     if not world.is_main:
         return None
     pipeline_ranks = session.prepared_job.plan.mesh.group(world.rank, axes=("pp",))
-    return median_schedule([[steps_by_rank[rank][at] for rank in pipeline_ranks] for at in range(STEPS)], passes)
+    return median_schedule(
+        [[steps_by_rank[rank][step] for rank in pipeline_ranks] for step in range(STEPS)], forward_backward
+    )
 
 
-def median_schedule(steps: Sequence[Sequence[_RecordedActions]], passes: PipelineForwardBackward) -> Schedule | None:
+def median_schedule(
+    steps: Sequence[Sequence[_RecordedActions]], forward_backward: PipelineForwardBackward
+) -> MeasuredSchedule | None:
     """Return the step with the median bubble, from the recorded actions of every rank in several steps."""
-    num_micro = 1 + max((one[2] for step in steps for rank in step for one in rank), default=-1)
+    num_micro = 1 + max((action[2] for step in steps for rank in step for action in rank), default=-1)
     if not num_micro:
         return None
-    program = passes.program(num_micro)
+    program = forward_backward.program(num_micro)
     timelines = sorted(
         (build_timeline(step, name=f"{program.name} as measured") for step in steps), key=lambda t: t.bubble
     )
@@ -68,21 +72,21 @@ def median_schedule(steps: Sequence[Sequence[_RecordedActions]], passes: Pipelin
         name=f"{program.name} as planned with these times", num_ranks=planned.num_ranks, spans=planned.spans
     )
     picture = draw(planned_timeline, measured=median_timeline, unit="ms")
-    return Schedule(bubble=median_timeline.bubble, planned=simulate(program).bubble, picture=picture)
+    return MeasuredSchedule(bubble=median_timeline.bubble, planned=simulate(program).bubble, picture=picture)
 
 
 def build_timeline(ranks: Sequence[_RecordedActions], *, name: str) -> Timeline:
     """Return the timeline of every rank's recorded actions; it starts with the first action."""
-    start_time = min(one[3] for rank in ranks for one in rank)
+    start_time = min(action[3] for rank in ranks for action in rank)
     spans = [
         Span(
-            rank=at,
+            rank=pipeline_rank,
             action=Action(op=Op(op), stage=stage, microbatch=micro),
             start=start - start_time,
             stop=stop - start_time,
         )
-        for at, rank in enumerate(ranks)
-        for op, stage, micro, start, stop in rank
+        for pipeline_rank, actions in enumerate(ranks)
+        for op, stage, micro, start, stop in actions
     ]
     return Timeline(name=name, num_ranks=len(ranks), spans=tuple(spans))
 
@@ -95,7 +99,7 @@ def median_costs(measured: Timeline, program: Program) -> Costs:
         for span in measured.compute_spans:
             if span.action.op is op:
                 seconds[span.action.stage].append(span.seconds)
-        return [median(each) if each else 0.0 for each in seconds]
+        return [median(stage_seconds) if stage_seconds else 0.0 for stage_seconds in seconds]
 
     has_full_backward = any(span.action.op is Op.BACKWARD for span in measured.compute_spans)
     return Costs(

@@ -55,42 +55,42 @@ class CachedTimings:
 
     def apply_timings(self, estimates: Iterable[Estimate]) -> list[Estimate]:
         """Return the estimates in their order, with their timed seconds, or scaled by the typical error."""
-        return [apply_measured_time(one, self.timed, default_ratio=self.typical_ratio) for one in estimates]
+        return [apply_measured_time(estimate, self.timed, default_ratio=self.typical_ratio) for estimate in estimates]
 
 
 def store_timings(
-    ready: PreparedJob, forecast: CostModel, options: Sequence[Estimate], *, disturbed: bool = False
+    prepared_job: PreparedJob, forecast: CostModel, options: Sequence[Estimate], *, disturbed: bool = False
 ) -> None:
     """Store the timed options of a plan, and the refusals that are in the profile of `forecast`.
 
     Times measured while other programs used the cores (`disturbed`) do not replace existing ones.
     """
     timed, launch_info = (
-        {str(one.candidate): one.measured_time for one in options if one.measured_time is not None},
+        {str(estimate.candidate): estimate.measured_time for estimate in options if estimate.measured_time is not None},
         LaunchInfo.read(os.environ),
     )
     if not timed or launch_info.local_world_size < launch_info.world_size:
         return
-    facts, stored = forecast.profile, _read_timings(ready, forecast)
+    profile, stored = forecast.profile, _read_timings(prepared_job, forecast)
     if stored is not None:
-        facts = replace(facts, refused={**stored[0].refused, **facts.refused})
+        profile = replace(profile, refused={**stored[0].refused, **profile.refused})
         timed = _merge_timings(timed, stored[1]) if disturbed else _merge_timings(stored[1], timed)
     with suppress(PacelineError, OSError):  # the job of a script has no file of its own
-        record = {"facts": facts.as_json(), "cluster": forecast.cluster.as_json()}
-        record |= {"timed": {name: asdict(one) for name, one in timed.items()}}
-        save_timings(_key(ready, forecast.cluster), record)
+        record = {"facts": profile.as_json(), "cluster": forecast.cluster.as_json()}
+        record |= {"timed": {name: asdict(timing) for name, timing in timed.items()}}
+        save_timings(_key(prepared_job, forecast.cluster), record)
 
 
 def _merge_timings(older: Mapping[str, MeasuredTime], newer: Mapping[str, MeasuredTime]) -> dict[str, MeasuredTime]:
     """Return both sets; older times are scaled by how much slower the machine was in the entries of both sets."""
-    ratios = [newer[name].seconds / own.seconds for name, own in older.items() if name in newer]
-    pace = median(ratios) if ratios else 1.0
-    return {**{name: replace(own, seconds=pace * own.seconds) for name, own in older.items()}, **newer}
+    ratios = [newer[name].seconds / timing.seconds for name, timing in older.items() if name in newer]
+    slowdown = median(ratios) if ratios else 1.0
+    return {**{name: replace(timing, seconds=slowdown * timing.seconds) for name, timing in older.items()}, **newer}
 
 
-def load_timings(ready: PreparedJob, forecast: CostModel, *, grid: SearchSpace) -> CachedTimings:
+def load_timings(prepared_job: PreparedJob, forecast: CostModel, *, grid: SearchSpace) -> CachedTimings:
     """Return the timings of earlier plans of this job on this machine, of layouts that fit and may be chosen now."""
-    stored = _read_timings(ready, forecast)
+    stored = _read_timings(prepared_job, forecast)
     if stored is None:
         return CachedTimings(forecast=forecast)
     earlier_profile, timed = stored
@@ -99,46 +99,48 @@ def load_timings(ready: PreparedJob, forecast: CostModel, *, grid: SearchSpace) 
     )
     options = shortlist(forecast, grid=grid, extra_candidates=timed)
     timed_options = apply_measured_times(options, timed)
-    if not any(one.measured_time for one in timed_options):
+    if not any(estimate.measured_time for estimate in timed_options):
         return CachedTimings(forecast=forecast)
     return CachedTimings(
         forecast=forecast, options=timed_options, timed=timed, typical_ratio=median_time_ratio(options, timed)
     )
 
 
-def apply_stored_timing(ready: PreparedJob, forecast: CostModel, estimate: Estimate) -> Estimate:
+def apply_stored_timing(prepared_job: PreparedJob, forecast: CostModel, estimate: Estimate) -> Estimate:
     """Return the estimate with the seconds that an earlier plan of this job timed on this machine, if any."""
-    stored = _read_timings(ready, forecast)
+    stored = _read_timings(prepared_job, forecast)
     timed = {} if stored is None else stored[1]
     return apply_measured_time(estimate, timed, default_ratio=1.0)
 
 
-def _read_timings(ready: PreparedJob, forecast: CostModel) -> tuple[ModelProfile, dict[str, MeasuredTime]] | None:
+def _read_timings(
+    prepared_job: PreparedJob, forecast: CostModel
+) -> tuple[ModelProfile, dict[str, MeasuredTime]] | None:
     """Return the stored profile and timings; None if the profile or the machine has changed."""
     try:
-        stored = read_timings(_key(ready, forecast.cluster))
+        stored = read_timings(_key(prepared_job, forecast.cluster))
         if stored is None:
             return None
-        facts, cluster, timed = (
+        profile, cluster, timed = (
             model_profile_from_json(stored["facts"]),
             cluster_from_json(stored["cluster"]),
             parse_measured_times(stored["timed"]),
         )
     except (PacelineError, OSError, KeyError, TypeError, ValueError, AttributeError):
         return None
-    is_job = replace(facts, refused={}) == replace(forecast.profile, refused={})
-    return (facts, timed) if is_job and _is_same_device(cluster, forecast.cluster) else None
+    is_same_model = replace(profile, refused={}) == replace(forecast.profile, refused={})
+    return (profile, timed) if is_same_model and _is_same_device(cluster, forecast.cluster) else None
 
 
-def _is_same_device(one: Cluster, other: Cluster) -> bool:
+def _is_same_device(first: Cluster, second: Cluster) -> bool:
     """Return whether the devices are the same; timed steps stay valid whatever rates a probe finds."""
-    return all(getattr(one.device, name) == getattr(other.device, name) for name in ("name", "kind", "memory_bytes"))
+    return all(getattr(first.device, name) == getattr(second.device, name) for name in ("name", "kind", "memory_bytes"))
 
 
-def _key(ready: PreparedJob, cluster: Cluster) -> str:
-    settings = ready.settings
+def _key(prepared_job: PreparedJob, cluster: Cluster) -> str:
+    settings = prepared_job.settings
     train = {name: value for name, value in asdict(settings.train).items() if name not in _SETTINGS_WITHOUT_EFFECT}
     other_settings = [train, asdict(settings.place), asdict(settings.data), settings.log.statistics]
     machine = cache_file(machine_fingerprint(ranks=cluster.ranks, device=cluster.device.kind)).name
-    text = json.dumps([stored_plan_key(ready), machine, version("paceline"), other_settings])
+    text = json.dumps([stored_plan_key(prepared_job), machine, version("paceline"), other_settings])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

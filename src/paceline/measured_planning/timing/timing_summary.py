@@ -1,4 +1,4 @@
-"""Summary of timed steps: the median, or an extrapolation from two shorter models."""
+"""Summarize timed steps: their median, or an extrapolation from two shorter models."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
@@ -15,12 +15,12 @@ def summarize_timings(
     seconds_by_depth: dict[str, dict[int, Sequence[float]]] = {}
     for candidate, blocks, seconds in timings:
         seconds_by_depth.setdefault(candidate, {})[blocks] = seconds
-    return {candidate: _summarize(looks, sum(depths)) for candidate, looks in seconds_by_depth.items()}
+    return {candidate: _summarize(by_depth, sum(depths)) for candidate, by_depth in seconds_by_depth.items()}
 
 
 def _summarize(seconds_by_depth: Mapping[int, Sequence[float]], num_blocks: int) -> MeasuredTime:
     blocks = sorted(seconds_by_depth)
-    medians = [median(seconds_by_depth[one]) for one in blocks]
+    medians = [median(seconds_by_depth[depth]) for depth in blocks]
     seconds = medians[-1]
     if len(blocks) == 2:
         per_block = (medians[1] - medians[0]) / (blocks[1] - blocks[0])

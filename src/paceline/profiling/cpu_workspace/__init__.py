@@ -1,1 +1,1 @@
-"""Workspace memory that CPU kernels use internally, by operator."""
+"""Forecast the workspace memory that CPU kernels use internally, by operator."""

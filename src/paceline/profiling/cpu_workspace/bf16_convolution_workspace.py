@@ -1,4 +1,4 @@
-"""Workspace of a bfloat16 convolution on a CPU with AVX-512 that multiplies pairs, without AMX tiles.
+"""Workspace of a bfloat16 convolution on a CPU with AVX-512 and no AMX tiles, which multiplies pairs of elements.
 
 The formulas are fitted to the allocator's records of single calls. Sums are in float32. For the weight gradient each
 thread transposes an input and an output image so that pairs are adjacent, with rows padded to an even number of
@@ -9,19 +9,19 @@ import math
 from dataclasses import dataclass
 
 _FLOAT_BYTES = 4
-_PAIR_ELEMENTS, _FEW_CHANNELS = 2, 3  # channels up to _FEW are read in place
+_PAIR_ELEMENTS, _FEW_CHANNELS = 2, 3  # images with so few channels are read in place
 _BARRIER_BYTES = 8580  # the barrier of the threads
 
-Side = tuple[int, int, tuple[int, ...]]
+ImageShape = tuple[int, int, tuple[int, ...]]
 """The channels, the channels padded to blocks, and the spatial size of an image."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16ConvolutionCall:
-    """A convolution call, from the larger images (`source`) to the smaller (`result`); either may be the input."""
+    """A convolution call between larger images (`source`) and smaller ones (`result`); either may be the input."""
 
-    source: Side
-    result: Side
+    source: ImageShape
+    result: ImageShape
     kernel: tuple[int, ...]
     stride: int
     padding: int

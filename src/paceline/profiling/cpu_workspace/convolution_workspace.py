@@ -1,13 +1,13 @@
-"""Workspace of a convolution on a CPU, by the algorithm that oneDNN uses for it.
+"""Workspace of a convolution on a CPU, depending on the algorithm that torch and oneDNN choose.
 
 The formulas are fitted to the allocator's records of single calls, on CPUs with AVX-512 and bfloat16 products, with and
 without AMX tiles, and with AVX2. There are four algorithms:
 
 - *blocked*, float32: operands and results are copied into blocks of 16 channels (8 without AVX-512), padded at the end;
   bfloat16 with AVX-512 and without tiles as well, with additional sums in float32 (`Bf16ConvolutionCall`);
-- *channels last copy*, bfloat16 with tiles, and strided convolutions from a smaller image to a larger: operands are
+- *channels last copy*, bfloat16 with tiles, and strided convolutions from smaller images to larger ones: operands are
   copied to channels last, and results are copied back;
-- *channels last*: operands have this layout already, and only weights are copied;
+- *channels last*, for operands that have this memory format already: only weights are copied;
 - *im2col*, torch's own: small single images, kernels of one element in one thread, and all bfloat16 without AVX-512
   (`Im2colCall`).
 """
@@ -47,7 +47,7 @@ class Convolution:
     channels_last: bool
     threads: int
     block_channels: int = _BLOCK_CHANNELS
-    """The channels of a block: float32 numbers in a register."""
+    """The channels of a block, as many as a register has float32 elements."""
     has_tiles: bool = True
     """True if bfloat16 products are computed in tiles (AMX)."""
 
@@ -103,10 +103,10 @@ class Convolution:
 
     @property
     def uses_im2col(self) -> bool:
-        """Return whether torch computes it by its own matrix products (im2col)."""
+        """Return whether torch computes the convolution by its own matmuls (im2col)."""
         if self.item_bytes != _FLOAT_BYTES:
             return False
-        is_plain = not (self.is_strided or any(each != 1 for each in self.dilation))
+        is_plain = not (self.is_strided or any(size != 1 for size in self.dilation))
         is_pointwise = (
             is_plain and self.batch_size < _BLOCK_CHANNELS and set(self.kernel[-2:]) == {1} and self.threads == 1
         )
@@ -120,7 +120,7 @@ class Convolution:
 
     @property
     def _im2col_call(self) -> Im2colCall:
-        is_dilated = any(each != 1 for each in self.dilation)
+        is_dilated = any(size != 1 for size in self.dilation)
         return Im2colCall(
             batch_size=self.batch_size, in_channels=self.in_channels, out_channels=self.out_channels,
             input_size=self.input_size, output_size=self.output_size,
@@ -146,14 +146,14 @@ class Convolution:
     @property
     def is_strided(self) -> bool:
         """Return whether a stride is not one."""
-        return any(each != 1 for each in self.stride)
+        return any(size != 1 for size in self.stride)
 
     @property
     def _reads_input_in_place(self) -> bool:
         return self.in_channels < _BLOCK_CHANNELS and self.groups == 1 and not self.transposed
 
     def _copies_channels_last(self, *, grows: bool) -> bool:
-        """Return whether the algorithm is *channels last copy*; `grows`: from a smaller image to a larger."""
+        """Return whether the algorithm is *channels last copy*; `grows`: results are larger images than operands."""
         if self.item_bytes != _FLOAT_BYTES and self.has_tiles:
             return self.groups != self.in_channels or self.groups == 1
         return grows and self.is_strided and (self.groups == 1 or self.block_channels < _BLOCK_CHANNELS)
@@ -179,7 +179,7 @@ class Convolution:
         if self.kernel[-1] > _MAX_ONEDNN_KERNEL:
             return 5 * weight_bytes + self._im2col_bytes() // self.batch_size
         if self.block_channels < _BLOCK_CHANNELS and (
-            len(self.input_size) > 2 or any(each != 1 for each in self.dilation)
+            len(self.input_size) > 2 or any(size != 1 for size in self.dilation)
         ):
             return (
                 5 * weight_bytes

@@ -1,8 +1,9 @@
-"""Workspace of a convolution that torch computes by im2col: 16-bit numbers, on a CPU without AVX-512.
+"""Workspace of a convolution that torch computes by im2col: 16-bit types, on a CPU without AVX-512.
 
 The formulas are fitted to the allocator's records of single calls. All images are unfolded at once, so that each window
-is a column; with a dilated kernel, and in the backward of a transposed convolution, one after another. Groups are
-computed one after another, and their results are concatenated. A bias gradient is summed from a copy in float32.
+is a column. With a dilated kernel, and in the backward of a transposed convolution, the images are unfolded one after
+another. Groups are computed one after another, and their results are concatenated. A bias gradient is summed from a
+copy in float32.
 """
 
 import math
@@ -57,8 +58,8 @@ class Im2colCall:
             return max(working, 2 * gradients)
         bias_sum = 0
         if bias and not self.is_dilated:
-            numbers = self.batch_size * self.out_channels * math.prod(self.output_size) + self.out_channels
-            bias_sum = input_gradient + numbers * _FLOAT_BYTES + bias_gradient
+            num_elements = self.batch_size * self.out_channels * math.prod(self.output_size) + self.out_channels
+            bias_sum = input_gradient + num_elements * _FLOAT_BYTES + bias_gradient
         return max(working, bias_sum)
 
     def _column_bytes(self, images: int) -> int:
@@ -70,7 +71,7 @@ class Im2colCall:
         return images * channels // self.groups * math.prod(self.kernel) * math.prod(sides) * self.item_bytes
 
     def _group_bytes(self, channels: int, sides: tuple[int, ...]) -> int:
-        """Return the bytes of one group's part of the images."""
+        """Return the bytes of the channels of one group in all images; 0 without groups."""
         return self._image_bytes(channels, sides) // self.groups if self.groups > 1 else 0
 
     def _image_bytes(self, channels: int, sides: tuple[int, ...]) -> int:

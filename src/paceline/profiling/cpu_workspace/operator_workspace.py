@@ -1,4 +1,4 @@
-"""Workspace of CPU operators: memory that they use in addition to their tensors, from measurements.
+"""Workspace of CPU operators: the memory that they use in addition to their tensors, found by measurements.
 
 oneDNN converts the operands of a convolution into a layout of its own and back; gloo copies the tensors that it gathers
 and reduces. On a GPU the device's reserve covers the workspace of convolutions, and nccl copies nothing.
@@ -24,8 +24,8 @@ def peak_operator_bytes(func: Any, args: Any, *, threads: int = 1) -> int:
         return 0
     gradient, output_mask = args[0], args[10]
     call = _convolution_of(args[1], args[2], args[3] or None, args[4:10], threads)
-    in_order = gradient.is_contiguous() or (call.channels_last and _is_channels_last(gradient))
-    copied_bytes = 0 if in_order else int(gradient.nbytes)
+    has_expected_order = gradient.is_contiguous() or (call.channels_last and _is_channels_last(gradient))
+    copied_bytes = 0 if has_expected_order else int(gradient.nbytes)
     return copied_bytes + call.backward_bytes(source=output_mask[0], weight=output_mask[1], bias=output_mask[2])
 
 
@@ -34,7 +34,7 @@ def _convolution_of(source: Tensor, weight: Tensor, bias: Any, options: Any, thr
     num_dims = source.dim() - 2
 
     def expand(values: Any) -> tuple[int, ...]:
-        return tuple(values[place % len(values)] for place in range(num_dims))
+        return tuple(values[dim % len(values)] for dim in range(num_dims))
 
     return Convolution(
         batch_size=source.shape[0],
@@ -51,13 +51,13 @@ def _convolution_of(source: Tensor, weight: Tensor, bias: Any, options: Any, thr
         item_bytes=source.element_size(),
         channels_last=_is_channels_last(source),
         threads=threads,
-        block_channels=_register_floats(),
+        block_channels=_floats_per_register(),
         has_tiles=has_tiles(),
     )
 
 
 @cache
-def _register_floats() -> int:
+def _floats_per_register() -> int:
     """Return how many float32 numbers a register of this machine holds."""
     return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 
@@ -69,9 +69,9 @@ def _is_channels_last(source: Tensor) -> bool:
 
 
 def gloo_copies(func: Any, args: Any) -> tuple[int, Any]:
-    """Return the bytes that gloo copies for a gather or a reduction, and the tensors that it keeps.
+    """Return the bytes that gloo copies for a gather or a reduction, and the tensors that it keeps until it is done.
 
-    It keeps every argument, except the input of a reduction, of which it keeps the copy.
+    It keeps every argument; but of the input of a reduction, it keeps its copy.
     """
     name = name_of(func)
     if name == "c10d::_allgather_base_":

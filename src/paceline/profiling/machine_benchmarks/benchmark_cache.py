@@ -1,4 +1,4 @@
-"""The cache of this machine's last benchmark. An unreadable one, or one of another machine, is ignored."""
+"""The cache of this machine's last benchmark. An unreadable benchmark, or one of another machine, is ignored."""
 
 import hashlib
 import json

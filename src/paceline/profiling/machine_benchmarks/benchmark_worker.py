@@ -21,11 +21,7 @@ from paceline.profiling.machine_benchmarks.compute_benchmarks import measure_com
 from paceline.profiling.machine_benchmarks.disk_benchmark import measure_disk
 
 TIMEOUT_SECONDS = 120.0
-_LINKS_SHARE, _COPIES_SHARE, _DISK_SHARE = (
-    0.25,
-    0.1,
-    0.05,
-)  # shares of the time limit; the rest is for the compute rates
+_LINKS_SHARE, _COPIES_SHARE, _DISK_SHARE = 0.25, 0.1, 0.05  # of the time limit; the rest is for the compute rates
 _MIN_SECONDS = 0.2
 
 
@@ -51,14 +47,14 @@ def measure(payload: Mapping[str, Any]) -> int:
 
 
 def load_levels(*, ranks: int, cores: int, device: str) -> list[tuple[int, int]]:
-    """Return the numbers of busy processes to measure, with the threads of each as in a run. Each rank has its GPU."""
+    """Return the numbers of busy processes to measure, each with the threads per process that a run has."""
     if device == "cuda":
         numbers = {1, ranks}
     else:
         numbers = {2**power for power in range(ranks.bit_length()) if 2**power <= ranks} | {ranks}
     return [
-        (number, choose_threads(cluster=Resources(ranks=number, cores=cores), one_thread=False, requested=None))
-        for number in sorted(numbers)
+        (num_busy, choose_threads(cluster=Resources(ranks=num_busy, cores=cores), one_thread=False, requested=None))
+        for num_busy in sorted(numbers)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Collective benchmarks: every collective in groups of several sizes, all groups at the same time."""
+"""Time every collective in groups of several sizes, with all groups busy at the same time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -13,8 +13,8 @@ from paceline.profiling.machine_benchmarks.interleaved_timer import BenchmarkFam
 _MAX_CALL_SECONDS = 0.3  # of one call
 _CALLS_IN_BUDGET = 20  # of the slowest size of each kind
 _FLOAT_BYTES = 4
-_AMOUNTS = (2**8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**25)
-_AMOUNTS_GPU = (*_AMOUNTS, 2**28)
+_PAYLOAD_BYTES = (2**8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**25)
+_PAYLOAD_BYTES_GPU = (*_PAYLOAD_BYTES, 2**28)
 
 
 def measure_links(world: World, *, seconds: float, shares_cores: bool = False) -> tuple[Collective, ...]:
@@ -53,9 +53,9 @@ def neighbor_groups(ranks: int, *, size: int) -> list[list[int]]:
 
 def _benchmarks(subgroup: World, *, size: int) -> Iterator[BenchmarkFamily]:
     """Yield the benchmarks of this group; a rank without a group of this size takes part with calls that do nothing."""
-    amounts = _AMOUNTS_GPU if subgroup.device.type == "cuda" else _AMOUNTS
+    amounts = _PAYLOAD_BYTES_GPU if subgroup.device.type == "cuda" else _PAYLOAD_BYTES
     for kind, make in _COLLECTIVES.items():
-        payload = [_payload(kind, amount, size) for amount in amounts]
+        element_counts = [_num_input_elements(kind, amount, size) for amount in amounts]
         sizes = [
             BenchmarkSize(
                 amount=_FLOAT_BYTES * number,
@@ -64,49 +64,51 @@ def _benchmarks(subgroup: World, *, size: int) -> Iterator[BenchmarkFamily]:
                 else partial(_idle, subgroup, number),
                 times=2 if kind == "send" else 1,
             )
-            for number in dict.fromkeys(payload)
+            for number in dict.fromkeys(element_counts)
         ]
         yield BenchmarkFamily(key=(kind,), sizes=sizes)
 
 
-def _payload(kind: str, amount: int, size: int) -> int:
-    """Return the elements that a rank passes in, a multiple of `size`; for a gather, the result has the amount."""
+def _num_input_elements(kind: str, amount: int, size: int) -> int:
+    """Return how many elements a rank passes in for `amount` bytes; in a gather, the result has this amount."""
     return max(1, amount // _FLOAT_BYTES // size) * (1 if kind == "all_gather" else size)
 
 
-def _zeros(subgroup: World, number: int) -> torch.Tensor:
-    return torch.zeros(number, device=subgroup.device)
+def _zeros(subgroup: World, num_elements: int) -> torch.Tensor:
+    return torch.zeros(num_elements, device=subgroup.device)
 
 
-def _all_reduce(subgroup: World, number: int) -> Call:
-    return partial(dist.all_reduce, _zeros(subgroup, number), group=subgroup.group)
+def _all_reduce(subgroup: World, num_elements: int) -> Call:
+    return partial(dist.all_reduce, _zeros(subgroup, num_elements), group=subgroup.group)
 
 
-def _all_gather(subgroup: World, number: int) -> Call:
-    gathered = _zeros(subgroup, number * subgroup.world_size)
-    return partial(ALL_GATHER, gathered, _zeros(subgroup, number), group=subgroup.group)
+def _all_gather(subgroup: World, num_elements: int) -> Call:
+    gathered = _zeros(subgroup, num_elements * subgroup.world_size)
+    return partial(ALL_GATHER, gathered, _zeros(subgroup, num_elements), group=subgroup.group)
 
 
-def _reduce_scatter(subgroup: World, number: int) -> Call:
-    shard = _zeros(subgroup, number // subgroup.world_size)
-    return partial(REDUCE_SCATTER, shard, _zeros(subgroup, number), group=subgroup.group)
+def _reduce_scatter(subgroup: World, num_elements: int) -> Call:
+    shard = _zeros(subgroup, num_elements // subgroup.world_size)
+    return partial(REDUCE_SCATTER, shard, _zeros(subgroup, num_elements), group=subgroup.group)
 
 
-def _all_to_all(subgroup: World, number: int) -> Call:
-    return partial(dist.all_to_all_single, _zeros(subgroup, number), _zeros(subgroup, number), group=subgroup.group)
+def _all_to_all(subgroup: World, num_elements: int) -> Call:
+    return partial(
+        dist.all_to_all_single, _zeros(subgroup, num_elements), _zeros(subgroup, num_elements), group=subgroup.group
+    )
 
 
-def _broadcast(subgroup: World, number: int) -> Call:
-    """Return a broadcast from each rank in turn: a constant source would run ahead of its receivers."""
-    tensor, sources = _zeros(subgroup, number), iter(_cycle_ranks(subgroup.world_size))
+def _broadcast(subgroup: World, num_elements: int) -> Call:
+    """Return a broadcast whose source is each rank in turn: a constant source would run ahead of its receivers."""
+    tensor, sources = _zeros(subgroup, num_elements), iter(_cycle_ranks(subgroup.world_size))
     return lambda: dist.broadcast(tensor, group_src=next(sources), group=subgroup.group)
 
 
-def _send(subgroup: World, number: int) -> Call:
+def _send(subgroup: World, num_elements: int) -> Call:
     """Return a send and a receive between two adjacent ranks, all pairs at once."""
-    tensor, peer = _zeros(subgroup, number), subgroup.rank ^ 1
+    tensor, peer = _zeros(subgroup, num_elements), subgroup.rank ^ 1
     if peer >= subgroup.world_size:
-        return _idle(subgroup, number)
+        return _idle(subgroup, num_elements)
     send = partial(dist.send, tensor, group=subgroup.group, group_dst=peer)
     receive = partial(dist.recv, tensor, group=subgroup.group, group_src=peer)
     first, second = (send, receive) if subgroup.rank < peer else (receive, send)
@@ -118,7 +120,7 @@ def _send(subgroup: World, number: int) -> Call:
     return call
 
 
-def _idle(subgroup: World, number: int) -> Call:
+def _idle(subgroup: World, num_elements: int) -> Call:
     return lambda: None
 
 

@@ -1,4 +1,4 @@
-"""Compute benchmarks on each rank's own device: matmuls, attention, streams, optimizers, and call overhead."""
+"""Time matmuls, attention, memory streams, optimizers and the overhead of calls on each rank's device."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -26,23 +26,23 @@ from paceline.profiling.machine_benchmarks.interleaved_timer import (
 )
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NARROW_ROWS = (4, 16, 64, 256, 1024)
-_NARROW_RATIO = 8  # the other edges are at least this many times larger
+_NARROW_ROWS = (4, 16, 64, 256, 1024)  # of the first operand of a narrow matmul
+_NARROW_RATIO = 8  # its other edges are at least this many times longer
 _MAX_CALL_SECONDS = 0.1  # of one call
 _CALLS_IN_BUDGET = 100  # of the slowest kind
-_CHAIN_LENGTH = 32
-_TENSORS = 8
+_CHAIN_LENGTH = 32  # dependent operations of one element-wise kind, to measure the overhead of a call
+_NUM_OPTIMIZER_TENSORS = 8
 _ADAMW_BYTES = 28  # per element: parameter, gradient and two moments are read, all but the gradient written
 _ROW_ELEMENTS = 512
 _ROW_BYTES = 4 * _ROW_ELEMENTS
 _MIB = 2**20
-_STREAMS = (2**12, 2**16, 2**18, _MIB, 4 * _MIB, 16 * _MIB, 28 * _MIB, 36 * _MIB, 64 * _MIB)
+_STREAM_BYTES = (2**12, 2**16, 2**18, _MIB, 4 * _MIB, 16 * _MIB, 28 * _MIB, 36 * _MIB, 64 * _MIB)
 """Sizes around 32 MiB are included: glibc's malloc gets larger blocks from the system each time, page by page."""
-_STREAMS_GPU = (2**12, 2**16, _MIB, 16 * _MIB, 64 * _MIB, 512 * _MIB)
+_STREAM_BYTES_GPU = (2**12, 2**16, _MIB, 16 * _MIB, 64 * _MIB, 512 * _MIB)
 
 
 def measure_compute(world: World, *, num_busy: int, threads: int, seconds: float, shares_cores: bool = False) -> Rates:
-    """Return the rates of the busy ranks. Every busy rank calls this."""
+    """Return the rates of `num_busy` ranks that compute at the same time. Each of them calls this."""
     torch.set_num_threads(threads)
     limit = min(_MAX_CALL_SECONDS, seconds / _CALLS_IN_BUDGET)
     curves = time_families(
@@ -77,15 +77,17 @@ def measure_copies(world: World, *, seconds: float) -> dict[str, TimingCurve]:
     sizes = [2**power for power in (12, 16, 20, 24, 28)]
     families = [
         BenchmarkFamily(
-            key=(way,),
-            sizes=[BenchmarkSize(amount=size, make_call=partial(_copy, way, size, world.device)) for size in sizes],
+            key=(direction,),
+            sizes=[
+                BenchmarkSize(amount=size, make_call=partial(_copy, direction, size, world.device)) for size in sizes
+            ],
         )
-        for way in ("to_device", "to_host")
+        for direction in ("to_device", "to_host")
     ]
-    found = time_families(
+    curves = time_families(
         families, world=world, seconds=seconds, max_call_seconds=_MAX_CALL_SECONDS, combine_ranks=fmean
     )
-    return {key[0]: curve for key, curve in found.items()}
+    return {key[0]: curve for key, curve in curves.items()}
 
 
 def _matmul_timings(precision: str, square: TimingCurve, curves: Mapping[Key, TimingCurve]) -> MatmulTimings:
@@ -93,45 +95,46 @@ def _matmul_timings(precision: str, square: TimingCurve, curves: Mapping[Key, Ti
     narrow = []
     for key, curve in curves.items():
         if key[:2] == ("narrow", precision):
-            one = curve.points[0]
-            narrow.append((int(key[2]), one.seconds / square.seconds(one.amount)))
+            point = curve.points[0]
+            narrow.append((int(key[2]), point.seconds / square.seconds(point.amount)))
     if narrow:
         narrow.append((_NARROW_RATIO * narrow[-1][0], 1.0))
     return MatmulTimings(square=square, narrow=tuple(narrow))
 
 
 def _benchmarks(device: torch.device) -> Iterator[BenchmarkFamily]:
+    """Yield all benchmarks; a key has the kind, the precision (or variant), and for narrow matmuls the rows."""
     is_gpu = device.type == "cuda"
     edge = 4096 if is_gpu else 512
     edges = (256, 512, 1024, 2048, 4096, 8192) if is_gpu else (32, 64, 128, 256, 512, 1024, 2048)
     lengths = (128, 512, 2048, 8192) if is_gpu else (32, 128, 512, 2048)
     for name, dtype in PRECISIONS.items():
-        cubes = [
+        squares = [
             BenchmarkSize(amount=2.0 * n**3, make_call=partial(_linear_layer, n, n, dtype, device), times=3)
             for n in edges
         ]
-        yield BenchmarkFamily(key=("product", name), sizes=cubes)
-        for rows in (each for each in _NARROW_ROWS if _NARROW_RATIO * each <= edge):
-            make = partial(_linear_layer, rows, edge, dtype, device)
+        yield BenchmarkFamily(key=("product", name), sizes=squares)
+        for rows in (number for number in _NARROW_ROWS if _NARROW_RATIO * number <= edge):
+            make_call = partial(_linear_layer, rows, edge, dtype, device)
             yield BenchmarkFamily(
                 key=("narrow", name, str(rows)),
-                sizes=[BenchmarkSize(amount=2.0 * rows * edge**2, make_call=make, times=3)],
+                sizes=[BenchmarkSize(amount=2.0 * rows * edge**2, make_call=make_call, times=3)],
             )
-        for kind, work in (("attention", ATTENTION_FLOPS), ("trained", TRAINED_ATTENTION_FLOPS)):
+        for kind, flops_factor in (("attention", ATTENTION_FLOPS), ("trained", TRAINED_ATTENTION_FLOPS)):
             heads = 128 if is_gpu else 4
             sizes = [
                 BenchmarkSize(
-                    amount=work * length**2 * HEAD_WIDTH,
+                    amount=flops_factor * length**2 * HEAD_WIDTH,
                     make_call=partial(_attention, heads, length, dtype, device, trained=kind == "trained"),
                     times=heads,
                 )
                 for length in lengths
             ]
             yield BenchmarkFamily(key=(kind, name), sizes=sizes)
-    yield from _stream_benchmarks(device, sizes=_STREAMS_GPU if is_gpu else _STREAMS)
+    yield from _stream_benchmarks(device, sizes=_STREAM_BYTES_GPU if is_gpu else _STREAM_BYTES)
     yield from _optimizer_benchmarks(device, max_elements=2**22 if is_gpu else 2**19)
     for kind in ("forward", "trained"):
-        make_chain = partial(_chain, device, trained=kind == "trained")
+        make_chain = partial(_operation_chain, device, trained=kind == "trained")
         yield BenchmarkFamily(
             key=("operation", kind), sizes=[BenchmarkSize(amount=1, make_call=make_chain, times=_CHAIN_LENGTH)]
         )
@@ -140,31 +143,33 @@ def _benchmarks(device: torch.device) -> Iterator[BenchmarkFamily]:
 def _stream_benchmarks(device: torch.device, *, sizes: Sequence[int]) -> Iterator[BenchmarkFamily]:
     buffers: list[Tensor] = []  # two, which all sizes and kinds share
 
-    def make(kind: Callable[[Tensor, Tensor], object], size: int) -> Call:
+    def make_call(kind: Callable[[Tensor, Tensor], object], size: int) -> Call:
         while len(buffers) < 2:
             buffers.append(torch.rand(sizes[-1] // _ROW_BYTES, _ROW_ELEMENTS, device=device))
-        one, other = (tensor[: size // _ROW_BYTES] for tensor in buffers)
-        return partial(kind, one, other)
+        first, second = (tensor[: size // _ROW_BYTES] for tensor in buffers)
+        return partial(kind, first, second)
 
     kinds: dict[str, tuple[int, Callable[[Tensor, Tensor], object]]] = {
-        "copy": (2, lambda one, other: other.copy_(one)),
+        "copy": (2, lambda first, second: second.copy_(first)),
         "add": (3, torch.add),
-        "gelu": (2, lambda one, _: F.gelu(one)),
-        "norm": (2, lambda one, _: F.layer_norm(one, (_ROW_ELEMENTS,))),
+        "gelu": (2, lambda first, _: F.gelu(first)),
+        "norm": (2, lambda first, _: F.layer_norm(first, (_ROW_ELEMENTS,))),
     }
-    for name, (moved, kind) in kinds.items():
+    for name, (num_moved, kind) in kinds.items():
         yield BenchmarkFamily(
             key=("stream", name),
-            sizes=[BenchmarkSize(amount=moved * size, make_call=partial(make, kind, size)) for size in sizes],
+            sizes=[BenchmarkSize(amount=num_moved * size, make_call=partial(make_call, kind, size)) for size in sizes],
         )
 
 
 def _optimizer_benchmarks(device: torch.device, *, max_elements: int) -> Iterator[BenchmarkFamily]:
-    elements = [number for number in (2**6, 2**12, 2**16, 2**19, 2**22) if number <= max_elements]
+    elements = [num_elements for num_elements in (2**6, 2**12, 2**16, 2**19, 2**22) if num_elements <= max_elements]
     for name, fused in (("adamw", None), ("adamw fused", True)):
         sizes = [
             BenchmarkSize(
-                amount=_ADAMW_BYTES * number, make_call=partial(_adamw, number, fused, device), times=_TENSORS
+                amount=_ADAMW_BYTES * number,
+                make_call=partial(_adamw_step, number, fused, device),
+                times=_NUM_OPTIMIZER_TENSORS,
             )
             for number in elements
         ]
@@ -198,21 +203,21 @@ def _attention(heads: int, length: int, dtype: torch.dtype, device: torch.device
     return call
 
 
-def _adamw(elements: int, fused: bool | None, device: torch.device) -> Call:
-    parameters = [torch.nn.Parameter(torch.rand(elements, device=device)) for _ in range(_TENSORS)]
+def _adamw_step(elements: int, fused: bool | None, device: torch.device) -> Call:
+    parameters = [torch.nn.Parameter(torch.rand(elements, device=device)) for _ in range(_NUM_OPTIMIZER_TENSORS)]
     for parameter in parameters:
         parameter.grad = torch.rand_like(parameter)
     return torch.optim.AdamW(parameters, fused=fused).step
 
 
-def _chain(device: torch.device, *, trained: bool) -> Call:
+def _operation_chain(device: torch.device, *, trained: bool) -> Call:
     start = torch.rand(16, device=device, requires_grad=trained)
-    one, gradient = torch.ones(16, device=device), torch.ones(16, device=device)
+    factor, gradient = torch.ones(16, device=device), torch.ones(16, device=device)
 
     def call() -> None:
         end = start
         for _ in range(_CHAIN_LENGTH):
-            end = end * one
+            end = end * factor
         if trained:
             torch.autograd.grad(end, start, gradient)
 

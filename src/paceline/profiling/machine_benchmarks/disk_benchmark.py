@@ -1,4 +1,4 @@
-"""Disk benchmark: write and read rates of a folder's disk, with all ranks at the same time."""
+"""Measure the write and read rates of a folder's disk, on all ranks at the same time."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from paceline.comm.process_group import World
 from paceline.filesystem.atomic_files import free_bytes
 from paceline.planner.hardware.benchmark_results import Disk
 
-_CHUNK = 8 * 2**20
+_CHUNK_BYTES = 8 * 2**20
 _MAX_CHUNKS = 16
 _FREE_SPACE_DIVISOR = 8  # at most this fraction (1/8) of the free space is written
 
@@ -20,7 +20,7 @@ def measure_disk(world: World, *, folder: Path, seconds: float) -> Disk | None:
     """Return the disk rates, or None if a rank can't write there. No file is left behind. Every rank calls this."""
     existing_folder = _existing_parent(folder)
     max_chunks = max(
-        1, min(_MAX_CHUNKS, free_bytes(existing_folder) // (_FREE_SPACE_DIVISOR * world.world_size * _CHUNK))
+        1, min(_MAX_CHUNKS, free_bytes(existing_folder) // (_FREE_SPACE_DIVISOR * world.world_size * _CHUNK_BYTES))
     )
     file = existing_folder / f".probe-{world.rank}-{os.getpid()}"
     world.barrier()
@@ -45,14 +45,14 @@ def _measure_or_none(measure: Callable[[], float]) -> float | None:
 
 def _measure_write(file: Path, *, chunks: int, seconds: float) -> float:
     """Return the write rate in bytes per second, including the flush, over about `seconds`."""
-    data, num_chunks = os.urandom(_CHUNK), 0
+    data, num_chunks = os.urandom(_CHUNK_BYTES), 0
     start_time = time.perf_counter()
     with file.open("wb", buffering=0) as out:
         while num_chunks < chunks and (not num_chunks or time.perf_counter() - start_time < seconds):
             out.write(data)
             os.fsync(out.fileno())
             num_chunks += 1
-    return num_chunks * _CHUNK / (time.perf_counter() - start_time)
+    return num_chunks * _CHUNK_BYTES / (time.perf_counter() - start_time)
 
 
 def _measure_read(file: Path) -> float:
@@ -61,7 +61,7 @@ def _measure_read(file: Path) -> float:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         start_time, num_bytes = time.perf_counter(), 0
-        while chunk := source.read(_CHUNK):
+        while chunk := source.read(_CHUNK_BYTES):
             num_bytes += len(chunk)
         return num_bytes / (time.perf_counter() - start_time)
 

@@ -1,4 +1,4 @@
-"""Interleaved timing of many calls, on all ranks at the same time, within a time budget."""
+"""Time many calls in turn, on all ranks at the same time, within a time budget."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class BenchmarkFamily:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedCall:
-    """A call to time; `seconds` is about what one call takes, the same number on all ranks."""
+    """A call to time; `seconds` is about what one call takes, equal on all ranks."""
 
     key: Key
     size: BenchmarkSize
@@ -113,9 +113,11 @@ def time_families(
     rounds_by_rank = world.gather_json(rounds_by_trial)
     points: dict[Key, list[Point]] = {}
     for index, trial in enumerate(trials):
-        rounds = [combine_ranks(one) for one in zip(*(rank[index] for rank in rounds_by_rank), strict=True)]
+        rounds = [
+            combine_ranks(rank_seconds) for rank_seconds in zip(*(rank[index] for rank in rounds_by_rank), strict=True)
+        ]
         points.setdefault(trial.key, []).append(_curve_point(trial.size, rounds))
-    return {key: TimingCurve.from_points(own) for key, own in points.items()}
+    return {key: TimingCurve.from_points(family_points) for key, family_points in points.items()}
 
 
 def _select_sizes(
@@ -147,8 +149,8 @@ def _predict_seconds(trials: Sequence[TimedCall], amount: float) -> float:
     last = trials[-1]
     if len(trials) == 1:
         return last.seconds
-    before = trials[-2]
-    slope = (last.seconds - before.seconds) / (last.size.amount - before.size.amount)
+    previous = trials[-2]
+    slope = (last.seconds - previous.seconds) / (last.size.amount - previous.size.amount)
     return last.seconds + min(max(slope, 0.0), last.seconds / last.size.amount) * (amount - last.size.amount)
 
 
@@ -200,5 +202,5 @@ def _curve_point(size: BenchmarkSize, rounds: Sequence[float]) -> Point:
     return Point(
         amount=size.amount,
         seconds=median_seconds,
-        spread=median(abs(one - median_seconds) for one in rounds) / median_seconds,
+        spread=median(abs(seconds - median_seconds) for seconds in rounds) / median_seconds,
     )

@@ -1,4 +1,4 @@
-"""The benchmark (probe) of this machine for a number of ranks: the cached one, or a new one."""
+"""Get the benchmark (probe) of this machine for a number of ranks: the cached one, or a new one."""
 
 import os
 from dataclasses import asdict, dataclass, replace

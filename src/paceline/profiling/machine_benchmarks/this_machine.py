@@ -1,4 +1,4 @@
-"""This process's machine as a cluster to plan for, from the cached benchmark or a new one."""
+"""Describe this process's machine as a cluster to plan for, from the cached benchmark or a new one."""
 
 import time
 from dataclasses import dataclass, replace

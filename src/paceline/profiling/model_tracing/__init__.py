@@ -1,1 +1,1 @@
-"""Tracing of a step: FLOPs, activations, memory over time, communication."""
+"""Trace a step: its FLOPs, activations, memory over time, and communication."""

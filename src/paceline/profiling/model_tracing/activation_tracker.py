@@ -1,4 +1,4 @@
-"""Activation memory of a model's parts over a forward and backward: kept for backward, or temporary."""
+"""Track the activation memory of a model's parts over a forward and backward: kept for backward, or transient."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -19,12 +19,12 @@ from paceline.torch_internals.pytree import tensor_leaves
 class ActivationUsage:
     """Activation bytes of one part.
 
-    `kept_bytes` exist when backward begins; `moment_bytes` is the peak beyond what it and all earlier parts keep, while
-    it runs forward or backward.
+    `kept_bytes` exist when backward begins; `transient_bytes` is the peak, while the part runs forward or backward,
+    beyond what it and all earlier parts keep.
     """
 
     kept_bytes: float = 0.0
-    moment_bytes: float = 0.0
+    transient_bytes: float = 0.0
 
 
 class ActivationTracker:
@@ -69,7 +69,7 @@ class ActivationTracker:
             total += sums[name]
             self._kept_up_to_part[name] = total
             self.usage[name].kept_bytes = sums[name]
-            self.usage[name].moment_bytes = max(0.0, self._forward_peaks[name] - sums[name])
+            self.usage[name].transient_bytes = max(0.0, self._forward_peaks[name] - sums[name])
         self._part = AFTER_BLOCKS
 
     def observe(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -84,7 +84,7 @@ class ActivationTracker:
             )
         else:
             usage = self.usage[self._part]
-            usage.moment_bytes = max(usage.moment_bytes, self._bytes - self._kept_up_to_part[self._part])
+            usage.transient_bytes = max(usage.transient_bytes, self._bytes - self._kept_up_to_part[self._part])
 
     def _track_storage(self, storage: UntypedStorage) -> None:
         storage_id = id(storage)

@@ -1,4 +1,4 @@
-"""Timing of each block, forward and backward, on one example, for balancing pipeline stages."""
+"""Time the forward and backward of each block on one example, for balancing pipeline stages."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ class BlockTimes:
     @property
     def total(self) -> tuple[float, ...]:
         """Return forward plus backward seconds of each block."""
-        return tuple(one + other for one, other in zip(self.forward, self.backward, strict=True))
+        return tuple(forward + backward for forward, backward in zip(self.forward, self.backward, strict=True))
 
 
 def time_blocks(
@@ -45,7 +45,7 @@ def time_blocks(
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     rounds = [_Round(model, blocks, device, hold_block).run(call) for _ in range(repeats + 1)][1:]
-    medians = [median(column) for column in zip(*(each.seconds() for each in rounds), strict=True)]
+    medians = [median(column) for column in zip(*(timed_round.seconds() for timed_round in rounds), strict=True)]
     forward, backward = medians[::2], medians[1::2]
     return BlockTimes(
         names=tuple(blocks),
@@ -57,6 +57,8 @@ def time_blocks(
 
 
 class _Round:
+    """One timed forward, in which each block's backward runs right after its forward."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -78,13 +80,13 @@ class _Round:
             end_time = self._read_clock()
             self._last = (end_time - self._start_time, self._time_backward([result], list(self._model.parameters())))
         finally:
-            for gate in reversed(interceptors):
-                gate.undo()
+            for interceptor in reversed(interceptors):
+                interceptor.undo()
         return self
 
     def seconds(self) -> list[float]:
         """Return forward and backward seconds in turn: first, each block, last."""
-        return [*self._first, *(second for name in self._blocks for second in self._block_times[name]), *self._last]
+        return [*self._first, *(seconds for name in self._blocks for seconds in self._block_times[name]), *self._last]
 
     def _interceptor(self, name: str) -> Callable[..., Any]:
         def intercept(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +130,7 @@ class _Round:
 
 
 def _detach(value: Any, originals: list[Tensor], leaves: list[Tensor]) -> Any:
-    """Return a copy detached from the graph; the originals are added to `live`, the detached leaves to `cut`."""
+    """Return a copy detached from the graph; add the tensors in the graph to `originals`, the new ones to `leaves`."""
     if isinstance(value, Tensor):
         if not value.requires_grad:
             return value
@@ -139,6 +141,6 @@ def _detach(value: Any, originals: list[Tensor], leaves: list[Tensor]) -> Any:
         parts = {key: _detach(part, originals, leaves) for key, part in value.items()}
         return parts if type(value) is dict else type(value)(parts)  # type: ignore[call-arg]
     if isinstance(value, tuple | list):
-        each = [_detach(part, originals, leaves) for part in value]
-        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
+        items = [_detach(part, originals, leaves) for part in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

@@ -1,4 +1,4 @@
-"""A counter of a rank's communication: calls and bytes of each collective and point-to-point message.
+"""Count a rank's communication: calls and bytes of each collective and point-to-point message.
 
 A dispatch mode sees every collective of torch: those of Paceline, `fully_shard` and distributed tensors, and messages
 between two ranks.
@@ -43,7 +43,7 @@ class CollectiveTotals:
 
 
 class CommunicationCounter(DispatchMode):
-    """A dispatch mode that counts in this thread and in the backward that it starts."""
+    """A dispatch mode that counts the communication of this thread and of the backward that it starts."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,11 +52,11 @@ class CommunicationCounter(DispatchMode):
     @property
     def total_bytes(self) -> float:
         """The bytes that left this rank."""
-        return sum(flow.sent_bytes for flow in self.totals.values())
+        return sum(totals.sent_bytes for totals in self.totals.values())
 
     def as_json(self) -> dict[str, dict[str, float]]:
         """Return the totals by collective."""
-        return {name: asdict(flow) for name, flow in sorted(self.totals.items())}
+        return {name: asdict(totals) for name, totals in sorted(self.totals.items())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count the operation and run it; distributed tensors are unwrapped to local operations first."""

@@ -1,7 +1,7 @@
 """Compiler fusion: the memory traffic that remains between a block's matmuls when it is compiled.
 
-A compiler fuses operations that are not matmuls: a chain of them reads each outside input once, and writes once what a
-matmul or the next block reads. Values that are created and used within a chain stay in registers.
+A compiler fuses a chain of operations that are not matmuls into one kernel. It reads each of its inputs once, and
+writes only the results that a matmul or the next block reads. Other results of the chain stay in registers.
 """
 
 from collections.abc import Iterable
@@ -37,11 +37,11 @@ class Fusion:
             self._unwritten_bytes.pop(_key(tensor), None)
         return num_bytes
 
-    def end_chain(self, readers_inputs: Iterable[Tensor]) -> float:
-        """Return the bytes of these tensors that must be written for the next reader."""
+    def end_chain(self, next_inputs: Iterable[Tensor]) -> float:
+        """Return the bytes that the chain must write for the next reader, whose inputs are given."""
         self._chain_results.clear()
         self._chain_inputs.clear()
-        return float(sum(self._unwritten_bytes.pop(_key(tensor), 0) for tensor in readers_inputs))
+        return float(sum(self._unwritten_bytes.pop(_key(tensor), 0) for tensor in next_inputs))
 
 
 def _key(tensor: Tensor) -> int:

@@ -49,7 +49,7 @@ _TensorForm = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class FakeStorages:
-    """The storages whose values are unknown, over all threads."""
+    """The set of storages whose values are unknown, which threads may share."""
 
     def __init__(self) -> None:
         self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
@@ -156,9 +156,8 @@ class FakeExecutionMode(DispatchMode):
             tensors = targets or inputs
             if any(self._is_too_large(tensor) for tensor in tensors):
                 return True
-            is_lookup = not targets and any(
-                tensor.is_floating_point() for tensor in inputs
-            )  # such as rows of a small table
+            # a lookup may read many rows of a small table
+            is_lookup = not targets and any(tensor.is_floating_point() for tensor in inputs)
             return is_lookup and any(tensor.numel() > _SMALL_ELEMENTS_IN_BUILD for tensor in inputs)
         size = next((arg for arg in args if isinstance(arg, list | tuple | torch.Size)), ())
         dtype = kwargs.get("dtype") or torch.get_default_dtype()

@@ -1,4 +1,4 @@
-"""The results of operations on fake tensors, including those for which torch's shape inference is wrong."""
+"""Create the results of operations on fake tensors, also where torch's own shape inference is wrong."""
 
 import math
 from collections.abc import Callable
@@ -26,8 +26,16 @@ FIXED_RESULTS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "aten::allclose": _always_true,
 }
 COMPARISONS = {"aten::gt", "aten::ge", "aten::lt", "aten::le"}
-_POSITIONS = {"aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::argmin", "aten::max", "aten::min"}
-_POSITIONS |= {"aten::multinomial"}
+_POSITION_OPERATIONS = {
+    "aten::topk",
+    "aten::sort",
+    "aten::argsort",
+    "aten::argmax",
+    "aten::argmin",
+    "aten::max",
+    "aten::min",
+}
+_POSITION_OPERATIONS |= {"aten::multinomial"}
 RANDOM_MASKS = {"aten::native_dropout", "aten::bernoulli"}
 """Operations whose masks are as large as activations, and are never read."""
 
@@ -40,7 +48,7 @@ def fill_unknown_integers(func: Any, tensor: Tensor, args: Any, *, comparisons_h
     constructor that samples until a value is within bounds would never end.
     """
     name = func._schema.name
-    if name in _POSITIONS and tensor.dtype is torch.int64:
+    if name in _POSITION_OPERATIONS and tensor.dtype is torch.int64:
         _fill_with_positions_in_order(tensor, args)
     elif name in ("aten::eq", "aten::ne"):  # a finite number equals itself, and no infinity
         tensor.fill_(_is_infinite(args[1]) == (name == "aten::ne"))
@@ -133,12 +141,15 @@ _FEW_POSITIONS, _MORE_POSITIONS, _PAGE_BYTES = 8, 24, 4096
 
 def _recurrent_layer(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the result with its workspace, which shape inference omits: extrapolated from few positions."""
-    source, rest = args[0], args[1:]
+    source, other_arguments = args[0], args[1:]
     output, hidden, cell, reserve = func(*args, **kwargs)
     positions = source.shape[0]
 
     def workspace_bytes(length: int) -> int:
-        real = [_zeros_like(source[:length]), *(_zeros_like(arg) if isinstance(arg, Tensor) else arg for arg in rest)]
+        real = [
+            _zeros_like(source[:length]),
+            *(_zeros_like(arg) if isinstance(arg, Tensor) else arg for arg in other_arguments),
+        ]
         found = func(*real, **kwargs)[3]
         return 0 if found is None else int(found.numel())  # without gradients there is none
 

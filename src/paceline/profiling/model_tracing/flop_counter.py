@@ -1,4 +1,4 @@
-"""The cost of one forward, by part: FLOPs of matmuls, bytes moved by other operations, bytes saved."""
+"""Count the cost of one forward by part: FLOPs of matmuls, bytes that other operations move, bytes saved."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,19 +21,19 @@ BEFORE_BLOCKS, AFTER_BLOCKS = "", "\0"
 class LayerCounts:
     """The counts of one part.
 
-    `products` and `attention` are FLOPs of matmuls (a multiply-add is two), `masked` those that attention skips by a
-    causal mask. Bytes are counted as moved by other operations, saved for backward, created by matmuls
-    (`product_bytes`), output to the next part, all-reduced and exchanged by all-to-all. `fused_bytes` are the moved
-    bytes that remain after a compiler fuses operations, `largest_bytes` is the largest result of one operation.
+    A multiply-add is two FLOPs; `masked_flops` are those that attention skips by a causal mask. Bytes are counted as
+    moved by other operations than matmuls, saved for backward, created by matmuls, output to the next part, all-reduced
+    and exchanged by all-to-all. `fused_bytes` are the moved bytes that remain after a compiler fuses operations,
+    `largest_bytes` is the largest result of one operation.
     """
 
-    products: float = 0.0
-    attention: float = 0.0
-    masked: float = 0.0
+    matmul_flops: float = 0.0
+    attention_flops: float = 0.0
+    masked_flops: float = 0.0
     moved_bytes: float = 0.0
     fused_bytes: float = 0.0
     saved_bytes: float = 0.0
-    product_bytes: float = 0.0
+    matmul_result_bytes: float = 0.0
     output_bytes: float = 0.0
     largest_bytes: float = 0.0
     reduced_bytes: float = 0.0
@@ -43,7 +43,7 @@ class LayerCounts:
     @property
     def values(self) -> list[float]:
         """Return all counts as floats."""
-        return [float(getattr(self, each.name)) for each in fields(self)]
+        return [float(getattr(self, field.name)) for field in fields(self)]
 
 
 class FlopCounter:
@@ -87,9 +87,9 @@ class FlopCounter:
         new_bytes = sum(tensor.nbytes for tensor in results if id(tensor.untyped_storage()) not in input_ids)
         counts.largest_bytes = max(counts.largest_bytes, float(new_bytes))
         base_name = name.partition(".")[0]
-        if base_name in _ATTENTION or base_name in _PRODUCTS:
+        if base_name in _ATTENTION_OPERATORS or base_name in _MATMUL_FLOPS:
             self._count_matmul(counts, base_name, args, results)
-            counts.product_bytes += new_bytes
+            counts.matmul_result_bytes += new_bytes
         elif new_bytes or any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
             inputs = [tensor for tensor in tensor_leaves(args) if not tensor.is_meta]
             counts.moved_bytes += sum(tensor.nbytes for tensor in tensor_leaves(args)) + sum(t.nbytes for t in results)
@@ -99,11 +99,14 @@ class FlopCounter:
         counts.fused_bytes += self._fusion.add_matmul(
             (tensor for tensor in tensor_leaves(args) if not tensor.is_meta), results
         )
-        if name in _ATTENTION:
+        if name in _ATTENTION_OPERATORS:
             computed, masked = _attention_flops(args)
-            counts.attention, counts.masked = counts.attention + computed, counts.masked + masked
+            counts.attention_flops, counts.masked_flops = (
+                counts.attention_flops + computed,
+                counts.masked_flops + masked,
+            )
         else:
-            counts.products += _PRODUCTS[name](args, results)
+            counts.matmul_flops += _MATMUL_FLOPS[name](args, results)
 
     def _count_collective(self, counts: LayerCounts, name: str, args: Any) -> None:
         if name.startswith("c10d::allreduce"):
@@ -169,7 +172,7 @@ def _recurrent_flops(args: Sequence[Any], results: Sequence[Tensor]) -> float:
     return float(2 * positions * (args[1].numel() + args[2].numel()))
 
 
-_PRODUCTS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], float]] = {
+_MATMUL_FLOPS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], float]] = {
     "aten::mm": _matmul_flops,
     "aten::bmm": _matmul_flops,
     "aten::addmm": _addmm_flops,
@@ -178,7 +181,7 @@ _PRODUCTS: dict[str, Callable[[Sequence[Any], Sequence[Tensor]], float]] = {
     "aten::_grouped_mm": _grouped_matmul_flops,
     "aten::mkldnn_rnn_layer": _recurrent_flops,
 }
-_ATTENTION = {
+_ATTENTION_OPERATORS = {
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",

@@ -13,9 +13,9 @@ from operator import add
 
 from paceline.profiling.model_tracing.memory_tracker import KINDS, MemoryByKind
 
-Bytes = tuple[int, ...]
-Part = list[tuple[str, Bytes]]
-ExtraIteration = tuple[int, int]
+Bytes = tuple[int, ...]  # of each kind
+Part = list[tuple[str, Bytes]]  # the name of each operation, with the bytes at this time
+ExtraIteration = tuple[int, int]  # its position, and its number of operations
 
 
 @dataclass
@@ -39,29 +39,34 @@ def extrapolate_peak(base: MemoryTimeline, longer: Sequence[tuple[MemoryTimeline
 
     `longer` has a pair per chain of blocks: the timeline with one more block, and how many blocks to add.
     """
-    if any(len(journal.parts) != len(base.parts) for journal, _ in longer):
+    if any(len(timeline.parts) != len(base.parts) for timeline, _ in longer):
         return None
     totals: list[Bytes] = []
-    for place, part in enumerate(base.parts):
-        rows = [[held for _, held in part]]
+    for index, part in enumerate(base.parts):
+        summands = [[num_bytes for _, num_bytes in part]]
         for journal, blocks in longer:
-            iterations = _find_extra_iterations(part, journal.parts[place])
+            iterations = _find_extra_iterations(part, journal.parts[index])
             if iterations is None:
                 return None
-            rows.append([_added_bytes(pair, blocks) for pair in _byte_pairs(part, journal.parts[place], iterations)])
-        totals += [tuple(map(sum, zip(*each, strict=True))) for each in zip(*rows, strict=True)]
+            summands.append(
+                [_added_bytes(pair, blocks) for pair in _byte_pairs(part, journal.parts[index], iterations)]
+            )
+        totals += [tuple(map(sum, zip(*addends, strict=True))) for addends in zip(*summands, strict=True)]
     peak = max(totals, key=sum, default=())
     return MemoryByKind(**dict(zip(KINDS, peak, strict=False)))
 
 
 def extrapolate(base: MemoryTimeline, longer: MemoryTimeline, blocks: int) -> MemoryTimeline | None:
-    """Return the timeline with `blocks` more than `base`; `longer` has one more. None if the others differ."""
+    """Return the timeline with `blocks` more than `base`, or None if the steps differ in anything but those blocks.
+
+    `longer` is the timeline with one more block.
+    """
     if len(longer.parts) != len(base.parts):
         return None
     extrapolated = MemoryTimeline(parts=[])
-    for few, other in zip(base.parts, longer.parts, strict=True):
-        iterations = _find_extra_iterations(few, other)
-        part = None if iterations is None else _extrapolate_part(few, other, iterations, blocks)
+    for short_part, longer_part in zip(base.parts, longer.parts, strict=True):
+        iterations = _find_extra_iterations(short_part, longer_part)
+        part = None if iterations is None else _extrapolate_part(short_part, longer_part, iterations, blocks)
         if part is None:
             return None
         extrapolated.parts.append(part)
@@ -71,23 +76,21 @@ def extrapolate(base: MemoryTimeline, longer: MemoryTimeline, blocks: int) -> Me
 def _extrapolate_part(
     short_part: Part, longer_part: Part, iterations: Sequence[ExtraIteration], blocks: int
 ) -> Part | None:
-    """Return the operations of one part, with each inserted block's bytes interpolated."""
+    """Return the operations of one part with `blocks` more; the bytes in each inserted block are interpolated."""
     added = [_added_bytes(pair, blocks) for pair in _byte_pairs(short_part, longer_part, iterations)]
-    totals = [(name, tuple(map(add, own, more_))) for (name, own), more_ in zip(short_part, added, strict=True)]
+    totals = [(name, tuple(map(add, base, extra))) for (name, base), extra in zip(short_part, added, strict=True)]
     operations: Part = []
     previous_end = 0
     for position, num_operations in iterations:
         operations += totals[previous_end:position]
-        preceding, following = (
-            totals[max(0, position - num_operations) : position],
-            totals[position : position + num_operations],
-        )
+        preceding = totals[max(0, position - num_operations) : position]
+        following = totals[position : position + num_operations]
         if [name for name, _ in preceding] != [name for name, _ in following] or len(preceding) != num_operations:
             return None
         for block in range(1, blocks + 1):
             for (name, low), (_, high) in zip(preceding, following, strict=True):
                 steps = [divmod((b - a) * block, blocks + 1) for a, b in zip(low, high, strict=True)]
-                if any(rest for _, rest in steps):
+                if any(remainder for _, remainder in steps):
                     return None
                 operations.append((name, tuple(a + step for a, (step, _) in zip(low, steps, strict=True))))
         previous_end = position
@@ -100,34 +103,40 @@ def _added_bytes(pair: tuple[Bytes, Bytes], blocks: int) -> Bytes:
 
 def _byte_pairs(short_part: Part, longer_part: Part, iterations: Sequence[ExtraIteration]) -> list[tuple[Bytes, Bytes]]:
     """Return the bytes at each operation of `short_part`, and at the same operation of `longer_part`."""
-    ends = [turn for turn, _ in iterations]
-    added = list(accumulate((once for _, once in iterations), initial=0))
-    return [(held, longer_part[at + added[bisect_right(ends, at)]][1]) for at, (_, held) in enumerate(short_part)]
+    positions = [position for position, _ in iterations]
+    num_extra = list(accumulate((num_operations for _, num_operations in iterations), initial=0))
+    return [
+        (num_bytes, longer_part[index + num_extra[bisect_right(positions, index)]][1])
+        for index, (_, num_bytes) in enumerate(short_part)
+    ]
 
 
 def _find_extra_iterations(short_part: Part, longer_part: Part) -> list[ExtraIteration] | None:
-    """Return the positions at which `longer_part` has one more iteration of a loop over blocks, and its operations.
+    """Return where `longer_part` has one more iteration of a loop over blocks, and of how many operations.
 
     The position is the middle of the loop. Return None if there is another difference.
     """
     names, longer_names = [name for name, _ in short_part], [name for name, _ in longer_part]
     iterations: list[ExtraIteration] = []
-    matched = added = 0
-    while added < len(longer_names) - len(names):
-        stop = matched + _common_length(names, longer_names, matched, matched + added)
-        remaining = len(longer_names) - len(names) - added
-        lengths = _iteration_lengths(longer_names, stop + added, remaining)
+    matched = num_extra = 0
+    while num_extra < len(longer_names) - len(names):
+        stop = matched + _common_length(names, longer_names, matched, matched + num_extra)
+        remaining = len(longer_names) - len(names) - num_extra
+        lengths = _iteration_lengths(longer_names, stop + num_extra, remaining)
         if not lengths:
             return None
-        common_lengths = {n: _common_length(names, longer_names, stop, stop + added + n) for n in lengths}
+        common_lengths = {n: _common_length(names, longer_names, stop, stop + num_extra + n) for n in lengths}
         # a loop that continues to the end takes all remaining operations
         num_operations = max(lengths, key=lambda n: (common_lengths[n], n == remaining))
         start = stop
-        while start > matched and longer_names[start - 1 + added] == longer_names[start - 1 + added + num_operations]:
+        while (
+            start > matched
+            and longer_names[start - 1 + num_extra] == longer_names[start - 1 + num_extra + num_operations]
+        ):
             start -= 1
         iterations.append(((start + stop) // 2, num_operations))
-        matched, added = stop, added + num_operations
-    return iterations if names[matched:] == longer_names[matched + added :] else None
+        matched, num_extra = stop, num_extra + num_operations
+    return iterations if names[matched:] == longer_names[matched + num_extra :] else None
 
 
 def _iteration_lengths(names: list[str], position: int, max_length: int) -> list[int]:

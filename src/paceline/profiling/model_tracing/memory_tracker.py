@@ -36,7 +36,7 @@ class MemoryByKind:
     @property
     def total(self) -> int:
         """The sum of all kinds."""
-        return sum(getattr(self, each.name) for each in fields(self))
+        return sum(getattr(self, field.name) for field in fields(self))
 
     def as_json(self) -> dict[str, int]:
         """Return the bytes by kind, and `total`."""
@@ -55,7 +55,7 @@ def memory_at_rest(
     return MemoryByKind(
         parameters=element_bytes(parameters),
         gradients=element_bytes([p.grad for p in [*parameters, *updated_tensors] if p.grad is not None]),
-        optimizer=element_bytes(list(optim_shards(optimizers))),
+        optimizer=element_bytes(list(optimizer_state_tensors(optimizers))),
         buffers=element_bytes(list(model.buffers())),
     )
 
@@ -63,25 +63,25 @@ def memory_at_rest(
 def element_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the bytes of the tensors' elements on this rank; an expanded tensor counts its memory once."""
     sizes: dict[int, tuple[int, dict[tuple[int, torch.Size], int]]] = {}
-    for each in map(local_tensor, tensors):
-        if each.is_meta:  # the memory is on another rank
+    for tensor in map(local_tensor, tensors):
+        if tensor.is_meta:  # the memory is on another rank
             continue
-        storage = each.untyped_storage()
+        storage = tensor.untyped_storage()
         _, views = sizes.setdefault(id(storage), (storage.nbytes(), {}))
-        views[(int(each.storage_offset()), each.shape)] = each.numel() * each.element_size()
+        views[(int(tensor.storage_offset()), tensor.shape)] = tensor.numel() * tensor.element_size()
     return sum(min(size, sum(views.values())) for size, views in sizes.values())
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a distributed tensor, or the tensor itself."""
+    """Return this rank's shard of a distributed tensor, or the tensor itself."""
     if not hasattr(tensor, "to_local"):
         return tensor
     with torch.no_grad():
-        part: Tensor = tensor.to_local()
-    return part
+        shard: Tensor = tensor.to_local()
+    return shard
 
 
-def optim_shards(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Tensor]:
+def optimizer_state_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Tensor]:
     """Yield the tensors of the optimizers' states."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
@@ -203,7 +203,7 @@ class MemoryTracker(DispatchMode):
     ) -> Iterator[tuple[str, list[Tensor]]]:
         yield "parameters", list(model.parameters())
         yield "gradients", [p.grad for p in self._parameters if p.grad is not None]
-        yield "optimizer", [*optim_shards(optimizers), *updated_tensors]
+        yield "optimizer", [*optimizer_state_tensors(optimizers), *updated_tensors]
         yield "buffers", list(model.buffers())
 
     def _track(self, storage: UntypedStorage, kind: str) -> None:

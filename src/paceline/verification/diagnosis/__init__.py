@@ -1,1 +1,1 @@
-"""Diagnosis of a differing gradient or update: hypotheses that are tested against the numbers."""
+"""Find the likely cause of a differing gradient or update, by testing hypotheses against the numbers."""

@@ -1,4 +1,4 @@
-"""Texts that name the ranks on which a difference was found; empty if it was found on all."""
+"""Text for messages that names the ranks on which a difference was found; empty if it was found on all."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,7 +15,7 @@ def describe_owners(microbatches: Sequence[int], *, replicas: int, rank_names: R
     owners = sorted({index % max(replicas, 1) for index in microbatches})
     if not owners or len(owners) == replicas:
         return ""
-    if rank_names is None or rank_names.is_replicas:
+    if rank_names is None or rank_names.has_only_replicas:
         return f", on rank {', '.join(map(str, owners))}"
     return f", on {' and '.join(rank_names.replica_name(owner) for owner in owners)}"
 
@@ -25,9 +25,9 @@ def describe_gradient_ranks(
 ) -> str:
     """Return text that names the ranks whose gradients of `names` differ.
 
-    `wrong_copies` are the copies of the model that differ; without a `case`, each rank has one.
+    `wrong_copies` are the indices of the model's copies that differ; without a `case`, each rank has its own copy.
     """
-    if case is None or case.rank_names.is_replicas:
+    if case is None or case.rank_names.has_only_replicas:
         return f", on rank {', '.join(map(str, wrong_copies))}" if len(wrong_copies) < copies else ""
     names_in_reference = [name for name in names if name in case.expected]
     ranks = {rank for name in names_in_reference for rank in case.wrong_ranks(name)}
@@ -46,25 +46,25 @@ def describe_copy(name: str, copy: int, *, rank_names: RankNames | None) -> str:
 
 
 def describe_weight_ranks(rank_names: RankNames, name: str, weight: Tensor, expected: Tensor, *, copy: int) -> str:
-    """Return text that names the ranks of one copy whose part of a weight differs."""
+    """Return text that names the ranks of one copy whose shard of a weight differs."""
     copies = rank_names.sharded.copy_ranks(name)
     ranks = sorted(copies[copy] if copy < len(copies) else copies[0])
     differing = [
         r
         for r in ranks
-        if not torch.equal(rank_names.rank_part(name, weight, r), rank_names.rank_part(name, expected, r))
+        if not torch.equal(rank_names.rank_shard(name, weight, r), rank_names.rank_shard(name, expected, r))
     ]
     floor = 1e-3 * euclidean_distance(weight, expected)
     beyond_floor = [
         r
         for r in differing
-        if euclidean_distance(rank_names.rank_part(name, weight, r), rank_names.rank_part(name, expected, r)) > floor
+        if euclidean_distance(rank_names.rank_shard(name, weight, r), rank_names.rank_shard(name, expected, r)) > floor
     ]
     return rank_names.describe(beyond_floor or differing, all_ranks=range(rank_names.mesh.ranks))
 
 
 def sort_by_severity(names_by_copy: Sequence[Sequence[str]]) -> list[str]:
-    """Return every name that differs in some copy, in the order of the first copy in which it does."""
-    rank_by_name = {name: number for names in reversed(names_by_copy) for number, name in enumerate(names)}
-    order: Callable[[str], int] = rank_by_name.__getitem__
-    return sorted(rank_by_name, key=order)
+    """Return every name that differs in some copy, worst first, by its position in the first such copy's list."""
+    position_by_name = {name: number for names in reversed(names_by_copy) for number, name in enumerate(names)}
+    order: Callable[[str], int] = position_by_name.__getitem__
+    return sorted(position_by_name, key=order)

@@ -1,4 +1,4 @@
-"""The likely cause of a wrong gradient, from the shape of its error.
+"""Find the likely cause of a wrong gradient from the shape of its error.
 
 The reference knows each microbatch's contribution, g_j. A correct gradient is G = (1/C) * sum_j g_j. Every common
 mistake is a different weighting, G = (1/C) * sum_j w_j g_j, and is identified by w: all N, zero for the microbatches
@@ -27,9 +27,12 @@ def explain_gradient(
     samples: int | None = None,
     is_data_correct: bool | None = None,
     axes: Mapping[str, int] | None = None,
-    member_names: Sequence[str] = (),
+    replica_names: Sequence[str] = (),
 ) -> str | None:
-    """Return text on the weighting that explains the gradient, or None; `evidence` has the worst of `num_differing`."""
+    """Return the cause whose weighting explains the wrong gradients; None if there is none.
+
+    `evidence` has the worst of the `num_differing` wrong gradients.
+    """
     differing = num_differing or len(evidence)
     facts = GradientFacts(
         counts=np.asarray(counts, dtype=np.float64),
@@ -39,7 +42,7 @@ def explain_gradient(
         is_everywhere=differing == num_parameters,
         is_data_correct=is_data_correct,
         axes=axes or {},
-        member_names=member_names,
+        replica_names=replica_names,
     )
     share = _describe_share(evidence, differing, num_parameters)
     explanation = _find_explanation(evidence, facts)
@@ -97,7 +100,7 @@ def _fits(weights: Vector, evidence: Sequence[GradientEvidence]) -> bool:
 
 
 def _find_added_direction(evidence: Sequence[GradientEvidence]) -> str | None:
-    """Return what was added to the correct gradient, if anything: the previous step's gradient, or the weights."""
+    """Return the fault if the previous step's gradient, or the weights, were added to the correct gradient."""
     for description in evidence[0].added_directions:
         if all(
             description in item.added_directions
@@ -117,11 +120,11 @@ def _is_multiple_of(error: Vector, direction: Vector, item: GradientEvidence) ->
 
 def _describe_fitted_weights(evidence: Sequence[GradientEvidence], facts: GradientFacts) -> str | None:
     """Fit the fewest weights that explain all: one, one per rank, one per microbatch, one per parameter."""
-    num = len(facts.counts)
-    common = _fit_weights(evidence, np.ones((num, 1)))
+    num_microbatches = len(facts.counts)
+    common = _fit_weights(evidence, np.ones((num_microbatches, 1)))
     if common is not None:
         return f"the gradient is {common[0]:.4g} times what it should be: a scaled loss"
-    by_rank = _fit_weights(evidence, np.eye(min(facts.ranks, num))[facts.rank_of_microbatch])
+    by_rank = _fit_weights(evidence, np.eye(min(facts.ranks, num_microbatches))[facts.rank_of_microbatch])
     if by_rank is not None:
         shown = ", ".join(f"{value:.4g}" for value in by_rank)
         operation = "clipped" if np.all(by_rank < 1.0 + 1e-6) and np.all(by_rank > 0.0) else "scaled or divided"
@@ -129,19 +132,19 @@ def _describe_fitted_weights(evidence: Sequence[GradientEvidence], facts: Gradie
         if len(differing) == 1:
             operation = f"it is scaled only on {facts.rank_name(int(differing[0]))}, by a hook or a rank-dependent loss, or {operation}"
         return f"each rank's share has its own factor ({shown}): {operation} per rank before the reduction"
-    by_micro = _fit_weights(evidence, np.eye(num))
+    by_micro = _fit_weights(evidence, np.eye(num_microbatches))
     if by_micro is not None:
-        shown = ", ".join(f"{value:.3g}" for value in by_micro[:8]) + (", ..." if num > 8 else "")
+        shown = ", ".join(f"{value:.3g}" for value in by_micro[:8]) + (", ..." if num_microbatches > 8 else "")
         return f"the microbatches have the weights {shown} instead of 1: clipped, scaled or selected one by one"
-    if len(evidence) > 1 and all(_fit_weights([item], np.ones((num, 1))) is not None for item in evidence):
+    if len(evidence) > 1 and all(_fit_weights([item], np.ones((num_microbatches, 1))) is not None for item in evidence):
         return "each parameter is scaled separately: clipping or scaling per parameter, or a group's own rule"
     return None
 
 
 def _fit_weights(evidence: Sequence[GradientEvidence], pattern: Vector) -> Vector | None:
-    """Fit weights `pattern @ x` by least squares; None if they leave more than noise or are not determined."""
-    unknown = pattern.shape[1]
-    if sum(item.observed.size for item in evidence) < 2 * unknown:
+    """Return x such that the weights `pattern @ x` fit best; None if x is not determined, or leaves more than noise."""
+    num_unknowns = pattern.shape[1]
+    if sum(item.observed.size for item in evidence) < 2 * num_unknowns:
         return None
     scales = [1.0 / max(item.max_residual, 1e-300) for item in evidence]
     coefficients = np.concatenate(
@@ -151,7 +154,7 @@ def _fit_weights(evidence: Sequence[GradientEvidence], pattern: Vector) -> Vecto
     if not (np.all(np.isfinite(coefficients)) and np.all(np.isfinite(targets))):
         return None
     solution, _, rank, _ = np.linalg.lstsq(coefficients, targets, rcond=1e-9)
-    if rank < unknown or not _fits(pattern @ solution, evidence):
+    if rank < num_unknowns or not _fits(pattern @ solution, evidence):
         return None
     weights: Vector = solution
     return weights

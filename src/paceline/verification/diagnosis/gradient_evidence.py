@@ -1,4 +1,4 @@
-"""The evidence about one wrong gradient."""
+"""The evidence about one wrong gradient: its values on the ranks, and each microbatch's contribution."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +13,10 @@ _MAX_RESIDUAL_SHARE = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class GradientEvidence:
-    """The evidence about one parameter: the gradient times C, and each microbatch's contribution `[num_micro, numel]`.
+    """The evidence about one parameter's gradient; all vectors are multiplied by the divisor of the gradient.
 
-    `by_rank` is each rank's gradient; `added_directions` are vectors that a mistake may have added, by description.
+    `contributions` has the shape `[num_micro, numel]`; `by_rank` is each rank's gradient; `added_directions` are
+    vectors that a mistake may have added, by description.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Common mistakes in combining the gradients of several ranks, each as weights of the microbatches."""
+"""List common mistakes in combining the gradients of several ranks, each as weights of the microbatches."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +13,9 @@ Vector = NDArray[np.float64]
 class GradientFacts:
     """The known facts about a wrong gradient besides its values. None: not known.
 
-    `ranks` is the number of data-parallel ranks, with `member_names` if each is a group of ranks; `axes` are the
-    degrees of the other mesh axes.
+    `ranks` is the number of replicas, with `replica_names` if each is a group of ranks; `axes` are the degrees of the
+    axes that split layers. `is_everywhere`: every parameter's gradient is wrong. `ranks_agree`: all ranks have the same
+    gradient.
     """
 
     counts: Vector
@@ -24,11 +25,11 @@ class GradientFacts:
     is_everywhere: bool | None = None
     is_data_correct: bool | None = None
     axes: Mapping[str, int] = field(default_factory=dict)
-    member_names: Sequence[str] = ()
+    replica_names: Sequence[str] = ()
 
     def rank_name(self, rank: int) -> str:
         """Return a rank's name."""
-        return self.member_names[rank] if rank < len(self.member_names) else f"rank {rank}"
+        return self.replica_names[rank] if rank < len(self.replica_names) else f"rank {rank}"
 
     @property
     def rank_of_microbatch(self) -> NDArray[np.int64]:
@@ -44,7 +45,7 @@ class GradientFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Hypothesis:
-    """A weighting of the microbatches, the mistake that causes it, and the facts that it predicts."""
+    """A weighting of the microbatches, the mistake that causes it, and the facts that the mistake predicts."""
 
     cause: str
     weights: Vector
@@ -82,7 +83,7 @@ def list_hypotheses(facts: GradientFacts) -> list[Hypothesis]:
 def _factor_hypotheses(facts: GradientFacts) -> Iterator[Hypothesis]:
     """Yield hypotheses with one factor for all microbatches; mistakes with the same factor share a hypothesis."""
     ones, total = np.ones(len(facts.counts)), float(facts.counts.sum())
-    ranks, rounds, num = facts.ranks, facts.microbatches_per_rank, len(facts.counts)
+    ranks, per_rank, num_microbatches = facts.ranks, facts.microbatches_per_rank, len(facts.counts)
     meanings: dict[str, tuple[float, list[str]]] = {}
 
     def add_meaning(shown: str, factor: float, meaning: str) -> None:
@@ -102,13 +103,13 @@ def _factor_hypotheses(facts: GradientFacts) -> Iterator[Hypothesis]:
             1 / size,
             f"divided by the {size} {axis} ranks (the {axis} degree): an average instead of a sum",
         )
-    if rounds > 1:
-        add_meaning(f"{rounds}", rounds, "accumulated without dividing by the microbatches of a rank")
+    if per_rank > 1:
+        add_meaning(f"{per_rank}", per_rank, "accumulated without dividing by the microbatches of a rank")
         add_meaning(
-            f"1/{rounds}", 1 / rounds, "also divided by the microbatches of a rank, or only its last one counted"
+            f"1/{per_rank}", 1 / per_rank, "also divided by the microbatches of a rank, or only its last one counted"
         )
-    if num > 1:
-        add_meaning(f"{num}", num, "means of microbatches added up without a division")
+    if num_microbatches > 1:
+        add_meaning(f"{num_microbatches}", num_microbatches, "means of microbatches added up without a division")
     add_meaning("2", 2.0, "backward ran twice, or the gradient was added twice")
     yield Hypothesis(cause="not trained: the gradient is zero", weights=ones * 0.0)
     yield Hypothesis(cause="the sign is wrong: the loss goes up", weights=-ones)
@@ -125,28 +126,28 @@ def _factor_hypotheses(facts: GradientFacts) -> Iterator[Hypothesis]:
 def _mean_hypotheses(facts: GradientFacts) -> Iterator[Hypothesis]:
     """Yield hypotheses of a mean of means: x1/n1 + x2/n2 is not (x1 + x2)/(n1 + n2)."""
     counts, rank_of_microbatch, ranks = facts.counts, facts.rank_of_microbatch, facts.ranks
-    num, total = len(counts), counts.sum()
-    per_rank = np.array([counts[rank_of_microbatch == rank].sum() for rank in range(ranks)])
-    in_rank = np.array([(rank_of_microbatch == rank).sum() for rank in range(ranks)])[rank_of_microbatch]
+    num_microbatches, total = len(counts), counts.sum()
+    count_by_rank = np.array([counts[rank_of_microbatch == rank].sum() for rank in range(ranks)])
+    microbatches_in_rank = np.array([(rank_of_microbatch == rank).sum() for rank in range(ranks)])[rank_of_microbatch]
     with np.errstate(divide="ignore", invalid="ignore"):
-        by_rank_count = np.nan_to_num(total / per_rank[rank_of_microbatch], posinf=0.0)
-        by_microbatch_count = np.nan_to_num(total / counts, posinf=0.0)
+        weights_by_rank_count = np.nan_to_num(total / count_by_rank[rank_of_microbatch], posinf=0.0)
+        weights_by_own_count = np.nan_to_num(total / counts, posinf=0.0)
     prefix = "a mean of means: divided by each"
-    yield Hypothesis(cause=f"{prefix} rank's own count", weights=by_rank_count / ranks)
-    yield Hypothesis(cause=f"{prefix} rank's own count, and summed over ranks", weights=by_rank_count)
-    yield Hypothesis(cause=f"{prefix} microbatch's own count", weights=by_microbatch_count / num)
+    yield Hypothesis(cause=f"{prefix} rank's own count", weights=weights_by_rank_count / ranks)
+    yield Hypothesis(cause=f"{prefix} rank's own count, and summed over ranks", weights=weights_by_rank_count)
+    yield Hypothesis(cause=f"{prefix} microbatch's own count", weights=weights_by_own_count / num_microbatches)
     yield Hypothesis(
         cause=f"{prefix} microbatch's own count, then averaged rank by rank",
-        weights=by_microbatch_count / in_rank / ranks,
+        weights=weights_by_own_count / microbatches_in_rank / ranks,
     )
-    yield Hypothesis(cause=f"{prefix} microbatch's own count, and added up", weights=by_microbatch_count)
+    yield Hypothesis(cause=f"{prefix} microbatch's own count, and added up", weights=weights_by_own_count)
     yield Hypothesis(
         cause=f"{prefix} microbatch's own count, summed in a rank, averaged over ranks",
-        weights=by_microbatch_count / ranks,
+        weights=weights_by_own_count / ranks,
     )
     yield Hypothesis(
         cause=f"{prefix} microbatch's own count, averaged in a rank, summed over ranks",
-        weights=by_microbatch_count / in_rank,
+        weights=weights_by_own_count / microbatches_in_rank,
     )
 
 
@@ -169,12 +170,12 @@ def _rank_hypotheses(facts: GradientFacts, rank: int) -> Iterator[Hypothesis]:
     owner, counts, ranks = facts.rank_of_microbatch, facts.counts, facts.ranks
     rank_weights = (owner == rank).astype(np.float64)
     rank_count = float(counts @ rank_weights)
-    share = counts.sum() / rank_count if rank_count else 1.0
+    count_ratio = counts.sum() / rank_count if rank_count else 1.0
     prefix = f"not reduced: {facts.rank_name(rank)}'s own gradient"
     yield Hypothesis(cause=f"{prefix} alone", weights=rank_weights, expects_agreement=False, expects_everywhere=False)
     yield Hypothesis(
         cause=f"{prefix}, divided by its own count",
-        weights=rank_weights * share,
+        weights=rank_weights * count_ratio,
         expects_agreement=False,
         expects_everywhere=False,
     )
@@ -205,7 +206,7 @@ def _rank_hypotheses(facts: GradientFacts, rank: int) -> Iterator[Hypothesis]:
     if rank >= len(counts) % ranks > 0:
         twice += ": added twice, or the substitute microbatch of a rank without samples was counted"
     yield Hypothesis(cause=twice, weights=1.0 + rank_weights, expects_agreement=True)
-    for name, weights in (("", rank_weights * ranks), (", divided by their own count", rank_weights * share)):
+    for name, weights in (("", rank_weights * ranks), (", divided by their own count", rank_weights * count_ratio)):
         cause = f"all ranks have {facts.rank_name(rank)}'s samples{name}"
         yield Hypothesis(
             cause=cause, weights=weights, expects_agreement=True, expects_everywhere=True, expects_wrong_data=True
@@ -216,13 +217,13 @@ def _microbatch_hypotheses(facts: GradientFacts, index: int) -> Iterator[Hypothe
     ones = np.ones(len(facts.counts))
     indicator = np.zeros(len(facts.counts))
     indicator[index] = 1.0
-    for word, text, weights in (
+    for fault, reason, weights in (
         ("is missing", "samples were dropped", ones - indicator),
         ("counts twice", "samples were repeated", ones + indicator),
     ):
-        cause = f"microbatch {index} {word}"
+        cause = f"microbatch {index} {fault}"
         yield Hypothesis(
-            cause=f"{cause}: {text}",
+            cause=f"{cause}: {reason}",
             weights=weights,
             expects_agreement=True,
             expects_everywhere=True,
@@ -230,7 +231,7 @@ def _microbatch_hypotheses(facts: GradientFacts, index: int) -> Iterator[Hypothe
         )
         count = float(weights @ facts.counts)
         if count:
-            cause = f"{cause}, and the count covers only the rest: {text}"
+            cause = f"{cause}, and the count covers only the rest: {reason}"
             scaled = weights * facts.counts.sum() / count
             yield Hypothesis(
                 cause=cause, weights=scaled, expects_agreement=True, expects_everywhere=True, expects_wrong_data=True

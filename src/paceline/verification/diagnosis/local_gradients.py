@@ -18,6 +18,7 @@ from paceline.verification.diagnosis.rerun import ReferenceRerun, sample_element
 from paceline.verification.reference.loss_terms import weighted_loss
 
 MAX_NAMES = 8
+# with this number of correct bits, a lower precision of the forward, or of the reduction, is a likely cause
 _LOW_PRECISION_BITS = (2.5, 14.0)
 _REDUCED_PRECISION_BITS = (5.0, 40.0)
 
@@ -32,7 +33,7 @@ def can_run_locally(setup: TrainingSetup) -> bool:
     """
     replica, all_ranks_are_replicas = setup.step.replica, setup.worlds.data.world_size == setup.world.world_size
     is_independent = not (
-        replica.needs_equal_microbatches or any(tape.is_sequential for tape in replica.state_recorders)
+        replica.needs_equal_microbatches or any(recorder.is_sequential for recorder in replica.state_recorders)
     )
     return is_independent and setup.update.scaler is None and setup.optim_shards.is_unsharded and all_ranks_are_replicas
 
@@ -42,16 +43,16 @@ def compute_local_gradients(
 ) -> dict[int, Tensor] | None:
     """Return the gradients of `names` for each of this rank's microbatches, flat and concatenated.
 
-    None if the model does not support gradients of single parameters, as under reentrant checkpointing.
+    Return None if the model does not support gradients of single parameters, as under reentrant checkpointing.
     """
     replica, gradients_by_microbatch = setup.step.replica, {}
     targets = {member.name: member.parameter for member in setup.named_parameters if member.name in names}
-    for tape in replica.state_recorders:
-        tape.begin_step()
+    for recorder in replica.state_recorders:
+        recorder.begin_step()
     for micro in step_input.micro:
         replica.random_streams.enter(step=setup.step.steps_done, microbatch=micro.index)
-        for tape in replica.state_recorders:
-            tape.set_microbatch(micro.index)
+        for recorder in replica.state_recorders:
+            recorder.set_microbatch(micro.index)
         batch = to_device(micro.data, replica.world.device)
         with setup.step.autocast():
             output = replica.contract.forward(replica.model, batch)
@@ -64,14 +65,14 @@ def compute_local_gradients(
                 raise
             return None
         gradients_by_microbatch[micro.index] = flatten_gradients(dict(zip(names, gradients, strict=True)), targets)
-    for tape in replica.state_recorders:
-        tape.begin_step()
+    for recorder in replica.state_recorders:
+        recorder.begin_step()
     return gradients_by_microbatch
 
 
-def flatten_gradients(parts: Mapping[str, Tensor | None], like: Mapping[str, Tensor]) -> Tensor:
-    """Return the gradients flat, in the order of `parts`; zeros where there is no gradient."""
-    values = [torch.zeros_like(like[name]) if value is None else value for name, value in parts.items()]
+def flatten_gradients(gradients: Mapping[str, Tensor | None], like: Mapping[str, Tensor]) -> Tensor:
+    """Return the gradients as one flat tensor, in their order; a missing one as zeros with the shape in `like`."""
+    values = [torch.zeros_like(like[name]) if value is None else value for name, value in gradients.items()]
     return torch.cat([sample_elements(value) for value in values])
 
 
@@ -89,13 +90,19 @@ def gather_local_gradients(
 def local_gradient_cause(
     rerun: ReferenceRerun, local_gradients: LocalGradients, *, names: Sequence[str], reduced: Tensor, ranks: int
 ) -> tuple[str, str]:
-    """Return the cause and the ranks. `reduced` is the gradient after reduction times the divisor, flattened."""
-    detailed = rerun.compute_again(keep_parts=names)
+    """Return the cause of a wrong gradient, and text on the ranks whose local gradient is wrong (empty if none is).
+
+    `reduced` is the layout's gradient after the reduction, flattened and multiplied by the divisor.
+    """
+    detailed = rerun.compute_again(keep_contributions=names)
     parameters = {name: value for name, value in rerun.start.tensors.items() if name in names}
-    expected = [flatten_gradients({name: part.get(name) for name in names}, parameters) for part in detailed.parts]
+    expected = [
+        flatten_gradients({name: contribution.get(name) for name in names}, parameters)
+        for contribution in detailed.contributions
+    ]
     floor = math.hypot(*(rerun.floor(name) for name in names)) * detailed.divisor
-    distances = {j: float((local_gradients[j] - value).norm()) for j, value in enumerate(expected)}
-    differing = [j for j, value in distances.items() if not value <= floor]
+    distances = {index: float((local_gradients[index] - value).norm()) for index, value in enumerate(expected)}
+    differing = [index for index, distance in distances.items() if not distance <= floor]
     if not differing:
         bits = _accurate_bits(
             float((reduced - sum(expected)).norm()), math.hypot(*(float(value.norm()) for value in expected))
@@ -105,10 +112,10 @@ def local_gradient_cause(
             text = f"{prefix}, but their sum is right to about {bits:.0f} bits only: added or sent in a lower precision"
             return f"{text} (bf16 keeps 8 bits, fp16 11, fp32 24)", ""
         return f"{prefix}: their reduction is wrong, in an unusual way", ""
-    wrong_ranks = sorted({j % ranks for j in differing})
+    wrong_ranks = sorted({index % ranks for index in differing})
     ranks_text = f"rank{'s' if len(wrong_ranks) > 1 else ''} {', '.join(map(str, wrong_ranks))}"
     subject = "every rank" if len(wrong_ranks) == ranks else ranks_text
-    bits = median(_accurate_bits(distances[j], float(expected[j].norm())) for j in differing)
+    bits = median(_accurate_bits(distances[index], float(expected[index].norm())) for index in differing)
     reason = "code that depends on the rank, a tensor that is not a buffer, a separate random generator"
     if _LOW_PRECISION_BITS[0] < bits < _LOW_PRECISION_BITS[1]:
         reason = f"right to about {bits:.0f} bits only, so a lower precision (bf16 autocast, TF32), or {reason}"

@@ -1,4 +1,4 @@
-"""Every module's output in one microbatch, compared between the layout and one process to find the first difference."""
+"""Compare every module's output in one microbatch between the layout and one process, to find the first difference."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from paceline.verification.tensor_distance import to_double
 _MAX_ELEMENTS = 1 << 24
 _TOLERANCE = 2e-3
 _FACTOR_TOLERANCE = 1e-3
-Key = tuple[int, str, int]  # microbatch, module, number of the call
+Key = tuple[int, str, int]  # microbatch, module, index of the call
 
 
 @dataclass(kw_only=True)
@@ -72,7 +72,7 @@ def record_reference_outputs(rerun: ReferenceRerun, *, model: nn.Module, microba
     """Run the reference's step again, and return its module outputs."""
     outputs = ModuleOutputs(microbatches=microbatches)
     with outputs.record(model):
-        rerun.compute_again(stream=outputs.set_microbatch)
+        rerun.compute_again(random_microbatch=outputs.set_microbatch)
     return outputs
 
 
@@ -97,10 +97,10 @@ def record_layout_outputs(setup: TrainingSetup, step_input: StepInput, *, microb
 def first_differing_module(
     setup: TrainingSetup, local_outputs: ModuleOutputs, reference_outputs: ModuleOutputs | None
 ) -> dict[str, Any] | None:
-    """Return the first module, in one process's order, whose output differs, and the ranks.
+    """Return the first module, in one process's order, whose output differs, with the ranks on which it does.
 
-    `module` is empty if all outputs are right; the result is None if nothing could be compared. Every rank must call
-    this; only rank 0 has `reference_outputs`. Outputs without a counterpart are skipped.
+    The entry `module` is empty if all outputs are right; the result is None if nothing could be compared. Every rank
+    must call this; only rank 0 has `reference_outputs`. Outputs without a counterpart are skipped.
     """
     world = setup.world
     keys = world.share_json(
@@ -110,8 +110,8 @@ def first_differing_module(
     compared = 0
     for microbatch, name, call, shape in keys:
         local_output = local_outputs.outputs.get((microbatch, name, call))
-        kind = next((t.dtype for t in setup.model.parameters() if t.is_floating_point()), torch.float32)
-        sent = torch.empty(shape, dtype=kind, device=world.device)
+        dtype = next((t.dtype for t in setup.model.parameters() if t.is_floating_point()), torch.float32)
+        sent = torch.empty(shape, dtype=dtype, device=world.device)
         if reference_outputs is not None:
             sent.copy_(reference_outputs.outputs[microbatch, name, call])
         world.broadcast(sent.contiguous())
@@ -148,10 +148,10 @@ def _align_outputs(setup: TrainingSetup, local_output: Tensor, expected: Tensor)
             local_output.local.detach(),
         )
     if local_output.shape != expected.shape:
-        cut = _take_sequence_shard(setup, local_output, expected)
-        if cut is None:
+        expected_shard = _take_sequence_shard(setup, local_output, expected)
+        if expected_shard is None:
             return None
-        expected = cut
+        expected = expected_shard
     return (to_double(local_output), to_double(expected)) if local_output.shape == expected.shape else None
 
 
@@ -160,7 +160,7 @@ def _is_same(local_output: Tensor, expected: Tensor) -> bool:
 
 
 def _describe_error(setup: TrainingSetup, name: str, local_output: Tensor, expected: Tensor, ids: Tensor | None) -> str:
-    """Describe the error: a factor, a bias that is added several times, or rows of one rank."""
+    """Describe the error: a factor, a bias that is added several times, or wrong rows that are all on one rank."""
     error, module = local_output - expected, setup.model.get_submodule(name)
     bias = getattr(module, "bias", None)
     if isinstance(bias, Tensor) and bias.shape == expected.shape[-1:]:
@@ -174,9 +174,9 @@ def _describe_error(setup: TrainingSetup, name: str, local_output: Tensor, expec
     if ids is None or weight not in setup.weights.names or ids.shape != expected.shape[:-1]:
         return ""
     wrong = ids[error.norm(dim=-1) > _TOLERANCE * expected.norm(dim=-1)].unique()
-    for rank, part in enumerate(setup.weights.shard_specs(weight)):
-        row_ranges = [(box.full_offset[0], box.full_offset[0] + box.size[0]) for box in part.boxes]
-        if not part.is_full and all(any(low <= int(row) < high for low, high in row_ranges) for row in wrong):
+    for rank, spec in enumerate(setup.weights.shard_specs(weight)):
+        row_ranges = [(box.full_offset[0], box.full_offset[0] + box.size[0]) for box in spec.boxes]
+        if not spec.is_full and all(any(low <= int(row) < high for low, high in row_ranges) for row in wrong):
             return (
                 f"the rows that are looked up wrongly are all on rank {rank} "
                 f"({row_ranges[0][0]} to {row_ranges[-1][1] - 1})"
@@ -201,15 +201,15 @@ def _matching_degree(setup: TrainingSetup, factor: float) -> str:
 
 
 def _take_sequence_shard(setup: TrainingSetup, local_output: Tensor, full_output: Tensor) -> Tensor | None:
-    """Return this rank's part of the sequence, if the sequence is sharded."""
+    """Return this rank's shard of the full output, if the sequence is sharded."""
     cp = setup.worlds.cp
     differing_dims = [
         d for d in range(min(local_output.dim(), full_output.dim())) if local_output.shape[d] != full_output.shape[d]
     ]
     if cp.world_size == 1 or local_output.dim() != full_output.dim() or len(differing_dims) != 1:
         return None
-    cut = SequenceSharding(length=full_output.shape[differing_dims[0]], ranks=cp.world_size)
-    return cut.take(full_output, dim=differing_dims[0], rank=cp.rank)
+    sequence_sharding = SequenceSharding(length=full_output.shape[differing_dims[0]], ranks=cp.world_size)
+    return sequence_sharding.take(full_output, dim=differing_dims[0], rank=cp.rank)
 
 
 def module_output_cause(
@@ -227,12 +227,12 @@ def module_output_cause(
         )
     if is_loss_wrong:
         axes = [axis for axis in ("tp", "cp") if rank_names is not None and rank_names.mesh.size(axis) > 1]
-        cut = {
+        split_inputs = {
             "tp": "logits that are split over the vocabulary (tp)",
             "cp": "labels at the borders of the sequence parts (cp)",
         }
-        what = ", ".join(["targets, labels and their count", *(cut[axis] for axis in axes)])
-        return f"every module's output is right but the loss is not: check the inputs of the loss: {what}"
+        inputs = ", ".join(["targets, labels and their count", *(split_inputs[axis] for axis in axes)])
+        return f"every module's output is right but the loss is not: check the inputs of the loss: {inputs}"
     remat_cause = (
         "remat recomputes blocks in backward with different values than in forward (dropout's random numbers, a "
         "buffer, a different autocast); or "

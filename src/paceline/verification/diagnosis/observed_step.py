@@ -1,4 +1,4 @@
-"""The layout's observed step, and the check that it read the same data as one process."""
+"""The observed step of a layout, and the check that it read the same data as one process."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from paceline.verification.reference.sample_reader import num_rows
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedStep:
-    """The layout's observed step: gradients and buffers of each copy, and the data that was read, by microbatch.
+    """The gradients and buffers of each copy of the model in the layout, and the data that was read, by microbatch.
 
     The microbatches are distributed over `replicas`; each has its own copy, unless replicas share a sharded one.
     """
@@ -40,19 +40,19 @@ def find_data_difference(
     """Return what is wrong with the data that the replicas read; None if nothing is."""
     if not observed.samples:
         return None
-    expected = {index: list(piece.samples) for index, piece in enumerate(microbatches)}
-    twice = sorted(
+    expected = {index: list(micro.samples) for index, micro in enumerate(microbatches)}
+    repeated = sorted(
         {index for index in observed.executed_microbatches if observed.executed_microbatches.count(index) > 1}
     )
-    if twice:
-        never = sorted(set(expected) - set(observed.executed_microbatches))
-        return f"data order: several ranks ran the same microbatches ({twice[:4]}), and none ran {never[:4]}"
+    if repeated:
+        missing = sorted(set(expected) - set(observed.executed_microbatches))
+        return f"data order: several ranks ran the same microbatches ({repeated[:4]}), and none ran {missing[:4]}"
     cause = data_cause(observed.samples, expected)
     if cause is not None:
         wrong = [index for index, samples in expected.items() if list(observed.samples.get(index, ())) != samples]
         return cause + describe_owners(wrong, replicas=observed.num_replicas, rank_names=rank_names)
     differing = [
-        i for i, piece in enumerate(microbatches) if observed.contents.get(i) not in (None, checksum(piece.data, 0))
+        i for i, micro in enumerate(microbatches) if observed.contents.get(i) not in (None, checksum(micro.data, 0))
     ]
     if not differing:
         return None

@@ -1,7 +1,7 @@
-"""Diagnosis of a wrong gradient from its placement: parts that were not summed, moved rows, a stage without gradients.
+"""Find placement faults in a wrong gradient: partial sums, unequal copies, moved rows, a stage without gradients.
 
-A placement has invariants that hold for any samples: copies of one tensor along an axis are equal; partial values of
-the ranks of an axis add up to the whole; rows keep their positions. Each is checked against the observed gradients.
+A placement has invariants that hold for any samples: copies of one tensor along an axis are equal; partial sums on the
+ranks of an axis add up to the full sum; rows keep their positions. Each is checked against the observed gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from paceline.verification.diagnosis.rank_names import RankNames
 from paceline.verification.tensor_distance import euclidean_distance, to_double
 
 _RESIDUAL_SHARE = 1e-3
-_MOST_ROWS = 512
+_MAX_ROWS = 512
 Tensors = Mapping[str, Tensor]
 
 
@@ -32,17 +32,17 @@ class GradientCase:
         """Return True if the two differ by noise, or by little compared with the error to explain."""
         return euclidean_distance(one, other) <= max(self.floors.get(name, 0.0), _RESIDUAL_SHARE * error)
 
-    def rank_parts(self, name: str) -> dict[int, Tensor]:
-        """Return each rank's part of the gradient."""
-        return self.rank_names.rank_parts(name, self.copies, like=self.expected[name])
+    def rank_shards(self, name: str) -> dict[int, Tensor]:
+        """Return each rank's shard of the gradient."""
+        return self.rank_names.rank_shards(name, self.copies, like=self.expected[name])
 
     def wrong_ranks(self, name: str) -> list[int]:
-        """Return the ranks whose own part is wrong."""
-        right, floor = self.expected[name], self.floors.get(name, 0.0)
+        """Return the ranks whose shard is wrong."""
+        expected, floor = self.expected[name], self.floors.get(name, 0.0)
         return [
             rank
-            for rank, value in self.rank_parts(name).items()
-            if not euclidean_distance(value, self.rank_names.rank_part(name, right, rank)) <= floor
+            for rank, value in self.rank_shards(name).items()
+            if not euclidean_distance(value, self.rank_names.rank_shard(name, expected, rank)) <= floor
         ]
 
 
@@ -64,7 +64,7 @@ def _find_missing_gradient(case: GradientCase, differing: Sequence[str]) -> tupl
     rank_names = case.rank_names
     if rank_names.mesh.pp == 1:
         return None
-    empty = [name for name in differing if not any(float(v.abs().sum()) for v in case.rank_parts(name).values())]
+    empty = [name for name in differing if not any(float(v.abs().sum()) for v in case.rank_shards(name).values())]
     empty = [name for name in case.expected if name in empty and float(case.expected[name].abs().sum())]
     if not empty or len(empty) == len(case.expected):
         return None
@@ -104,7 +104,7 @@ def _find_unsummed_axis(case: GradientCase, differing: Sequence[str]) -> tuple[s
 
 
 def _describe_partial(case: GradientCase, name: str, axis: str) -> str:
-    group = case.rank_names.equal_part_groups(name, axis)[0]
+    group = case.rank_names.equal_shard_groups(name, axis)[0]
     tied = ", which hold it both (tied)" if axis == "pp" else ""
     return (
         f"its gradient is a part on each of {case.rank_names.describe_axis_group(axis, group)}{tied}, and the parts "
@@ -113,14 +113,14 @@ def _describe_partial(case: GradientCase, name: str, axis: str) -> str:
 
 
 def _adds_up(case: GradientCase, name: str, axis: str) -> bool:
-    groups = case.rank_names.equal_part_groups(name, axis)
+    groups = case.rank_names.equal_shard_groups(name, axis)
     if not groups:
         return False
-    rank_parts = case.rank_parts(name)
+    rank_shards = case.rank_shards(name)
     for group in groups:
-        expected = case.rank_names.rank_part(name, case.expected[name], group[0])
-        total = torch.stack([to_double(rank_parts[rank]) for rank in group]).sum(0)
-        error = max(euclidean_distance(rank_parts[rank], expected) for rank in group)
+        expected = case.rank_names.rank_shard(name, case.expected[name], group[0])
+        total = torch.stack([to_double(rank_shards[rank]) for rank in group]).sum(0)
+        error = max(euclidean_distance(rank_shards[rank], expected) for rank in group)
         if not case.is_close(total, expected, name, error):
             return False
     return True
@@ -129,9 +129,9 @@ def _adds_up(case: GradientCase, name: str, axis: str) -> bool:
 def _find_unequal_copies(case: GradientCase, differing: Sequence[str]) -> tuple[str, str] | None:
     """Find copies of one tensor that are not equal, and the axis along which they differ."""
     for name in differing:
-        rank_parts, wrong = case.rank_parts(name), set(case.wrong_ranks(name))
+        rank_shards, wrong = case.rank_shards(name), set(case.wrong_ranks(name))
         for axis in case.rank_names.mesh.split_axes:
-            for group in case.rank_names.equal_part_groups(name, axis) if axis != "ep" else ():
+            for group in case.rank_names.equal_shard_groups(name, axis) if axis != "ep" else ():
                 correct_ranks = [rank for rank in group if rank not in wrong]
                 wrong_ranks = [rank for rank in group if rank in wrong]
                 if correct_ranks and wrong_ranks:
@@ -143,8 +143,11 @@ def _find_unequal_copies(case: GradientCase, differing: Sequence[str]) -> tuple[
                         "there its gradient was not summed, or not distributed"
                     )
                     return name, f"{cause} ({len(differing)} of {len(case.expected)} parameters)"
-                if any(not torch.equal(rank_parts[rank], rank_parts[group[0]]) for rank in group) and not correct_ranks:
-                    spread = max(euclidean_distance(rank_parts[rank], rank_parts[group[0]]) for rank in group)
+                if (
+                    any(not torch.equal(rank_shards[rank], rank_shards[group[0]]) for rank in group)
+                    and not correct_ranks
+                ):
+                    spread = max(euclidean_distance(rank_shards[rank], rank_shards[group[0]]) for rank in group)
                     if spread <= case.floors.get(name, 0.0):
                         continue
                     last = next(n for n in reversed(list(case.expected)) if n in differing)
@@ -158,15 +161,15 @@ def _find_unequal_copies(case: GradientCase, differing: Sequence[str]) -> tuple[
 
 
 def _find_moved_rows(case: GradientCase, differing: Sequence[str]) -> tuple[str, str] | None:
-    """Find a rank's part whose rows are the right ones in a different order."""
+    """Find a rank's shard whose rows are the right ones in a different order."""
     name, expected = differing[0], case.expected[differing[0]]
     wrong = case.wrong_ranks(name)
     if not wrong or len(differing) == len(case.expected) or expected.dim() == 0:
         return None
-    part = case.rank_parts(name)[wrong[0]]
-    expected_part = case.rank_names.rank_part(name, expected, wrong[0])
+    part = case.rank_shards(name)[wrong[0]]
+    expected_part = case.rank_names.rank_shard(name, expected, wrong[0])
     rows = len(expected_part)
-    if rows < 2 or rows > _MOST_ROWS or part.shape != expected_part.shape:
+    if rows < 2 or rows > _MAX_ROWS or part.shape != expected_part.shape:
         return None
     error, location = (
         euclidean_distance(part, expected_part),

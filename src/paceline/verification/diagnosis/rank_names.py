@@ -1,4 +1,4 @@
-"""Mesh coordinates of ranks and their parts of tensors, to name the ranks of a fault in messages."""
+"""Names of ranks by their mesh coordinates, for messages, and which shards of a tensor the ranks hold."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -16,46 +16,46 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class RankNames:
-    """The mesh, and the parts of each tensor that the ranks hold (for gradients: that their optimizers hold)."""
+    """The mesh, and the shards of each tensor that the ranks hold (for gradients: that their optimizers hold)."""
 
     mesh: Mesh
     sharded: ShardedTensors
 
     @property
-    def is_replicas(self) -> bool:
+    def has_only_replicas(self) -> bool:
         """True if all ranks are replicas of the whole model."""
         return self.mesh.split_axes in ((), ("dp_replicate",))
 
     def holders(self, name: str) -> list[int]:
-        """Return the ranks that hold some part of the tensor."""
-        return [rank for rank, part in enumerate(self.sharded.shard_specs(name)) if part.boxes]
+        """Return the ranks that hold elements of the tensor."""
+        return [rank for rank, spec in enumerate(self.sharded.shard_specs(name)) if spec.boxes]
 
-    def rank_parts(self, name: str, copies: Sequence[Tensors], *, like: Tensor) -> dict[int, Tensor]:
-        """Return each rank's part of the tensor, from the full tensor of its copy; zeros if the copy lacks it."""
-        parts = {}
+    def rank_shards(self, name: str, copies: Sequence[Tensors], *, like: Tensor) -> dict[int, Tensor]:
+        """Return each rank's shard of the tensor, from the full tensor of its copy; zeros if the copy lacks it."""
+        shards = {}
         for number, ranks in enumerate(self.sharded.copy_ranks(name)):
             full_tensor = copies[number].get(name) if number < len(copies) else None
             for rank in ranks:
-                parts[rank] = self.sharded.shard_specs(name)[rank].extract(
+                shards[rank] = self.sharded.shard_specs(name)[rank].extract(
                     torch.zeros_like(like) if full_tensor is None else full_tensor
                 )
-        return dict(sorted(parts.items()))
+        return dict(sorted(shards.items()))
 
-    def rank_part(self, name: str, full_tensor: Tensor, rank: int) -> Tensor:
-        """Return a rank's part of a full tensor."""
+    def rank_shard(self, name: str, full_tensor: Tensor, rank: int) -> Tensor:
+        """Return a rank's shard of a full tensor."""
         return self.sharded.shard_specs(name)[rank].extract(full_tensor)
 
-    def equal_part_groups(self, name: str, axis: str) -> list[tuple[int, ...]]:
+    def equal_shard_groups(self, name: str, axis: str) -> list[tuple[int, ...]]:
         """Return groups of ranks along an axis that hold the same elements of the tensor."""
-        parts = self.sharded.shard_specs(name)
+        shard_specs = self.sharded.shard_specs(name)
         groups = set()
         for rank in self.holders(name):
             axis_ranks = self.mesh.group(rank, axes=[axis])
-            groups.add(tuple(other for other in axis_ranks if parts[other].boxes == parts[rank].boxes))
+            groups.add(tuple(other for other in axis_ranks if shard_specs[other].boxes == shard_specs[rank].boxes))
         return sorted(group for group in groups if len(group) > 1)
 
     def describe(self, ranks: Collection[int], *, all_ranks: Collection[int]) -> str:
-        """Return text such as `, on tp rank 1 (ranks 1, 3)`; empty for all ranks, unless they are one stage."""
+        """Return text such as `, on tp rank 1 (ranks 1, 3)`; empty if `ranks` has all ranks, and not only one stage."""
         chosen = sorted(set(ranks))
         if not chosen:
             return ""
@@ -65,7 +65,7 @@ class RankNames:
 
     def name_ranks(self, ranks: Sequence[int], *, all_ranks: Collection[int]) -> str:
         """Return the mesh coordinate that these ranks and no others in `all_ranks` have, or the ranks themselves."""
-        numbers = _format_ranks(ranks)
+        rank_list = _format_ranks(ranks)
         for axis in ("pp", "tp", "cp", *DATA_AXES):
             values = {self.mesh.coordinates(rank)[axis] for rank in ranks}
             other_values = {self.mesh.coordinates(rank)[axis] for rank in all_ranks if rank not in ranks}
@@ -74,14 +74,14 @@ class RankNames:
             value = values.pop()
             if self.mesh.split_axes == (axis,):
                 return {"pp": f"stage {value} (rank {value})"}.get(axis, self.member_name(value, axis))
-            return f"{_axis_label(axis)} {value} ({numbers})"
+            return f"{_axis_label(axis)} {value} ({rank_list})"
         if len(ranks) > 1 or len(self.mesh.split_axes) < 2:
-            return numbers
+            return rank_list
         coords = self.mesh.coordinates(ranks[0])
-        return f"{numbers} ({', '.join(f'{_axis_label(a)} {n}' for a, n in coords.items() if self.mesh.size(a) > 1)})"
+        return f"{rank_list} ({', '.join(f'{_axis_label(a)} {n}' for a, n in coords.items() if self.mesh.size(a) > 1)})"
 
     def member_name(self, value: int, axis: str) -> str:
-        """Return the name of a rank on a mesh of one axis."""
+        """Return the name of the rank with this coordinate on a mesh that has only this axis."""
         return f"rank {value}" if axis in DATA_AXES else f"{_axis_label(axis)} {value}"
 
     def replica_name(self, number: int) -> str:
@@ -94,7 +94,7 @@ class RankNames:
 
     def norm_over_copies(self, tensors: Tensors) -> float | None:
         """Return the joint norm with each tensor counted once per copy; None if all ranks are replicas."""
-        if self.is_replicas:
+        if self.has_only_replicas:
             return None
         squares = {name: euclidean_norm(value) ** 2 for name, value in tensors.items()}
         return math.sqrt(math.fsum(len(self.sharded.copy_ranks(name)) * square for name, square in squares.items()))

@@ -1,4 +1,4 @@
-"""Reruns of the reference's step on rank 0 to find a cause: by microbatch, by loss term, with other random numbers."""
+"""Run the reference's step again on rank 0 to find a cause: by microbatch, by loss term, with other random numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -18,8 +18,8 @@ from paceline.verification.reference.loss_terms import sum_target_counts
 from paceline.verification.reference.reference import Reference, ReferenceGradient, RunPosition
 from paceline.verification.tensor_distance import euclidean_distance, to_double
 
-_MAX_PARAMETERS = 24
-_MAX_ELEMENTS = 1 << 16
+_MAX_PARAMETERS = 24  # the worst parameters, which are examined
+_MAX_ELEMENTS = 1 << 16  # of each
 Tensors = Mapping[str, Tensor]
 _HIDDEN_STATE = (
     "the job: one process, from the same weights, buffers and samples, has a different gradient the "
@@ -34,7 +34,10 @@ _ORDER_DEPENDENT = (
 
 
 class ReferenceRerun:
-    """A step of the reference that can be run again from the same start."""
+    """A step of the reference that can be run again from the same start.
+
+    `unexplained`: the parameters with a wrong gradient for which `explain` found no cause.
+    """
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class ReferenceRerun:
     @cached_property
     def global_counts(self) -> dict[str, float] | None:
         """The global counts, if the job gives them before the forward."""
-        return sum_target_counts(self._reference.job, [piece.data for piece in self.microbatches])
+        return sum_target_counts(self._reference.job, [micro.data for micro in self.microbatches])
 
     @property
     def is_rounding_dominated(self) -> bool:
@@ -75,31 +78,32 @@ class ReferenceRerun:
         return self.floors.gradients.get(name, 0.0)
 
     def explain(
-        self, copies: Sequence[Tensors], names: Sequence[str], rank: int, is_data_correct: bool, replicas: int
+        self, copies: Sequence[Tensors], names: Sequence[str], copy: int, is_data_correct: bool, replicas: int
     ) -> str:
-        kept_names = list(names[:_MAX_PARAMETERS])
-        detailed = self.compute_again(keep_parts=kept_names)
-        evidence = self._build_evidence(copies, kept_names, rank, detailed)
+        """Return the likely cause of the wrong gradients `names` (worst first) in one of the copies of the model."""
+        worst_names = list(names[:_MAX_PARAMETERS])
+        detailed = self.compute_again(keep_contributions=worst_names)
+        evidence = self._build_evidence(copies, worst_names, copy, detailed)
         ranks = replicas if self._reference.config.merged_microbatches == 1 else 1
         parameter_counts = {"num_parameters": len(self.gradient.total), "num_differing": len(names)}
         facts: dict[str, Any] = {**parameter_counts, "ranks": ranks, "is_data_correct": is_data_correct}
-        facts["samples"] = sum(len(part) for part in detailed.samples)
-        if self._rank_names is not None and not self._rank_names.is_replicas:
+        facts["samples"] = sum(map(len, detailed.samples))
+        if self._rank_names is not None and not self._rank_names.has_only_replicas:
             facts |= {
                 "axes": self._rank_names.weight_axes(),
-                "member_names": [self._rank_names.replica_name(k) for k in range(replicas)],
+                "replica_names": [self._rank_names.replica_name(k) for k in range(replicas)],
             }
         explanation = explain_gradient(evidence, counts=detailed.counts, **facts)
         for term in detailed.term_counts if explanation is None and len(detailed.term_counts) > 1 else ():
-            term_gradient = self.compute_again(keep_parts=kept_names, term=term)
-            term_evidence = self._build_evidence(copies, kept_names, rank, term_gradient, rest=detailed)
+            term_gradient = self.compute_again(keep_contributions=worst_names, term=term)
+            term_evidence = self._build_evidence(copies, worst_names, copy, term_gradient, all_terms=detailed)
             explanation = explain_gradient(term_evidence, counts=term_gradient.term_counts[term], **facts)
             if explanation is not None:
                 return f"loss term {term!r}: {explanation}"
         if explanation is None and has_dropout(self._reference.model):
-            explanation = self._explain_by_stream(copies[rank], kept_names, ranks)
+            explanation = self._explain_by_dropout_keys(copies[copy], worst_names, ranks)
         if explanation is None:
-            self.unexplained = kept_names
+            self.unexplained = worst_names
             if not self.floors.is_repeatable:
                 self.unexplained = []
                 return _HIDDEN_STATE
@@ -108,32 +112,40 @@ class ReferenceRerun:
                 return _ORDER_DEPENDENT
         return explanation or unexplained_gradient(evidence, **parameter_counts, is_data_correct=is_data_correct)
 
-    def _explain_by_stream(self, parts: Tensors, names: Sequence[str], ranks: int) -> str | None:
-        """Rerun the step with each microbatch drawing another one's dropout, and return the explanation that fits."""
-        streams: dict[str, Callable[[int], int]] = {
+    def _explain_by_dropout_keys(self, gradients: Tensors, names: Sequence[str], ranks: int) -> str | None:
+        """Rerun the step with common mistakes in dropout's keys, and return one that gives the layout's gradients."""
+        key_mistakes: dict[str, Callable[[int], int]] = {
             "by its round, so that all ranks draw equal numbers": lambda j: j // ranks,
             "as the first of its round, so that all ranks draw equal numbers": lambda j: j // ranks * ranks,
             "by its rank, so that every round draws equal numbers": lambda j: j % ranks,
             "once, so that all microbatches draw equal numbers": lambda j: 0,
         }
-        for description, stream in streams.items():
-            gradient = self.compute_again(stream=stream).total
+        for description, random_microbatch in key_mistakes.items():
+            gradient = self.compute_again(random_microbatch=random_microbatch).total
             if all(
                 name in gradient
-                and euclidean_distance(parts.get(name, gradient[name] * 0), gradient[name]) <= self.floor(name)
+                and euclidean_distance(gradients.get(name, gradient[name] * 0), gradient[name]) <= self.floor(name)
                 for name in names
             ):
                 return f"random streams: each microbatch's dropout is keyed {description}"
         return None
 
     def compute_again(
-        self, *, keep_parts: Sequence[str] = (), term: str | None = None, stream: Callable[[int], int] = int
+        self,
+        *,
+        keep_contributions: Sequence[str] = (),
+        term: str | None = None,
+        random_microbatch: Callable[[int], int] = int,
     ) -> ReferenceGradient:
         """Run the reference's step again from the same start."""
         state_after = ModelSnapshot(self._reference.model)
         self.start.restore()
         gradient = self._reference.compute_gradient(
-            self._position, microbatches=self.microbatches, keep_parts=keep_parts, term=term, stream=stream
+            self._position,
+            microbatches=self.microbatches,
+            keep_contributions=keep_contributions,
+            term=term,
+            random_microbatch=random_microbatch,
         )
         state_after.restore()
         return gradient
@@ -142,20 +154,22 @@ class ReferenceRerun:
         self,
         copies: Sequence[Tensors],
         names: Sequence[str],
-        rank: int,
+        copy: int,
         detailed: ReferenceGradient,
-        rest: ReferenceGradient | None = None,
+        all_terms: ReferenceGradient | None = None,
     ) -> list[GradientEvidence]:
         evidence = []
         weights = self.start.tensors
         for name in names:
-            like = next((part[name] for part in detailed.parts if name in part), weights[name])
-            rows = torch.stack([sample_elements(part.get(name, torch.zeros_like(like))) for part in detailed.parts])
-            other_terms = torch.zeros_like(rows[0])
-            if rest is not None:
+            like = next((tensors[name] for tensors in detailed.contributions if name in tensors), weights[name])
+            contributions = torch.stack(
+                [sample_elements(part.get(name, torch.zeros_like(like))) for part in detailed.contributions]
+            )
+            other_terms = torch.zeros_like(contributions[0])
+            if all_terms is not None:
                 other_terms = sum(
-                    (sample_elements(part[name]) for part in rest.parts if name in part), other_terms
-                ) - rows.sum(0)
+                    (sample_elements(part[name]) for part in all_terms.contributions if name in part), other_terms
+                ) - contributions.sum(0)
             observed = [
                 sample_elements(parts.get(name, torch.zeros_like(like))) * detailed.divisor - other_terms
                 for parts in copies
@@ -167,8 +181,8 @@ class ReferenceRerun:
             evidence.append(
                 GradientEvidence(
                     name=name,
-                    observed=observed[rank].numpy(),
-                    contributions=rows.numpy(),
+                    observed=observed[copy].numpy(),
+                    contributions=contributions.numpy(),
                     floor=max(self.floor(name) * detailed.divisor, 1e-300),
                     by_rank=[other.numpy() for other in observed],
                     added_directions={
@@ -181,9 +195,10 @@ class ReferenceRerun:
         return evidence
 
     def buffer_cause(self, name: str, copies: Sequence[Tensors]) -> str:
+        """Return the likely cause of a wrong buffer."""
         path, _, kind = name.rpartition(".")
         momentum = {owner: module.momentum for owner, module in norms_with_statistics(self._reference.model)}.get(path)
-        detailed = self.compute_again(keep_parts=[next(iter(self.gradient.total))])
+        detailed = self.compute_again(keep_contributions=[next(iter(self.gradient.total))])
         return buffer_cause(
             buffers=[sample_elements(buffers[name]).numpy() for buffers in copies],
             before=sample_elements(self.start.tensors[name]).numpy(),

@@ -1,4 +1,4 @@
-"""Detection of swapped gradients, which arise if ranks iterate over their parameters in different orders."""
+"""Detect swapped gradients, which arise if ranks iterate over their parameters in different orders."""
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
@@ -14,19 +14,19 @@ def explain_swapped(evidence: Sequence[GradientEvidence], facts: GradientFacts) 
     """Return which pairs of equal size have swapped gradients, on one rank or all; None if other differences remain."""
     remaining = list(range(len(evidence)))
     descriptions: list[str] = []
-    for one, other in combinations(range(len(evidence)), 2):
+    for first, second in combinations(range(len(evidence)), 2):
         if (
-            one not in remaining
-            or other not in remaining
-            or evidence[one].observed.size != evidence[other].observed.size
+            first not in remaining
+            or second not in remaining
+            or evidence[first].observed.size != evidence[second].observed.size
         ):
             continue
         for text, mask in _owner_masks(facts):
-            if _fits(evidence[one], evidence[other], mask) and _fits(evidence[other], evidence[one], mask):
+            if _fits(evidence[first], evidence[second], mask) and _fits(evidence[second], evidence[first], mask):
                 descriptions.append(
-                    f"{evidence[one].name} and {evidence[other].name} have each other's gradient {text}"
+                    f"{evidence[first].name} and {evidence[second].name} have each other's gradient {text}"
                 )
-                remaining = [index for index in remaining if index not in (one, other)]
+                remaining = [index for index in remaining if index not in (first, second)]
                 break
     if remaining or not descriptions:
         return None

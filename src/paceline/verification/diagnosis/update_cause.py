@@ -1,4 +1,4 @@
-"""The likely cause if gradients are right but weights or buffers after the update are not."""
+"""Find the likely cause if gradients are right but weights or buffers after the update are not."""
 
 from collections.abc import Sequence
 
@@ -58,7 +58,7 @@ def _stale_share(actual_step: Vector, expected_step: Vector) -> float | None:
 
 
 def norm_cause(norms: Sequence[float | None], expected: float, *, norm_over_copies: float | None = None) -> str | None:
-    """Return why ranks with the same gradient would clip it differently: `norms` as each rank measured it.
+    """Return why ranks with the same gradient would clip it differently; `norms` are those that the ranks measured.
 
     `norm_over_copies` is the norm with every tensor counted once for each copy that ranks hold of it.
     """
@@ -115,19 +115,19 @@ def buffer_cause(
             f"buffers: {prefix}the forward changes it, and in one process it sees every microbatch; here it was "
             "updated a different number of times, or from one rank's microbatches only (rank 0's value is sent to all)"
         )
-    rows = _recover_statistics(before, expected, momentum)
-    by_rank = [_fold_statistics(before, rows[rank::ranks], momentum) for rank in range(ranks)]
+    statistics = _recover_statistics(before, expected, momentum)
+    by_rank = [_fold_statistics(before, statistics[rank::ranks], momentum) for rank in range(ranks)]
     for rank, value in enumerate(by_rank):
         if _is_close(actual, value, expected[-1]):
             return f"buffers: {prefix}running statistics of rank {rank}'s microbatches only (left local)"
     if _is_close(actual, np.mean(by_rank, axis=0), expected[-1]):
         return f"buffers: {prefix}the mean of the ranks' own running statistics"
-    if _is_close(actual, _fold_statistics(before, rows[::-1], momentum), expected[-1]):
+    if _is_close(actual, _fold_statistics(before, statistics[::-1], momentum), expected[-1]):
         return f"buffers: {prefix}folded in a different order"
-    for twice in ([row for row in rows for _ in range(2)], [*rows, *rows]):
-        if _is_close(actual, _fold_statistics(before, twice, momentum), expected[-1]):
+    for doubled in ([row for row in statistics for _ in range(2)], [*statistics, *statistics]):
+        if _is_close(actual, _fold_statistics(before, doubled, momentum), expected[-1]):
             return f"buffers: {prefix}each microbatch was folded twice (one forward too many)"
-    joint = before + momentum * (np.mean(rows, axis=0) - before)
+    joint = before + momentum * (np.mean(statistics, axis=0) - before)
     if _is_close(actual, joint, expected[-1]):
         return f"buffers: {prefix}updated once with the mean over the batch, not microbatch by microbatch"
     return f"buffers: {prefix}running statistics of different microbatches, or updated a different number of times"
@@ -139,9 +139,9 @@ def _recover_statistics(before: Vector, after: Sequence[Vector], momentum: float
     return [(end - (1.0 - momentum) * start) / momentum for start, end in zip(starts, after, strict=True)]
 
 
-def _fold_statistics(before: Vector, rows: Sequence[Vector], momentum: float) -> Vector:
+def _fold_statistics(before: Vector, statistics: Sequence[Vector], momentum: float) -> Vector:
     value = before.copy()
-    for row in rows:
+    for row in statistics:
         value = (1.0 - momentum) * value + momentum * row
     return value
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.console.formatting import plural
 from paceline.errors import UsageError
-from paceline.verification.fingerprints.fingerprint import UNIT, Fingerprint, Record
+from paceline.verification.fingerprints.fingerprint import FLOAT32_EPS, Fingerprint, Record
 from paceline.verification.fingerprints.ill_conditioned import (
     PROPORTIONAL_TOLERANCE,
     IllConditionedCheck,
@@ -16,7 +16,7 @@ from paceline.verification.fingerprints.ill_conditioned import (
 from paceline.verification.rung_result import RECORDING_FLOOR
 
 _MAX_NAMES = 3
-_EQUAL_WEIGHTS_DISTANCE = 8 * UNIT  # equal gradients and equal optimizers leave weights closer than this
+_EQUAL_WEIGHTS_DISTANCE = 8 * FLOAT32_EPS  # equal gradients and equal optimizers leave weights closer than this
 _FACTOR_TOLERANCE = 0.01
 
 
@@ -24,8 +24,8 @@ _FACTOR_TOLERANCE = 0.01
 class Comparison:
     """The verdict on two recordings; `first` is None if they differ by rounding at most.
 
-    `steps` counts the steps in both, `recorded` those in each. `unjudged`: parameters whose gradient is lost in
-    rounding, so that they give no evidence.
+    `steps` is the number of steps that both have, `recorded` how many each has. `unjudged`: parameters whose gradient
+    is only rounding, so that they prove nothing.
     """
 
     verdict: str
@@ -41,7 +41,7 @@ def compare_recordings(
 ) -> Comparison:
     """Compare step by step: gradients before the update, then weights after it; step 0 is the start.
 
-    If `same_ranks` is false, each rank's batch differs by design and is not compared.
+    If `same_ranks` is false, the ranks' batches differ by design and are not compared.
 
     Raises:
         UsageError: no step is in both, except for a start that is equal.
@@ -49,15 +49,15 @@ def compare_recordings(
     by_step = {(record.step, record.optimizer): record for record in second_records}
     pairs = [(r, by_step[r.step, r.optimizer]) for r in first_records if (r.step, r.optimizer) in by_step]
     if not same_ranks:
-        pairs = [(replace(one, batch=None), replace(other, batch=None)) for one, other in pairs]
-    steps, recorded = _num_steps([one for one, _ in pairs]), (_num_steps(first_records), _num_steps(second_records))
+        pairs = [(replace(first, batch=None), replace(second, batch=None)) for first, second in pairs]
+    steps, recorded = _num_steps([first for first, _ in pairs]), (_num_steps(first_records), _num_steps(second_records))
     worst = 0.0
     check = IllConditionedCheck(pairs, floor=RECORDING_FLOOR)
     for first, second in pairs:
         check.add_step(first.step)
         difference = _first_difference(first, second, check)
         if difference is not None:
-            if difference["cause"] == "":
+            if difference["cause"] == "":  # a small difference, whose cause may lie in an earlier step
                 difference["cause"] = _small_difference_cause(pairs, difference, check.names)
             text = (
                 f"different: first at {_format_step(difference)}, {difference['kind']} of {difference['parameter']}: "
@@ -195,7 +195,7 @@ def _difference_cause(
 def _small_difference_cause(
     pairs: Sequence[tuple[Record, Record]], difference: Mapping[str, Any], unjudged: Collection[str]
 ) -> str:
-    """Return the cause of a small gradient difference: one element, weights that diverged before, or a small factor."""
+    """Return the cause of a small gradient difference: one element, weights that differed earlier, a small factor."""
     size, name = difference["distance"], difference["parameter"]
     first, second = next(
         (left.gradients[name], right.gradients[name])

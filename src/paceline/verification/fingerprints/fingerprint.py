@@ -1,8 +1,8 @@
 """Fingerprints: a summary of a tensor from which two runs can be compared without storing the tensor.
 
-Norm, largest magnitude, 16 projections on fixed random signs, and a digest of the bits. Projections are linear:
-the projection of a sum of tensors is the sum of their projections, so a wrong combination of gradients shows
-(Johnson and Lindenstrauss, 1984; signs: Achlioptas, 2003).
+It has the norm, the largest magnitude, 16 projections on fixed random signs, and a digest of the bits. The projection
+of a sum of tensors is the sum of their projections, so a wrong combination of gradients can be recognized (Johnson and
+Lindenstrauss, 1984; signs: Achlioptas, 2003).
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from paceline.filesystem.atomic_files import parse_json, read_regular
 
 _FAINT_EPS, _FAINT_EPS_HALF = 256.0, 16.0
 NUM_PROJECTIONS = 16
-UNIT = 2.0**-23  # machine epsilon of float32; finer types are compared as float32
+FLOAT32_EPS = 2.0**-23  # machine epsilon of float32; finer types are compared as float32
 _BLOCK = 4096
 FOLDER = "record"
 _PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -33,8 +33,8 @@ Vector = NDArray[np.float64]
 class Fingerprint:
     """The fingerprint of one tensor.
 
-    `unit`: the machine epsilon of the type it was computed in. `faint`: the share of nonzero elements that are so small
-    relative to the largest that they may be rounding only.
+    `eps`: the machine epsilon of the type it was computed in. `faint_share`: the share of elements that are not zero,
+    but so small relative to the largest that they may be rounding only.
     """
 
     numel: int
@@ -42,18 +42,18 @@ class Fingerprint:
     largest: float
     projections: tuple[float, ...]
     digest: str
-    unit: float = UNIT
-    faint: float = 0.0
+    eps: float = FLOAT32_EPS
+    faint_share: float = 0.0
 
     def as_json(self) -> list[Any]:
         """Return the fingerprint in compact form for a JSON line."""
-        return [self.numel, self.norm, self.largest, list(self.projections), self.digest, self.unit, self.faint]
+        return [self.numel, self.norm, self.largest, list(self.projections), self.digest, self.eps, self.faint_share]
 
     @staticmethod
     def from_json(value: list[Any]) -> "Fingerprint":
-        """Return a fingerprint from a JSON line; lines of older versions have no `unit` and no `faint`."""
+        """Return a fingerprint from a JSON line; lines of older versions end after the digest."""
         numel, norm, largest, projections, digest, *optional = value
-        unit, faint = optional or (UNIT, 0.0)
+        eps, faint_share = optional or (FLOAT32_EPS, 0.0)
         if len(projections) != NUM_PROJECTIONS:
             raise ValueError(f"{len(projections)} projections, expected {NUM_PROJECTIONS}")
         return Fingerprint(
@@ -62,8 +62,8 @@ class Fingerprint:
             largest=float(largest),
             projections=tuple(float(p) for p in projections),
             digest=str(digest),
-            unit=float(unit),
-            faint=float(faint),
+            eps=float(eps),
+            faint_share=float(faint_share),
         )
 
     def distance(self, other: "Fingerprint") -> float:
@@ -83,7 +83,10 @@ class Fingerprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A recorded step: fingerprints of gradients before the update and of weights after it, by FQN."""
+    """A recorded step of one optimizer: fingerprints of gradients before the update and weights after it, by FQN.
+
+    `batch` is a checksum of the rank's batch; `optimizer` is the index of the optimizer.
+    """
 
     step: int
     gradients: Mapping[str, Fingerprint]
@@ -92,24 +95,13 @@ class Record:
     optimizer: int = 0
 
 
-def faint_size(unit: float) -> float:
+def max_rounding(eps: float) -> float:
     """Return how large rounding may be relative to the gradients around it.
 
-    Measured on convnets, attention and normalized weights: 1 to 30 units. In half precision a unit is large, so the
-    limit is fewer units.
+    Measured on convnets, attention and normalized weights: 1 to 30 machine epsilons. In half precision an epsilon is
+    large, so the limit is fewer epsilons.
     """
-    return min(_FAINT_EPS * unit, max(_FAINT_EPS_HALF * unit, _FAINT_EPS * UNIT))
-
-
-def fingerprint(values: Vector, *, raw: bytes | memoryview) -> Fingerprint:
-    """Return the fingerprint of a flat float64 copy of a tensor; `raw` is the tensor's own bits."""
-    return Fingerprint(
-        numel=int(values.size),
-        norm=float(np.linalg.norm(values)),
-        largest=float(np.max(np.abs(values), initial=0.0)),
-        projections=tuple(project(values).tolist()),
-        digest=digest_bits(raw),
-    )
+    return min(_FAINT_EPS * eps, max(_FAINT_EPS_HALF * eps, _FAINT_EPS * FLOAT32_EPS))
 
 
 def projection_signs(numel: int) -> tuple[Vector, Vector]:
@@ -122,20 +114,10 @@ def digest_bits(raw: bytes | memoryview) -> str:
     return hashlib.blake2b(raw, digest_size=12).hexdigest()
 
 
-def project(values: Vector) -> Vector:
-    """Return sixteen sums of the elements with fixed random signs."""
-    blocks = -(-values.size // _BLOCK)
-    padded = np.zeros(blocks * _BLOCK)
-    padded[: values.size] = values
-    partial = padded.reshape(blocks, _BLOCK) @ _signs(_BLOCK, 1)
-    result: Vector = (partial * _signs(blocks, 2)).sum(axis=0)
-    return result
-
-
 @cache
-def _signs(rows: int, stream: int) -> Vector:
-    """Return random signs, of which row i depends only on i and the stream."""
-    signs = np.random.Generator(np.random.Philox(key=stream)).integers(0, 2, size=(rows, NUM_PROJECTIONS))
+def _signs(rows: int, key: int) -> Vector:
+    """Return random signs; row i depends only on i and the key of the generator."""
+    signs = np.random.Generator(np.random.Philox(key=key)).integers(0, 2, size=(rows, NUM_PROJECTIONS))
     return signs.astype(np.float64) * 2.0 - 1.0
 
 

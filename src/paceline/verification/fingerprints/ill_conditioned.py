@@ -1,8 +1,8 @@
-"""Parameters whose gradient is lost in rounding, and by which two recordings cannot be judged.
+"""Find parameters whose gradient is only rounding, so that two recordings cannot be judged by them.
 
-Examples are a convolution's bias before BatchNorm, a key's bias in attention, the magnitude of a normed weight. The
-true gradient is zero, and the computed one is rounding, which changes with the order of summation. It has the size of
-float32's last places of the gradients around it, and no direction. Adam makes full steps of it, so such weights
+Examples are a convolution's bias before BatchNorm, a key's bias in attention, the magnitude of a normalized weight. The
+true gradient is zero, and the computed one is rounding, which changes with the order of summation. It is as large as
+float32's rounding of the gradients around it, and has no direction. Adam takes full steps along it, so such weights
 diverge by the learning rate.
 """
 
@@ -11,35 +11,34 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from paceline.verification.fingerprints.fingerprint import Fingerprint, Record, faint_size
+from paceline.verification.fingerprints.fingerprint import Fingerprint, Record, max_rounding
 
 PROPORTIONAL_TOLERANCE = 1e-3
-_DIFFERENCE_EPS = 16.0  # units by which rounding may change a small true gradient
-_HALF_PRECISION_EPS = 2.0**-20  # with a larger unit, rounding alone exceeds the floor
-_MOVEMENT_EPS = 16.0  # units of a weight's movement that may differ if its gradient is that coarse
-_GRADIENT_EPS = 12.0  # units by which such a coarse gradient may differ; nets of four layers had 2 to 10
+_DIFFERENCE_EPS = 16.0  # machine epsilons by which rounding may change a small true gradient
+_HALF_PRECISION_EPS = 2.0**-20  # with a larger machine epsilon, rounding alone exceeds the floor
+_MOVEMENT_EPS = 16.0  # epsilons by which a weight's movement may differ if its gradient is that coarse
+_GRADIENT_EPS = 12.0  # epsilons by which such a coarse gradient may differ; nets of four layers had 2 to 10
 _MOVEMENT_MARGIN = 4.0  # the two runs may move in opposite directions, and both movements are estimates
 _MIN_SPREAD = 2.0  # fewer than about four elements may be proportional by chance
-_OUTLIER_RATIO = (
-    8.0  # rounding affects all gradients: over 2,900 differences in bfloat16, one was at most 4.4 times the rest
-)
-_ZERO_EPS = 1.0  # units of the gradients around it: a smaller gradient may be rounded to zero
+# rounding affects all gradients: of 2,900 differences in bfloat16, none was more than 4.4 times all others together
+_OUTLIER_RATIO = 8.0
+_ZERO_EPS = 1.0  # epsilons of the gradients around it: a smaller gradient may be rounded to zero
 
 Pair = tuple[Record, Record]
 Prints = Mapping[str, Fingerprint]
 
 
 class IllConditionedCheck:
-    """A check of whether rounding alone explains a difference. It must be called in the order of the steps."""
+    """A check of whether rounding alone explains a difference. Its methods must be called in the order of the steps."""
 
     def __init__(self, pairs: Iterable[Pair], *, floor: float) -> None:
         self._floor = floor
         self._gradients: dict[int, tuple[dict[str, Fingerprint], ...]] = {}
         self._weights: dict[int, tuple[dict[str, Fingerprint], ...]] = {}
         for pair in pairs:  # each optimizer has its own record of a step
-            for by_step, parts in ((self._gradients, "gradients"), (self._weights, "weights")):
+            for by_step, kind in ((self._gradients, "gradients"), (self._weights, "weights")):
                 for merged, record in zip(by_step.setdefault(pair[0].step, ({}, {})), pair, strict=True):
-                    merged.update(getattr(record, parts))
+                    merged.update(getattr(record, kind))
         self._steps = sorted(self._weights)
         self._rounding_movement: dict[str, float] = {}
         self._faint_movement: dict[str, float] = {}
@@ -55,20 +54,20 @@ class IllConditionedCheck:
     def is_gradient_rounding(self, name: str, step: int) -> bool:
         """Return True if both gradients, or their difference, are as small as rounding and no factor relates them."""
         first, second = (prints[name] for prints in self._gradients[step])
-        unit = max(first.unit, second.unit)
+        eps = max(first.eps, second.eps)
         surrounding = min(_surrounding_rms(name, prints) for prints in self._gradients[step])
         distance = _rms_distance(first, second)
         if not math.isfinite(distance + surrounding):
             return False
-        if unit > _HALF_PRECISION_EPS and distance <= _GRADIENT_EPS * unit * max(_rms(first), _rms(second)):
+        if eps > _HALF_PRECISION_EPS and distance <= _GRADIENT_EPS * eps * max(_rms(first), _rms(second)):
             return True
         is_noise = (
-            max(_rms(first), _rms(second)) <= faint_size(unit) * surrounding
-            or distance <= _DIFFERENCE_EPS * unit * surrounding
+            max(_rms(first), _rms(second)) <= max_rounding(eps) * surrounding
+            or distance <= _DIFFERENCE_EPS * eps * surrounding
         )
         if not is_noise or _is_scaled(first, second, surrounding=surrounding):
             return False
-        if unit > _HALF_PRECISION_EPS and self._is_outlier(name, step, unit):
+        if eps > _HALF_PRECISION_EPS and self._is_outlier(name, step, eps):
             return False
         other_movements = [
             move for n, move in self._weight_movements(step).items() if n != name and n not in self._rounding_movement
@@ -78,12 +77,12 @@ class IllConditionedCheck:
         )
         return True
 
-    def _is_outlier(self, name: str, step: int, unit: float) -> bool:
+    def _is_outlier(self, name: str, step: int, eps: float) -> bool:
         """Return True if this gradient differs far more than all others together.
 
-        In half precision, 16 units are an eighth of the gradients around it, which many true gradients are below. But
-        the same rounding affects the other gradients too. So a difference that is much larger than theirs is a fault,
-        if it is at least a unit of the norm of the whole gradient.
+        In half precision, 16 machine epsilons are an eighth of the gradients around it, and many true gradients are
+        smaller. But the same rounding affects the other gradients too. So a difference that is much larger than theirs
+        is a fault, if it is at least one epsilon of the norm of the whole gradient.
         """
         distances, sizes = {}, []
         for key in self._gradients[step][0].keys() & self._gradients[step][1].keys():
@@ -92,18 +91,18 @@ class IllConditionedCheck:
             distances[key] = _rms_distance(first, second) * root
             sizes.append(max(first.norm, second.norm))
         distance = distances.pop(name)
-        return distance > _OUTLIER_RATIO * math.hypot(*distances.values()) and distance > unit * math.hypot(*sizes)
+        return distance > _OUTLIER_RATIO * math.hypot(*distances.values()) and distance > eps * math.hypot(*sizes)
 
     def is_weight_rounding(self, name: str, step: int) -> bool:
-        """Return True if the optimizer's steps on such gradients may explain the difference of a weight."""
+        """Return True if the optimizer's steps along such gradients may explain the difference of a weight."""
         first, second = (prints[name] for prints in self._weights[step])
         movement = (
             self._rounding_movement.get(name, 0.0)
             + self._faint_movement.get(name, 0.0)
             + self._coarse_movement.get(name, 0.0)
         )
-        unit = max(first.unit, second.unit)
-        half_rounding = unit * math.sqrt(max(step, 1)) if unit > _HALF_PRECISION_EPS else 0.0
+        eps = max(first.eps, second.eps)
+        half_rounding = eps * math.sqrt(max(step, 1)) if eps > _HALF_PRECISION_EPS else 0.0
         allowed = movement + (self._floor + half_rounding) * max(_rms(first), _rms(second))
         distance = _rms_distance(first, second)
         return (movement > 0.0 or half_rounding > 0.0) and math.isfinite(distance + allowed) and distance <= allowed
@@ -111,8 +110,8 @@ class IllConditionedCheck:
     def add_step(self, step: int) -> None:
         """Add up how far weights may diverge in this step because of rounding in their gradients.
 
-        Part of a tensor may have no true gradient, such as the middle of a fused query, key and value bias: its faint
-        elements move by whole steps of Adam. In half precision the whole gradient is as coarse as its unit.
+        Some elements of a tensor may have no true gradient, such as the middle of a fused query, key and value bias.
+        Adam moves these faint elements by full steps. In half precision all elements are as coarse as the epsilon.
         """
         if step in self._computed_steps:
             return
@@ -121,13 +120,13 @@ class IllConditionedCheck:
         for name in self._gradients[step][0].keys() & self._gradients[step][1].keys():
             first, second = (prints[name] for prints in self._gradients[step])
             largest_other = max((move for n, move in movements.items() if n != name), default=0.0)
-            faint, unit = max(first.faint, second.faint), max(first.unit, second.unit)
-            if faint:
+            faint_share, eps = max(first.faint_share, second.faint_share), max(first.eps, second.eps)
+            if faint_share:
                 self._faint_movement[name] = (
-                    self._faint_movement.get(name, 0.0) + _MOVEMENT_MARGIN * math.sqrt(faint) * largest_other
+                    self._faint_movement.get(name, 0.0) + _MOVEMENT_MARGIN * math.sqrt(faint_share) * largest_other
                 )
-            if unit > _HALF_PRECISION_EPS:
-                share = min(1.0, _MOVEMENT_EPS * unit)
+            if eps > _HALF_PRECISION_EPS:
+                share = min(1.0, _MOVEMENT_EPS * eps)
                 self._coarse_movement[name] = self._coarse_movement.get(name, 0.0) + share * max(
                     movements.get(name, 0.0), largest_other
                 )
@@ -174,25 +173,25 @@ def _is_zero(fingerprint: Fingerprint) -> bool:
 
 def _proportional_tolerance(first: Fingerprint, second: Fingerprint) -> float:
     """Return how far one tensor may be from a multiple of the other, which includes rounding in half precision."""
-    return max(PROPORTIONAL_TOLERANCE, _GRADIENT_EPS * max(first.unit, second.unit))
+    return max(PROPORTIONAL_TOLERANCE, _GRADIENT_EPS * max(first.eps, second.eps))
 
 
 def _is_scaled(first: Fingerprint, second: Fingerprint, *, surrounding: float) -> bool:
-    """Return True if one is a multiple of the other, other than 1: rounding never is, so this is a true gradient.
+    """Return True if one gradient is a multiple of the other, by a factor that rounding alone does not give.
 
-    The factor may be -1, or 0 if the other tensor is too large to be rounded to zero.
+    The factor is not 1, and may be -1, or 0 if the other gradient is too large to be rounded to zero.
     """
     factor = factor_between(first, second)
     spread_norm = min(p.norm - _MIN_SPREAD * p.largest for p in (first, second))
     if factor is None or spread_norm < 0.0:
         return False
     if factor == 0.0:
-        return max(_rms(first), _rms(second)) > _ZERO_EPS * max(first.unit, second.unit) * surrounding
+        return max(_rms(first), _rms(second)) > _ZERO_EPS * max(first.eps, second.eps) * surrounding
     return abs(factor - 1.0) > _proportional_tolerance(first, second)
 
 
 def _surrounding_rms(name: str, prints: Prints) -> float:
-    """Return the largest RMS gradient nearby: in the parent of its own module, or further out if it is alone there."""
+    """Return the largest RMS gradient in the module around its own, or in the next outer one with other parameters."""
     prefix = name.rpartition(".")[0].rpartition(".")[0]
     while True:
         other_rms = [_rms(p) for n, p in prints.items() if n != name and (not prefix or n.startswith(f"{prefix}."))]

@@ -14,14 +14,20 @@ from torch.optim import Optimizer
 from paceline.data.stream.iterable_loader import checksum
 from paceline.errors import UsageError
 from paceline.launch.inherited_environment import own_rank
-from paceline.verification.fingerprints.fingerprint import UNIT, Fingerprint, digest_bits, faint_size, projection_signs
+from paceline.verification.fingerprints.fingerprint import (
+    FLOAT32_EPS,
+    Fingerprint,
+    digest_bits,
+    max_rounding,
+    projection_signs,
+)
 
 _WRAPPER_NAMES = ("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 Optimizers = Optimizer | Iterable[Optimizer]
 
 
 class Recorder:
-    """A recorder of optimizer steps: a line each, with fingerprints of the gradients before and the weights after."""
+    """Writes a line for each optimizer step, with fingerprints of the gradients before it and the weights after it."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizers, path: str | Path, *, every: int = 1) -> None:
         if every < 1:
@@ -34,33 +40,34 @@ class Recorder:
         self._model = model
         self._every = every
         self._batch: int | None = None
-        self._unit = UNIT
+        self._eps = FLOAT32_EPS
         self._precision_hook = model.register_forward_pre_hook(self._record_precision)
         self._optimizer_hooks = [
-            _OptimizerHooks(self, number, one, optimizers) for number, one in enumerate(optimizers)
+            _OptimizerHooks(self, index, torch_optimizer, optimizers)
+            for index, torch_optimizer in enumerate(optimizers)
         ]
 
     def batch(self, batch: Any) -> None:
-        """Record a checksum of the batch this rank trains on next, so that data order is compared too."""
+        """Record a checksum of the batch that this rank trains on next, so that the data order is compared too."""
         self._batch = checksum(batch, self._batch or 0)
 
     def close(self) -> None:
         """Remove the hooks and close the file; a second call does nothing."""
         self._precision_hook.remove()
-        for watch in self._optimizer_hooks:
-            watch.remove()
+        for hooks in self._optimizer_hooks:
+            hooks.remove()
         if self._optimizer_hooks:
             os.close(self._handle)
         self._optimizer_hooks = []
 
     def _record_precision(self, *_: object) -> None:
         """Record the autocast precision, because under autocast gradients are as coarse as its type."""
-        dtypes = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        self._unit = max([UNIT, *(torch.finfo(kind).eps for kind in dtypes)])
+        dtypes = [torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+        self._eps = max([FLOAT32_EPS, *(torch.finfo(dtype).eps for dtype in dtypes)])
 
     def fingerprint_gradient(self, gradient: Tensor) -> Fingerprint:
-        """Return the fingerprint of a gradient, in the units of the forward that it came from."""
-        return fingerprint_tensor(gradient, unit=self._unit)
+        """Return the fingerprint of a gradient, with the machine epsilon of the forward that it came from."""
+        return fingerprint_tensor(gradient, eps=self._eps)
 
     def __enter__(self) -> Self:
         return self
@@ -77,23 +84,25 @@ class Recorder:
         return [(strip_wrapper_names(name), p) for name, p in self._model.named_parameters() if p.requires_grad]
 
     def write(
-        self, step: int, number: int, gradients: Mapping[str, Fingerprint], weights: Mapping[str, Fingerprint]
+        self, step: int, optimizer_index: int, gradients: Mapping[str, Fingerprint], weights: Mapping[str, Fingerprint]
     ) -> None:
         """Append one line with a single write."""
         line: dict[str, Any] = {"step": step, "batch": self._batch if step else None}
-        if number:
-            line["optimizer"] = number
-        line |= {"gradients": _encode_prints(gradients), "weights": _encode_prints(weights)}
+        if optimizer_index:
+            line["optimizer"] = optimizer_index
+        line |= {"gradients": _encode_fingerprints(gradients), "weights": _encode_fingerprints(weights)}
         os.write(self._handle, (json.dumps(line) + "\n").encode())
         if step:
             self._batch = None
 
 
 class _OptimizerHooks:
-    """The hooks on one optimizer, which record its parameters; the first also records those of no optimizer."""
+    """The hooks on one optimizer, which record its parameters; the first also records parameters without optimizer."""
 
-    def __init__(self, recorder: Recorder, number: int, optimizer: Optimizer, all_optimizers: list[Optimizer]) -> None:
-        self._recorder, self._number, self._step = recorder, number, 0
+    def __init__(
+        self, recorder: Recorder, optimizer_index: int, optimizer: Optimizer, all_optimizers: list[Optimizer]
+    ) -> None:
+        self._recorder, self._optimizer_index, self._step = recorder, optimizer_index, 0
         self._optimizer = optimizer
         self._other_optimizers = [other for other in all_optimizers if other is not optimizer]
         self._gradients: dict[str, Fingerprint] = {}
@@ -140,11 +149,11 @@ class _OptimizerHooks:
     def _write_step(self) -> None:
         """Write one record; step 0 holds the weights before the first step."""
         weights = {name: fingerprint_tensor(p) for name, p in self._assigned_parameters()}
-        self._recorder.write(self._step, self._number, self._gradients, weights)
+        self._recorder.write(self._step, self._optimizer_index, self._gradients, weights)
 
     def _assigned_parameters(self) -> list[tuple[str, nn.Parameter]]:
         own_ids, other_ids = _parameter_ids([self._optimizer]), _parameter_ids(self._other_optimizers)
-        takes_unassigned = self._number == 0
+        takes_unassigned = self._optimizer_index == 0
         return [
             (n, p)
             for n, p in self._recorder.trainable_parameters()
@@ -163,7 +172,7 @@ def record(model: nn.Module, optimizer: Optimizers, path: str | Path, *, every: 
 def _unwrap_optimizers(optimizer: Any) -> list[Optimizer]:
     """Return the torch optimizers inside wrapped ones."""
     if isinstance(optimizer, list | tuple):
-        return [one for part in optimizer for one in _unwrap_optimizers(part)]
+        return [inner for wrapped in optimizer for inner in _unwrap_optimizers(wrapped)]
     inner = optimizer
     while isinstance(getattr(inner, "optimizer", None), Optimizer) and inner.optimizer is not inner:
         inner = inner.optimizer
@@ -186,10 +195,10 @@ def _rank() -> int:
     return own_rank(os.environ)
 
 
-def fingerprint_tensor(tensor: Tensor, *, unit: float = UNIT) -> Fingerprint:
+def fingerprint_tensor(tensor: Tensor, *, eps: float = FLOAT32_EPS) -> Fingerprint:
     """Return the fingerprint of a tensor on any device. A sharded tensor is gathered, so all its ranks must call this.
 
-    The fingerprint is as coarse as the tensor's own type, or as `unit`.
+    Its machine epsilon is the larger of `eps` and that of the tensor's type.
     """
     full_tensor: Any = tensor.detach()
     if hasattr(full_tensor, "full_tensor"):
@@ -201,13 +210,13 @@ def fingerprint_tensor(tensor: Tensor, *, unit: float = UNIT) -> Fingerprint:
     flat = full_tensor.cpu().contiguous().reshape(-1)
     raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     values = flat.double()
-    unit = max(unit, float(torch.finfo(flat.dtype).eps) if flat.is_floating_point() else 0.0)
+    eps = max(eps, float(torch.finfo(flat.dtype).eps) if flat.is_floating_point() else 0.0)
     magnitudes = values.abs()
     largest = float(magnitudes.max()) if values.numel() else 0.0
-    faint = (magnitudes <= faint_size(unit) * largest) & (magnitudes > 0.0)
+    is_faint = (magnitudes <= max_rounding(eps) * largest) & (magnitudes > 0.0)
     return Fingerprint(
-        unit=unit,
-        faint=float(faint.double().mean()) if values.numel() else 0.0,
+        eps=eps,
+        faint_share=float(is_faint.double().mean()) if values.numel() else 0.0,
         numel=values.numel(),
         norm=float(torch.linalg.vector_norm(values)),
         largest=largest,
@@ -232,5 +241,5 @@ def strip_wrapper_names(name: str) -> str:
     return ".".join(parts)
 
 
-def _encode_prints(prints: Mapping[str, Fingerprint]) -> dict[str, list[Any]]:
-    return {name: value.as_json() for name, value in prints.items()}
+def _encode_fingerprints(fingerprints: Mapping[str, Fingerprint]) -> dict[str, list[Any]]:
+    return {name: value.as_json() for name, value in fingerprints.items()}

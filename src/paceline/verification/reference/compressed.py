@@ -31,7 +31,7 @@ class CompressionState:
 
 
 class CompressedReference(Reference):
-    """The one-process run of `replicas` replicas that compress; microbatch i belongs to replica i % `replicas`."""
+    """The one-process run of replicas that compress their gradients; microbatch i belongs to replica i % `replicas`."""
 
     def __init__(self, *, compression: Compression, replicas: int, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -63,7 +63,7 @@ class CompressedReference(Reference):
         self._replica_gradients = [{} for _ in range(self._replicas)]
         uncompressed = super().compute_gradient(position, microbatches=microbatches, **options)
         self._next_state = CompressionState(
-            errors=[dict(one) for one in self._state.errors], bases=dict(self._state.bases)
+            errors=[dict(replica_errors) for replica_errors in self._state.errors], bases=dict(self._state.bases)
         )
         total = {
             name: self._combine_replicas(name, like, uncompressed.divisor) for name, like in uncompressed.total.items()
@@ -80,8 +80,8 @@ class CompressedReference(Reference):
             self._replica = index % self._replicas
             yield index, terms
 
-    def _accumulate(self, total: Any, part: Any, largest: Any, keep_parts: Any) -> None:
-        super()._accumulate(total, part, largest, keep_parts)
+    def _accumulate(self, total: Any, contribution: Any, max_abs: Any, keep_contributions: Any) -> None:
+        super()._accumulate(total, contribution, max_abs, keep_contributions)
         replica_gradient = self._replica_gradients[self._replica]
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
@@ -89,7 +89,7 @@ class CompressedReference(Reference):
                 replica_gradient[name] = replica_gradient[name] + value if name in replica_gradient else value.clone()
 
     def _combine_replicas(self, name: str, like: Tensor, divisor: float) -> Tensor:
-        gradients = [share.get(name, torch.zeros_like(like)) for share in self._replica_gradients]
+        gradients = [tensors.get(name, torch.zeros_like(like)) for tensors in self._replica_gradients]
         gradients = [value.float() if value.dtype.itemsize < 4 else value for value in gradients]
         if not self._compression.has_error_feedback:
             total = sum(
@@ -97,9 +97,10 @@ class CompressedReference(Reference):
             )
             return (compress_once(total, self._compression) / divisor).to(like.dtype)
         errors = [
-            held.get(name, torch.zeros_like(value)) for held, value in zip(self._state.errors, gradients, strict=True)
+            replica_errors.get(name, torch.zeros_like(value))
+            for replica_errors, value in zip(self._state.errors, gradients, strict=True)
         ]
-        corrected = [value / divisor + before for value, before in zip(gradients, errors, strict=True)]
+        corrected = [value / divisor + error for value, error in zip(gradients, errors, strict=True)]
         if self._compression.method is Method.TOPK:
             sent = [keep_largest(value, self._compression) for value in corrected]
         else:
@@ -130,7 +131,7 @@ class CompressedReference(Reference):
 
 
 def refuse_compression_with_sync_bn(compression: Compression, *, buffers: str) -> None:
-    """Raise for runs in which one process has no separate gradient of each replica.
+    """Raise if gradients are compressed and one process has no separate gradient of each replica (sync_bn).
 
     Raises:
         UsageError
@@ -138,7 +139,7 @@ def refuse_compression_with_sync_bn(compression: Compression, *, buffers: str) -
     if compression.is_on and buffers == "sync_bn":
         raise UsageError(
             f"verify has no verdict on --compress {compression.method} with sync_bn.",
-            cause="one process runs the replicas' microbatches as one there, so it has no gradient of "
+            cause="with sync_bn, one process runs the replicas' microbatches as one, so it has no gradient of "
             "each replica to compress",
             hint="--train.buffers fold, or leave --compress out",
         )

@@ -1,4 +1,4 @@
-"""Find a model's dropout rates, and disable dropout for a while."""
+"""Find a model's dropout rates, and disable dropout within a context."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,7 @@
 """A mode that keeps float64 computations in float64, because many models compute norms, softmax and loss in float32.
 
-Such a step hides in float32's rounding what float64 should show, and two correct results then differ by far more than
-float64's noise. So float64 tensors are not cast down while a float64 comparison runs.
+The rounding of a float32 operation would hide the small differences that a float64 comparison should find. So float64
+tensors are not cast down while such a comparison runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PATCHED: tuple[tuple[Any, str], ...] = (
+_PATCHED_FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (torch.Tensor, "float"),
     (torch.Tensor, "to"),
     (torch.Tensor, "type"),
@@ -28,7 +28,7 @@ _PATCHED: tuple[tuple[Any, str], ...] = (
 @contextmanager
 def keep_float64(*, active: bool = True) -> Iterator[None]:
     """Prevent casts of float64 tensors to float32, on any thread of this process."""
-    originals = [(place, name, getattr(place, name)) for place, name in _PATCHED] if active else []
+    originals = [(owner, name, getattr(owner, name)) for owner, name in _PATCHED_FUNCTIONS] if active else []
     for owner, name, original in originals:
         setattr(owner, name, _wrap_for_float64(original, is_float_cast=name == "float"))
     try:

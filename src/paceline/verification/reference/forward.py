@@ -11,7 +11,7 @@ from torch import nn
 from paceline.job import Job, missing_loss_error
 from paceline.torch_internals.rng import preserve_rng
 
-_IGNORED = -100
+_IGNORED = -100  # the label of positions without a target
 
 
 class ReferenceForward:

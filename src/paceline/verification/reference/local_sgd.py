@@ -17,37 +17,40 @@ from paceline.planner.layout.local_sgd_checks import assign_fragments, fragment_
 from paceline.verification.reference.loss_terms import nonzero_counts
 from paceline.verification.reference.reference import Reference, ReferenceGradient, ReferenceMicrobatch, RunPosition
 
-Weights = dict[str, Tensor]
+NamedTensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncRule:
-    """The update rule, the number of sites, and the number of replicas in each site."""
+    """The update rule and how many sites there are, each with how many replicas."""
 
     rule: UpdateRule
     sites: int
-    replicas: int
+    replicas_per_site: int
 
     def microbatches_of_site(self, site: int, num_micro: int) -> list[int]:
         """Return the microbatches of a site. All replicas get microbatches in turn; a site is a block of replicas."""
-        num_replicas = self.sites * self.replicas
-        return [index for index in range(num_micro) if index % num_replicas // self.replicas == site]
+        num_replicas = self.sites * self.replicas_per_site
+        return [index for index in range(num_micro) if index % num_replicas // self.replicas_per_site == site]
 
 
 @dataclass(kw_only=True)
 class _Site:
-    weights: Weights
+    weights: NamedTensors
     optimizers: list[Optimizer]
-    schedules: list[Any]
+    lr_schedulers: list[Any]
 
 
 @dataclass(kw_only=True)
 class _OuterState:
-    """The state that all sites share; `pending` holds mean differences that are not yet due, with the due update."""
+    """The state that all sites share.
 
-    global_weights: Weights
-    momentum: Weights = field(default_factory=dict)
-    pending: list[tuple[int, Weights]] = field(default_factory=list)
+    `pending` holds outer gradients that are sent and not yet applied, each with the update after which it is applied.
+    """
+
+    global_weights: NamedTensors
+    momentum: NamedTensors = field(default_factory=dict)
+    pending: list[tuple[int, NamedTensors]] = field(default_factory=list)
 
 
 class LocalSgdReference(Reference):
@@ -68,7 +71,7 @@ class LocalSgdReference(Reference):
             sync_rule=self._sync_rule, job=reference.job, config=reference.config, cast=reference.cast
         )
 
-    def weights(self) -> Weights:
+    def weights(self) -> NamedTensors:
         """Return every site's weights, and the synchronized weights."""
         names = [name for name, _ in self.model.named_parameters()]
         site_weights = {
@@ -89,37 +92,43 @@ class LocalSgdReference(Reference):
         if not self._num_updates:
             self._reset_sites()
         model_state = self._copy_model()
-        total: Weights = {}
-        counts, loss, weight = [0.0] * len(all_microbatches), 0.0, 0.0
+        total: NamedTensors = {}
+        counts, loss, total_count = [0.0] * len(all_microbatches), 0.0, 0.0
         for number, site, indices in self._sites_with_samples(len(all_microbatches)):
             self._load_model(site.weights)
             site_gradient = super().compute_gradient(
-                position, microbatches=[all_microbatches[i] for i in indices], stream=indices.__getitem__, **options
+                position,
+                microbatches=[all_microbatches[i] for i in indices],
+                random_microbatch=indices.__getitem__,  # the index in the global batch
+                **options,
             )
             site.weights = self._copy_model()
             if any(map(any, site_gradient.term_counts.values())):  # a site without a target makes no update
                 total |= {f"{number}/{name}": value for name, value in site_gradient.total.items()}
-                loss, weight = loss + site_gradient.loss * sum(site_gradient.counts), weight + sum(site_gradient.counts)
+                loss, total_count = (
+                    loss + site_gradient.loss * sum(site_gradient.counts),
+                    total_count + sum(site_gradient.counts),
+                )
             for index, count in zip(indices, site_gradient.counts, strict=True):
                 counts[index] = count
         self._load_model(model_state)
         samples = [micro.samples for micro in all_microbatches]
         return ReferenceGradient(
-            total=total, counts=counts, divisor=1.0, loss=loss / max(weight, 1e-300), samples=samples
+            total=total, counts=counts, divisor=1.0, loss=loss / max(total_count, 1e-300), samples=samples
         )
 
     def update(self, gradient: Mapping[str, Tensor]) -> None:
-        """Step each site with its own gradient; then send and apply what is due."""
+        """Step each site with its own gradient; then send the due fragment, and apply the due outer gradients."""
         for number, site in enumerate(self._sites):
             site_gradient = {
                 name.partition("/")[2]: v for name, v in gradient.items() if name.partition("/")[0] == str(number)
             }
             if not site_gradient:  # a short batch without samples for this site, or no target
-                for schedule in site.schedules:
-                    schedule.step()
+                for scheduler in site.lr_schedulers:
+                    scheduler.step()
                 continue
             self._load_model(site.weights)
-            self.optimizers, self.schedules = site.optimizers, site.schedules
+            self.optimizers, self.lr_schedulers = site.optimizers, site.lr_schedulers
             super().update(site_gradient)
             site.weights = self._copy_model()
         self._num_updates += 1
@@ -128,8 +137,8 @@ class LocalSgdReference(Reference):
     def _reset_sites(self) -> None:
         self._sites = []
         for _ in range(self._sync_rule.sites):
-            optimizers, schedules = self._create_optimizers()
-            self._sites.append(_Site(weights=self._copy_model(), optimizers=optimizers, schedules=schedules))
+            optimizers, schedulers = self._create_optimizers_and_schedulers()
+            self._sites.append(_Site(weights=self._copy_model(), optimizers=optimizers, lr_schedulers=schedulers))
         trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
         self._outer = _OuterState(
             global_weights={name: value for name, value in self._copy_model().items() if name in trainable}
@@ -151,10 +160,10 @@ class LocalSgdReference(Reference):
             outer.pending.append(
                 (self._num_updates + rule.delay, {n: outer.global_weights[n] - self._site_mean(n) for n in names})
             )
-        for due_update, differences in [one for one in outer.pending if one[0] == self._num_updates]:
-            outer.pending.remove((due_update, differences))
-            for name, difference in differences.items():
-                self._apply_outer_step(name, difference)
+        for due_update, outer_gradients in [entry for entry in outer.pending if entry[0] == self._num_updates]:
+            outer.pending.remove((due_update, outer_gradients))
+            for name, outer_gradient in outer_gradients.items():
+                self._apply_outer_step(name, outer_gradient)
         if fragment == 0:
             for name, buffer in self.model.named_buffers():
                 if buffer.is_floating_point():
@@ -162,12 +171,14 @@ class LocalSgdReference(Reference):
                     for site in self._sites:
                         site.weights[name] = mean.clone()
 
-    def _apply_outer_step(self, name: str, difference: Tensor) -> None:
+    def _apply_outer_step(self, name: str, outer_gradient: Tensor) -> None:
         rule, outer = self._sync_rule.rule, self._outer
         if rule.momentum:
-            outer.momentum[name] = rule.momentum * outer.momentum.get(name, torch.zeros_like(difference)) + difference
-            difference = difference + rule.momentum * outer.momentum[name]
-        outer.global_weights[name] = outer.global_weights[name] - rule.lr * difference
+            outer.momentum[name] = (
+                rule.momentum * outer.momentum.get(name, torch.zeros_like(outer_gradient)) + outer_gradient
+            )
+            outer_gradient = outer_gradient + rule.momentum * outer.momentum[name]
+        outer.global_weights[name] = outer.global_weights[name] - rule.lr * outer_gradient
         local_share = rule.mix if rule.delay else 0.0
         for site in self._sites:
             site.weights[name] = local_share * site.weights[name] + (1.0 - local_share) * outer.global_weights[name]
@@ -175,9 +186,9 @@ class LocalSgdReference(Reference):
     def _site_mean(self, name: str) -> Tensor:
         return torch.stack([site.weights[name] for site in self._sites]).mean(dim=0)
 
-    def _copy_model(self) -> Weights:
-        named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return {name: tensor.detach().clone() for name, tensor in named}
+    def _copy_model(self) -> NamedTensors:
+        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {name: tensor.detach().clone() for name, tensor in tensors}
 
     def _load_model(self, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():

@@ -43,7 +43,7 @@ from paceline.verification.rung_result import RungResult
 _INSTRUCTION_KEY = "paceline-verify/errand/{}"
 _END, _FLOAT64, _JOB_PRECISION = "over", "float64", "own"
 _POLL_SECONDS = 0.05
-_START = RunPosition(step=0, epoch=0, batch_start=0)
+_START = RunPosition(steps_done=0, epoch=0, batch_start=0)
 
 
 class WorkerInstructions:
@@ -71,8 +71,8 @@ class WorkerInstructions:
             store.set(_INSTRUCTION_KEY.format(self._number), instruction)
 
 
-def serve_verify(prepared_job: PreparedJob, launch_info: LaunchInfo) -> int:
-    """Run a worker's side of `verify`: build the same model as the servers in each rung, and compute its shares."""
+def run_gradient_worker(prepared_job: PreparedJob, launch_info: LaunchInfo) -> int:
+    """Run one worker in `verify`: in each rung, build the servers' model, and compute the worker's shares."""
     store = connect_store(launch_info, timeout_seconds=prepared_job.settings.train.timeout_seconds)
     number = 0
     while True:
@@ -125,7 +125,7 @@ class ParameterServerReference(Reference):
             while len(positions) <= share.step:
                 positions.append(
                     self.next_position(
-                        positions[-1], sum(len(piece.samples) for piece in self.read_microbatches(positions[-1]))
+                        positions[-1], sum(len(micro.samples) for micro in self.read_microbatches(positions[-1]))
                     )
                 )
             microbatches = self.read_microbatches(positions[share.step])
@@ -135,8 +135,8 @@ class ParameterServerReference(Reference):
                     applied, [microbatches[i] for i in indices], indices, history, positions[share.step], reverse_order
                 )
             remaining_shares[share.step] = remaining_shares.get(share.step, share.num_shares) - 1
-            for schedule in self.schedules if not remaining_shares[share.step] else ():
-                schedule.step()
+            for scheduler in self.lr_schedulers if not remaining_shares[share.step] else ():
+                scheduler.step()
         return loss
 
     def _apply_update(
@@ -151,12 +151,12 @@ class ParameterServerReference(Reference):
         names, server_of = history[-1], self.server_of
         self._load_weights({name: history[applied.versions[server_of.get(name, 0)]][name] for name in names})
         gradient = self.compute_gradient(
-            position, microbatches=microbatches, reverse_order=reverse_order, stream=lambda place: indices[place]
+            position, microbatches=microbatches, reverse_order=reverse_order, random_microbatch=indices.__getitem__
         )
         self._load_weights(history[-1])
-        schedules, self.schedules = self.schedules, []
+        schedulers, self.lr_schedulers = self.lr_schedulers, []
         self.update(gradient.total)
-        self.schedules = schedules
+        self.lr_schedulers = schedulers
         history.append(self._copy_weights())
         return gradient.loss
 
@@ -182,8 +182,8 @@ def _replay_perturbed(
 
 def server_of_parameters(setup: TrainingSetup) -> dict[str, int]:
     """Return the server that holds each parameter."""
-    parts = {name: setup.optim_shards.shard_specs(name) for name in setup.optim_shards.names}
-    return {name: next((n for n, part in enumerate(each) if part.numel), 0) for name, each in parts.items()}
+    specs_by_name = {name: setup.optim_shards.shard_specs(name) for name in setup.optim_shards.names}
+    return {name: next((n for n, spec in enumerate(specs) if spec.numel), 0) for name, specs in specs_by_name.items()}
 
 
 def compare_parameter_server_run(
@@ -194,7 +194,7 @@ def compare_parameter_server_run(
     assert isinstance(step, ServerStep)
     step.record = []
     report_progress(plural(steps, "step"))
-    results = [step.run(given) for given in read_first_batches(setup, steps, {})]
+    results = [step.run(step_input) for step_input in read_first_batches(setup, steps, {})]
     step.finish_pending()
     layout_evaluation, weights, layout_tensors = (
         evaluate_layout(setup),

@@ -21,7 +21,7 @@ from paceline.verification.reference.reference import Reference, ReferenceGradie
 class PipeDreamRule:
     """The version rule of a pipeline, the stage of each parameter, and the number of replicas.
 
-    Microbatch i is the i // `replicas`-th of its own replica.
+    Microbatch i of the batch is microbatch i // `replicas` of its replica.
     """
 
     version_rule: VersionRule
@@ -47,7 +47,7 @@ class PipeDreamReference(Reference):
     def compute_gradient(
         self, position: RunPosition, *, microbatches: Sequence[ReferenceMicrobatch] | None = None, **options: Any
     ) -> ReferenceGradient:
-        """Return the gradient, with stashed weights for each microbatch; the newest weights are restored afterwards."""
+        """Return the gradient, each microbatch on its stashed weights; the newest weights are restored afterwards."""
         step_microbatches = self.read_microbatches(position) if microbatches is None else microbatches
         self._history[-1] = self._copy_weights()
         if self._batch_stream.num_batches < len(self._history):
@@ -70,10 +70,11 @@ class PipeDreamReference(Reference):
             torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def _seed_microbatch(self, step: int, microbatch: int) -> None:
-        k = self._first_microbatch + microbatch // self._rule.replicas
+        replica_microbatch = self._first_microbatch + microbatch // self._rule.replicas
         stages = range(self._rule.version_rule.stages)
         versions = [
-            self._rule.version_rule.version(stage=stage, microbatch=k, stream=self._batch_stream) for stage in stages
+            self._rule.version_rule.version(stage=stage, microbatch=replica_microbatch, stream=self._batch_stream)
+            for stage in stages
         ]
         self._load_versions({name: versions[self._rule.stage_of[name]] for name in self._history[-1]})
         super()._seed_microbatch(step, microbatch)
@@ -87,6 +88,6 @@ class PipeDreamReference(Reference):
                 parameter.copy_(self._history[versions[name]][name])
 
 
-def map_stages(piped: PipelineModel, names: Iterable[str]) -> dict[str, int]:
+def map_stages(pipeline_model: PipelineModel, names: Iterable[str]) -> dict[str, int]:
     """Return the stage of each parameter; a pipeline without flush has each parameter in one stage."""
-    return {name: next(iter(piped.cut.stages_of(name)), 0) for name in names}
+    return {name: next(iter(pipeline_model.cut.stages_of(name)), 0) for name in names}

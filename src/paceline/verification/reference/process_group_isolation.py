@@ -1,4 +1,4 @@
-"""Isolation of the reference from the process group, so that user code does not see the surrounding ranks."""
+"""Isolate the reference from the process group, so that user code does not see the surrounding ranks."""
 
 import os
 from collections.abc import Iterator

@@ -21,15 +21,15 @@ from paceline.verification.reference.loss_terms import reachable_parameters, sum
 from paceline.verification.reference.process_group_isolation import single_process
 from paceline.verification.reference.sample_reader import open_sample_reader
 from paceline.verification.reference.weight_average import WeightAverage
-from paceline.verification.reference.whole_batch import merge_microbatches, merge_with_one_live
+from paceline.verification.reference.whole_batch import merge_microbatches, merge_with_one_attached
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
     """The properties of the run that the reference depends on.
 
-    `merged_microbatches`: how many microbatches normalisation sees as one. `grid_step`: the relative resolution of
-    exact mode's integers.
+    `merged_microbatches`: how many microbatches normalisation sees as one. `grid_step`: the step of exact mode's
+    integers, relative to the largest element of a gradient.
     `is_sliced`: the layout computes a microbatch in slices (tp, cp, ep, sync_bn), each of which is rounded separately.
     `uses_other_kernels`: attention or normalisation uses a different formula than in one process (cp, sync_bn).
     `loss_scale`: the factor of the loss in backward, so that fp16 can represent small gradients.
@@ -57,15 +57,16 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPosition:
-    """A position in the run: the number of steps done, and the epoch and first sample of the next batch."""
+    """A position in the run: the number of finished steps, and the epoch and first sample of the next batch."""
 
-    step: int
+    steps_done: int
     epoch: int
     batch_start: int
 
     @property
     def step_number(self) -> int:
-        return self.step + 1
+        """The number of the next step, counted from 1."""
+        return self.steps_done + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +79,11 @@ class ReferenceMicrobatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceGradient:
-    """The gradient of one step. `parts`, if requested, holds each microbatch's contribution before the division.
+    """The gradient of one step.
 
-    With several loss terms, `parts` are already divided by the counts of the terms (`divisor` is 1).
+    `contributions` (if requested) and `buffers` are those of each microbatch: its gradients before the division by
+    `divisor`, and the buffers after it. If the counts are known before backward (`count=`, or a loss over the batch),
+    the contributions are already divided by them, and `divisor` is 1.
     """
 
     total: dict[str, Tensor]
@@ -88,7 +91,7 @@ class ReferenceGradient:
     divisor: float
     loss: float
     samples: list[tuple[int, ...]]
-    parts: list[dict[str, Tensor]] = field(default_factory=list)
+    contributions: list[dict[str, Tensor]] = field(default_factory=list)
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
     term_counts: dict[str, list[float]] = field(default_factory=dict)
     """The counts of each term, by microbatch."""
@@ -107,7 +110,7 @@ class ReferenceGradient:
 class Reference:
     """The one-process training run."""
 
-    compute_counts, _stream_seed = staticmethod(sum_target_counts), 0
+    compute_counts, _microbatch_seed = staticmethod(sum_target_counts), 0
 
     @single_process()
     def __init__(self, *, job: Job, config: ReferenceConfig, cast: Callable[[Any], Any]) -> None:
@@ -122,7 +125,7 @@ class Reference:
         self._call_counter = BlockCallCounter()
         for number, block in enumerate(random_blocks(self.model)):
             block.register_forward_pre_hook(self._block_seed_hook(number))
-        self.optimizers, self.schedules = self._create_optimizers()
+        self.optimizers, self.lr_schedulers = self._create_optimizers_and_schedulers()
         self.reader = open_sample_reader(
             job=job,
             workers=config.workers,
@@ -145,7 +148,7 @@ class Reference:
         """Return a reference that does not compress its gradients."""
         return self
 
-    def _create_optimizers(self) -> tuple[list[Optimizer], list[Any]]:
+    def _create_optimizers_and_schedulers(self) -> tuple[list[Optimizer], list[Any]]:
         created = self.job.optimizer([(n, p) for n, p in self.model.named_parameters() if p.requires_grad])
         optimizers = list(created) if isinstance(created, list | tuple) else [created]
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -173,9 +176,9 @@ class Reference:
         merged = []
         for start in range(0, len(microbatches), group_size):
             group = microbatches[start : start + group_size]
-            samples = tuple(sample for piece in group for sample in piece.samples)
-            sizes = [len(piece.samples) for piece in group]
-            data = merge_microbatches([piece.data for piece in group], sizes, self._make_reader(epoch, samples))
+            samples = tuple(sample for micro in group for sample in micro.samples)
+            sizes = [len(micro.samples) for micro in group]
+            data = merge_microbatches([micro.data for micro in group], sizes, self._make_reader(epoch, samples))
             merged.append(ReferenceMicrobatch(samples=samples, data=data))
         return merged
 
@@ -188,32 +191,32 @@ class Reference:
         position: RunPosition,
         *,
         microbatches: Sequence[ReferenceMicrobatch] | None = None,
-        keep_parts: Collection[str] = (),
+        keep_contributions: Collection[str] = (),
         term: str | None = None,
         reverse_order: bool = False,
-        stream: Callable[[int], int] = int,
+        random_microbatch: Callable[[int], int] = int,
     ) -> ReferenceGradient:
         """Run forward and backward of each microbatch in turn; `reverse_order` starts with the last one.
 
-        `keep_parts`: the parameters to return by microbatch too. `stream`: the microbatch whose random numbers to draw.
+        `keep_contributions` names the parameters whose gradients are also returned by microbatch, `term` the only loss
+        term to differentiate. `random_microbatch(i)` is the microbatch whose random numbers microbatch i draws.
         """
         merged = self.merge_for_normalization(
             self.read_microbatches(position) if microbatches is None else microbatches, epoch=position.epoch
         )
-        self._step_number = position.step_number
+        step, self._step_number = position.steps_done, position.step_number
         self.model.train()
         global_counts = self.compute_counts(self.job, [micro.data for micro in merged])
-        total: dict[str, Tensor] = {}
-        parts: list[dict[str, Tensor]] = [{} for _ in merged]
-        buffers: list[dict[str, Tensor]] = []
+        total, buffers = dict[str, Tensor](), list[dict[str, Tensor]]()
+        contributions: list[dict[str, Tensor]] = [{} for _ in merged]
         counts, losses = [0.0] * len(merged), [0.0] * len(merged)
-        term_counts: dict[str, list[float]] = {}
-        sums: dict[str, float] = {}
-        max_abs: dict[str, float] = {}
+        term_counts, sums, max_abs = dict[str, list[float]](), dict[str, float](), dict[str, float]()
         is_batch_loss = self.job.loss_over == "batch"
         num_passes = len(merged) if is_batch_loss else 1  # each pass of such a loss gives the loss of the whole batch
         order = range(len(merged))[:: -1 if reverse_order else 1]
-        for index, terms in self._run_passes(merged, order, lambda i: self._seed_microbatch(position.step, stream(i))):
+        for index, terms in self._run_passes(
+            merged, order, lambda i: self._seed_microbatch(step, random_microbatch(i))
+        ):
             self.model.zero_grad(set_to_none=True)
             for name, (value, count) in terms.items():
                 sums[name] = sums.get(name, 0.0) + float(value.detach())
@@ -222,10 +225,10 @@ class Reference:
                 global_counts = {name: float(count) for name, (_, count) in terms.items()}
             loss = weighted_loss({n: v for n, v in terms.items() if term in (None, n)}, global_counts)
             (loss * self.config.loss_scale).backward()
-            self._accumulate(total, parts[index], max_abs, keep_parts)
+            self._accumulate(total, contributions[index], max_abs, keep_contributions)
             counts[index] = float((terms[term] if term else next(iter(terms.values())))[1]) / num_passes
             losses[index] = float(loss.detach()) / num_passes
-            if keep_parts:
+            if keep_contributions:
                 buffers.append({name: b.detach().clone() for name, b in self.model.named_buffers()})
         self.model.zero_grad(set_to_none=True)
         ignores_empty = self.config.on_empty == "zero"  # a term without a target then adds nothing, if its sum is 0
@@ -237,7 +240,7 @@ class Reference:
             divisor=divisor,
             loss=sum(losses) / divisor if divisor and not empty_terms else float("nan"),
             samples=[micro.samples for micro in merged],
-            parts=parts if keep_parts else [],
+            contributions=contributions if keep_contributions else [],
             buffers=buffers,
             term_counts=term_counts,
             max_abs={name: value / divisor for name, value in max_abs.items()} if divisor else {},
@@ -256,7 +259,7 @@ class Reference:
 
     @single_process()
     def update(self, gradient: Mapping[str, Tensor]) -> None:
-        """Clip this gradient and step with it."""
+        """Clip this gradient, and step the optimizers with it."""
         for name, parameter in self.model.named_parameters():
             parameter.grad = gradient[name].clone() if name in gradient else None
         if self.config.max_grad_norm is not None:
@@ -267,8 +270,8 @@ class Reference:
             with torch.no_grad():
                 self.job.on_update(self.model, self._step_number)
         self.average.update(self.model)
-        for schedule in self.schedules:
-            schedule.step()
+        for scheduler in self.lr_schedulers:
+            scheduler.step()
 
     def _clip_gradients(self, max_norm: float) -> None:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -278,8 +281,8 @@ class Reference:
             return
         nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
-    def has_positive_rate(self) -> dict[str, bool]:
-        """Return for each parameter whether the learning rate of its group is above 0 now."""
+    def positive_lr_by_parameter(self) -> dict[str, bool]:
+        """Return for each parameter whether the current learning rate of its group is above 0."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         rates = {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
         return {name: rates.get(id(p), 0.0) > 0.0 for name, p in self.model.named_parameters()}
@@ -293,12 +296,12 @@ class Reference:
         batch_start = position.batch_start + num_samples
         size = self.config.global_batch_size
         if self.reader.batch(epoch=position.epoch, position=batch_start, size=size):
-            return RunPosition(step=position.step_number, epoch=position.epoch, batch_start=batch_start)
-        return RunPosition(step=position.step_number, epoch=position.epoch + 1, batch_start=0)
+            return RunPosition(steps_done=position.step_number, epoch=position.epoch, batch_start=batch_start)
+        return RunPosition(steps_done=position.step_number, epoch=position.epoch + 1, batch_start=0)
 
     @single_process()
     def foreign_parameters(self, micro: ReferenceMicrobatch) -> list[str]:
-        """Return names (or shapes) of parameters that a backward reaches but that are not the model's."""
+        """Return the names (or shapes) of parameters that backward reaches, but that are not the model's."""
         self._seed_microbatch(0, 0)
         terms = self.forward_batch(micro.data, len(micro.samples))[1]
         self._call_counter.clear()
@@ -307,8 +310,8 @@ class Reference:
             leaf for leaf in reachable_parameters([total for total, _ in terms.values()]) if id(leaf) not in model_ids
         ]
         loss = self.job.loss
-        named = dict(loss.named_parameters()) if isinstance(loss, nn.Module) else {}
-        names = {id(parameter): f"{type(loss).__name__}.{name}" for name, parameter in named.items()}
+        loss_parameters = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+        names = {id(parameter): f"{type(loss).__name__}.{name}" for name, parameter in loss_parameters}
         return [names.get(id(leaf), f"a parameter {list(leaf.shape)}") for leaf in foreign]
 
     @single_process()
@@ -341,8 +344,8 @@ class Reference:
                 yield (
                     index,
                     self._compute_terms(
-                        merge_with_one_live(outputs, live=index, sizes=sizes),
-                        merge_with_one_live(data, live=index, sizes=sizes),
+                        merge_with_one_attached(outputs, attached_index=index, sizes=sizes),
+                        merge_with_one_attached(data, attached_index=index, sizes=sizes),
                         sum(sizes),
                     ),
                 )
@@ -372,26 +375,30 @@ class Reference:
         )
 
     def _accumulate(
-        self, total: dict[str, Tensor], part: dict[str, Tensor], max_abs: dict[str, float], keep_parts: Collection[str]
+        self,
+        total: dict[str, Tensor],
+        contribution: dict[str, Tensor],
+        max_abs: dict[str, float],
+        keep_contributions: Collection[str],
     ) -> None:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is None:
                 continue
             value = parameter.grad.detach() / self.config.loss_scale
             total[name] = total[name] + value if name in total else value.clone()
-            if name in keep_parts:
-                part[name] = value.clone()
+            if name in keep_contributions:
+                contribution[name] = value.clone()
             if self.config.grid_step and value.numel():
                 max_abs[name] = max(max_abs.get(name, 0.0), float(value.abs().max()))
 
     def _seed_microbatch(self, step: int, microbatch: int) -> None:
-        self._stream_seed = stream_key(self.config.seed, step, microbatch)
+        self._microbatch_seed = stream_key(self.config.seed, step, microbatch)
         self._call_counter.clear()
-        seed_all(self._stream_seed)
+        seed_all(self._microbatch_seed)
 
     def _block_seed_hook(self, block: int) -> Callable[[nn.Module, object], None]:
         def hook(module: nn.Module, _: object) -> None:
             if module.training:
-                seed_torch(block_key(self._stream_seed, block=block, call=self._call_counter.number(block)))
+                seed_torch(block_key(self._microbatch_seed, block=block, call=self._call_counter.number(block)))
 
         return hook

@@ -131,8 +131,8 @@ class SampleReader:
         if hasattr(data, "set_epoch"):
             data.set_epoch(epoch)
         else:
-            for part in [*inner_datasets, *([data.dataset] if hasattr(data, "dataset") else [])]:
-                self._set_dataset_epoch(part, epoch)
+            for inner in [*inner_datasets, *([data.dataset] if hasattr(data, "dataset") else [])]:
+                self._set_dataset_epoch(inner, epoch)
 
     def _draws_random_numbers(self) -> bool:
         """Return True if reading the first or the middle sample moves a global generator."""
@@ -172,7 +172,7 @@ def open_sample_reader(*, job: Job, workers: int, **options: Any) -> "SampleRead
 
 
 class ShardedStream:
-    """The order of a stream by its definition: each epoch is read again from the start of all its shards."""
+    """The samples of a stream in the order of its definition: each epoch is read from the start of all its shards."""
 
     def __init__(self, data: Any, *, seed: int | None, batch: int, shards: int | None) -> None:
         self._data, self._seed, self._batch = data, seed, batch
@@ -186,15 +186,15 @@ class ShardedStream:
         shards = [_StreamShard(self, number, epoch) for number in range(self._num_shards)]
         samples: list[Any] = []
         while len(samples) < stop:
-            for part in shards:
-                part.fill(self._batch + 1)
-            available, ended = [len(part.rows) for part in shards], [part.is_exhausted for part in shards]
+            for shard in shards:
+                shard.fill(self._batch + 1)
+            available, ended = [len(shard.rows) for shard in shards], [shard.is_exhausted for shard in shards]
             counts = samples_per_shard(available=available, ended=ended, size=self._batch) or []
             if not any(counts):
                 break
-            for part, count in zip(shards, counts, strict=True):
-                samples += part.rows[:count]
-                part.rows = part.rows[count:]
+            for shard, count in zip(shards, counts, strict=True):
+                samples += shard.rows[:count]
+                shard.rows = shard.rows[count:]
         return samples
 
     def open_shard(self, number: int, epoch: int) -> Any:

@@ -48,7 +48,7 @@ class RuleReference:
         return compare_free_run(setup, reference=reference, steps=steps, report_progress=report_progress, drift=drift)
 
 
-class _PipeDreamRuns(RuleReference):
+class _PipeDreamComparison(RuleReference):
     def reference_constructor(self, setup: TrainingSetup) -> Callable[..., Reference]:
         plan, piped = setup.plan, setup.parallelized_model.pipeline_model
         if piped is None:
@@ -60,19 +60,19 @@ class _PipeDreamRuns(RuleReference):
         return partial(PipeDreamReference, rule=pipedream_rule)
 
 
-class _LocalSgdRuns(RuleReference):
+class _LocalSgdComparison(RuleReference):
     rules_out = "samples, gradients or optimizer of a site, different synchronisation than the rule's, or evaluation"
 
     def reference_constructor(self, setup: TrainingSetup) -> Callable[..., Reference]:
         rule, mesh = setup.plan.update_rule, setup.plan.mesh
-        sync_rule = SyncRule(rule=rule, sites=mesh.dp_replicate, replicas=mesh.dp_shard)
+        sync_rule = SyncRule(rule=rule, sites=mesh.dp_replicate, replicas_per_site=mesh.dp_shard)
         return partial(LocalSgdReference, sync_rule=sync_rule)
 
 
-class _ParameterServerRuns(RuleReference):
-    """The reference for a parameter server.
+class _ParameterServerComparison(RuleReference):
+    """The comparison for a parameter server.
 
-    With a staleness of 0 the shares of a batch form one update, so one process needs no record of their order.
+    With a staleness of 0, the shares of a batch form one update, so the reference needs no record of their order.
     """
 
     def reference_constructor(self, setup: TrainingSetup) -> Callable[..., Reference]:
@@ -96,12 +96,12 @@ class _ParameterServerRuns(RuleReference):
 
 RULE_REFERENCES: Mapping[UpdateKind, RuleReference] = {
     UpdateKind.SYNC: RuleReference(),
-    UpdateKind.PIPEDREAM: _PipeDreamRuns(),
-    UpdateKind.DOUBLE: _PipeDreamRuns(),
+    UpdateKind.PIPEDREAM: _PipeDreamComparison(),
+    UpdateKind.DOUBLE: _PipeDreamComparison(),
     UpdateKind.HOGWILD: RuleReference(),  # `verify` refuses it
-    UpdateKind.LOCAL: _LocalSgdRuns(),
-    UpdateKind.DILOCO: _LocalSgdRuns(),
-    UpdateKind.PS: _ParameterServerRuns(),
+    UpdateKind.LOCAL: _LocalSgdComparison(),
+    UpdateKind.DILOCO: _LocalSgdComparison(),
+    UpdateKind.PS: _ParameterServerComparison(),
 }
 
 
@@ -119,7 +119,7 @@ def select_reference(setup: TrainingSetup) -> Callable[..., Reference]:
 
 
 def allowed_drift(plan: ExecutionPlan, *, is_double: bool) -> tuple[str, WeightDrift]:
-    """Return what a comparison of independent runs rules out, and how far the two runs may diverge."""
+    """Return which errors a comparison of independent runs rules out, and how far the two runs may diverge."""
     if not plan.compression.is_on:
         return rule_reference(plan).rules_out, WeightDrift()
     return _COMPRESSION_FAULTS, WeightDrift(

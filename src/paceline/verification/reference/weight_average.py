@@ -1,4 +1,4 @@
-"""The moving average of a job's weights, one tensor at a time: the reference for what is evaluated and exported."""
+"""The moving average of a job's weights (`ema=`), one tensor at a time: the reference of the layout's average."""
 
 import torch
 from torch import Tensor, nn

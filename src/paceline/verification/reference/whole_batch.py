@@ -1,6 +1,6 @@
 """Merge several microbatches in one process: for a loss over the global batch, and for layers that see all replicas.
 
-Tensors are concatenated along their first dimension; lists and arrays of other things (texts, objects) are
+Tensors are concatenated along their first dimension; lists and arrays of other values (texts, objects) are
 concatenated if they have an entry for each sample.
 """
 
@@ -17,22 +17,20 @@ from paceline.torch_internals.pytree import is_column, is_square, joined_columns
 Merge = Callable[[Sequence[Any]], Any]
 
 
-def merge_with_one_live(values: Sequence[Any], *, live: int, sizes: Sequence[int]) -> Any:
-    """Merge all microbatches' outputs (or batches), with only one microbatch's attached to autograd."""
+def merge_with_one_attached(values: Sequence[Any], *, attached_index: int, sizes: Sequence[int]) -> Any:
+    """Merge the outputs (or batches) of all microbatches; only those of one microbatch stay attached to autograd."""
 
     def merge_tensors(parts: Sequence[Tensor]) -> Tensor:
-        live_tensor = parts[live]
-        if live_tensor.dim():
-            return torch.cat([t if j == live else t.detach() for j, t in enumerate(parts)])
+        attached = parts[attached_index]
+        if attached.dim():
+            return torch.cat([t if j == attached_index else t.detach() for j, t in enumerate(parts)])
         # a scalar of the whole batch: each microbatch gets its part of the gradient
-        return (
-            live_tensor.detach() + (live_tensor - live_tensor.detach()) / len(parts)
-            if live_tensor.requires_grad
-            else live_tensor
-        )
+        return attached.detach() + (attached - attached.detach()) / len(parts) if attached.requires_grad else attached
 
     return _merge(
-        values, sizes, _MergeFunctions(tensor=merge_tensors, column=joined_columns, default=lambda parts: parts[live])
+        values,
+        sizes,
+        _MergeFunctions(tensor=merge_tensors, column=joined_columns, default=lambda parts: parts[attached_index]),
     )
 
 
@@ -87,7 +85,7 @@ def _require_equal(parts: Sequence[Any]) -> Any:
 
 def _merge_columns(parts: Sequence[Any]) -> Any:
     if all(map(is_square, parts)):
-        raise TypeError("rows or columns")
+        raise TypeError("a square list, whose rows may be samples or not")
     return joined_columns(parts)
 
 
