@@ -38,7 +38,7 @@ Stages._block_gate = block_gate
         says=("dropout|random|stream|draw", "stage 1|border|rank 1|stages"),
         code="""
 from paceline.parallel.pipeline.chain import stages
-stages.take_stream = lambda state, device: torch.manual_seed(len(state))
+stages.set_device_rng_state = lambda state, device: torch.manual_seed(len(state))
 """,
     ),
     Misplaced(

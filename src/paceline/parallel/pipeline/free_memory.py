@@ -21,11 +21,11 @@ def keep_shared_storage(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterat
             yield name, module
 
 
-def free_other_stages(
+def free_other_chain_stages(
     model: nn.Module,
     *,
-    cut: StageSplit,
-    own: Sequence[int],
+    split: StageSplit,
+    owned_stages: Sequence[int],
     blocks: Sequence[nn.Module],
     device: torch.device | None = None,
 ) -> None:
@@ -35,7 +35,7 @@ def free_other_stages(
     instead, so that the code can still run; they are on `device` if the model has no memory yet. Tied parameters remain
     tied.
     """
-    held = frozenset().union(*(cut.parts[stage].parameters for stage in own))
+    held = frozenset().union(*(split.stages[stage].parameters for stage in owned_stages))
     first = {id(p): name for name, p in model.named_parameters()}
     outside = {id(module) for _, module in keep_shared_storage(model, blocks)}
     inside = {id(part) for block in blocks for part in block.modules()}
@@ -45,16 +45,18 @@ def free_other_stages(
         for key, parameter in list(module._parameters.items()):
             if parameter is not None and id(parameter) in first and first[id(parameter)] not in held:
                 if id(parameter) not in new:
-                    is_seen = around or first[id(parameter)] in cut.read
+                    is_seen = around or first[id(parameter)] in split.read
                     new[id(parameter)] = _empty(parameter, device=(device or parameter.device) if is_seen else None)
                 setattr(module, key, new[id(parameter)])
-    theirs = [block for stage in cut.parts if stage.index not in own for block in blocks[stage.start : stage.stop]]
-    _empty_buffers(model, cut=cut, own=own, theirs=theirs)
+    theirs = [
+        block for stage in split.stages if stage.index not in owned_stages for block in blocks[stage.start : stage.stop]
+    ]
+    _empty_buffers(model, split=split, own=owned_stages, theirs=theirs)
 
 
-def hollow_graph(model: nn.Module, *, cut: GraphStageSplit, own: Sequence[int]) -> None:
+def free_other_graph_stages(model: nn.Module, *, split: GraphStageSplit, owned_stages: Sequence[int]) -> None:
     """Move the parameters and buffers that none of this process's stages uses to the device "meta"."""
-    empty = {id(parameter) for parameter in hollow_parameters(model, cut=cut, own=own)}
+    empty = {id(parameter) for parameter in absent_parameters(model, split=split, owned_stages=owned_stages)}
     new: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
         for key, parameter in list(module._parameters.items()):
@@ -62,14 +64,16 @@ def hollow_graph(model: nn.Module, *, cut: GraphStageSplit, own: Sequence[int]) 
                 if id(parameter) not in new:
                     new[id(parameter)] = _empty(parameter, device=None)
                 setattr(module, key, new[id(parameter)])
-    mine = {name for stage in own for name in cut.parts[stage].modules}
-    theirs = {name for part in cut.parts for name in part.modules} - mine
-    _empty_buffers(model, cut=cut, own=own, theirs=[model.get_submodule(name) for name in sorted(theirs)])
+    mine = {name for stage in owned_stages for name in split.stages[stage].modules}
+    theirs = {name for part in split.stages for name in part.modules} - mine
+    _empty_buffers(model, split=split, own=owned_stages, theirs=[model.get_submodule(name) for name in sorted(theirs)])
 
 
-def hollow_parameters(model: nn.Module, *, cut: StageSplit | GraphStageSplit, own: Sequence[int]) -> set[nn.Parameter]:
+def absent_parameters(
+    model: nn.Module, *, split: StageSplit | GraphStageSplit, owned_stages: Sequence[int]
+) -> set[nn.Parameter]:
     """Return the parameters that no stage of this process holds; sharding, optimizers and checkpoints skip them."""
-    held = frozenset().union(*(cut.parts[stage].parameters for stage in own))
+    held = frozenset().union(*(split.stages[stage].parameters for stage in owned_stages))
     return {parameter for name, parameter in model.named_parameters() if name not in held}
 
 
@@ -98,14 +102,14 @@ def memoryless_copy(model: nn.Module, *, device: torch.device | None = None) -> 
 
 
 def _empty_buffers(
-    model: nn.Module, *, cut: StageSplit | GraphStageSplit, own: Sequence[int], theirs: Sequence[nn.Module]
+    model: nn.Module, *, split: StageSplit | GraphStageSplit, own: Sequence[int], theirs: Sequence[nn.Module]
 ) -> None:
     """Move the buffers of modules that only other processes call to "meta", except for memory that is used here too.
 
     A buffer is used here if its module is also registered elsewhere in the model, if it shares memory with a buffer
     that is used here, or if a stage of this process computes with it.
     """
-    kept = {storage_key(model.get_buffer(name)) for stage in own for name in cut.parts[stage].buffers}
+    kept = {storage_key(model.get_buffer(name)) for stage in own for name in split.stages[stage].buffers}
     kept |= {storage_key(buffer) for module in _outside(model, theirs) for buffer in module.buffers(recurse=False)}
     for module in {part: None for root in theirs for part in root.modules()}:
         for key, buffer in module._buffers.items():

@@ -13,9 +13,9 @@ from paceline.config.settings import PlacementSettings
 from paceline.errors import LayoutError
 from paceline.parallel.initialization.deferred_fill import DeferredModel
 from paceline.parallel.module_access.blocks import NoChain, find_blocks
-from paceline.parallel.pipeline.chain.split import StageSplit, plan_cut
+from paceline.parallel.pipeline.chain.split import StageSplit, plan_stage_split
 from paceline.parallel.pipeline.chain.stages import Stages
-from paceline.parallel.pipeline.free_memory import hollow_parameters, keep_shared_storage
+from paceline.parallel.pipeline.free_memory import absent_parameters, keep_shared_storage
 from paceline.parallel.pipeline.graph.cut_points import GraphPlan, plan_graph
 from paceline.parallel.pipeline.graph.split import GraphStageSplit
 from paceline.parallel.pipeline.graph.stages import GraphStages
@@ -40,43 +40,43 @@ class PipelineModel:
     """
 
     stages: Stages | GraphStages
-    cut: StageSplit | GraphStageSplit
+    split: StageSplit | GraphStageSplit
     world: World
-    program: Programs
-    forward: Programs
-    hollow: frozenset[str]
-    splits: bool = True
+    build_program: Programs
+    build_forward_program: Programs
+    absent_names: frozenset[str]
+    can_split_backward: bool = True
 
     @property
     def has_loss(self) -> bool:
         """Return whether this rank runs the last stage."""
-        return self.cut.num_stages - 1 in self.stages.own
+        return self.split.num_stages - 1 in self.stages.owned_stages
 
     @property
-    def along_graph(self) -> bool:
+    def is_graph_split(self) -> bool:
         """Return whether the model is split along an exported graph, not along a chain of blocks."""
         return isinstance(self.stages, GraphStages)
 
     @property
     def ties(self) -> dict[str, list[int]]:
         """Return the names of the parameters that several ranks hold, with these ranks."""
-        owners = self.forward(1).rank_of_stage
-        found = {name: sorted({owners[stage] for stage in stages}) for name, stages in self.cut.ties.items()}
+        owners = self.build_forward_program(1).rank_of_stage
+        found = {name: sorted({owners[stage] for stage in stages}) for name, stages in self.split.ties.items()}
         return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
 
 
-def cut_model(
+def build_pipeline_model(
     model: nn.Module,
     *,
-    asked: Layout,
+    layout: Layout,
     mesh: Mesh,
     world: World,
     call: Callable[[], object],
-    how: PlacementSettings,
-    say: Callable[[str], None] = lambda line: None,
-    splits: bool = True,
-    seconds: Seconds | None = None,
-    late: DeferredModel | None = None,
+    settings: PlacementSettings,
+    report: Callable[[str], None] = lambda line: None,
+    can_split_backward: bool = True,
+    time_modules: Seconds | None = None,
+    deferred_model: DeferredModel | None = None,
 ) -> PipelineModel:
     """Split a model into stages, in place. `call` runs forward and loss of one microbatch.
 
@@ -87,15 +87,23 @@ def cut_model(
     Raises:
         LayoutError: the model can't be split into stages; the message gives the cause.
     """
-    program = cache(lambda num_micro: build_pipeline_program(asked, mesh, num_micro=num_micro))
-    some = read(asked.schedule) if is_schedule_file(asked.schedule) else program(1)
+    program = cache(lambda num_micro: build_pipeline_program(layout, mesh, num_micro=num_micro))
+    some = read(layout.schedule) if is_schedule_file(layout.schedule) else program(1)
     own = some.stages_of(world.rank)
     compares = not world.is_simulated  # simulated ranks have no values
-    found = _chain(model, num_stages=some.num_stages, call=call, how=how, seconds=seconds, late=late, compares=compares)
+    found = _chain(
+        model,
+        num_stages=some.num_stages,
+        call=call,
+        how=settings,
+        seconds=time_modules,
+        late=deferred_model,
+        compares=compares,
+    )
     stages: Stages | GraphStages
     if isinstance(found, StageSplit):
         _refuse_counted(found, some)
-        stages = Stages(model, cut=found, own=own, device=world.device)
+        stages = Stages(model, split=found, owned_stages=own, device=world.device)
         hollow = _hollow(model, cut=found, own=own)
     else:
         _refuse_beside(mesh, found)
@@ -104,24 +112,24 @@ def cut_model(
             found,
             num_stages=some.num_stages,
             call=call,
-            how=how,
-            seconds=seconds,
+            how=settings,
+            seconds=time_modules,
             device=world.device,
-            late=late,
+            late=deferred_model,
         )
-        stages = GraphStages(model, cut=plan.cut, own=own, bare=plan.bare)
-        hollow = _hollow_graph(model, cut=plan.cut, own=own)
-        say(_told(plan.cut, found))
+        stages = GraphStages(model, split=plan.split, owned_stages=own, empty_model=plan.empty_model)
+        hollow = _hollow_graph(model, cut=plan.split, own=own)
+        report(_told(plan.split, found))
         if plan.prints:
-            say("note: print() between calls of modules is not part of the exported graph and will not run")
+            report("note: print() between calls of modules is not part of the exported graph and will not run")
     return PipelineModel(
         stages=stages,
-        cut=stages.cut,
+        split=stages.split,
         world=world,
-        program=program,
-        forward=cache(lambda num_micro: forward_only(rank_of_stage=some.rank_of_stage, micro=num_micro)),
-        hollow=hollow,
-        splits=splits,
+        build_program=program,
+        build_forward_program=cache(lambda num_micro: forward_only(rank_of_stage=some.rank_of_stage, micro=num_micro)),
+        absent_names=hollow,
+        can_split_backward=can_split_backward,
     )
 
 
@@ -142,12 +150,14 @@ def _chain(
     try:
         chain = {block.name: block.module for block in find_blocks(model, listed_names=blocks)}
         weights = None if seconds is None else seconds(chain)
-        plan = partial(plan_cut, model, num_stages=num_stages, call=call, blocks=blocks, bounds=bounds, weights=weights)
+        plan = partial(
+            plan_stage_split, model, num_stages=num_stages, call=call, blocks=blocks, bounds=bounds, weights=weights
+        )
 
         if late is not None:  # `compare_stagewise` would need the memory of the full model
             return late.run_without_values(plan)
         cut = plan()
-        compare_stagewise(model, cut=cut, call=call, compares=compares)
+        compare_stagewise(model, split=cut, call=call, has_values=compares)
         return cut
     except NoChain as error:
         if how.cut == "chain":
@@ -176,8 +186,8 @@ def _graph(
             device=device,
             blocks=blocks,
             bounds=bounds,
-            seconds=seconds,
-            late=late,
+            time_modules=seconds,
+            deferred_model=late,
         )
     except LayoutError as error:
         if refused is not None:
@@ -215,7 +225,7 @@ def _told(cut: GraphStageSplit, refused: NoChain | None) -> str:
 
 def _hollow_graph(model: nn.Module, *, cut: GraphStageSplit, own: tuple[int, ...]) -> frozenset[str]:
     """Return the parameters and buffers that only other ranks hold."""
-    empty = hollow_parameters(model, cut=cut, own=own)
+    empty = absent_parameters(model, split=cut, owned_stages=own)
     found = {name for name, parameter in model.named_parameters() if parameter in empty}
     found |= {name for name, buffer in model.named_buffers() if buffer.is_meta}
     return frozenset(found | {name for name, stage in cut.buffers.items() if stage not in own})
@@ -223,7 +233,7 @@ def _hollow_graph(model: nn.Module, *, cut: GraphStageSplit, own: tuple[int, ...
 
 def _hollow(model: nn.Module, *, cut: StageSplit, own: tuple[int, ...]) -> frozenset[str]:
     """Return the parameters and buffers that only other ranks hold."""
-    empty = hollow_parameters(model, cut=cut, own=own)
+    empty = absent_parameters(model, split=cut, owned_stages=own)
     found = {name for name, parameter in model.named_parameters() if parameter in empty}
     found |= {name for name, buffer in model.named_buffers() if buffer.is_meta}
     first = {id(p): name for name, p in model.named_parameters()}

@@ -10,7 +10,7 @@ from paceline.planner.model_costs.stage_balance import balance_stages
 Bounds = tuple[tuple[int, int], ...]
 
 
-def checked_bounds(counts: Sequence[int], num_stages: int, num_blocks: int) -> Bounds:
+def bounds_from_counts(counts: Sequence[int], num_stages: int, num_blocks: int) -> Bounds:
     """Return the bounds for the given number of blocks of each stage.
 
     Raises:
@@ -27,7 +27,7 @@ def checked_bounds(counts: Sequence[int], num_stages: int, num_blocks: int) -> B
     return tuple(pairwise([0, *accumulate(counts)]))
 
 
-def even_bounds(num_stages: int, blocks: Sequence[Block], weights: Sequence[float] | None) -> Bounds:
+def balanced_bounds(num_stages: int, blocks: Sequence[Block], weights: Sequence[float] | None) -> Bounds:
     """Return bounds that balance the weights over the stages; without weights, all blocks are equal.
 
     Raises:

@@ -20,7 +20,7 @@ from paceline.torch_internals.rng import seed_torch
 _ROUNDING = 1e-5
 
 
-def compare_stagewise(model: nn.Module, *, cut: StageSplit, call: Callable[[], Any], compares: bool = True) -> None:
+def compare_stagewise(model: nn.Module, *, split: StageSplit, call: Callable[[], Any], has_values: bool = True) -> None:
     """Run a model stage by stage on one example, without gradients, and compare the result with that of a full forward.
 
     Modules of other stages return NaN, which reveals values that are needed but not sent. Hooks on the blocks of other
@@ -34,11 +34,11 @@ def compare_stagewise(model: nn.Module, *, cut: StageSplit, call: Callable[[], A
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        with torch.no_grad(), _streams_of_blocks(model, cut.blocks):
+        with torch.no_grad(), _streams_of_blocks(model, split.blocks):
             with side_effect_free(model):
                 right = dict(tensors_in(call()))
-            found = dict(tensors_in(_staged(model, cut, call)))
-        if compares:
+            found = dict(tensors_in(_staged(model, split, call)))
+        if has_values:
             _compare(right, found)
     finally:
         for module, mode in modes.items():
@@ -71,7 +71,7 @@ def _streams_of_blocks(model: nn.Module, blocks: Sequence[str]) -> Iterator[None
 
 
 def _staged(model: nn.Module, cut: StageSplit, call: Callable[[], Any]) -> Any:
-    stages = Stages(model, cut=cut, own=range(cut.num_stages))
+    stages = Stages(model, split=cut, owned_stages=range(cut.num_stages))
     found: Any = None
     try:
         for index in range(cut.num_stages):
@@ -84,7 +84,7 @@ def _staged(model: nn.Module, cut: StageSplit, call: Callable[[], Any]) -> Any:
     except Exception as error:
         raise NoChain(
             f"the forward needs more than its blocks return: stage {index}, which runs the blocks from "
-            f"{cut.blocks[cut.parts[index].start]}, ends with {type(error).__name__}: {error}",
+            f"{cut.blocks[cut.stages[index].start]}, ends with {type(error).__name__}: {error}",
             where=str(user_line(error) or ""),
             cause="a list that the blocks or hooks on them fill, or an attribute that they set",
             hint="pass it from block to block, or --place.stages with both ends on one stage",

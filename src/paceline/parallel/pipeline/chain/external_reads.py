@@ -24,7 +24,7 @@ class ExternalRead:
     where: str
 
 
-def taken_beside(model: nn.Module, *, units: Sequence[str], call: Callable[[], Any]) -> tuple[ExternalRead, ...]:
+def find_external_reads(model: nn.Module, *, units: Sequence[str], call: Callable[[], Any]) -> tuple[ExternalRead, ...]:
     """Run `call`, the model's forward and loss on one example, without side effects, and return the external reads.
 
     Raises:
@@ -42,25 +42,25 @@ def taken_beside(model: nn.Module, *, units: Sequence[str], call: Callable[[], A
     return tuple(watcher.taken)
 
 
-def refuse_taken(taken: Sequence[ExternalRead], *, last: Collection[str]) -> None:
+def refuse_external_reads(reads: Sequence[ExternalRead], *, last_stage_units: Collection[str]) -> None:
     """Raise for reads of values that are not made on the last stage, where the loss runs.
 
     Raises:
         LayoutError: such a read exists; the message names the value and the line.
     """
-    for one in taken:
-        if one.unit not in last:
+    for read in reads:
+        if read.unit not in last_stage_units:
             raise LayoutError(
-                f"the loss reads a value ({one.name}) made in {one.unit or 'the forward'}, but the model does not "
+                f"the loss reads a value ({read.name}) made in {read.unit or 'the forward'}, but the model does not "
                 "return it.",
-                where=one.where,
+                where=read.where,
                 cause="an auxiliary loss or features, left on a module, in a list or by a hook: the last stage, which "
                 "has the loss, does not have other stages'",
                 hint="return it from its module, and add it in the model's output; or --layout ddp or fsdp",
             )
 
 
-def called_twice() -> LayoutError:
+def called_twice_error() -> LayoutError:
     """Return the error for a `forward=` or a loss that calls the model twice."""
     line = current_user_line()
     return LayoutError(
@@ -82,7 +82,7 @@ class _Watcher:
     def model(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Handle the call of the model; discard the values in its output, which every reader may use."""
         if self._called:
-            raise called_twice()
+            raise called_twice_error()
         self._called = self._inside = True
         output = call(*args, **kwargs)
         self._inside = False

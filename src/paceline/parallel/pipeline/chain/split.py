@@ -19,9 +19,9 @@ from paceline.parallel.pipeline.chain.placeholders import Form, form_of
 from paceline.parallel.pipeline.chain.requirements import DataDependentBranch, StageRequirements, needs_of
 from paceline.parallel.pipeline.chain.suggestions import suggest_split
 from paceline.parallel.pipeline.chain.trace_module_calls import ForwardTrace, Key, trace_forward
-from paceline.parallel.pipeline.stage_bounds import Bounds, checked_bounds, even_bounds
+from paceline.parallel.pipeline.stage_bounds import Bounds, balanced_bounds, bounds_from_counts
 from paceline.parallel.pipeline.stage_io import OutputClasses, Path
-from paceline.parallel.pipeline.stage_parameters import parameters_of_several_stages, stages_of_parameters
+from paceline.parallel.pipeline.stage_parameters import parameters_of_several_stages, stages_of_parameter
 from paceline.torch_internals.private_api import NormBase
 
 Sight = tuple[int, bool, Path]
@@ -37,13 +37,13 @@ class SkipValue:
     sights: tuple[Sight, ...]
     targets: tuple[tuple[int, Path], ...]
 
-    def sight(self, part: "StagePart") -> Sight | None:
+    def sight(self, part: "ChainStage") -> Sight | None:
         """Return the occurrence in the blocks of this stage; None if the stage only passes the value on."""
         return next((sight for sight in self.sights if part.start <= sight[0] < part.stop), None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagePart:
+class ChainStage:
     """A pipeline stage: blocks `start` to `stop`, and the parameters that it holds.
 
     `takes` and `gives` number the skip values that it receives and sends. `buffers` are those with which its
@@ -74,7 +74,7 @@ class StageSplit:
 
     blocks: tuple[str, ...]
     bounds: Bounds
-    parts: tuple[StagePart, ...]
+    stages: tuple[ChainStage, ...]
     carried: tuple[SkipValue, ...]
     kinds: OutputClasses
     forms: tuple[Form | None, ...]
@@ -85,22 +85,22 @@ class StageSplit:
 
     def runs(self, parameters: set[str], *, stage: int) -> bool:
         """Return whether a module outside the blocks, with these parameters, runs on a stage, not its placeholder."""
-        held, used = self.parts[stage].parameters, parameters & self.used
+        held, used = self.stages[stage].parameters, parameters & self.used
         return (bool(used) and used <= held) or parameters <= held
 
     @property
     def num_stages(self) -> int:
         """Return the number of stages."""
-        return len(self.parts)
+        return len(self.stages)
 
     @cached_property
     def ties(self) -> Mapping[str, tuple[int, ...]]:
         """Return the parameters that several stages hold, with these stages; their gradients are summed over them."""
-        return parameters_of_several_stages(self.parts)
+        return parameters_of_several_stages(self.stages)
 
-    def stages_of(self, name: str) -> tuple[int, ...]:
+    def stages_of_parameter(self, name: str) -> tuple[int, ...]:
         """Return the stages that hold a parameter; `name` is its name in `named_parameters()`."""
-        return stages_of_parameters(name, self.parts)
+        return stages_of_parameter(name, self.stages)
 
     def as_json(self) -> dict[str, Any]:
         """Return the split as JSON values, for plan.json and for comparing ranks."""
@@ -112,7 +112,7 @@ class StageSplit:
         }
 
 
-def plan_cut(
+def plan_stage_split(
     model: nn.Module,
     *,
     num_stages: int,
@@ -131,7 +131,9 @@ def plan_cut(
         LayoutError: there is no chain of blocks, there are more stages than blocks, or a needed value can't be sent.
     """
     found = find_blocks(model, listed_names=blocks)
-    chosen = checked_bounds(bounds, num_stages, len(found)) if bounds else even_bounds(num_stages, found, weights)
+    chosen = (
+        bounds_from_counts(bounds, num_stages, len(found)) if bounds else balanced_bounds(num_stages, found, weights)
+    )
     flow = trace_forward(model, blocks=found, call=call)
     try:
         return cut_flow(model, flow=flow, bounds=chosen)
@@ -172,7 +174,7 @@ def cut_flow(model: nn.Module, *, flow: ForwardTrace, bounds: Bounds) -> StageSp
     ordered = [tuple(number[key] for key in sorted(chosen)) for chosen in takes]
     held = _held(model, flow, needs)
     parts = [
-        StagePart(
+        ChainStage(
             index=index,
             start=start,
             stop=stop,
@@ -189,7 +191,7 @@ def cut_flow(model: nn.Module, *, flow: ForwardTrace, bounds: Bounds) -> StageSp
     return StageSplit(
         blocks=tuple(block.name for block in flow.blocks),
         bounds=bounds,
-        parts=tuple(parts),
+        stages=tuple(parts),
         carried=tuple(carried),
         kinds=OutputClasses.of([seen.output for seen in flow.calls]),
         forms=tuple(

@@ -12,12 +12,12 @@ from paceline.errors import JobError, LayoutError
 from paceline.parallel.initialization.deferred_fill import DeferredModel
 from paceline.parallel.module_access.blocks import Block, find_blocks
 from paceline.parallel.module_access.user_call_isolation import side_effect_free
-from paceline.parallel.pipeline.chain.external_reads import refuse_taken, taken_beside
+from paceline.parallel.pipeline.chain.external_reads import find_external_reads, refuse_external_reads
 from paceline.parallel.pipeline.free_memory import memoryless_copy
 from paceline.parallel.pipeline.graph.export import export
 from paceline.parallel.pipeline.graph.module_graph import Graph, ModuleCall
 from paceline.parallel.pipeline.graph.split import GraphStageSplit, cut_graph
-from paceline.parallel.pipeline.stage_bounds import checked_bounds, even_bounds
+from paceline.parallel.pipeline.stage_bounds import balanced_bounds, bounds_from_counts
 from paceline.torch_internals.private_api import CallInterceptor
 from paceline.torch_internals.rng import random_blocks
 
@@ -29,8 +29,8 @@ _FINE = 2
 class GraphPlan:
     """The split, the memoryless copy from which new shapes are exported, and whether the forward prints."""
 
-    cut: GraphStageSplit
-    bare: nn.Module
+    split: GraphStageSplit
+    empty_model: nn.Module
     prints: bool = False
 
 
@@ -42,8 +42,8 @@ def plan_graph(
     device: torch.device | None = None,
     blocks: Sequence[str] | None = None,
     bounds: Sequence[int] | None = None,
-    seconds: Callable[[Mapping[str, nn.Module]], Sequence[float]] | None = None,
-    late: DeferredModel | None = None,
+    time_modules: Callable[[Mapping[str, nn.Module]], Sequence[float]] | None = None,
+    deferred_model: DeferredModel | None = None,
 ) -> GraphPlan:
     """Plan the split of a model along its exported graph.
 
@@ -57,26 +57,26 @@ def plan_graph(
             the model is called twice; or the loss reads a value that the model does not return.
     """
     args, kwargs, modes = _first_call(model, call)
-    bare = memoryless_copy(model, device=device)
-    for name, module in bare.named_modules():
+    empty_model = memoryless_copy(model, device=device)
+    for name, module in empty_model.named_modules():
         module.training = modes[name]
     listed = [block.name for block in find_blocks(model, listed_names=blocks)] if blocks else []
     units = tuple(_units(model, num_stages, listed))
-    see = partial(taken_beside, model, units=units, call=call)
-    taken = see() if late is None else late.run_without_values(see)
-    graph = export(bare, args, kwargs, units=units)
+    see = partial(find_external_reads, model, units=units, call=call)
+    taken = see() if deferred_model is None else deferred_model.run_without_values(see)
+    graph = export(empty_model, args, kwargs, units=units)
     places = [place for place, step in enumerate(graph.steps) if _is_block(model, step, listed)]
     found = _blocks(model, graph, places)
     if num_stages > len(found):
         raise _too_few(num_stages, found)
     if bounds:
-        chosen = checked_bounds(bounds, num_stages, len(found))
+        chosen = bounds_from_counts(bounds, num_stages, len(found))
     else:
-        chosen = even_bounds(num_stages, found, _weights(graph, places, found, seconds))
-    cut = cut_graph(model, graph, units=units, blocks=places, bounds=chosen)
-    *others, last = (part.modules for part in cut.parts)
-    refuse_taken(taken, last=last.difference(*others))
-    return GraphPlan(cut=cut, bare=bare, prints=graph.prints)
+        chosen = balanced_bounds(num_stages, found, _weights(graph, places, found, time_modules))
+    split = cut_graph(model, graph, units=units, blocks=places, bounds=chosen)
+    *others, last = (part.modules for part in split.stages)
+    refuse_external_reads(taken, last_stage_units=last.difference(*others))
+    return GraphPlan(split=split, empty_model=empty_model, prints=graph.prints)
 
 
 class _Seen(BaseException):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError, LayoutError, RunError
-from paceline.parallel.pipeline.chain.external_reads import called_twice
-from paceline.parallel.pipeline.chain.stages import StageOutput, stream_of, take_stream
-from paceline.parallel.pipeline.free_memory import hollow_graph
+from paceline.parallel.pipeline.chain.external_reads import called_twice_error
+from paceline.parallel.pipeline.chain.stages import StageOutput, device_rng_state, set_device_rng_state
+from paceline.parallel.pipeline.free_memory import free_other_graph_stages
 from paceline.parallel.pipeline.graph.export import export
 from paceline.parallel.pipeline.graph.module_graph import Graph, ModuleCall
 from paceline.parallel.pipeline.graph.split import GraphStageSplit, LiveValues, parameters_in, place_of
@@ -23,12 +23,12 @@ from paceline.torch_internals.private_api import CallInterceptor, tree_flatten
 
 
 @dataclass(kw_only=True)
-class _Run:
+class _StageRun:
     """The state of one stage's forward of one microbatch."""
 
     stage: int
-    received: StageOutput | None
-    sent: StageOutput | None = None
+    stage_input: StageOutput | None
+    stage_output: StageOutput | None = None
     called: bool = False
 
 
@@ -41,13 +41,13 @@ class _Cut:
     places: tuple[int, ...]
 
 
-class _Left(BaseException):
+class _StageEnd(BaseException):
     """The signal that the stage's last step has run.
 
     It is not an `Exception`, so that no `except Exception` in a forward catches it.
     """
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: _StageRun) -> None:
         super().__init__("left after the stage's last step")
         self.run = run
 
@@ -59,21 +59,23 @@ class GraphStages:
     the model; the module calls run hooks and wrappers that are added later.
     """
 
-    def __init__(self, model: nn.Module, *, cut: GraphStageSplit, own: Sequence[int], bare: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, *, split: GraphStageSplit, owned_stages: Sequence[int], empty_model: nn.Module
+    ) -> None:
         self.model = model
-        self.cut = cut
-        self.own = tuple(own)
-        self.on_leave: list[Callable[[], None]] = []
-        self._bare = bare
+        self.split = split
+        self.owned_stages = tuple(owned_stages)
+        self.on_forward_end: list[Callable[[], None]] = []
+        self._empty_model = empty_model
         self._modules = dict(model.named_modules())
         self._cuts: dict[Any, _Cut] = {}
-        self._run: _Run | None = None
+        self._current_run: _StageRun | None = None
         self._whole = model.forward
         self._gate = CallInterceptor(model, self._answer)
         model.forward = self._in_place_of(model.forward)
-        hollow_graph(model, cut=cut, own=self.own)
+        free_other_graph_stages(model, split=split, owned_stages=self.owned_stages)
 
-    def run(self, stage: int, received: StageOutput | None, call: Callable[[], Any]) -> Any:
+    def run(self, stage: int, stage_input: StageOutput | None, call: Callable[[], Any]) -> Any:
         """Run `call`, the forward of one microbatch, on one stage.
 
         Return the `StageOutput` for the next stage, or on the last stage the result of `call`.
@@ -82,22 +84,22 @@ class GraphStages:
             JobError: `call` does not call the model.
             LayoutError: with these inputs the forward differs from the traced one, or the model is called twice.
         """
-        if stage not in self.own:
-            raise RunError(f"stage {stage} is not one of this process's stages {list(self.own)}.")
+        if stage not in self.owned_stages:
+            raise RunError(f"stage {stage} is not one of this process's stages {list(self.owned_stages)}.")
         self._gate.renew()
-        run = _Run(stage=stage, received=received)
-        before, self._run = self._run, run
+        run = _StageRun(stage=stage, stage_input=stage_input)
+        previous_run, self._current_run = self._current_run, run
         try:
             result = call()
-        except _Left as finished:
-            if finished.run is not run or run.sent is None:
+        except _StageEnd as finished:
+            if finished.run is not run or run.stage_output is None:
                 raise
-            return run.sent
+            return run.stage_output
         finally:
-            self._run = before
-            for leave in self.on_leave:
-                leave()
-        if stage + 1 < self.cut.num_stages:
+            self._current_run = previous_run
+            for callback in self.on_forward_end:
+                callback()
+        if stage + 1 < self.split.num_stages:
             raise JobError(
                 f"the forward of stage {stage} ended without a call of the model.",
                 cause="a forward= that does not call the model, or calls a part of it",
@@ -105,7 +107,7 @@ class GraphStages:
             )
         return result
 
-    def refuse_training(self) -> None:
+    def check_trainable(self) -> None:
         """Do nothing: the split along the graph has already rejected models that can't be trained."""
 
     def close(self) -> None:
@@ -114,38 +116,38 @@ class GraphStages:
         del self.model.forward
 
     def _answer(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        run = self._run
-        if run is None and len(self.own) < self.cut.num_stages:
+        run = self._current_run
+        if run is None and len(self.owned_stages) < self.split.num_stages:
             raise RunError(
-                f"the model was called, but this process holds the stages {list(self.own)} of "
-                f"{self.cut.num_stages} only.",
+                f"the model was called, but this process holds the stages {list(self.owned_stages)} of "
+                f"{self.split.num_stages} only.",
                 hint="run the model by its stages: stages.run(stage, received, call)",
             )
         if run is not None:
             if run.called:
-                raise called_twice()
+                raise called_twice_error()
             run.called = True
         output = call(*args, **kwargs)
-        if run is not None and run.stage + 1 < self.cut.num_stages:
-            raise _Left(run)
+        if run is not None and run.stage + 1 < self.split.num_stages:
+            raise _StageEnd(run)
         return output
 
     def _in_place_of(self, whole: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(whole)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return whole(*args, **kwargs) if self._run is None else self._play(self._run, args, kwargs)
+            return whole(*args, **kwargs) if self._current_run is None else self._play(self._current_run, args, kwargs)
 
         return forward
 
-    def _play(self, run: _Run, args: Any, kwargs: Any) -> Any:
+    def _play(self, run: _StageRun, args: Any, kwargs: Any) -> Any:
         """Run the steps of one stage; the sent tensors are also returned, for hooks that read the output."""
         cut = self._cut_for(args, kwargs)
-        stage, last = run.stage, run.stage + 1 == self.cut.num_stages
+        stage, last = run.stage, run.stage + 1 == self.split.num_stages
         start = cut.places[stage - 1] if stage else 0
         stop = len(cut.graph.steps) if last else cut.places[stage]
         env = cut.graph.given(self.model, args, kwargs)
-        if run.received is not None:
-            env.update(self._unpacked(run.received, cut, start, stop))
+        if run.stage_input is not None:
+            env.update(self._unpacked(run.stage_input, cut, start, stop))
         for place in range(start, stop):
             cut.graph.steps[place].run(env, self.model)
             for name in cut.live.dead(place):
@@ -153,9 +155,9 @@ class GraphStages:
         if last:
             return cut.graph.output(env)
         tensors = [env[name] for name in cut.live.over(stop)]
-        run.sent = StageOutput(tensors=list(tensors), spec=[len(tensors), int(cut.live.draws_before(stop))])
-        if run.sent.spec[1]:
-            run.sent.tensors.append(stream_of(tensors[0].device if tensors else torch.device("cpu")))
+        run.stage_output = StageOutput(tensors=list(tensors), spec=[len(tensors), int(cut.live.draws_before(stop))])
+        if run.stage_output.spec[1]:
+            run.stage_output.tensors.append(device_rng_state(tensors[0].device if tensors else torch.device("cpu")))
         return tuple(tensors)
 
     def _unpacked(self, received: StageOutput, cut: _Cut, start: int, stop: int) -> dict[str, Tensor]:
@@ -165,7 +167,7 @@ class GraphStages:
                 f"{number} values were received but {len(names)} were expected: the stages had different inputs."
             )
         if streams:
-            take_stream(received.tensors[-1], received.tensors[0].device)
+            set_device_rng_state(received.tensors[-1], received.tensors[0].device)
         tensors = received.tensors[:number]
         if cut.live.writes_in(start, stop):
             tensors = [tensor.clone() for tensor in tensors]
@@ -176,11 +178,11 @@ class GraphStages:
         modes = tuple(module.training for module in self._modules.values())
         key = (str(form), tuple(_shape(leaf) for leaf in leaves), modes)
         if key not in self._cuts:
-            for name, module in self._bare.named_modules():
+            for name, module in self._empty_model.named_modules():
                 module.training = self._modules[name].training
-            graph = export(self._bare, args, kwargs, units=self.cut.units)
+            graph = export(self._empty_model, args, kwargs, units=self.split.units)
             live = LiveValues(graph)
-            places = tuple(place_of(border, live, blocks=self.cut.blocks) for border in self.cut.borders)
+            places = tuple(place_of(border, live, blocks=self.split.blocks) for border in self.split.borders)
             self._check(graph, places)
             self._cuts[key] = _Cut(graph=graph, live=live, places=places)
         return self._cuts[key]
@@ -195,7 +197,7 @@ class GraphStages:
             )
         first = {id(p): name for name, p in self.model.named_parameters()}
         for part, (start, stop) in zip(
-            self.cut.parts, zip([0, *places], [*places, len(graph.steps)], strict=True), strict=True
+            self.split.stages, zip([0, *places], [*places, len(graph.steps)], strict=True), strict=True
         ):
             called = {step.module for step in graph.steps[start:stop] if isinstance(step, ModuleCall)} - part.modules
             direct = {first[id(self.model.get_parameter(name))] for name in parameters_in(graph, start, stop)}
