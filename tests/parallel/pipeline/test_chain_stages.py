@@ -75,7 +75,7 @@ def test_stages_of_unmodified_transformers(name: str, num_stages: int) -> None:
     if name in ("gpt2", "bert", "llama-tied"):
         assert list(cut.ties.values()) == [(0, num_stages - 1)]
     if name == "t5" and num_stages == 4:
-        assert len(cut.carried) == 1, "the encoder's output goes along"
+        assert len(cut.skip_values) == 1, "the encoder's output goes along"
 
 
 def test_several_stages_of_one_process_share_the_model() -> None:
@@ -230,7 +230,7 @@ def test_a_skip_connection_that_is_an_argument_is_carried() -> None:
     model = Unet(as_argument=True)
     x = torch.randn(2, 4)
     cut = plan_stage_split(model, num_stages=4, call=lambda: model(x).sum())
-    assert [part.takes for part in cut.stages] == [(), (0,) * 0, (0,), (0,)] or len(cut.carried) == 1
+    assert [part.received_skips for part in cut.stages] == [(), (0,) * 0, (0,), (0,)] or len(cut.skip_values) == 1
     right = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     CASES["unet"] = type(OWN["nano"])(Unet, lambda m, j: m(x).sum())
     try:

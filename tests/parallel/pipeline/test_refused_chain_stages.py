@@ -77,7 +77,7 @@ def _odd(way: str = "") -> tuple[_Odd, StageSplit]:
 
 def test_parameters_read_between_blocks_and_a_counter_are_as_in_one_process() -> None:
     model, cut = _odd()
-    assert model.count == 0 and cut.counts == "count"
+    assert model.count == 0 and cut.counter_attribute == "count"
     losses, right, _ = alone(model, loss=_odd_loss, num_micro=2)
     staged = Ranks(
         model, cut=cut, loss=_odd_loss, staged=lambda each, index: Stages(each, split=cut, owned_stages=[index])
@@ -232,7 +232,7 @@ def test_dropout_that_is_raised_after_planning_draws_as_in_one_process() -> None
     torch.manual_seed(0)
     model = _Raised()
     cut = plan_stage_split(model, num_stages=2, call=lambda: loss(model, 0))
-    assert not cut.stages[1].takes_stream
+    assert not cut.stages[1].has_rng_state_input
     losses, right, _ = alone(model, loss=loss, num_micro=2)
     staged = Ranks(model, cut=cut, loss=loss, staged=lambda each, index: Stages(each, split=cut, owned_stages=[index]))
     assert [len(sent.tensors) for sent in staged.forward(0)[0][:1]] == [1], "nothing crosses for rates that are off"

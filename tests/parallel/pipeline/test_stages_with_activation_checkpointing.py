@@ -93,7 +93,7 @@ def test_a_checkpoint_that_no_gradient_comes_back_through_is_refused() -> None:
     cut = plan_stage_split(model, num_stages=2, call=lambda: loss(model, 0))
     ranks = Ranks(model, cut=cut, loss=loss, staged=lambda each, index: Stages(each, split=cut, owned_stages=[index]))
     with pytest.raises(LayoutError, match=r"checkpoints blocks\.0 with use_reentrant=True"):
-        ranks.stages[1].refuse_training()  # seen when the model was cut, by the first process that looks
+        ranks.stages[1].check_trainable()  # seen when the model was cut, by the first process that looks
     with pytest.raises(LayoutError, match=r"checkpoints blocks\.0 with use_reentrant=True"):
         ranks.train(0)
     with torch.no_grad():
@@ -128,11 +128,11 @@ class Recomputed(Chain):
 def test_a_block_that_an_autograd_function_calls_is_refused_by_name_before_a_step() -> None:
     model, plain = Recomputed(), Chain()
     cut = plan_stage_split(model, num_stages=2, call=lambda: loss(model, 0))
-    assert cut.enclosed == ("blocks.1", "Reversed")
+    assert cut.enclosed_block == ("blocks.1", "Reversed")
     with pytest.raises(LayoutError, match=r"calls blocks\.1 inside the autograd function Reversed"):
         Stages(model, split=cut, owned_stages=[0]).check_trainable()
     cut = plan_stage_split(plain, num_stages=2, call=lambda: loss(plain, 0))
-    assert cut.enclosed is None
+    assert cut.enclosed_block is None
     Stages(plain, split=cut, owned_stages=[0]).check_trainable()
 
 
@@ -225,7 +225,7 @@ def test_what_hooks_catch_of_blocks_is_cut_along_the_graph() -> None:
     with pytest.raises(NoChain, match=r"needs more than its blocks return: stage 1, .* ends with ValueError"):
         compare_stagewise(model, split=cut, call=lambda: loss(model, 0))
     told: list[str] = []
-    how: dict[str, Any] = {"asked": parse_layout("pp=2"), "mesh": Mesh(pp=2), "world": World.alone()}
+    how: dict[str, Any] = {"layout": parse_layout("pp=2"), "mesh": Mesh(pp=2), "world": World.alone()}
     piped = build_pipeline_model(
         model, call=lambda: loss(model, 0), settings=PlacementSettings(), report=told.append, **how
     )

@@ -5,7 +5,7 @@ from typing import Protocol
 
 
 class StageParameters(Protocol):
-    """A stage of either kind of split."""
+    """The parameters of a stage, in either kind of split."""
 
     @property
     def index(self) -> int: ...
@@ -15,11 +15,11 @@ class StageParameters(Protocol):
 
 
 def stages_of_parameter(name: str, stages: Sequence[StageParameters]) -> tuple[int, ...]:
-    """Return the stages that hold a parameter; `name` is its name in `named_parameters()`."""
-    return tuple(part.index for part in stages if name in part.parameters)
+    """Return the indices of the stages that hold a parameter; `name` is its name in `named_parameters()`."""
+    return tuple(stage.index for stage in stages if name in stage.parameters)
 
 
 def parameters_of_several_stages(stages: Sequence[StageParameters]) -> dict[str, tuple[int, ...]]:
     """Return the names of the parameters that several stages hold, with the indices of these stages."""
-    names = sorted({name for part in stages for name in part.parameters})
-    return {name: held for name in names if len(held := stages_of_parameter(name, stages)) > 1}
+    names = sorted({name for stage in stages for name in stage.parameters})
+    return {name: indices for name in names if len(indices := stages_of_parameter(name, stages)) > 1}

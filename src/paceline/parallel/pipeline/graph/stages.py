@@ -121,7 +121,7 @@ class GraphStages:
             raise RunError(
                 f"the model was called, but this process holds the stages {list(self.owned_stages)} of "
                 f"{self.split.num_stages} only.",
-                hint="run the model by its stages: stages.run(stage, received, call)",
+                hint="run the model by its stages: stages.run(stage, stage_input, call)",
             )
         if run is not None:
             if run.called:
