@@ -41,12 +41,12 @@ def free_other_chain_stages(
     in_blocks = _module_ids(blocks)
     freed: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
-        contains_block = id(module) not in outside_ids and id(module) not in in_blocks
+        has_block = id(module) not in outside_ids and id(module) not in in_blocks
         for key, parameter in list(module._parameters.items()):
             name = first_names.get(id(parameter))
             if parameter is not None and name is not None and name not in held_names:
                 if id(parameter) not in freed:
-                    is_read = contains_block or name in split.parameters_read_outside
+                    is_read = has_block or name in split.parameters_read_outside
                     freed[id(parameter)] = _freed_copy(
                         parameter, device=(device or parameter.device) if is_read else None
                     )
@@ -151,7 +151,7 @@ def _modules_without(model: nn.Module, excluded: Sequence[nn.Module]) -> Iterato
 
 
 def _freed_copy(parameter: nn.Parameter, *, device: torch.device | None) -> nn.Parameter:
-    """Return a parameter of the same shape on "meta", or with a `device`, if it is a float, an expanded NaN there."""
+    """Return a parameter of the same shape on "meta"; for a float with a `device`, an expanded NaN on this device."""
     if device is not None and parameter.is_floating_point():
         value: Tensor = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
         value = value.expand(parameter.shape)

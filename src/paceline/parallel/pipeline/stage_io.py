@@ -60,7 +60,7 @@ def flatten_output(value: Any, *, where: str) -> tuple[list[Tensor], OutputSpec]
     if not _is_container(value):
         raise LayoutError(
             f"{where} returns an object of class {type(value).__name__}, which can't be sent to another stage.",
-            hint="return tensors, numbers, and tuples, lists or dicts of them; or cut elsewhere with bounds=",
+            hint="return tensors, numbers, and tuples, lists or dicts of them; or cut elsewhere: --place.stages",
         )
     tensors: list[Tensor] = []
     item_specs = []

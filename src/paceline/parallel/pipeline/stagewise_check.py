@@ -114,5 +114,5 @@ def _refuse_differences(expected: dict[TensorPath, Tensor], actual: dict[TensorP
                 f"run in stages, the model returns a different result than when run whole: {name} "
                 + ("needs a value that an earlier stage has (it is NaN)." if is_nan else "differs."),
                 cause="state that a forward keeps outside of its blocks' arguments and results",
-                hint="pass it from block to block, or cut elsewhere with bounds=",
+                hint="pass it from block to block, or cut elsewhere: --place.stages",
             )

@@ -298,7 +298,7 @@ def _check_skip_values(
             raise NoChain(
                 f"stage {index} needs a value ({node.name}, made before {trace.blocks[start].name}) "
                 "that no block of an earlier stage takes or returns, so it can't be sent there.",
-                hint="cut elsewhere with bounds=, or pass it to the blocks as an argument",
+                hint="cut elsewhere (--place.stages), or pass it to the blocks as an argument",
             )
 
 
