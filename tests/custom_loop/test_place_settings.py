@@ -16,7 +16,7 @@ from paceline.errors import LayoutError
 from paceline.parallel import trace_example_forward as runs
 from paceline.parallel.initialization.meta_model import tensor_bytes
 from paceline.parallel.module_access.blocks import find_blocks
-from paceline.parallel.pipeline.pipeline_model import cut_model
+from paceline.parallel.pipeline.pipeline_model import build_pipeline_model
 from paceline.parallel.sharding.units import find_units, parse_units
 from paceline.parallel.trace_example_forward import make_block_timer
 from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
@@ -92,8 +92,10 @@ def bounds(how: PlacementSettings, weights: list[float] | None = None) -> list[t
     world = World(rank=0, world_size=2)
     mesh = resolve_mesh(asked, ranks=2, problems=[])
     seconds = None if weights is None else lambda blocks: weights
-    piped = cut_model(model, asked=asked, mesh=mesh, world=world, call=Sums(model), how=how, seconds=seconds)
-    return [tuple(bound) for bound in piped.cut.bounds]
+    piped = build_pipeline_model(
+        model, layout=asked, mesh=mesh, world=world, call=Sums(model), settings=how, time_modules=seconds
+    )
+    return [tuple(bound) for bound in piped.split.bounds]
 
 
 def test_stages_are_as_listed_or_as_measured() -> None:

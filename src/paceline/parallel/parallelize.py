@@ -32,7 +32,7 @@ from paceline.parallel.module_access.blocks import find_blocks
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors, param_tensors
 from paceline.parallel.module_access.user_hooks import find_hooked_parameters, refuse_lost_hooks
-from paceline.parallel.pipeline.pipeline_model import PipelineModel, cut_model
+from paceline.parallel.pipeline.pipeline_model import PipelineModel, build_pipeline_model
 from paceline.parallel.placement import Parallelism, ParallelizedModel, Placement, PlacementRequest
 from paceline.parallel.tensor_parallel.tensor_parallel import split_model
 from paceline.parallel.tensor_parallel.tensor_plan import name_pattern
@@ -101,19 +101,21 @@ class PipelineStages:
         """Cut the model into stages, and free the memory of the other ranks' stages."""
         request, worlds = placement.request, placement.request.worlds
         assert request.example_run is not None
-        placement.pipeline_model = cut_model(
+        placement.pipeline_model = build_pipeline_model(
             placement.model,
-            asked=request.layout,
+            layout=request.layout,
             mesh=worlds.mesh,
             world=worlds.pp,
             call=request.example_run,
-            how=request.settings,
-            say=request.report,
-            splits=worlds.mesh.zero != 3 and not parse_remat(request.layout.remat).is_on and not request.is_compiled,
-            seconds=make_block_timer(
+            settings=request.settings,
+            report=request.report,
+            can_split_backward=worlds.mesh.zero != 3
+            and not parse_remat(request.layout.remat).is_on
+            and not request.is_compiled,
+            time_modules=make_block_timer(
                 placement.model, request.settings, worlds.all_ranks, request.example_run, request.deferred_model
             ),
-            late=request.deferred_model,
+            deferred_model=request.deferred_model,
         )
 
 
@@ -146,7 +148,7 @@ class TensorParallel:
         assert plan is not None
         split = split_model(placement.model, plan=plan, world=request.worlds.tp, sequence=request.layout.sequence)
         if placement.pipeline_model is not None:
-            placement.pipeline_model.stages.on_leave.append(split.hide_parameters)
+            placement.pipeline_model.stages.on_forward_end.append(split.hide_parameters)
         placement.tensor_placement = split
 
 
@@ -225,7 +227,7 @@ class Compilation:
     def apply(self, placement: Placement) -> None:
         """Compile the blocks; report it if the pipeline stages call no block."""
         model, pipeline, report = placement.model, placement.pipeline_model, placement.request.report
-        if not placement.blocks and pipeline is not None and pipeline.along_graph and not repeated_blocks(model):
+        if not placement.blocks and pipeline is not None and pipeline.is_graph_split and not repeated_blocks(model):
             report("note: no block is compiled: stages along a graph call the model's modules, and none repeats")
         else:
             placement.undos.append(compile_blocks(model, report=report, blocks=placement.blocks))

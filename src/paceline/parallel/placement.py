@@ -109,7 +109,7 @@ class Placement:
     @property
     def absent_names(self) -> frozenset[str]:
         """The names of the parameters that only other ranks hold."""
-        pipeline_absent_names = frozenset[str]() if self.pipeline_model is None else self.pipeline_model.hollow
+        pipeline_absent_names = frozenset[str]() if self.pipeline_model is None else self.pipeline_model.absent_names
         return pipeline_absent_names | {name for name, part in self.expert_specs.items() if part.local_shape is None}
 
     def sharding_request(self) -> ShardingRequest:
@@ -126,7 +126,7 @@ class Placement:
             ),
             grid=self.grid,
             base_specs=self.base_specs,
-            absent_names=None if self.pipeline_model is None else self.pipeline_model.hollow,
+            absent_names=None if self.pipeline_model is None else self.pipeline_model.absent_names,
             expert_names=self.expert_specs,
             full_tensor_names=request.full_tensor_names,
             deferred_rows=self.deferred_rows,

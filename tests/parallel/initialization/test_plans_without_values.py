@@ -15,7 +15,7 @@ from paceline.parallel.initialization.deferred_fill import DeferredModel
 from paceline.parallel.initialization.deferred_init import defer_large_model
 from paceline.parallel.initialization.meta_forward import UnknownNumber, meta_forward
 from paceline.parallel.initialization.meta_model import named_tensors, tensor_bytes
-from paceline.parallel.pipeline.chain.split import plan_cut
+from paceline.parallel.pipeline.chain.split import plan_stage_split
 from paceline.parallel.tensor_parallel.auto_plan import choose_plan
 from paceline.parallel.trace_example_forward import make_block_timer
 from paceline.step.loss.loss_return_value import LossContract
@@ -71,7 +71,7 @@ def test_plans_are_those_of_the_whole_model(model: str) -> None:
             job=ready.job, settings=ready.settings, plan=ready.plan, model=net, contract=contract, device=ALONE.device
         )
         example.learn_loss() if late is None else late.run_with_values(example.learn_loss)
-        cut = told(partial(planned, partial(plan_cut, net, num_stages=2, call=example)))
+        cut = told(partial(planned, partial(plan_stage_split, net, num_stages=2, call=example)))
         split = told(partial(planned, partial(choose_plan, net, ranks=2, run=example.run)))
         found[way] = (cut, split)
         if late is not None:
@@ -127,7 +127,7 @@ def _asks_last(_: Chain, x: Tensor, number: int) -> Tensor:
 
 def _cut(net: nn.Module, planned: Callable[[Callable[[], Any]], Any]) -> Any:
     x = torch.ones(4, 16)
-    return told(partial(planned, partial(plan_cut, net, num_stages=3, call=lambda: {"loss": net(x)})))
+    return told(partial(planned, partial(plan_stage_split, net, num_stages=3, call=lambda: {"loss": net(x)})))
 
 
 @pytest.mark.parametrize(("between", "refused"), [(_plain, False), (_kept, True), (_counted, True)])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from paceline.comm.process_group import LaunchInfo, World
-from paceline.parallel.pipeline.chain.split import plan_cut
+from paceline.parallel.pipeline.chain.split import plan_stage_split
 from paceline.parallel.pipeline.chain.stages import Stages
 from paceline.schedule.lowering import forward_only
 from paceline.schedule.registry import build
@@ -57,10 +57,10 @@ def one(word: str, world: World) -> dict[str, Any]:
     model = built(name)
     case = CASES[name]
     losses, right = whole(name, int(num_micro))
-    cut = plan_cut(model, num_stages=program.num_stages, call=lambda: case.loss(model, 0))
+    cut = plan_stage_split(model, num_stages=program.num_stages, call=lambda: case.loss(model, 0))
     streams = RandomStreams(seed=3)
     streams.attach(model)
-    stages = Stages(model, cut=cut, own=program.stages_of(world.rank))
+    stages = Stages(model, split=cut, owned_stages=program.stages_of(world.rank))
     work = StageRunner(
         stages, run_model=lambda j: case.loss(model, j), before_forward=lambda j: streams.enter(step=0, microbatch=j)
     )
@@ -70,8 +70,8 @@ def one(word: str, world: World) -> dict[str, Any]:
             p.register_post_accumulate_grad_hook(lambda _, n=n: fired.update({n: fired.get(n, 0) + 1}))
     pipeline = Pipeline(program, world=world, splits="whole" not in options)
     pipeline.run(work)
-    sum_tied_gradients_over_stages(model, cut=cut, rank_of_stage=program.rank_of_stage, world=world)
-    own = {n for stage in stages.own for n in cut.parts[stage].parameters}
+    sum_tied_gradients_over_stages(model, split=cut, rank_of_stage=program.rank_of_stage, world=world)
+    own = {n for stage in stages.owned_stages for n in cut.stages[stage].parameters}
     answer: dict[str, Any] = {"differs": {}, "missing": [], "extra": [], "held": len(own), "bytes": pipeline.sent_bytes}
     for n, p in model.named_parameters():
         if n in own and (p.grad is None) != (n not in right):

@@ -39,15 +39,21 @@ def one(word: str, world: World) -> dict[str, Any]:
     model, streams = built(name), RandomStreams(seed=3)
     plan = plan_graph(model, num_stages=program.num_stages, call=lambda: case.loss(model, 0))
     streams.attach(model)
-    stages = GraphStages(model, cut=plan.cut, own=program.stages_of(world.rank), bare=plan.bare)
+    stages = GraphStages(
+        model, split=plan.split, owned_stages=program.stages_of(world.rank), empty_model=plan.empty_model
+    )
     if fault:
         plant(stages)
     work = StageRunner(
         stages, run_model=lambda j: case.loss(model, j), before_forward=lambda j: streams.enter(step=0, microbatch=j)
     )
     Pipeline(program, world=world).run(work)
-    sum_tied_gradients_over_stages(model, cut=plan.cut, rank_of_stage=program.rank_of_stage, world=world)
-    held = {n: p for n, p in model.named_parameters() if any(n in plan.cut.parts[s].parameters for s in stages.own)}
+    sum_tied_gradients_over_stages(model, split=plan.split, rank_of_stage=program.rank_of_stage, world=world)
+    held = {
+        n: p
+        for n, p in model.named_parameters()
+        if any(n in plan.split.stages[s].parameters for s in stages.owned_stages)
+    }
     apart = {n: far(p.grad, right[n]) for n, p in held.items()}
     torch.optim.SGD(held.values(), lr=0.1).step()
     moved = {n: far(p, weights[n]) for n, p in held.items()}
@@ -57,10 +63,10 @@ def one(word: str, world: World) -> dict[str, Any]:
     last = world.rank == program.loss_rank
     return {
         "losses": not last or [float(work.results[j]) for j in range(MICRO)] == losses,
-        "looked": not last or abs(float(looks.results[0]) - looked) <= (1e-5 * abs(looked) if plan.cut.ties else 0),
+        "looked": not last or abs(float(looks.results[0]) - looked) <= (1e-5 * abs(looked) if plan.split.ties else 0),
         "differs": sorted(n for n in held if apart[n] or moved[n]),
         "far": max([*apart.values(), *moved.values()]),
-        "ties": sorted(plan.cut.ties),
+        "ties": sorted(plan.split.ties),
         "stages": program.num_stages,
     }
 

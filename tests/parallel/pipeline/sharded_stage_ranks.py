@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from paceline.comm.process_group import LaunchInfo, World
-from paceline.parallel.pipeline.chain.split import plan_cut
+from paceline.parallel.pipeline.chain.split import plan_stage_split
 from paceline.parallel.pipeline.chain.stages import Stages
-from paceline.parallel.pipeline.free_memory import hollow_parameters
+from paceline.parallel.pipeline.free_memory import absent_parameters
 from paceline.schedule.registry import build
 from paceline.step.pipeline.schedule_interpreter import Pipeline
 from paceline.step.pipeline.stage_worker import StageRunner
@@ -40,17 +40,21 @@ def one(word: str, mesh: Any, world: World) -> dict[str, Any]:
     program = build(schedule, ranks=2, micro=3)
     model = built(name)
     right = whole(name, 3 * replicas)
-    cut = plan_cut(model, num_stages=program.num_stages, call=lambda: case.loss(model, 0))
-    stages = Stages(model, cut=cut, own=program.stages_of(world.rank))
+    cut = plan_stage_split(model, num_stages=program.num_stages, call=lambda: case.loss(model, 0))
+    stages = Stages(model, split=cut, owned_stages=program.stages_of(world.rank))
     streams = RandomStreams(seed=3)
     streams.attach(model)
-    own = {n for stage in stages.own for n in cut.parts[stage].parameters}
+    own = {n for stage in stages.owned_stages for n in cut.stages[stage].parameters}
     modules = dict(model.named_modules())
-    blocks = [modules[cut.blocks[b]] for s in stages.own for b in range(cut.parts[s].start, cut.parts[s].stop)]
+    blocks = [
+        modules[cut.blocks[b]] for s in stages.owned_stages for b in range(cut.stages[s].start, cut.stages[s].stop)
+    ]
     for block in blocks if "compile" in how else ():
         block.compile(backend="eager")
     if "fsdp" in how:
-        shard(model, blocks, hollow=hollow_parameters(model, cut=cut, own=stages.own), mesh=mesh["dp"])
+        shard(
+            model, blocks, hollow=absent_parameters(model, split=cut, owned_stages=stages.owned_stages), mesh=mesh["dp"]
+        )
     index = lambda j: j * replicas + replica  # noqa: E731
     work = StageRunner(
         stages,

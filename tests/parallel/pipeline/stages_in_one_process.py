@@ -45,7 +45,7 @@ class Ranks:
         staged: Callable[[nn.Module, int], Any],
     ) -> None:
         self.cut, self._loss = cut, loss
-        self.models = [copy.deepcopy(model) for _ in cut.parts]
+        self.models = [copy.deepcopy(model) for _ in cut.stages]
         self.streams = [streamed(each) for each in self.models]
         self.stages = [staged(each, index) for index, each in enumerate(self.models)]
 
@@ -56,7 +56,7 @@ class Ranks:
             taken.append(received)
             output = stages.run(index, received, lambda m=self.models[index]: self._loss(m, microbatch))
             sent.append(output)
-            received = output.received() if isinstance(output, StageOutput) else None
+            received = output.as_stage_input() if isinstance(output, StageOutput) else None
         return sent, taken
 
     def train(self, microbatch: int) -> Tensor:
@@ -69,7 +69,7 @@ class Ranks:
 
     def gradients(self) -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}
-        for part, model in zip(self.cut.parts, self.models, strict=True):
+        for part, model in zip(self.cut.stages, self.models, strict=True):
             for name, p in model.named_parameters():
                 if p.grad is not None:
                     assert name in part.parameters

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from paceline.errors import LayoutError, RunError
 from paceline.parallel.module_access.blocks import find_blocks
-from paceline.parallel.pipeline.chain.split import StageSplit, plan_cut
+from paceline.parallel.pipeline.chain.split import StageSplit, plan_stage_split
 from paceline.parallel.pipeline.chain.stages import Stages
-from paceline.parallel.pipeline.free_memory import hollow_parameters
+from paceline.parallel.pipeline.free_memory import absent_parameters
 from paceline.parallel.pipeline.stagewise_check import compare_stagewise
 from paceline.planner.model_costs.stage_balance import balance_stages
 from paceline.profiling.model_tracing.block_timer import time_blocks
@@ -31,14 +31,14 @@ def whole(name: str, model: nn.Module, num_micro: int) -> tuple[list[Tensor], di
 
 
 def cutout(name: str, model: nn.Module, cut: StageSplit) -> Ranks:
-    staged = lambda each, index: Stages(each, cut=cut, own=[index])  # noqa: E731
+    staged = lambda each, index: Stages(each, split=cut, owned_stages=[index])  # noqa: E731
     return Ranks(model, cut=cut, loss=CASES[name].loss, staged=staged)
 
 
 def check(name: str, num_stages: int) -> StageSplit:
     model = built(name)
     before = {n: t.clone() for n, t in model.state_dict().items()}
-    cut = plan_cut(model, num_stages=num_stages, call=lambda: CASES[name].loss(model, 0))
+    cut = plan_stage_split(model, num_stages=num_stages, call=lambda: CASES[name].loss(model, 0))
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items()), "cutting leaves no trace"
     losses, right = whole(name, model, 3)
     staged = cutout(name, model, cut)
@@ -51,14 +51,14 @@ def check(name: str, num_stages: int) -> StageSplit:
             assert (found[n] - gradient).norm() <= 1e-6 * gradient.norm(), n
         else:
             assert torch.equal(found[n], gradient), n
-    for part, each in zip(cut.parts, staged.models, strict=True):
+    for part, each in zip(cut.stages, staged.models, strict=True):
         assert each.state_dict().keys() == before.keys()
         held = sum(p.untyped_storage().nbytes() for p in each.parameters() if p.device.type != "meta")
         own = sum(p.numel() * 4 for n, p in model.named_parameters() if n in part.parameters)
         assert own <= held <= own + 64, "memory of what a stage does not hold is given up"
-        assert {n for n, p in each.named_parameters() if p in hollow_parameters(each, cut=cut, own=[part.index])} == {
-            n for n, _ in each.named_parameters() if n not in part.parameters
-        }
+        assert {
+            n for n, p in each.named_parameters() if p in absent_parameters(each, split=cut, owned_stages=[part.index])
+        } == {n for n, _ in each.named_parameters() if n not in part.parameters}
     return cut
 
 
@@ -75,15 +75,15 @@ def test_stages_of_unmodified_transformers(name: str, num_stages: int) -> None:
     if name in ("gpt2", "bert", "llama-tied"):
         assert list(cut.ties.values()) == [(0, num_stages - 1)]
     if name == "t5" and num_stages == 4:
-        assert len(cut.carried) == 1, "the encoder's output goes along"
+        assert len(cut.skip_values) == 1, "the encoder's output goes along"
 
 
 def test_several_stages_of_one_process_share_the_model() -> None:
     model = built("nano")
-    cut = plan_cut(model, num_stages=4, call=lambda: CASES["nano"].loss(model, 0))
+    cut = plan_stage_split(model, num_stages=4, call=lambda: CASES["nano"].loss(model, 0))
     losses, right = whole("nano", model, 1)
     streams = streamed(model)
-    stages = Stages(model, cut=cut, own=[0, 1, 2, 3])
+    stages = Stages(model, split=cut, owned_stages=[0, 1, 2, 3])
     received: Any = None
     outputs = []
     for index in range(4):
@@ -103,7 +103,7 @@ def test_several_stages_of_one_process_share_the_model() -> None:
 def test_blocks_compiled_after_the_cut_stay_in_their_stage() -> None:
     model = built("nano")
     losses, right = whole("nano", model, 1)
-    cut = plan_cut(model, num_stages=2, call=lambda: CASES["nano"].loss(model, 0))
+    cut = plan_stage_split(model, num_stages=2, call=lambda: CASES["nano"].loss(model, 0))
     staged = cutout("nano", model, cut)
     for each in staged.models:
         for block in each.blocks:
@@ -114,8 +114,8 @@ def test_blocks_compiled_after_the_cut_stay_in_their_stage() -> None:
 
 def test_a_model_in_stages_is_not_called_by_mistake() -> None:
     model = built("nano")
-    cut = plan_cut(model, num_stages=2, call=lambda: CASES["nano"].loss(model, 0))
-    Stages(model, cut=cut, own=[1])
+    cut = plan_stage_split(model, num_stages=2, call=lambda: CASES["nano"].loss(model, 0))
+    Stages(model, split=cut, owned_stages=[1])
     with pytest.raises(RunError, match=r"tokens was called, but this process holds the stages \[1\] of 2"):
         CASES["nano"].loss(model, 0)
 
@@ -209,7 +209,7 @@ def test_what_can_not_be_cut_is_refused_by_name(make: Callable[[], nn.Module], s
     model = make()
     x = torch.zeros(2, 4) if isinstance(model, Unet | nn.Linear) else torch.zeros(2, 5, dtype=torch.long)
     with pytest.raises(LayoutError, match=says):
-        plan_cut(model, num_stages=2, call=lambda: model(x).sum())
+        plan_stage_split(model, num_stages=2, call=lambda: model(x).sum())
 
 
 def test_numbers_that_do_not_fit_are_refused() -> None:
@@ -222,15 +222,15 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
         ({"num_stages": 2, "weights": [1.0]}, "1 weights for 4 blocks"),
     ):
         with pytest.raises(LayoutError, match=says):
-            plan_cut(model, call=lambda: CASES["nano"].loss(model, 0), **settings)
+            plan_stage_split(model, call=lambda: CASES["nano"].loss(model, 0), **settings)
 
 
 def test_a_skip_connection_that_is_an_argument_is_carried() -> None:
     torch.manual_seed(0)
     model = Unet(as_argument=True)
     x = torch.randn(2, 4)
-    cut = plan_cut(model, num_stages=4, call=lambda: model(x).sum())
-    assert [part.takes for part in cut.parts] == [(), (0,) * 0, (0,), (0,)] or len(cut.carried) == 1
+    cut = plan_stage_split(model, num_stages=4, call=lambda: model(x).sum())
+    assert [part.received_skips for part in cut.stages] == [(), (0,) * 0, (0,), (0,)] or len(cut.skip_values) == 1
     right = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     CASES["unet"] = type(OWN["nano"])(Unet, lambda m, j: m(x).sum())
     try:
@@ -246,8 +246,8 @@ def test_a_skip_connection_that_is_an_argument_is_carried() -> None:
 def test_listed_bounds_and_weights_are_kept() -> None:
     model = built("nano")
     run = lambda: CASES["nano"].loss(model, 0)  # noqa: E731
-    assert plan_cut(model, num_stages=2, call=run, bounds=[1, 3]).bounds == ((0, 1), (1, 4))
-    assert plan_cut(model, num_stages=2, call=run, weights=[5.0, 1, 1, 1]).bounds == ((0, 1), (1, 4))
+    assert plan_stage_split(model, num_stages=2, call=run, bounds=[1, 3]).bounds == ((0, 1), (1, 4))
+    assert plan_stage_split(model, num_stages=2, call=run, weights=[5.0, 1, 1, 1]).bounds == ((0, 1), (1, 4))
     assert isinstance(Pair(), nn.Module) and isinstance(Block(4, 0.0), nn.Module)
 
 
@@ -255,20 +255,20 @@ def test_listed_bounds_and_weights_are_kept() -> None:
 def test_a_rehearsal_agrees_and_leaves_no_trace(name: str) -> None:
     model = built(name)
     before = {n: t.clone() for n, t in model.state_dict().items()}
-    cut = plan_cut(model, num_stages=3, call=lambda: CASES[name].loss(model, 0))
-    compare_stagewise(model, cut=cut, call=lambda: CASES[name].loss(model, 0))
+    cut = plan_stage_split(model, num_stages=3, call=lambda: CASES[name].loss(model, 0))
+    compare_stagewise(model, split=cut, call=lambda: CASES[name].loss(model, 0))
     assert model.training and all(torch.equal(before[n], t) for n, t in model.state_dict().items())
 
 
 def test_a_rehearsal_finds_a_value_that_does_not_cross() -> None:
     model, x = Unet(), torch.ones(2, 4)
     plain = lambda: model.blocks[3](model.blocks[2](model.blocks[1](model.blocks[0](x)))).sum()  # noqa: E731
-    cut = plan_cut(model, num_stages=2, call=plain)
-    compare_stagewise(model, cut=cut, call=plain)
+    cut = plan_stage_split(model, num_stages=2, call=plain)
+    compare_stagewise(model, split=cut, call=plain)
     with pytest.raises(
         LayoutError, match=r"a different result than when run whole: the result needs a value that an earlier stage"
     ):
-        compare_stagewise(model, cut=cut, call=lambda: model(x).sum())
+        compare_stagewise(model, split=cut, call=lambda: model(x).sum())
 
 
 def test_blocks_are_timed_and_the_slow_one_stands_alone() -> None:

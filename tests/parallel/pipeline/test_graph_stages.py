@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.errors import JobError, LayoutError, RunError
 from paceline.parallel.pipeline.chain.stages import StageOutput
-from paceline.parallel.pipeline.free_memory import hollow_parameters
+from paceline.parallel.pipeline.free_memory import absent_parameters
 from paceline.parallel.pipeline.graph.cut_points import GraphPlan, plan_graph
 from paceline.parallel.pipeline.graph.stages import GraphStages
 from paceline.schedule import SCHEDULES
@@ -32,8 +32,8 @@ def whole(name: str, model: nn.Module) -> tuple[list[Tensor], dict[str, Tensor],
 
 
 def cutout(name: str, model: nn.Module, plan: GraphPlan) -> Ranks:
-    staged = lambda each, index: GraphStages(each, cut=plan.cut, own=[index], bare=plan.bare)  # noqa: E731
-    return Ranks(model, cut=plan.cut, loss=CASES[name].loss, staged=staged)
+    staged = lambda each, index: GraphStages(each, split=plan.split, owned_stages=[index], empty_model=plan.empty_model)  # noqa: E731
+    return Ranks(model, cut=plan.split, loss=CASES[name].loss, staged=staged)
 
 
 def planned(name: str, num_stages: int, **how: Any) -> tuple[nn.Module, GraphPlan]:
@@ -62,29 +62,31 @@ def test_stages_along_the_graph_are_the_whole_model(name: str, num_stages: int) 
     found = ranks.gradients()
     assert found.keys() == right.keys()
     for n, gradient in right.items():
-        if n in plan.cut.ties:
+        if n in plan.split.ties:
             assert (found[n] - gradient).norm() <= 1e-6 * gradient.norm(), n
         else:
             assert torch.equal(found[n], gradient), n
-    for part, each in zip(plan.cut.parts, ranks.models, strict=True):
+    for part, each in zip(plan.split.stages, ranks.models, strict=True):
         assert each.state_dict().keys() == model.state_dict().keys()
         assert {
-            n for n, p in each.named_parameters() if p in hollow_parameters(each, cut=plan.cut, own=[part.index])
+            n
+            for n, p in each.named_parameters()
+            if p in absent_parameters(each, split=plan.split, owned_stages=[part.index])
         } == {n for n, p in each.named_parameters() if p.is_meta}
     for n, buffer in buffers.items():
-        stages = [i for i, part in enumerate(plan.cut.parts) if any(n.startswith(f"{m}.") for m in part.modules)]
-        home = plan.cut.stage_of_buffer.get(n, *stages)
+        stages = [i for i, part in enumerate(plan.split.stages) if any(n.startswith(f"{m}.") for m in part.modules)]
+        home = plan.split.stage_of_buffer.get(n, *stages)
         assert torch.equal(dict(ranks.models[home].named_buffers())[n], buffer), n
 
 
 def test_a_border_is_where_the_fewest_bytes_are_alive() -> None:
     _, plan = planned("named", 2, bounds=[2, 2])
-    assert [(border.preceding_call, border.num_steps) for border in plan.cut.boundaries] == [("fc2", 0)]
+    assert [(border.preceding_call, border.num_steps) for border in plan.split.boundaries] == [("fc2", 0)]
     _, plan = planned("unet", 2, blocks=["one", "two", "middle", "up_two", "up_one"], bounds=[2, 3])
-    assert [(border.preceding_call, border.num_steps) for border in plan.cut.boundaries] == [("two", 0)]
+    assert [(border.preceding_call, border.num_steps) for border in plan.split.boundaries] == [("two", 0)]
     _, plan = planned("unet", 2, blocks=["one", "middle"], bounds=[1, 1])
-    assert plan.cut.boundaries[0].preceding_call == "one"
-    assert plan.cut.blocks == ("one", "middle")
+    assert plan.split.boundaries[0].preceding_call == "one"
+    assert plan.split.blocks == ("one", "middle")
 
 
 def test_a_value_that_is_lost_at_a_border_is_another_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,10 +257,10 @@ def test_what_a_loss_takes_of_other_stages_beside_the_output_is_refused(name: st
 def test_a_second_call_that_was_not_planned_is_refused() -> None:
     model, x = Plain(), torch.ones(3, 8)
     plan = plan_graph(model, num_stages=2, call=lambda: model(x), blocks=["a", "keep", "c"])
-    stages = GraphStages(model, cut=plan.cut, own=[0, 1], bare=plan.bare)
+    stages = GraphStages(model, split=plan.split, owned_stages=[0, 1], empty_model=plan.empty_model)
     sent = stages.run(0, None, lambda: (model(x), model(2 * x)))
     with pytest.raises(LayoutError, match="the forward calls the model twice"):
-        stages.run(1, sent.received(), lambda: (model(x), model(2 * x)))
+        stages.run(1, sent.as_stage_input(), lambda: (model(x), model(2 * x)))
 
 
 class Shapes(Layers):
@@ -272,7 +274,7 @@ class Shapes(Layers):
 def test_a_shape_that_goes_another_way_is_refused() -> None:
     model = Shapes()
     plan = plan_graph(model, num_stages=2, call=lambda: model(torch.ones(3, 8)), bounds=[2, 1])
-    stages = GraphStages(model, cut=plan.cut, own=[0, 1], bare=plan.bare)
+    stages = GraphStages(model, split=plan.split, owned_stages=[0, 1], empty_model=plan.empty_model)
     assert isinstance(stages.run(0, None, lambda: model(torch.ones(3, 8))), StageOutput)
     with pytest.raises(LayoutError, match="with these inputs stage 0 uses c, which it does not hold"):
         stages.run(0, None, lambda: model(torch.ones(2, 8)))

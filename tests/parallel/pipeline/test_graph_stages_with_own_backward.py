@@ -87,8 +87,8 @@ def test_what_a_graph_would_lose_is_refused_with_its_line(what: str, said: str) 
 
 def ranks_of(model: Model) -> Ranks:
     plan = plan_graph(model, num_stages=2, call=lambda: loss_of(model, 0))
-    staged = lambda each, index: GraphStages(each, cut=plan.cut, own=[index], bare=plan.bare)  # noqa: E731
-    return Ranks(model, cut=plan.cut, loss=loss_of, staged=staged)
+    staged = lambda each, index: GraphStages(each, split=plan.split, owned_stages=[index], empty_model=plan.empty_model)  # noqa: E731
+    return Ranks(model, cut=plan.split, loss=loss_of, staged=staged)
 
 
 @pytest.mark.parametrize("what", ["nothing", "a function in a module", "a region in a module"])

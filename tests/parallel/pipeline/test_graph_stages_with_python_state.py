@@ -146,8 +146,8 @@ def test_what_a_graph_keeps_or_does_not_need_is_one_process_s_training(
     plan = plan_graph(model, num_stages=2, call=lambda: loss(model, 0), blocks=BLOCKS)
     assert plan.has_print_calls is (what == "prints")
     losses, right, buffers = alone(model, loss=loss, num_micro=3)
-    staged = lambda each, index: GraphStages(each, cut=plan.cut, own=[index], bare=plan.bare)  # noqa: E731
-    ranks = Ranks(model, cut=plan.cut, loss=loss, staged=staged)
+    staged = lambda each, index: GraphStages(each, split=plan.split, owned_stages=[index], empty_model=plan.empty_model)  # noqa: E731
+    ranks = Ranks(model, cut=plan.split, loss=loss, staged=staged)
     assert [ranks.train(number).item() for number in range(3)] == [one.item() for one in losses]
     found = ranks.gradients()
     assert found.keys() == right.keys() and all(torch.equal(found[name], right[name]) for name in right)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import LayoutError
 from paceline.parallel.module_access.blocks import NoChain
-from paceline.parallel.pipeline.chain.split import StageSplit, plan_cut
+from paceline.parallel.pipeline.chain.split import StageSplit, plan_stage_split
 from paceline.parallel.pipeline.chain.stages import Stages
 from paceline.parallel.pipeline.graph.cut_points import plan_graph
 from paceline.parallel.pipeline.stagewise_check import compare_stagewise
@@ -72,14 +72,16 @@ def _odd_loss(model: nn.Module, microbatch: int) -> Tensor:
 def _odd(way: str = "") -> tuple[_Odd, StageSplit]:
     torch.manual_seed(0)
     model = _Odd(way)
-    return model, plan_cut(model, num_stages=2, call=lambda: _odd_loss(model, 0))
+    return model, plan_stage_split(model, num_stages=2, call=lambda: _odd_loss(model, 0))
 
 
 def test_parameters_read_between_blocks_and_a_counter_are_as_in_one_process() -> None:
     model, cut = _odd()
-    assert model.count == 0 and cut.counts == "count"
+    assert model.count == 0 and cut.counter_attribute == "count"
     losses, right, _ = alone(model, loss=_odd_loss, num_micro=2)
-    staged = Ranks(model, cut=cut, loss=_odd_loss, staged=lambda each, index: Stages(each, cut=cut, own=[index]))
+    staged = Ranks(
+        model, cut=cut, loss=_odd_loss, staged=lambda each, index: Stages(each, split=cut, owned_stages=[index])
+    )
     for microbatch in range(2):
         assert torch.equal(staged.train(microbatch), losses[microbatch])
     found = staged.gradients()
@@ -112,7 +114,9 @@ def test_what_a_stage_would_do_otherwise_than_one_process_is_refused(way: str, s
 )
 def test_a_step_that_goes_another_way_than_the_cut_is_refused(way: str, says: str) -> None:
     model, cut = _odd(way)
-    staged = Ranks(model, cut=cut, loss=_odd_loss, staged=lambda each, index: Stages(each, cut=cut, own=[index]))
+    staged = Ranks(
+        model, cut=cut, loss=_odd_loss, staged=lambda each, index: Stages(each, split=cut, owned_stages=[index])
+    )
     with pytest.raises(LayoutError) as refused:
         staged.train(0)
     assert says in refused.value.what and refused.value.hint
@@ -126,14 +130,14 @@ def test_batches_of_one_row_have_shapes_without_the_weights_of_batchnorm() -> No
         x = each["norm"](torch.ones(1 if microbatch else 3, 4))
         return each["blocks"][1](each["blocks"][0](x)).sum()
 
-    cut = plan_cut(model, num_stages=2, call=lambda: loss(model, 0))
+    cut = plan_stage_split(model, num_stages=2, call=lambda: loss(model, 0))
     whole, last = copy.deepcopy(model).eval(), copy.deepcopy(model)
-    first = Stages(model, cut=cut, own=[0])
-    second = Stages(last, cut=cut, own=[1])
+    first = Stages(model, split=cut, owned_stages=[0])
+    second = Stages(last, split=cut, owned_stages=[1])
     sent = first.run(0, None, lambda: loss(model.eval(), 1))
-    assert torch.equal(second.run(1, sent.received(), lambda: loss(last.eval(), 1)), loss(whole, 1))
+    assert torch.equal(second.run(1, sent.as_stage_input(), lambda: loss(last.eval(), 1)), loss(whole, 1))
     last.train()
-    second.run(1, sent.received(), lambda: loss(last, 1))
+    second.run(1, sent.as_stage_input(), lambda: loss(last, 1))
 
 
 def test_a_reentrant_checkpoint_in_halves_is_refused() -> None:
@@ -201,7 +205,7 @@ def test_a_branch_on_another_stage_says_a_cut_that_works(drawn: bool, bounds: li
     torch.manual_seed(0)
     model = _Decides(drawn)
     with pytest.raises(LayoutError, match="the forward branches on a value that stage") as refused:
-        plan_cut(model, num_stages=2, call=lambda: _odd_loss(model, 0), bounds=bounds)
+        plan_stage_split(model, num_stages=2, call=lambda: _odd_loss(model, 0), bounds=bounds)
     assert refused.value.hint == hint
 
 
@@ -227,10 +231,10 @@ def test_dropout_that_is_raised_after_planning_draws_as_in_one_process() -> None
 
     torch.manual_seed(0)
     model = _Raised()
-    cut = plan_cut(model, num_stages=2, call=lambda: loss(model, 0))
-    assert not cut.parts[1].takes_stream
+    cut = plan_stage_split(model, num_stages=2, call=lambda: loss(model, 0))
+    assert not cut.stages[1].has_rng_state_input
     losses, right, _ = alone(model, loss=loss, num_micro=2)
-    staged = Ranks(model, cut=cut, loss=loss, staged=lambda each, index: Stages(each, cut=cut, own=[index]))
+    staged = Ranks(model, cut=cut, loss=loss, staged=lambda each, index: Stages(each, split=cut, owned_stages=[index]))
     assert [len(sent.tensors) for sent in staged.forward(0)[0][:1]] == [1], "nothing crosses for rates that are off"
     assert all(torch.equal(staged.train(microbatch), loss) for microbatch, loss in enumerate(losses))
     assert all(torch.equal(found, right[name]) for name, found in staged.gradients().items())
@@ -248,7 +252,7 @@ def test_stages_whose_blocks_draw_have_the_result_of_the_whole_model(inside: flo
         model.train()
         return _odd_loss(model, 0)
 
-    compare_stagewise(model, cut=plan_cut(model, num_stages=2, call=call), call=call)
+    compare_stagewise(model, split=plan_stage_split(model, num_stages=2, call=call), call=call)
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in model.blocks)
 
 
@@ -265,7 +269,7 @@ def test_blocks_that_draw_from_python_s_generator_are_refused() -> None:
     for block in model.blocks:
         block[1] = _ByPython()
     with pytest.raises(NoChain):
-        compare_stagewise(model, cut=_cut_of(model), call=lambda: _odd_loss(model, 0))
+        compare_stagewise(model, split=_cut_of(model), call=lambda: _odd_loss(model, 0))
 
 
 def _scripted() -> nn.Module:
@@ -279,8 +283,8 @@ def test_scripted_blocks_are_run_stage_by_stage() -> None:
     torch.manual_seed(0)
     model = _Raised()
     model.blocks = nn.ModuleList(_scripted() for _ in range(4))
-    compare_stagewise(model, cut=_cut_of(model), call=lambda: _odd_loss(model, 0))
+    compare_stagewise(model, split=_cut_of(model), call=lambda: _odd_loss(model, 0))
 
 
 def _cut_of(model: nn.Module) -> StageSplit:
-    return plan_cut(model, num_stages=2, call=lambda: _odd_loss(model, 0))
+    return plan_stage_split(model, num_stages=2, call=lambda: _odd_loss(model, 0))

@@ -16,10 +16,10 @@ from paceline.config.layout import parse_layout
 from paceline.config.settings import PlacementSettings
 from paceline.errors import LayoutError
 from paceline.parallel.module_access.blocks import NoChain
-from paceline.parallel.pipeline.chain.split import plan_cut
+from paceline.parallel.pipeline.chain.split import plan_stage_split
 from paceline.parallel.pipeline.chain.stages import StageOutput, Stages
 from paceline.parallel.pipeline.graph.stages import GraphStages
-from paceline.parallel.pipeline.pipeline_model import cut_model
+from paceline.parallel.pipeline.pipeline_model import build_pipeline_model
 from paceline.parallel.pipeline.stagewise_check import compare_stagewise
 from paceline.planner.layout.mesh import Mesh
 from paceline.trainer.setup.optimizers import make_scaler
@@ -78,10 +78,10 @@ def loss(model: nn.Module, microbatch: int) -> Tensor:
 def test_stages_of_checkpointed_blocks_have_the_gradients_of_one_process() -> None:
     torch.manual_seed(0)
     model = Chain()
-    cut = plan_cut(model, num_stages=3, call=lambda: loss(model, 0))
-    compare_stagewise(model, cut=cut, call=lambda: loss(model, 0))
+    cut = plan_stage_split(model, num_stages=3, call=lambda: loss(model, 0))
+    compare_stagewise(model, split=cut, call=lambda: loss(model, 0))
     losses, right, _ = alone(model, loss=loss, num_micro=2)
-    ranks = Ranks(model, cut=cut, loss=loss, staged=lambda each, index: Stages(each, cut=cut, own=[index]))
+    ranks = Ranks(model, cut=cut, loss=loss, staged=lambda each, index: Stages(each, split=cut, owned_stages=[index]))
     assert all(torch.equal(ranks.train(number), whole) for number, whole in enumerate(losses))
     found = ranks.gradients()
     assert found.keys() == right.keys() and all(torch.equal(found[name], right[name]) for name in right)
@@ -90,10 +90,10 @@ def test_stages_of_checkpointed_blocks_have_the_gradients_of_one_process() -> No
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # what planning runs has no gradients
 def test_a_checkpoint_that_no_gradient_comes_back_through_is_refused() -> None:
     model = Chain(reentrant=True)
-    cut = plan_cut(model, num_stages=2, call=lambda: loss(model, 0))
-    ranks = Ranks(model, cut=cut, loss=loss, staged=lambda each, index: Stages(each, cut=cut, own=[index]))
+    cut = plan_stage_split(model, num_stages=2, call=lambda: loss(model, 0))
+    ranks = Ranks(model, cut=cut, loss=loss, staged=lambda each, index: Stages(each, split=cut, owned_stages=[index]))
     with pytest.raises(LayoutError, match=r"checkpoints blocks\.0 with use_reentrant=True"):
-        ranks.stages[1].refuse_training()  # seen when the model was cut, by the first process that looks
+        ranks.stages[1].check_trainable()  # seen when the model was cut, by the first process that looks
     with pytest.raises(LayoutError, match=r"checkpoints blocks\.0 with use_reentrant=True"):
         ranks.train(0)
     with torch.no_grad():
@@ -127,13 +127,13 @@ class Recomputed(Chain):
 
 def test_a_block_that_an_autograd_function_calls_is_refused_by_name_before_a_step() -> None:
     model, plain = Recomputed(), Chain()
-    cut = plan_cut(model, num_stages=2, call=lambda: loss(model, 0))
-    assert cut.enclosed == ("blocks.1", "Reversed")
+    cut = plan_stage_split(model, num_stages=2, call=lambda: loss(model, 0))
+    assert cut.enclosed_block == ("blocks.1", "Reversed")
     with pytest.raises(LayoutError, match=r"calls blocks\.1 inside the autograd function Reversed"):
-        Stages(model, cut=cut, own=[0]).refuse_training()
-    cut = plan_cut(plain, num_stages=2, call=lambda: loss(plain, 0))
-    assert cut.enclosed is None
-    Stages(plain, cut=cut, own=[0]).refuse_training()
+        Stages(model, split=cut, owned_stages=[0]).check_trainable()
+    cut = plan_stage_split(plain, num_stages=2, call=lambda: loss(plain, 0))
+    assert cut.enclosed_block is None
+    Stages(plain, split=cut, owned_stages=[0]).check_trainable()
 
 
 class Attending(Chain):
@@ -155,26 +155,26 @@ class Attending(Chain):
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_a_cut_is_compared_with_the_whole_model_whatever_it_draws(noise: float) -> None:
     model = Attending(noise)
-    cut = plan_cut(model, num_stages=3, call=lambda: loss(model, 0))
-    compare_stagewise(model, cut=cut, call=lambda: loss(model, 0))
+    cut = plan_stage_split(model, num_stages=3, call=lambda: loss(model, 0))
+    compare_stagewise(model, split=cut, call=lambda: loss(model, 0))
     wrong = iter([0.0, 1.0, 1.0, 1.0])  # as if another result came of the stages
     with pytest.raises(NoChain, match="returns a different result than when run whole"):
-        compare_stagewise(model, cut=cut, call=lambda: loss(model, 0) + next(wrong))
+        compare_stagewise(model, split=cut, call=lambda: loss(model, 0) + next(wrong))
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_stages_draw_in_evaluation_what_one_process_draws(noise: float) -> None:
     model = Attending(noise).eval()
-    cut = plan_cut(model, num_stages=3, call=lambda: loss(model, 0))
+    cut = plan_stage_split(model, num_stages=3, call=lambda: loss(model, 0))
     model.eval()
-    parts = [copy.deepcopy(model) for _ in cut.parts]
-    stages = [Stages(each, cut=cut, own=[index]) for index, each in enumerate(parts)]
+    parts = [copy.deepcopy(model) for _ in cut.stages]
+    stages = [Stages(each, split=cut, owned_stages=[index]) for index, each in enumerate(parts)]
     with torch.no_grad():
         torch.manual_seed(5)
         right, sent = loss(model, 0), None
         for index, each in enumerate(stages):
             torch.manual_seed(5)  # each rank has a generator of its own
-            given = None if sent is None else sent.received()
+            given = None if sent is None else sent.as_stage_input()
             sent = each.run(index, given, lambda index=index: loss(parts[index], 0))
             assert not isinstance(sent, StageOutput) or sent.spec[1] is int(noise > 0), "nothing is sent for nothing"
     assert torch.equal(sent, right)
@@ -214,22 +214,24 @@ def test_statistics_that_are_read_outside_of_their_block_are_refused_by_name(how
     model = Looking(how)
     said = r"reads the buffer blocks\.\d\.one\.1\.\w+ outside of its block, but only stage \d has"
     with pytest.raises(NoChain, match=said):
-        plan_cut(model, num_stages=2, call=lambda: loss(model, 0))
+        plan_stage_split(model, num_stages=2, call=lambda: loss(model, 0))
     other = Looking("")
-    assert plan_cut(other, num_stages=2, call=lambda: loss(other, 0)).num_stages == 2
+    assert plan_stage_split(other, num_stages=2, call=lambda: loss(other, 0)).num_stages == 2
 
 
 def test_what_hooks_catch_of_blocks_is_cut_along_the_graph() -> None:
     model, other = Caught().eval(), Caught().eval()
-    cut = plan_cut(model, num_stages=2, call=lambda: loss(model, 0))
+    cut = plan_stage_split(model, num_stages=2, call=lambda: loss(model, 0))
     with pytest.raises(NoChain, match=r"needs more than its blocks return: stage 1, .* ends with ValueError"):
-        compare_stagewise(model, cut=cut, call=lambda: loss(model, 0))
+        compare_stagewise(model, split=cut, call=lambda: loss(model, 0))
     told: list[str] = []
-    how: dict[str, Any] = {"asked": parse_layout("pp=2"), "mesh": Mesh(pp=2), "world": World.alone()}
-    piped = cut_model(model, call=lambda: loss(model, 0), how=PlacementSettings(), say=told.append, **how)
+    how: dict[str, Any] = {"layout": parse_layout("pp=2"), "mesh": Mesh(pp=2), "world": World.alone()}
+    piped = build_pipeline_model(
+        model, call=lambda: loss(model, 0), settings=PlacementSettings(), report=told.append, **how
+    )
     assert isinstance(piped.stages, GraphStages) and "the forward needs more than its blocks return" in told[0]
     with pytest.raises(LayoutError, match="needs more than its blocks return"):
-        cut_model(other, call=lambda: loss(other, 0), how=PlacementSettings(cut="chain"), **how)
+        build_pipeline_model(other, call=lambda: loss(other, 0), settings=PlacementSettings(cut="chain"), **how)
 
 
 def test_a_stage_without_a_loss_has_the_scale_too() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import LayoutError
-from paceline.parallel.pipeline.chain.split import plan_cut
+from paceline.parallel.pipeline.chain.split import plan_stage_split
 from paceline.parallel.pipeline.chain.stages import Stages
 from paceline.parallel.pipeline.graph.cut_points import plan_graph
 from paceline.parallel.pipeline.graph.stages import GraphStages
@@ -96,11 +96,13 @@ def loss(model: nn.Module, microbatch: int) -> Tensor:
 
 def ranks(model: nn.Module, way: str, *, num_stages: int = 3) -> Ranks:
     if way == "chain":
-        cut = plan_cut(model, num_stages=num_stages, call=lambda: loss(model, 0))
-        return Ranks(model, cut=cut, loss=loss, staged=lambda each, index: Stages(each, cut=cut, own=[index]))
+        cut = plan_stage_split(model, num_stages=num_stages, call=lambda: loss(model, 0))
+        return Ranks(
+            model, cut=cut, loss=loss, staged=lambda each, index: Stages(each, split=cut, owned_stages=[index])
+        )
     plan = plan_graph(model, num_stages=num_stages, call=lambda: loss(model, 0))
-    staged = lambda each, index: GraphStages(each, cut=plan.cut, own=[index], bare=plan.bare)  # noqa: E731
-    return Ranks(model, cut=plan.cut, loss=loss, staged=staged)
+    staged = lambda each, index: GraphStages(each, split=plan.split, owned_stages=[index], empty_model=plan.empty_model)  # noqa: E731
+    return Ranks(model, cut=plan.split, loss=loss, staged=staged)
 
 
 @pytest.mark.parametrize(

@@ -13,21 +13,21 @@ IN_STAGES = [
         code="""
 import torch
 from paceline.parallel.pipeline.chain.stages import Stages
-_block_gate = Stages._block_gate
+_block_handler = Stages._block_handler
 
-def block_gate(self, number, dummy):
-    gate = _block_gate(self, number, dummy)
+def block_handler(self, number, placeholder):
+    handle_call = _block_handler(self, number, placeholder)
 
     def skipping(call, *args, **kwargs):
-        run = self._run
-        if run is not None and run.part.start == number > 0 and torch.is_grad_enabled():  # the cut tries it without
-            run.called += 1  # or the stage itself would miss it
+        run = self._current_run
+        if run is not None and run.stage.start == number > 0 and torch.is_grad_enabled():  # the cut tries it without
+            run.num_called_blocks += 1  # or the stage itself would miss it
             return args[0]
-        return gate(call, *args, **kwargs)
+        return handle_call(call, *args, **kwargs)
 
     return skipping
 
-Stages._block_gate = block_gate
+Stages._block_handler = block_handler
 """,
     ),
     Misplaced(
@@ -38,7 +38,7 @@ Stages._block_gate = block_gate
         says=("dropout|random|stream|draw", "stage 1|border|rank 1|stages"),
         code="""
 from paceline.parallel.pipeline.chain import stages
-stages.take_stream = lambda state, device: torch.manual_seed(len(state))
+stages.set_device_rng_state = lambda state, device: torch.manual_seed(len(state))
 """,
     ),
     Misplaced(

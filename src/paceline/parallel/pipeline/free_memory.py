@@ -13,64 +13,72 @@ from paceline.parallel.pipeline.graph.split import GraphStageSplit
 from paceline.torch_internals.private_api import storage_key
 
 
-def keep_shared_storage(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def modules_outside_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that are not blocks, contain no block and are not inside a block."""
-    inside = {id(part) for block in blocks for part in block.modules()}
+    in_blocks = _module_ids(blocks)
     for name, module in model.named_modules():
-        if id(module) not in inside and not any(id(part) in inside for part in module.modules()):
+        if id(module) not in in_blocks and not any(id(part) in in_blocks for part in module.modules()):
             yield name, module
 
 
-def free_other_stages(
+def free_other_chain_stages(
     model: nn.Module,
     *,
-    cut: StageSplit,
-    own: Sequence[int],
+    split: StageSplit,
+    owned_stages: Sequence[int],
     blocks: Sequence[nn.Module],
     device: torch.device | None = None,
 ) -> None:
     """Move parameters and buffers that none of this process's stages holds to the device "meta".
 
-    Code around the blocks runs on every stage. Parameters that it reads become an expanded NaN (one element of memory)
-    instead, so that the code can still run; they are on `device` if the model has no memory yet. Tied parameters remain
-    tied.
+    Modules that contain blocks run on every stage. Parameters that their code reads become an expanded NaN (one element
+    of memory) instead, so that the code can still run; they are on `device` if the model has no memory yet. Tied
+    parameters remain tied.
     """
-    held = frozenset().union(*(cut.parts[stage].parameters for stage in own))
-    first = {id(p): name for name, p in model.named_parameters()}
-    outside = {id(module) for _, module in keep_shared_storage(model, blocks)}
-    inside = {id(part) for block in blocks for part in block.modules()}
-    new: dict[int, nn.Parameter] = {}
+    held_names = _held_parameter_names(split, owned_stages)
+    first_names = {id(p): name for name, p in model.named_parameters()}
+    outside_ids = {id(module) for _, module in modules_outside_blocks(model, blocks)}
+    in_blocks = _module_ids(blocks)
+    freed: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
-        around = id(module) not in outside and id(module) not in inside
+        has_block = id(module) not in outside_ids and id(module) not in in_blocks
         for key, parameter in list(module._parameters.items()):
-            if parameter is not None and id(parameter) in first and first[id(parameter)] not in held:
-                if id(parameter) not in new:
-                    is_seen = around or first[id(parameter)] in cut.read
-                    new[id(parameter)] = _empty(parameter, device=(device or parameter.device) if is_seen else None)
-                setattr(module, key, new[id(parameter)])
-    theirs = [block for stage in cut.parts if stage.index not in own for block in blocks[stage.start : stage.stop]]
-    _empty_buffers(model, cut=cut, own=own, theirs=theirs)
+            name = first_names.get(id(parameter))
+            if parameter is not None and name is not None and name not in held_names:
+                if id(parameter) not in freed:
+                    is_read = has_block or name in split.parameters_read_outside
+                    freed[id(parameter)] = _freed_copy(
+                        parameter, device=(device or parameter.device) if is_read else None
+                    )
+                setattr(module, key, freed[id(parameter)])
+    absent_blocks = [
+        block for stage in split.stages if stage.index not in owned_stages for block in blocks[stage.start : stage.stop]
+    ]
+    _free_buffers(model, split=split, owned_stages=owned_stages, absent_modules=absent_blocks)
 
 
-def hollow_graph(model: nn.Module, *, cut: GraphStageSplit, own: Sequence[int]) -> None:
+def free_other_graph_stages(model: nn.Module, *, split: GraphStageSplit, owned_stages: Sequence[int]) -> None:
     """Move the parameters and buffers that none of this process's stages uses to the device "meta"."""
-    empty = {id(parameter) for parameter in hollow_parameters(model, cut=cut, own=own)}
-    new: dict[int, nn.Parameter] = {}
+    absent_ids = {id(parameter) for parameter in absent_parameters(model, split=split, owned_stages=owned_stages)}
+    freed: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
         for key, parameter in list(module._parameters.items()):
-            if parameter is not None and id(parameter) in empty:
-                if id(parameter) not in new:
-                    new[id(parameter)] = _empty(parameter, device=None)
-                setattr(module, key, new[id(parameter)])
-    mine = {name for stage in own for name in cut.parts[stage].modules}
-    theirs = {name for part in cut.parts for name in part.modules} - mine
-    _empty_buffers(model, cut=cut, own=own, theirs=[model.get_submodule(name) for name in sorted(theirs)])
+            if parameter is not None and id(parameter) in absent_ids:
+                if id(parameter) not in freed:
+                    freed[id(parameter)] = _freed_copy(parameter, device=None)
+                setattr(module, key, freed[id(parameter)])
+    owned_modules = {name for stage in owned_stages for name in split.stages[stage].modules}
+    absent_names = {name for stage in split.stages for name in stage.modules} - owned_modules
+    absent_modules = [model.get_submodule(name) for name in sorted(absent_names)]
+    _free_buffers(model, split=split, owned_stages=owned_stages, absent_modules=absent_modules)
 
 
-def hollow_parameters(model: nn.Module, *, cut: StageSplit | GraphStageSplit, own: Sequence[int]) -> set[nn.Parameter]:
+def absent_parameters(
+    model: nn.Module, *, split: StageSplit | GraphStageSplit, owned_stages: Sequence[int]
+) -> set[nn.Parameter]:
     """Return the parameters that no stage of this process holds; sharding, optimizers and checkpoints skip them."""
-    held = frozenset().union(*(cut.parts[stage].parameters for stage in own))
-    return {parameter for name, parameter in model.named_parameters() if name not in held}
+    held_names = _held_parameter_names(split, owned_stages)
+    return {parameter for name, parameter in model.named_parameters() if name not in held_names}
 
 
 def memoryless_copy(model: nn.Module, *, device: torch.device | None = None) -> nn.Module:
@@ -97,39 +105,58 @@ def memoryless_copy(model: nn.Module, *, device: torch.device | None = None) -> 
         ) from error
 
 
-def _empty_buffers(
-    model: nn.Module, *, cut: StageSplit | GraphStageSplit, own: Sequence[int], theirs: Sequence[nn.Module]
+def _module_ids(roots: Sequence[nn.Module]) -> set[int]:
+    return {id(module) for root in roots for module in root.modules()}
+
+
+def _held_parameter_names(split: StageSplit | GraphStageSplit, owned_stages: Sequence[int]) -> frozenset[str]:
+    return frozenset().union(*(split.stages[stage].parameters for stage in owned_stages))
+
+
+def _free_buffers(
+    model: nn.Module,
+    *,
+    split: StageSplit | GraphStageSplit,
+    owned_stages: Sequence[int],
+    absent_modules: Sequence[nn.Module],
 ) -> None:
     """Move the buffers of modules that only other processes call to "meta", except for memory that is used here too.
 
     A buffer is used here if its module is also registered elsewhere in the model, if it shares memory with a buffer
     that is used here, or if a stage of this process computes with it.
     """
-    kept = {storage_key(model.get_buffer(name)) for stage in own for name in cut.parts[stage].buffers}
-    kept |= {storage_key(buffer) for module in _outside(model, theirs) for buffer in module.buffers(recurse=False)}
-    for module in {part: None for root in theirs for part in root.modules()}:
+    used_storages = {
+        storage_key(model.get_buffer(name)) for stage in owned_stages for name in split.stages[stage].buffers
+    }
+    used_storages |= {
+        storage_key(buffer)
+        for module in _modules_without(model, absent_modules)
+        for buffer in module.buffers(recurse=False)
+    }
+    for module in {part: None for root in absent_modules for part in root.modules()}:
         for key, buffer in module._buffers.items():
-            if buffer is not None and storage_key(buffer) not in kept:
+            if buffer is not None and storage_key(buffer) not in used_storages:
                 module._buffers[key] = torch.empty_like(buffer, device="meta")
 
 
-def _outside(model: nn.Module, closed: Sequence[nn.Module]) -> Iterator[nn.Module]:
+def _modules_without(model: nn.Module, excluded: Sequence[nn.Module]) -> Iterator[nn.Module]:
     """Yield the modules that can be reached without passing through the excluded modules."""
-    seen, queue = {id(module) for module in closed}, [model]
-    while queue:
-        module = queue.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
+    seen_ids, stack = {id(module) for module in excluded}, [model]
+    while stack:
+        module = stack.pop()
+        if id(module) not in seen_ids:
+            seen_ids.add(id(module))
             yield module
-            queue += module.children()
+            stack += module.children()
 
 
-def _empty(parameter: nn.Parameter, *, device: torch.device | None) -> nn.Parameter:
+def _freed_copy(parameter: nn.Parameter, *, device: torch.device | None) -> nn.Parameter:
+    """Return a parameter of the same shape on "meta"; for a float with a `device`, an expanded NaN on this device."""
     if device is not None and parameter.is_floating_point():
         value: Tensor = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
         value = value.expand(parameter.shape)
     else:
         value = torch.empty_like(parameter.detach(), device="meta")
-    made = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    return made
+    freed = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    freed.__dict__.update(parameter.__dict__)
+    return freed

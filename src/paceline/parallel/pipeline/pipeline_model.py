@@ -13,9 +13,9 @@ from paceline.config.settings import PlacementSettings
 from paceline.errors import LayoutError
 from paceline.parallel.initialization.deferred_fill import DeferredModel
 from paceline.parallel.module_access.blocks import NoChain, find_blocks
-from paceline.parallel.pipeline.chain.split import StageSplit, plan_cut
+from paceline.parallel.pipeline.chain.split import StageSplit, plan_stage_split
 from paceline.parallel.pipeline.chain.stages import Stages
-from paceline.parallel.pipeline.free_memory import hollow_parameters, keep_shared_storage
+from paceline.parallel.pipeline.free_memory import absent_parameters, modules_outside_blocks
 from paceline.parallel.pipeline.graph.cut_points import GraphPlan, plan_graph
 from paceline.parallel.pipeline.graph.split import GraphStageSplit
 from paceline.parallel.pipeline.graph.stages import GraphStages
@@ -26,210 +26,210 @@ from paceline.schedule.lowering import forward_only
 from paceline.schedule.program import Program
 from paceline.schedule.text_format import read
 
-Programs = Callable[[int], Program]
-Seconds = Callable[[Mapping[str, nn.Module]], Sequence[float]]
+ProgramBuilder = Callable[[int], Program]
+ModuleTimer = Callable[[Mapping[str, nn.Module]], Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineModel:
     """The pipeline stages of one rank.
 
-    `program(n)` is the schedule of all ranks for n microbatches, `forward(n)` the schedule without backward.
-    `hollow` are the parameters and buffers that only other ranks hold. `splits`: whether a stage's
-    backward can be split into input and weight gradients, as zero-bubble schedules require.
+    `build_program(n)` returns the schedule of all ranks for n microbatches, `build_forward_program(n)` the schedule
+    without backward. `absent_names` are the parameters and buffers that only other ranks hold. `can_split_backward`:
+    whether a stage's backward can be split into input and weight gradients, as zero-bubble schedules require.
     """
 
     stages: Stages | GraphStages
-    cut: StageSplit | GraphStageSplit
+    split: StageSplit | GraphStageSplit
     world: World
-    program: Programs
-    forward: Programs
-    hollow: frozenset[str]
-    splits: bool = True
+    build_program: ProgramBuilder
+    build_forward_program: ProgramBuilder
+    absent_names: frozenset[str]
+    can_split_backward: bool = True
 
     @property
     def has_loss(self) -> bool:
         """Return whether this rank runs the last stage."""
-        return self.cut.num_stages - 1 in self.stages.own
+        return self.split.num_stages - 1 in self.stages.owned_stages
 
     @property
-    def along_graph(self) -> bool:
+    def is_graph_split(self) -> bool:
         """Return whether the model is split along an exported graph, not along a chain of blocks."""
         return isinstance(self.stages, GraphStages)
 
     @property
     def ties(self) -> dict[str, list[int]]:
         """Return the names of the parameters that several ranks hold, with these ranks."""
-        owners = self.forward(1).rank_of_stage
-        found = {name: sorted({owners[stage] for stage in stages}) for name, stages in self.cut.ties.items()}
-        return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
+        rank_of_stage = self.build_forward_program(1).rank_of_stage
+        ranks_by_name = {
+            name: sorted({rank_of_stage[stage] for stage in stages}) for name, stages in self.split.ties.items()
+        }
+        return {name: ranks for name, ranks in ranks_by_name.items() if len(ranks) > 1}
 
 
-def cut_model(
+@dataclass(frozen=True, kw_only=True)
+class _SplitRequest:
+    """The arguments of the split along blocks, which are also those of the split along a graph."""
+
+    model: nn.Module
+    num_stages: int
+    call: Callable[[], object]
+    settings: PlacementSettings
+    time_modules: ModuleTimer | None
+    deferred_model: DeferredModel | None
+
+
+def build_pipeline_model(
     model: nn.Module,
     *,
-    asked: Layout,
+    layout: Layout,
     mesh: Mesh,
     world: World,
     call: Callable[[], object],
-    how: PlacementSettings,
-    say: Callable[[str], None] = lambda line: None,
-    splits: bool = True,
-    seconds: Seconds | None = None,
-    late: DeferredModel | None = None,
+    settings: PlacementSettings,
+    report: Callable[[str], None] = lambda line: None,
+    can_split_backward: bool = True,
+    time_modules: ModuleTimer | None = None,
+    deferred_model: DeferredModel | None = None,
 ) -> PipelineModel:
     """Split a model into stages, in place. `call` runs forward and loss of one microbatch.
 
-    `how` may list blocks and stages. A model without a chain of blocks is split along its exported graph, and
-    `say` receives a note. `seconds` measures the modules' times, by which the stages are balanced. `late`
-    is set if the parameters are still on the meta device.
+    `settings` may list blocks and stages. A model without a chain of blocks is split along its exported graph, and
+    `report` receives a note. `time_modules` measures the modules' times, by which the stages are balanced.
+    `deferred_model` is set if the parameters are still on the meta device.
 
     Raises:
         LayoutError: the model can't be split into stages; the message gives the cause.
     """
-    program = cache(lambda num_micro: build_pipeline_program(asked, mesh, num_micro=num_micro))
-    some = read(asked.schedule) if is_schedule_file(asked.schedule) else program(1)
-    own = some.stages_of(world.rank)
-    compares = not world.is_simulated  # simulated ranks have no values
-    found = _chain(model, num_stages=some.num_stages, call=call, how=how, seconds=seconds, late=late, compares=compares)
+    build_program = cache(lambda num_micro: build_pipeline_program(layout, mesh, num_micro=num_micro))
+    program = read(layout.schedule) if is_schedule_file(layout.schedule) else build_program(1)
+    owned_stages = program.stages_of(world.rank)
+    request = _SplitRequest(
+        model=model,
+        num_stages=program.num_stages,
+        call=call,
+        settings=settings,
+        time_modules=time_modules,
+        deferred_model=deferred_model,
+    )
+    chain_split = _split_chain(request, has_values=not world.is_simulated)
     stages: Stages | GraphStages
-    if isinstance(found, StageSplit):
-        _refuse_counted(found, some)
-        stages = Stages(model, cut=found, own=own, device=world.device)
-        hollow = _hollow(model, cut=found, own=own)
+    if isinstance(chain_split, StageSplit):
+        _refuse_counter(chain_split, program)
+        stages = Stages(model, split=chain_split, owned_stages=owned_stages, device=world.device)
+        absent_names = _absent_names_of_chain(model, chain_split, owned_stages)
     else:
-        _refuse_beside(mesh, found)
-        plan = _graph(
-            model,
-            found,
-            num_stages=some.num_stages,
-            call=call,
-            how=how,
-            seconds=seconds,
-            device=world.device,
-            late=late,
-        )
-        stages = GraphStages(model, cut=plan.cut, own=own, bare=plan.bare)
-        hollow = _hollow_graph(model, cut=plan.cut, own=own)
-        say(_told(plan.cut, found))
+        _refuse_graph_with_cp_or_ep(mesh, chain_split)
+        plan = _plan_graph(request, chain_split, world.device)
+        stages = GraphStages(model, split=plan.split, owned_stages=owned_stages, empty_model=plan.empty_model)
+        absent_names = _absent_names(model, plan.split, owned_stages)
+        absent_names |= {name for name, stage in plan.split.stage_of_buffer.items() if stage not in owned_stages}
+        report(_graph_split_note(plan.split, chain_split))
         if plan.has_print_calls:
-            say("note: print() between calls of modules is not part of the exported graph and will not run")
+            report("note: print() between calls of modules is not part of the exported graph and will not run")
     return PipelineModel(
         stages=stages,
-        cut=stages.cut,
+        split=stages.split,
         world=world,
-        program=program,
-        forward=cache(lambda num_micro: forward_only(rank_of_stage=some.rank_of_stage, micro=num_micro)),
-        hollow=hollow,
-        splits=splits,
+        build_program=build_program,
+        build_forward_program=cache(
+            lambda num_micro: forward_only(rank_of_stage=program.rank_of_stage, micro=num_micro)
+        ),
+        absent_names=frozenset(absent_names),
+        can_split_backward=can_split_backward,
     )
 
 
-def _chain(
-    model: nn.Module,
-    *,
-    num_stages: int,
-    call: Callable[[], object],
-    how: PlacementSettings,
-    seconds: Seconds | None,
-    late: DeferredModel | None,
-    compares: bool,
-) -> StageSplit | NoChain | None:
+def _split_chain(request: _SplitRequest, *, has_values: bool) -> StageSplit | NoChain | None:
     """Split along the chain of blocks; return the error if this fails, or None if the settings require `export`."""
-    if how.cut == "export":
+    settings, model = request.settings, request.model
+    if settings.cut == "export":
         return None
-    blocks, bounds = how.blocks or None, how.stages or None
+    names = settings.blocks or None
     try:
-        chain = {block.name: block.module for block in find_blocks(model, listed_names=blocks)}
-        weights = None if seconds is None else seconds(chain)
-        plan = partial(plan_cut, model, num_stages=num_stages, call=call, blocks=blocks, bounds=bounds, weights=weights)
-
-        if late is not None:  # `compare_stagewise` would need the memory of the full model
-            return late.run_without_values(plan)
-        cut = plan()
-        compare_stagewise(model, cut=cut, call=call, compares=compares)
-        return cut
+        blocks = {block.name: block.module for block in find_blocks(model, listed_names=names)}
+        plan = partial(
+            plan_stage_split,
+            model,
+            num_stages=request.num_stages,
+            call=request.call,
+            blocks=names,
+            bounds=settings.stages or None,
+            weights=None if request.time_modules is None else request.time_modules(blocks),
+        )
+        if request.deferred_model is not None:  # `compare_stagewise` would need the memory of the full model
+            return request.deferred_model.run_without_values(plan)
+        split = plan()
+        compare_stagewise(model, split=split, call=request.call, has_values=has_values)
+        return split
     except NoChain as error:
-        if how.cut == "chain":
+        if settings.cut == "chain":
             raise LayoutError(error.what, where=error.where, cause=error.cause, hint=error.hint) from error
         return error
 
 
-def _graph(
-    model: nn.Module,
-    refused: NoChain | None,
-    *,
-    num_stages: int,
-    call: Callable[[], object],
-    how: PlacementSettings,
-    seconds: Seconds | None,
-    device: torch.device,
-    late: DeferredModel | None,
-) -> GraphPlan:
-    """Split along the exported graph; an error also gives the reason why there is no chain of blocks."""
-    blocks, bounds = how.blocks or None, how.stages or None
+def _plan_graph(request: _SplitRequest, no_chain: NoChain | None, device: torch.device) -> GraphPlan:
+    """Plan the split along the exported graph; an error also gives the reason why there is no chain of blocks."""
     try:
         return plan_graph(
-            model,
-            num_stages=num_stages,
-            call=call,
+            request.model,
+            num_stages=request.num_stages,
+            call=request.call,
             device=device,
-            blocks=blocks,
-            bounds=bounds,
-            measure_seconds=seconds,
-            deferred_model=late,
+            blocks=request.settings.blocks or None,
+            bounds=request.settings.stages or None,
+            time_modules=request.time_modules,
+            deferred_model=request.deferred_model,
         )
     except LayoutError as error:
-        if refused is not None:
-            error.cause += f" (and as a chain: {refused.what.partition(':')[0]})"
+        if no_chain is not None:
+            error.cause += f" (and as a chain: {no_chain.what.partition(':')[0]})"
         raise
 
 
-def _refuse_counted(cut: StageSplit, program: Program) -> None:
+def _refuse_counter(split: StageSplit, program: Program) -> None:
     """Raise if the forward counts in Python and a rank has several stages, each of which starts the forward."""
-    several = program.num_stages > len(set(program.rank_of_stage))
-    if cut.counts and several:
+    has_several_stages = program.num_stages > len(set(program.rank_of_stage))
+    if split.counter_attribute and has_several_stages:
         raise LayoutError(
-            f"the forward changes self.{cut.counts}, and a rank with several stages would do it once per stage.",
+            f"the forward changes self.{split.counter_attribute}, and a rank with several stages would do it once per "
+            "stage.",
             cause="a counter in Python, and a schedule with more than one stage on a rank",
             hint="a schedule with one stage per rank: --layout pp,schedule=1f1b; or count in the training loop",
         )
 
 
-def _refuse_beside(mesh: Mesh, refused: NoChain | None) -> None:
+def _refuse_graph_with_cp_or_ep(mesh: Mesh, no_chain: NoChain | None) -> None:
     axis = next((axis for axis in ("cp", "ep") if mesh.size(axis) > 1), None)
     if axis is not None:
         raise LayoutError(
             f"pp with {axis} needs a chain of blocks: {axis} does not see the operations of an exported graph.",
-            cause="--place.cut export" if refused is None else refused.what,
+            cause="--place.cut export" if no_chain is None else no_chain.what,
             hint=f"--layout pp or --layout {axis} alone",
         )
 
 
-def _told(cut: GraphStageSplit, refused: NoChain | None) -> str:
+def _graph_split_note(split: GraphStageSplit, no_chain: NoChain | None) -> str:
     """Return a note on the split along the graph, for the console and the log."""
-    why = "requested" if refused is None else refused.what.partition(":")[0]
-    borders = ", ".join(f"{each.preceding_call} +{each.num_steps}".removesuffix(" +0") for each in cut.boundaries)
-    return f"note: stages are cut along the exported graph ({why}); borders after {borders}"
+    reason = "requested" if no_chain is None else no_chain.what.partition(":")[0]
+    borders = ", ".join(f"{each.preceding_call} +{each.num_steps}".removesuffix(" +0") for each in split.boundaries)
+    return f"note: stages are cut along the exported graph ({reason}); borders after {borders}"
 
 
-def _hollow_graph(model: nn.Module, *, cut: GraphStageSplit, own: tuple[int, ...]) -> frozenset[str]:
-    """Return the parameters and buffers that only other ranks hold."""
-    empty = hollow_parameters(model, cut=cut, own=own)
-    found = {name for name, parameter in model.named_parameters() if parameter in empty}
-    found |= {name for name, buffer in model.named_buffers() if buffer.is_meta}
-    return frozenset(found | {name for name, stage in cut.stage_of_buffer.items() if stage not in own})
+def _absent_names(model: nn.Module, split: StageSplit | GraphStageSplit, owned_stages: tuple[int, ...]) -> set[str]:
+    """Return the parameters that only other ranks hold, and the buffers whose memory is freed."""
+    absent = absent_parameters(model, split=split, owned_stages=owned_stages)
+    names = {name for name, parameter in model.named_parameters() if parameter in absent}
+    return names | {name for name, buffer in model.named_buffers() if buffer.is_meta}
 
 
-def _hollow(model: nn.Module, *, cut: StageSplit, own: tuple[int, ...]) -> frozenset[str]:
-    """Return the parameters and buffers that only other ranks hold."""
-    empty = hollow_parameters(model, cut=cut, own=own)
-    found = {name for name, parameter in model.named_parameters() if parameter in empty}
-    found |= {name for name, buffer in model.named_buffers() if buffer.is_meta}
-    first = {id(p): name for name, p in model.named_parameters()}
-    blocks = [model.get_submodule(name) for name in cut.blocks]
-    for path, module in keep_shared_storage(model, blocks):
-        held = {first[id(p)] for p in module.parameters()}
-        if held and not any(cut.runs(held, stage=stage) for stage in own):
-            found |= {f"{path}.{name}" for name, _ in module.named_buffers()}
-    return frozenset(found)
+def _absent_names_of_chain(model: nn.Module, split: StageSplit, owned_stages: tuple[int, ...]) -> set[str]:
+    """Return the parameters and buffers that only other ranks hold, also buffers of modules with placeholders."""
+    names = _absent_names(model, split, owned_stages)
+    first_names = {id(p): name for name, p in model.named_parameters()}
+    blocks = [model.get_submodule(name) for name in split.blocks]
+    for module_name, module in modules_outside_blocks(model, blocks):
+        parameters = {first_names[id(p)] for p in module.parameters()}
+        if parameters and not any(split.can_run_module(parameters, stage=stage) for stage in owned_stages):
+            names |= {f"{module_name}.{name}" for name, _ in module.named_buffers()}
+    return names

@@ -8,9 +8,10 @@ from paceline.parallel.module_access.blocks import Block
 from paceline.planner.model_costs.stage_balance import balance_stages
 
 Bounds = tuple[tuple[int, int], ...]
+"""The index of the first block of each stage, and the index after its last block."""
 
 
-def checked_bounds(counts: Sequence[int], num_stages: int, num_blocks: int) -> Bounds:
+def bounds_from_counts(counts: Sequence[int], num_stages: int, num_blocks: int) -> Bounds:
     """Return the bounds for the given number of blocks of each stage.
 
     Raises:
@@ -18,16 +19,15 @@ def checked_bounds(counts: Sequence[int], num_stages: int, num_blocks: int) -> B
     """
     if len(counts) != num_stages or sum(counts) != num_blocks or min(counts) < 1:
         raise LayoutError(
-            f"place.stages lists {len(counts)} stages with {sum(counts)} blocks, but the layout "
-            f"has {num_stages} stages, "
-            f"the model {num_blocks} blocks.",
+            f"place.stages lists {len(counts)} stages with {sum(counts)} blocks, but the layout has {num_stages} "
+            f"stages, the model {num_blocks} blocks.",
             cause="one number of blocks for each stage, at least 1, that add up to all blocks",
-            hint=_listed(num_stages, num_blocks),
+            hint=_suggest_counts(num_stages, num_blocks),
         )
     return tuple(pairwise([0, *accumulate(counts)]))
 
 
-def even_bounds(num_stages: int, blocks: Sequence[Block], weights: Sequence[float] | None) -> Bounds:
+def balanced_bounds(num_stages: int, blocks: Sequence[Block], weights: Sequence[float] | None) -> Bounds:
     """Return bounds that balance the weights over the stages; without weights, all blocks are equal.
 
     Raises:
@@ -45,8 +45,9 @@ def even_bounds(num_stages: int, blocks: Sequence[Block], weights: Sequence[floa
     return balance_stages(num_stages=num_stages, seconds=weights or [1.0] * len(blocks)).bounds
 
 
-def _listed(num_stages: int, num_blocks: int) -> str:
+def _suggest_counts(num_stages: int, num_blocks: int) -> str:
+    """Return an option that works, for the hint of an error."""
     if num_stages > num_blocks:
         return f"a smaller pp: {num_blocks} stages at most"
-    even = balance_stages(num_stages=num_stages, seconds=[1.0] * num_blocks).bounds
-    return f"--place.stages {','.join(str(stop - start) for start, stop in even)}"
+    bounds = balance_stages(num_stages=num_stages, seconds=[1.0] * num_blocks).bounds
+    return f"--place.stages {','.join(str(stop - start) for start, stop in bounds)}"

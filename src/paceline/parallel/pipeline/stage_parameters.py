@@ -5,7 +5,7 @@ from typing import Protocol
 
 
 class StageParameters(Protocol):
-    """A stage of either kind of split."""
+    """The parameters of a stage, in either kind of split."""
 
     @property
     def index(self) -> int: ...
@@ -14,12 +14,12 @@ class StageParameters(Protocol):
     def parameters(self) -> frozenset[str]: ...
 
 
-def stages_of_parameters(name: str, parts: Sequence[StageParameters]) -> tuple[int, ...]:
-    """Return the stages that hold a parameter; `name` is its name in `named_parameters()`."""
-    return tuple(part.index for part in parts if name in part.parameters)
+def stages_of_parameter(name: str, stages: Sequence[StageParameters]) -> tuple[int, ...]:
+    """Return the indices of the stages that hold a parameter; `name` is its name in `named_parameters()`."""
+    return tuple(stage.index for stage in stages if name in stage.parameters)
 
 
-def parameters_of_several_stages(parts: Sequence[StageParameters]) -> dict[str, tuple[int, ...]]:
+def parameters_of_several_stages(stages: Sequence[StageParameters]) -> dict[str, tuple[int, ...]]:
     """Return the names of the parameters that several stages hold, with the indices of these stages."""
-    names = sorted({name for part in parts for name in part.parameters})
-    return {name: held for name in names if len(held := stages_of_parameters(name, parts)) > 1}
+    names = sorted({name for stage in stages for name in stage.parameters})
+    return {name: indices for name in names if len(indices := stages_of_parameter(name, stages)) > 1}

@@ -13,20 +13,20 @@ from paceline.parallel.module_access.blocks import NoChain
 from paceline.parallel.module_access.user_call_isolation import side_effect_free
 from paceline.parallel.pipeline.chain.split import StageSplit
 from paceline.parallel.pipeline.chain.stages import Stages
-from paceline.parallel.pipeline.stage_io import Path, tensors_in
+from paceline.parallel.pipeline.stage_io import TensorPath, tensors_in
 from paceline.torch_internals.private_api import CallInterceptor
 from paceline.torch_internals.rng import seed_torch
 
-_ROUNDING = 1e-5
+_ROUNDING_TOLERANCE = 1e-5
 
 
-def compare_stagewise(model: nn.Module, *, cut: StageSplit, call: Callable[[], Any], compares: bool = True) -> None:
+def compare_stagewise(model: nn.Module, *, split: StageSplit, call: Callable[[], Any], has_values: bool = True) -> None:
     """Run a model stage by stage on one example, without gradients, and compare the result with that of a full forward.
 
     Modules of other stages return NaN, which reveals values that are needed but not sent. Hooks on the blocks of other
     stages are not called, so values that they record are missing. Each stage starts with the unchanged model and with
     the random generators as at the start of the full forward, as in a separate process. Each block draws from its own
-    random stream. `compares` is False if tensors have no values.
+    random stream. `has_values` is False if tensors have no values; then nothing is compared.
 
     Raises:
         NoChain: a stage fails, or the last stage's result differs from that of the full model.
@@ -34,19 +34,19 @@ def compare_stagewise(model: nn.Module, *, cut: StageSplit, call: Callable[[], A
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        with torch.no_grad(), _streams_of_blocks(model, cut.blocks):
+        with torch.no_grad(), _seeded_blocks(model, split.blocks):
             with side_effect_free(model):
-                right = dict(tensors_in(call()))
-            found = dict(tensors_in(_staged(model, cut, call)))
-        if compares:
-            _compare(right, found)
+                expected = dict(tensors_in(call()))
+            actual = dict(tensors_in(_run_stagewise(model, split, call)))
+        if has_values:
+            _refuse_differences(expected, actual)
     finally:
         for module, mode in modes.items():
             module.training = mode
 
 
 @contextmanager
-def _streams_of_blocks(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
+def _seeded_blocks(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
     """Seed torch's generators with the block's number for each call of a block, and restore them afterwards.
 
     A stage does not run the blocks of other stages, so draws inside blocks must not affect the draws after them. The
@@ -54,29 +54,29 @@ def _streams_of_blocks(model: nn.Module, blocks: Sequence[str]) -> Iterator[None
     """
     gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
 
-    def seeded(number: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before = torch.get_rng_state(), None if gpu is None else torch.cuda.get_rng_state(gpu)
+    def call_seeded(number: int, original_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        cpu_state, gpu_state = torch.get_rng_state(), None if gpu is None else torch.cuda.get_rng_state(gpu)
         seed_torch(number)
         try:
-            return call(*args, **kwargs)
+            return original_call(*args, **kwargs)
         finally:
-            torch.set_rng_state(before[0])
-            if before[1] is not None and gpu is not None:
-                torch.cuda.set_rng_state(before[1], gpu)
+            torch.set_rng_state(cpu_state)
+            if gpu_state is not None and gpu is not None:
+                torch.cuda.set_rng_state(gpu_state, gpu)
 
-    with ExitStack() as gates:
+    with ExitStack() as stack:
         for number, name in enumerate(blocks):
-            gates.callback(CallInterceptor(model.get_submodule(name), partial(seeded, number)).undo)
+            stack.callback(CallInterceptor(model.get_submodule(name), partial(call_seeded, number)).undo)
         yield
 
 
-def _staged(model: nn.Module, cut: StageSplit, call: Callable[[], Any]) -> Any:
-    stages = Stages(model, cut=cut, own=range(cut.num_stages))
-    found: Any = None
+def _run_stagewise(model: nn.Module, split: StageSplit, call: Callable[[], Any]) -> Any:
+    stages = Stages(model, split=split, owned_stages=range(split.num_stages))
+    output: Any = None
     try:
-        for index in range(cut.num_stages):
+        for index in range(split.num_stages):
             with side_effect_free(model):
-                found = stages.run(index, found, call)
+                output = stages.run(index, output, call)
     except torch.OutOfMemoryError:
         raise
     except LayoutError as error:
@@ -84,34 +84,35 @@ def _staged(model: nn.Module, cut: StageSplit, call: Callable[[], Any]) -> Any:
     except Exception as error:
         raise NoChain(
             f"the forward needs more than its blocks return: stage {index}, which runs the blocks from "
-            f"{cut.blocks[cut.parts[index].start]}, ends with {type(error).__name__}: {error}",
+            f"{split.blocks[split.stages[index].start]}, ends with {type(error).__name__}: {error}",
             where=str(user_line(error) or ""),
             cause="a list that the blocks or hooks on them fill, or an attribute that they set",
             hint="pass it from block to block, or --place.stages with both ends on one stage",
         ) from error
     finally:
         stages.close()
-    return found
+    return output
 
 
-def _compare(right: dict[Path, Tensor], found: dict[Path, Tensor]) -> None:
-    for path, whole in right.items():
-        staged = found.get(path)
+def _refuse_differences(expected: dict[TensorPath, Tensor], actual: dict[TensorPath, Tensor]) -> None:
+    for path, full_tensor in expected.items():
+        staged_tensor = actual.get(path)
         name = f"the value at {'.'.join(map(str, path))}" if path else "the result"
-        if staged is None or staged.shape != whole.shape:
+        if staged_tensor is None or staged_tensor.shape != full_tensor.shape:
             raise NoChain(
                 f"run in stages, the model returns a different structure than when run whole: {name} differs."
             )
-        if not whole.is_floating_point():
-            differs = not torch.equal(whole, staged)
+        if not full_tensor.is_floating_point():
+            differs = not torch.equal(full_tensor, staged_tensor)
         else:
-            apart = (staged.double() - whole.double()).norm()
-            differs = not bool(apart <= _ROUNDING * whole.double().norm()) and bool(whole.isfinite().all())
+            distance = (staged_tensor.double() - full_tensor.double()).norm()
+            is_close = bool(distance <= _ROUNDING_TOLERANCE * full_tensor.double().norm())
+            differs = not is_close and bool(full_tensor.isfinite().all())
         if differs:
-            missing = whole.is_floating_point() and bool(staged.isnan().any())
+            is_nan = full_tensor.is_floating_point() and bool(staged_tensor.isnan().any())
             raise NoChain(
                 f"run in stages, the model returns a different result than when run whole: {name} "
-                + ("needs a value that an earlier stage has (it is NaN)." if missing else "differs."),
+                + ("needs a value that an earlier stage has (it is NaN)." if is_nan else "differs."),
                 cause="state that a forward keeps outside of its blocks' arguments and results",
-                hint="pass it from block to block, or cut elsewhere with bounds=",
+                hint="pass it from block to block, or cut elsewhere: --place.stages",
             )

@@ -53,7 +53,7 @@ class PipelineForwardBackward:
 
     def program(self, num_micro: int) -> Program:
         """Return the pipeline's program, of all ranks, for `num_micro` microbatches."""
-        return self._piped.program(num_micro)
+        return self._piped.build_program(num_micro)
 
     def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
         """Run this replica's microbatches, and stand-ins of weight zero if all replicas must run equally many."""
@@ -66,7 +66,7 @@ class PipelineForwardBackward:
         work.indices_and_sizes += [(step_batch.num_micro, 0)] * num_missing
         work.microbatches = [*microbatches, *stand_ins]
         if work.microbatches:
-            program = self._piped.program(len(work.microbatches))
+            program = self._piped.build_program(len(work.microbatches))
             work.num_backwards_left = _num_backwards(program, rank=self._piped.world.rank)
             self._pipeline(program).run(work)
         totals = self._reporter.new_totals(step_batch, next(iter(work.terms.values()), None), stop=stop)
@@ -91,15 +91,15 @@ class PipelineForwardBackward:
                     output, replica.contract.terms(output, microbatch.data, num_samples=num_samples), microbatch.data
                 )
 
-        self._pipeline(self._piped.forward(1)).run(_EvaluationWork(self._piped, run_model))
+        self._pipeline(self._piped.build_forward_program(1)).run(_EvaluationWork(self._piped, run_model))
 
     def compute_logits(self, model: nn.Module, tensor: Tensor) -> Tensor:
         """Run one forward through the stages and broadcast the last stage's output to all ranks."""
         found: list[Tensor] = []
-        self._pipeline(self._piped.forward(1)).run(
+        self._pipeline(self._piped.build_forward_program(1)).run(
             _EvaluationWork(self._piped, lambda: found.append(output_logits(model(tensor))))
         )
-        world, source = self._piped.world, self._piped.forward(1).loss_rank
+        world, source = self._piped.world, self._piped.build_forward_program(1).loss_rank
         told = world.share_json([list(found[0].shape), str(found[0].dtype)] if found else None, source=source)
         if not found:
             kind = getattr(torch, told[1].removeprefix("torch."))
@@ -110,7 +110,7 @@ class PipelineForwardBackward:
         if program not in self._pipelines:
             piped = self._piped
             self._pipelines[program] = Pipeline(
-                program, world=piped.world, splits=piped.splits, on_action=self._on_action
+                program, world=piped.world, splits=piped.can_split_backward, on_action=self._on_action
             )
         return self._pipelines[program]
 

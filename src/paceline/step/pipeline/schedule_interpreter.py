@@ -161,7 +161,7 @@ class Pipeline:
     def _store_output(self, key: StageMicrobatch, output: StageOutput) -> None:
         next_key = (key[0] + 1, key[1])
         if next_key[0] in self._local_stages:
-            self._inputs[next_key] = output.received()
+            self._inputs[next_key] = output.as_stage_input()
         else:
             self._outputs[key] = output
 

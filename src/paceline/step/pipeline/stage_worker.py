@@ -51,7 +51,7 @@ class StageRunner:
 
 
 def sum_tied_gradients_over_stages(
-    model: nn.Module, *, cut: StageSplit, rank_of_stage: Sequence[int], world: World
+    model: nn.Module, *, split: StageSplit, rank_of_stage: Sequence[int], world: World
 ) -> None:
     """Sum the `.grad` of each parameter that stages of several ranks share. All ranks call this.
 
@@ -59,7 +59,7 @@ def sum_tied_gradients_over_stages(
     summed their gradients already.
     """
     parameters = dict(model.named_parameters())
-    for position, (name, stages) in enumerate(sorted(cut.ties.items())):
+    for position, (name, stages) in enumerate(sorted(split.ties.items())):
         ranks = sorted({rank_of_stage[stage] for stage in stages})
         if world.rank in ranks and len(ranks) > 1:
             parameters[name].grad = sum_tied_gradients(parameters[name], ranks=ranks, index=position, world=world)

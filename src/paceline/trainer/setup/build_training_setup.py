@@ -114,7 +114,7 @@ class TrainingSetup:
             LayoutError: no gradient flows back through the model.
         """
         if self.parallelized_model.pipeline_model is not None:
-            self.parallelized_model.pipeline_model.stages.refuse_training()
+            self.parallelized_model.pipeline_model.stages.check_trainable()
 
     def close(self) -> None:
         """Remove the hooks from the model."""

@@ -90,4 +90,4 @@ class PipeDreamReference(Reference):
 
 def map_stages(pipeline_model: PipelineModel, names: Iterable[str]) -> dict[str, int]:
     """Return the stage of each parameter; a pipeline without flush has each parameter in one stage."""
-    return {name: next(iter(pipeline_model.cut.stages_of(name)), 0) for name in names}
+    return {name: next(iter(pipeline_model.split.stages_of_parameter(name)), 0) for name in names}

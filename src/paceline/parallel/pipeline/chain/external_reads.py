@@ -19,48 +19,48 @@ from paceline.torch_internals.private_api import CallInterceptor
 class ExternalRead:
     """A read, outside the model, of a value made in it: the operation and unit that made it, and the reading line."""
 
-    name: str
+    operation: str
     unit: str
     where: str
 
 
-def taken_beside(model: nn.Module, *, units: Sequence[str], call: Callable[[], Any]) -> tuple[ExternalRead, ...]:
+def find_external_reads(model: nn.Module, *, units: Sequence[str], call: Callable[[], Any]) -> tuple[ExternalRead, ...]:
     """Run `call`, the model's forward and loss on one example, without side effects, and return the external reads.
 
     Raises:
         LayoutError: the model is called twice.
     """
-    watcher = _Watcher()
-    gates = [CallInterceptor(model.get_submodule(name), watcher.unit(name)) for name in units]
-    gates.append(CallInterceptor(model, watcher.model))
+    recorder = _ReadRecorder()
+    interceptors = [CallInterceptor(model.get_submodule(name), recorder.unit_handler(name)) for name in units]
+    interceptors.append(CallInterceptor(model, recorder.handle_model_call))
     try:
-        with side_effect_free(model), torch.no_grad(), OpObserver(watcher.see):
+        with side_effect_free(model), torch.no_grad(), OpObserver(recorder.record_operation):
             call()
     finally:
-        for gate in reversed(gates):
-            gate.undo()
-    return tuple(watcher.taken)
+        for interceptor in reversed(interceptors):
+            interceptor.undo()
+    return tuple(recorder.reads)
 
 
-def refuse_taken(taken: Sequence[ExternalRead], *, last: Collection[str]) -> None:
+def refuse_external_reads(reads: Sequence[ExternalRead], *, last_stage_units: Collection[str]) -> None:
     """Raise for reads of values that are not made on the last stage, where the loss runs.
 
     Raises:
         LayoutError: such a read exists; the message names the value and the line.
     """
-    for one in taken:
-        if one.unit not in last:
+    for read in reads:
+        if read.unit not in last_stage_units:
             raise LayoutError(
-                f"the loss reads a value ({one.name}) made in {one.unit or 'the forward'}, but the model does not "
-                "return it.",
-                where=one.where,
-                cause="an auxiliary loss or features, left on a module, in a list or by a hook: the last stage, which "
-                "has the loss, does not have other stages'",
+                f"the loss reads a value ({read.operation}) made in {read.unit or 'the forward'}, but the model does "
+                "not return it.",
+                where=read.where,
+                cause="an auxiliary loss or features, stored on a module, in a list or by a hook: the loss runs on the "
+                "last stage, which does not have values that other stages store",
                 hint="return it from its module, and add it in the model's output; or --layout ddp or fsdp",
             )
 
 
-def called_twice() -> LayoutError:
+def called_twice_error() -> LayoutError:
     """Return the error for a `forward=` or a loss that calls the model twice."""
     line = current_user_line()
     return LayoutError(
@@ -71,53 +71,54 @@ def called_twice() -> LayoutError:
     )
 
 
-class _Watcher:
-    def __init__(self) -> None:
-        self.taken: list[ExternalRead] = []
-        self._made = WeakIdKeyDictionary()
-        self._inside = False
-        self._called = False
-        self._unit = ""
+class _ReadRecorder:
+    """The origin of each tensor made inside the model, and the reads of these tensors outside of it."""
 
-    def model(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Handle the call of the model; discard the values in its output, which every reader may use."""
-        if self._called:
-            raise called_twice()
-        self._called = self._inside = True
-        output = call(*args, **kwargs)
-        self._inside = False
+    def __init__(self) -> None:
+        self.reads: list[ExternalRead] = []
+        self._origins = WeakIdKeyDictionary()  # storage -> (operation, unit)
+        self._is_inside_model = False
+        self._is_model_called = False
+        self._current_unit = ""
+
+    def handle_model_call(self, original_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Handle the call of the model; forget the origins of its output, which all code may read."""
+        if self._is_model_called:
+            raise called_twice_error()
+        self._is_model_called = self._is_inside_model = True
+        output = original_call(*args, **kwargs)
+        self._is_inside_model = False
         for _, tensor in tensors_in(output):
-            self._made.pop(_memory(tensor), None)
+            self._origins.pop(_storage(tensor), None)
         return output
 
-    def unit(self, name: str) -> Callable[..., Any]:
+    def unit_handler(self, name: str) -> Callable[..., Any]:
         """Return the handler for calls of a unit, which sets the current unit."""
 
-        def answer(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            before, self._unit = self._unit, name
+        def handle_call(original_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            outer_unit, self._current_unit = self._current_unit, name
             try:
-                return call(*args, **kwargs)
+                return original_call(*args, **kwargs)
             finally:
-                self._unit = before
+                self._current_unit = outer_unit
 
-        return answer
+        return handle_call
 
-    def see(self, operation: Any, args: Any, kwargs: Any, result: Any, drew: bool) -> None:
+    def record_operation(self, operation: Any, args: Any, kwargs: Any, result: Any, is_random: bool) -> None:
         """Record the values that an operation makes inside the model or reads outside of it."""
-        given = [tensor for _, tensor in tensors_in([args, kwargs])]
-        if self._inside:
-            old = {id(_memory(tensor)) for tensor in given}
-            name = operation.overloadpacket.__name__
+        inputs = [tensor for _, tensor in tensors_in([args, kwargs])]
+        if self._is_inside_model:
+            input_storages = {id(_storage(tensor)) for tensor in inputs}
             for _, tensor in tensors_in(result):
-                if id(memory := _memory(tensor)) not in old:
-                    self._made[memory] = name, self._unit
+                if id(storage := _storage(tensor)) not in input_storages:
+                    self._origins[storage] = operation.overloadpacket.__name__, self._current_unit
             return
-        for tensor in given:
-            name, unit = self._made.pop(_memory(tensor), ("", ""))
+        for tensor in inputs:
+            name, unit = self._origins.pop(_storage(tensor), ("", ""))
             if name:
-                self.taken.append(ExternalRead(name=name, unit=unit, where=str(current_user_line() or "")))
+                self.reads.append(ExternalRead(operation=name, unit=unit, where=str(current_user_line() or "")))
 
 
-def _memory(tensor: Tensor) -> Any:
+def _storage(tensor: Tensor) -> Any:
     """Return the storage, which views share; for a sparse tensor, which has no storage, the tensor itself."""
     return tensor.untyped_storage() if tensor.layout is torch.strided else tensor

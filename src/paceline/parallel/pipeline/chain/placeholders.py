@@ -13,79 +13,88 @@ from torch import Tensor, nn
 from paceline.errors import LayoutError
 from paceline.parallel.pipeline.stage_io import (
     OutputClasses,
-    Path,
-    Spec,
+    OutputSpec,
+    TensorPath,
     flatten_output,
-    replace_at,
+    substitute_tensors,
     tensors_in,
     unflatten_output,
 )
 from paceline.torch_internals.private_api import remove_all_hooks
 
-Kind = tuple[torch.Size, torch.dtype]
-Form = tuple[Spec, tuple[Path | None, ...]]
-Pool = dict[tuple[Kind, torch.device], Tensor]
+TensorType = tuple[torch.Size, torch.dtype]
+OutputTemplate = tuple[OutputSpec, tuple[TensorPath | None, ...]]
+"""The description of an output, and for each of its tensors the path of an input of the same shape and dtype."""
+TensorPool = dict[tuple[TensorType, torch.device], Tensor]
 
 
 class Placeholder:
     """The placeholder of one module.
 
-    `form` is used if the copy can't run on "meta", as with experts that read values of their tokens. It describes the
-    traced output, and names for each output tensor an input of the same shape.
+    `template` is used if the copy can't run on "meta", as with experts that read values of their tokens.
     """
 
-    def __init__(self, module: nn.Module, *, name: str, kinds: OutputClasses, form: Form | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        name: str,
+        output_classes: OutputClasses,
+        template: OutputTemplate | None = None,
+    ) -> None:
         self._name = name
-        self._kinds = kinds
-        self._skeleton = _without_memory(module)
+        self._output_classes = output_classes
+        self._meta_copy = _copy_to_meta(module)
         self._module = module
-        self._known: dict[Any, tuple[Spec, list[Kind]]] = {}
-        self._form = form
+        self._output_cache: dict[Any, tuple[OutputSpec, list[TensorType]]] = {}
+        self._template = template
 
-    def answer(self, args: Any, kwargs: Any, *, pool: Pool | None = None) -> Any:
+    def make_output(self, args: Any, kwargs: Any, *, pool: TensorPool | None = None) -> Any:
         """Return the module's output with NaN for floats and 0 for integers; a `pool` shares tensors of equal shape."""
-        value = {"args": args, "kwargs": kwargs}
-        inputs = dict(tensors_in(value))
-        kinds = tuple((path, tensor.shape, tensor.dtype) for path, tensor in inputs.items())
-        key = self._module.training, kinds
-        if key not in self._known:
-            self._known[key] = self._shapes(value, inputs)
-        spec, shapes = self._known[key]
+        arguments = {"args": args, "kwargs": kwargs}
+        inputs = dict(tensors_in(arguments))
+        input_types = tuple((path, tensor.shape, tensor.dtype) for path, tensor in inputs.items())
+        key = self._module.training, input_types
+        if key not in self._output_cache:
+            self._output_cache[key] = self._infer_output(arguments, inputs)
+        spec, tensor_types = self._output_cache[key]
         device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
-        return unflatten_output(spec, iter([_filled(kind, device, pool) for kind in shapes]), self._kinds)
+        tensors = iter([_filled_tensor(tensor_type, device, pool) for tensor_type in tensor_types])
+        return unflatten_output(spec, tensors, self._output_classes)
 
-    def _shapes(self, value: Any, inputs: Mapping[Path, Tensor]) -> tuple[Spec, list[Kind]]:
+    def _infer_output(self, arguments: Any, inputs: Mapping[TensorPath, Tensor]) -> tuple[OutputSpec, list[TensorType]]:
         try:
-            if self._skeleton is None:
+            if self._meta_copy is None:
                 raise RuntimeError("it can't be copied")
-            moved = replace_at(value, {path: _on_meta(tensor) for path, tensor in inputs.items()})
-            tensors, spec = flatten_output(self._run(self._skeleton, moved), where=self._name)
+            meta_inputs = {path: _meta_tensor(tensor) for path, tensor in inputs.items()}
+            output = self._run_meta_copy(self._meta_copy, substitute_tensors(arguments, meta_inputs))
+            tensors, spec = flatten_output(output, where=self._name)
             return spec, [(tensor.shape, tensor.dtype) for tensor in tensors]
         except LayoutError:
             raise
         except Exception as error:  # a module that needs real values can raise any exception
-            if self._form is None or any(path not in inputs for path in self._form[1]):
+            if self._template is None or any(path not in inputs for path in self._template[1]):
                 raise LayoutError(
-                    f"the shape of what {self._name} returns can't be determined without its weights: {error}",
+                    f"the shape of the output of {self._name} can't be determined without its weights: {error}",
                     hint="cut so that only the first stage calls it, or make it a block",
                 ) from error
-            spec, like = self._form
-            return spec, [(inputs[path].shape, inputs[path].dtype) for path in like if path is not None]
+            spec, input_paths = self._template
+            return spec, [(inputs[path].shape, inputs[path].dtype) for path in input_paths if path is not None]
 
-    def _run(self, skeleton: nn.Module, moved: Any) -> Any:
+    def _run_meta_copy(self, meta_copy: nn.Module, arguments: Any) -> Any:
         """Run the copy in the module's mode; if that fails, run it in eval mode, in which BatchNorm accepts one row."""
-        for copied, module in zip(skeleton.modules(), self._module.modules(), strict=True):
+        for copied, module in zip(meta_copy.modules(), self._module.modules(), strict=True):
             copied.training = module.training
         with torch.no_grad():
             try:
-                return skeleton(*moved["args"], **moved["kwargs"])
+                return meta_copy(*arguments["args"], **arguments["kwargs"])
             except Exception:
-                if not any(module.training for module in skeleton.modules()):
+                if not any(module.training for module in meta_copy.modules()):
                     raise
-                return skeleton.eval()(*moved["args"], **moved["kwargs"])
+                return meta_copy.eval()(*arguments["args"], **arguments["kwargs"])
 
 
-def form_of(output: Any, *, where: str, given: Mapping[Path, Kind]) -> Form | None:
+def output_template(output: Any, *, where: str, input_types: Mapping[TensorPath, TensorType]) -> OutputTemplate | None:
     """Return the description of a block's output, with an input of equal shape and dtype for each tensor.
 
     Return None if the output can't be sent to another stage.
@@ -94,36 +103,33 @@ def form_of(output: Any, *, where: str, given: Mapping[Path, Kind]) -> Form | No
         tensors, spec = flatten_output(output, where=where)
     except LayoutError:
         return None
-    kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
-    return spec, tuple(next((path for path, kind in given.items() if kind == each), None) for each in kinds)
+    types = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    return spec, tuple(next((path for path, known in input_types.items() if known == each), None) for each in types)
 
 
-def _without_memory(module: nn.Module) -> nn.Module | None:
+def _copy_to_meta(module: nn.Module) -> nn.Module | None:
     """Return a copy with parameters and buffers on "meta", without copying their memory; None if that fails."""
-    tensors = [*module.parameters(), *module.buffers()]
-    memo: dict[int, Any] = {id(tensor): _meta_of(tensor) for tensor in tensors}
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        empty = _meta_tensor(tensor)
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
     try:
-        skeleton = copy.deepcopy(module, memo)
+        meta_copy = copy.deepcopy(module, memo)
     except Exception:  # a module that holds a lock, a generator, a file
         return None
-    remove_all_hooks(skeleton)
-    return skeleton
+    remove_all_hooks(meta_copy)
+    return meta_copy
 
 
-def _meta_of(tensor: Tensor) -> Tensor:
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
+def _meta_tensor(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _filled(kind: Kind, device: torch.device, pool: Pool | None) -> Tensor:
-    if pool is not None and (kind, device) in pool:
-        return pool[kind, device]
-    shape, dtype = kind
-    made = torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+def _filled_tensor(tensor_type: TensorType, device: torch.device, pool: TensorPool | None) -> Tensor:
+    if pool is not None and (tensor_type, device) in pool:
+        return pool[tensor_type, device]
+    shape, dtype = tensor_type
+    filled = torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
     if pool is not None:
-        pool[kind, device] = made
-    return made
+        pool[tensor_type, device] = filled
+    return filled

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from paceline.errors import LayoutError
 from paceline.parallel.module_access.blocks import NoChain
-from paceline.parallel.pipeline.chain.trace_module_calls import ForwardTrace, Key, Node
-from paceline.parallel.pipeline.stage_io import Path
+from paceline.parallel.pipeline.chain.trace_module_calls import ForwardTrace, Node, ValueKey
+from paceline.parallel.pipeline.stage_io import TensorPath
 
 
 class DataDependentBranch(LayoutError):
@@ -15,136 +15,142 @@ class DataDependentBranch(LayoutError):
 
 @dataclass(kw_only=True)
 class StageRequirements:
-    """The parameters that a stage needs outside its blocks, and the values carried to it.
+    """The parameters that a stage needs outside its blocks, and the skip values sent to it.
 
-    `carried` maps each value to the arguments (block, path) as which it is passed.
+    `skip_values` maps each value to the arguments (block, path) as which it is passed.
     """
 
     start: int
     stop: int
     parameters: set[str] = field(default_factory=set)
-    carried: dict[Key, list[tuple[int, Path]]] = field(default_factory=dict)
+    skip_values: dict[ValueKey, list[tuple[int, TensorPath]]] = field(default_factory=dict)
 
 
-def needs_of(flow: ForwardTrace, *, start: int, stop: int, last: bool) -> StageRequirements:
+def find_stage_requirements(trace: ForwardTrace, *, start: int, stop: int, is_last: bool) -> StageRequirements:
     """Return the requirements of the stage with blocks `start` to `stop`.
 
     Raises:
         LayoutError: the stage needs a value of another stage that can't be passed to it.
     """
-    return _Stage(flow, start, stop, last).found()
+    search = _RequirementSearch(trace, start, stop, is_last)
+    search.add_block_arguments()
+    search.add_values_inside_blocks()
+    search.check_python_reads()
+    if is_last:
+        for node, _ in trace.result.values():
+            search.add_value(node, "the code after the last block")
+    return search.requirements
 
 
-class _Stage:
-    def __init__(self, flow: ForwardTrace, start: int, stop: int, last: bool) -> None:
-        self.flow, self.start, self.stop, self.last = flow, start, stop, last
-        given = flow.calls[start - 1].gives if start else {}
-        self.received = {node for node, _ in given.values()}
-        self.needs = StageRequirements(start=start, stop=stop)
-        self._reached: dict[int, tuple[frozenset[str], int | None]] = {}
+class _RequirementSearch:
+    """The search for the requirements of one stage; values are indices of the trace's nodes."""
 
-    def found(self) -> StageRequirements:
-        self._arguments()
-        self._inner()
-        self._reads()
-        if self.last:
-            for node, _ in self.flow.result.values():
-                self._use(node, "the code after the last block")
-        return self.needs
+    def __init__(self, trace: ForwardTrace, start: int, stop: int, is_last: bool) -> None:
+        self.trace, self.start, self.stop, self.is_last = trace, start, stop, is_last
+        received_outputs = trace.calls[start - 1].outputs if start else {}
+        self.received_nodes = {node for node, _ in received_outputs.values()}
+        self.requirements = StageRequirements(start=start, stop=stop)
+        self._dependency_cache: dict[int, tuple[frozenset[str], int | None]] = {}
 
-    def _arguments(self) -> None:
+    def add_block_arguments(self) -> None:
+        """Add the values that the stage's blocks get as arguments."""
         for block in range(self.start, self.stop):
-            for path, key in self.flow.calls[block].takes.items():
-                parameters, missing = self._reach(key[0])
+            for path, key in self.trace.calls[block].inputs.items():
+                parameters, missing = self._dependencies(key[0])
                 if missing is None:
-                    self.needs.parameters |= parameters
-                elif self._is_early(self.flow.nodes[key[0]]):
-                    self.needs.carried.setdefault(key, []).append((block, path))
+                    self.requirements.parameters |= parameters
+                elif self._is_made_earlier(self.trace.nodes[key[0]]):
+                    self.requirements.skip_values.setdefault(key, []).append((block, path))
                 else:
-                    raise self._skip(missing, f"an input of {self.flow.blocks[block].name}")
+                    raise self._skip_error(missing, f"an input of {self.trace.blocks[block].name}")
 
-    def _inner(self) -> None:
+    def add_values_inside_blocks(self) -> None:
         """Add values that blocks use but don't get as arguments: closures, caches, tensors stored by another block."""
-        known = {node for block in range(self.start, self.stop) for node, _ in self.flow.calls[block].takes.values()}
-        for node in self.flow.nodes:
+        arguments = {
+            node for block in range(self.start, self.stop) for node, _ in self.trace.calls[block].inputs.values()
+        }
+        for node in self.trace.nodes:
             if node.block is not None and self.start <= node.block < self.stop:
                 for source in node.inputs:
-                    if source not in known:
-                        self._use(source, f"{node.name} inside {self.flow.blocks[node.block].name}")
+                    if source not in arguments:
+                        self.add_value(source, f"{node.name} inside {self.trace.blocks[node.block].name}")
 
-    def _reads(self) -> None:
-        for read in self.flow.reads:
-            if read.block is None and (read.after < self.stop or self.last):
-                _, missing = self._reach(read.node)
+    def check_python_reads(self) -> None:
+        """Raise if Python code between the blocks reads a value that the stage does not have."""
+        for read in self.trace.python_reads:
+            if read.block is None and (read.num_started < self.stop or self.is_last):
+                _, missing = self._dependencies(read.node)
                 if missing is not None:
                     raise DataDependentBranch(
-                        f"the forward branches on a value that stage {self.name} does not have: it depends on "
-                        f"{self._maker(missing)}.",
+                        f"the forward branches on a value that stage {self._stage_name} does not have: it depends on "
+                        f"{self._description(missing)}.",
                         where=read.where,
                         cause="an `if`, a loop or .item() on a tensor between blocks",
                         hint="move it into a block; or --layout ddp or fsdp",
                     )
 
-    @property
-    def name(self) -> str:
-        return f"{self.flow.blocks[self.start].name}..{self.flow.blocks[self.stop - 1].name}"
-
-    def _use(self, node: int, user: str) -> None:
-        parameters, missing = self._reach(node)
+    def add_value(self, node: int, user: str) -> None:
+        """Add the parameters on which a value depends; `user` says in an error message what needs the value."""
+        parameters, missing = self._dependencies(node)
         if missing is not None:
-            raise self._skip(missing, user)
-        self.needs.parameters |= parameters
+            raise self._skip_error(missing, user)
+        self.requirements.parameters |= parameters
 
-    def _skip(self, missing: int, user: str) -> NoChain:
+    @property
+    def _stage_name(self) -> str:
+        return f"{self.trace.blocks[self.start].name}..{self.trace.blocks[self.stop - 1].name}"
+
+    def _skip_error(self, missing: int, user: str) -> NoChain:
         return NoChain(
-            f"a skip connection crosses the cut before {self.flow.blocks[self.start].name}: {user} needs "
-            f"{self._maker(missing)}.",
+            f"a skip connection crosses the cut before {self.trace.blocks[self.start].name}: {user} needs "
+            f"{self._description(missing)}.",
             cause="a value that bypasses the blocks in between, such as a U-Net's skip or collected hidden states",
             hint="--place.stages with both ends on one stage, or pass the value to the later block as an argument",
         )
 
-    def _maker(self, number: int) -> str:
-        node = self.flow.nodes[number]
-        where = "" if node.block is None else f" made in {self.flow.blocks[node.block].name}"
-        drawn = " drawn at random before this stage" if node.draws and node.block is None else ""
-        return f"a value ({node.name}){where}{drawn}"
+    def _description(self, index: int) -> str:
+        node = self.trace.nodes[index]
+        if node.block is not None:
+            return f"a value ({node.name}) made in {self.trace.blocks[node.block].name}"
+        return f"a value ({node.name}){' drawn at random before this stage' if node.is_random else ''}"
 
-    def _is_early(self, node: Node) -> bool:
+    def _is_made_earlier(self, node: Node) -> bool:
         """Return whether a value is made before this stage starts, so that earlier stages have it."""
-        return node.after < self.start or (node.after == self.start and node.block is not None)
+        return node.num_started < self.start or (node.num_started == self.start and node.block is not None)
 
-    def _own(self, node: Node) -> bool:
+    def _is_made_here(self, node: Node) -> bool:
         return node.block is not None and self.start <= node.block < self.stop
 
-    def _reach(self, root: int) -> tuple[frozenset[str], int | None]:
+    def _dependencies(self, root: int) -> tuple[frozenset[str], int | None]:
         """Return the parameters that a value depends on, and the first dependency that this stage lacks, or None."""
-        if root not in self._reached:
+        if root not in self._dependency_cache:
             parameters: set[str] = set()
             missing = None
-            for number, node in self._sources(root):
+            for index, node in self._walk_inputs(root):
                 if node.parameter is not None:
                     parameters.add(node.parameter)
-                elif self._is_foreign(number, node):
-                    missing = number
+                elif self._is_missing(index, node):
+                    missing = index
                     break
-            self._reached[root] = frozenset(parameters), missing
-        return self._reached[root]
+            self._dependency_cache[root] = frozenset(parameters), missing
+        return self._dependency_cache[root]
 
-    def _sources(self, root: int) -> Iterator[tuple[int, Node]]:
+    def _walk_inputs(self, root: int) -> Iterator[tuple[int, Node]]:
+        """Yield a value and the values from which this stage computes it, down to those that it has or lacks."""
         seen, stack = {root}, [root]
         while stack:
-            number = stack.pop()
-            node = self.flow.nodes[number]
-            if number in self.received:
+            index = stack.pop()
+            node = self.trace.nodes[index]
+            if index in self.received_nodes:
                 continue
-            yield number, node
-            if not self._is_foreign(number, node) and not self._own(node):
-                new = [source for source in node.inputs if source not in seen]
-                seen.update(new)
-                stack += new
+            yield index, node
+            if not self._is_missing(index, node) and not self._is_made_here(node):
+                new_inputs = [source for source in node.inputs if source not in seen]
+                seen.update(new_inputs)
+                stack += new_inputs
 
-    def _is_foreign(self, number: int, node: Node) -> bool:
+    def _is_missing(self, index: int, node: Node) -> bool:
         """Return whether a value is made in a block of another stage, or is a random draw before this stage."""
-        if number in self.received or self._own(node):
+        if index in self.received_nodes or self._is_made_here(node):
             return False
-        return node.block is not None or (node.draws and node.after < self.start)
+        return node.block is not None or (node.is_random and node.num_started < self.start)

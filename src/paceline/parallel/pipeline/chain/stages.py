@@ -6,7 +6,7 @@ Calls are intercepted outside all hooks of a module, so sharding, compiling and 
 modules only.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import JobError, LayoutError, RunError, user_line
-from paceline.parallel.pipeline.chain.placeholders import Form, Placeholder, Pool
-from paceline.parallel.pipeline.chain.split import StagePart, StageSplit
-from paceline.parallel.pipeline.free_memory import free_other_stages, keep_shared_storage
-from paceline.parallel.pipeline.stage_io import Spec, flatten_output, replace_at, tensors_in, unflatten_output
+from paceline.parallel.pipeline.chain.placeholders import OutputTemplate, Placeholder, TensorPool
+from paceline.parallel.pipeline.chain.split import ChainStage, StageSplit
+from paceline.parallel.pipeline.free_memory import free_other_chain_stages, modules_outside_blocks
+from paceline.parallel.pipeline.stage_io import (
+    OutputSpec,
+    flatten_output,
+    substitute_tensors,
+    tensors_in,
+    unflatten_output,
+)
 from paceline.torch_internals.private_api import CallInterceptor, in_backward, running_function
 from paceline.torch_internals.rng import DisabledDropout
 
@@ -27,37 +33,42 @@ class StageOutput:
     """The values sent to the next stage: tensors, and a JSON description of them."""
 
     tensors: list[Tensor]
-    spec: Spec
+    spec: OutputSpec
 
-    def received(self) -> "StageOutput":
+    def as_stage_input(self) -> "StageOutput":
         """Return the output as the next stage receives it: detached from this stage's autograd graph."""
-        return StageOutput(tensors=[_leaf(tensor) for tensor in self.tensors], spec=self.spec)
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.tensors]
+        return StageOutput(tensors=leaves, spec=self.spec)
 
 
 @dataclass(kw_only=True)
-class _Run:
-    """The state of one stage's forward of one microbatch."""
+class _StageRun:
+    """The state of one stage's forward of one microbatch.
 
-    part: StagePart
-    received: StageOutput | None
-    trains: bool = False
-    pool: Pool = field(default_factory=dict)
-    stream: Tensor | None = None
-    carried: dict[int, Tensor] = field(default_factory=dict)
-    seen: dict[int, Tensor] = field(default_factory=dict)
-    called: int = 0
+    `start_rng_state` is set in evaluation. `skip_values` are the received ones and those of the stage's own blocks, by
+    index.
+    """
+
+    stage: ChainStage
+    stage_input: StageOutput | None
+    is_grad_enabled: bool
+    start_rng_state: Tensor | None
+    placeholder_pool: TensorPool = field(default_factory=dict)
+    received_skips: dict[int, Tensor] = field(default_factory=dict)
+    skip_values: dict[int, Tensor] = field(default_factory=dict)
+    num_called_blocks: int = 0
 
 
-class _Left(BaseException):
+class _StageEnd(BaseException):
     """The signal that the stage's last block has run.
 
     It is not an `Exception`, so that no `except Exception` in a forward catches it.
     """
 
-    def __init__(self, run: _Run, sent: StageOutput) -> None:
-        super().__init__("left after the stage's last block")
+    def __init__(self, run: _StageRun, stage_output: StageOutput) -> None:
+        super().__init__("the stage's last block has run")
         self.run = run
-        self.sent = sent
+        self.stage_output = stage_output
 
 
 class Stages:
@@ -65,216 +76,235 @@ class Stages:
 
     Several stages of one process (interleaved, V) share the model. Create this object before sharding, compiling or
     hooking the model, so that its interceptors are outside of these. A model on the meta device will run on `device`.
+    The functions in `on_forward_end` are called after each forward of a stage.
     """
 
     def __init__(
-        self, model: nn.Module, *, cut: StageSplit, own: Sequence[int], device: torch.device | None = None
+        self, model: nn.Module, *, split: StageSplit, owned_stages: Sequence[int], device: torch.device | None = None
     ) -> None:
         self.model = model
-        self.cut = cut
-        self.own = tuple(own)
-        self.on_leave: list[Callable[[], None]] = []
-        self._run: _Run | None = None
-        self._idle = DisabledDropout(model)
+        self.split = split
+        self.owned_stages = tuple(owned_stages)
+        self.on_forward_end: list[Callable[[], None]] = []
+        self._current_run: _StageRun | None = None
+        self._disabled_dropout = DisabledDropout(model)
         self._device = device or next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         modules = dict(model.named_modules(remove_duplicate=False))
-        blocks = [modules[name] for name in cut.blocks]
-        first = {id(p): name for name, p in model.named_parameters()}
-        outside = {
-            name: {first[id(p)] for p in module.parameters()} for name, module in keep_shared_storage(model, blocks)
+        blocks = [modules[name] for name in split.blocks]
+        first_names = {id(p): name for name, p in model.named_parameters()}
+        outside_modules = {
+            name: {first_names[id(p)] for p in module.parameters()}
+            for name, module in modules_outside_blocks(model, blocks)
         }
-        self._gates = [
+        self._interceptors = [
             CallInterceptor(
-                module, self._block_gate(number, self._dummy(module, cut.blocks[number], cut.forms[number]))
+                block,
+                self._block_handler(
+                    number, self._placeholder(block, split.blocks[number], split.output_templates[number])
+                ),
             )
-            for number, module in enumerate(blocks)
+            for number, block in enumerate(blocks)
         ]
-        self._gates += [
-            CallInterceptor(modules[name], self._glue_gate(name, parameters, self._dummy(modules[name], name)))
-            for name, parameters in outside.items()
+        self._interceptors += [
+            CallInterceptor(
+                modules[name],
+                self._outside_module_handler(name, parameters, self._placeholder(modules[name], name)),
+            )
+            for name, parameters in outside_modules.items()
             if parameters
         ]
-        free_other_stages(model, cut=cut, own=self.own, blocks=blocks, device=device)
+        free_other_chain_stages(model, split=split, owned_stages=self.owned_stages, blocks=blocks, device=device)
 
-    def run(self, stage: int, received: StageOutput | None, call: Callable[[], Any]) -> Any:
+    def run(self, stage: int, stage_input: StageOutput | None, call: Callable[[], Any]) -> Any:
         """Run `call`, the forward of one microbatch, on one stage.
 
-        Return the `StageOutput` for the next stage, or on the last stage the result of `call`. `received` is the
+        Return the `StageOutput` for the next stage, or on the last stage the result of `call`. `stage_input` is the
         previous stage's output; its tensors have `requires_grad` if gradients flow back.
 
         Raises:
             JobError: the forward ended without reaching the stage's last block.
         """
-        if stage not in self.own:
-            raise RunError(f"stage {stage} is not one of this process's stages {list(self.own)}.")
-        for gate in self._gates:
-            gate.renew()
-        part = self.cut.parts[stage]
-        run = _Run(part=part, received=received, trains=torch.is_grad_enabled())
-        run.stream = None if self.model.training else stream_of(self._device)
-        if received is not None:
-            self._unpack_carried(run, received)
-        before, self._run = self._run, run
+        if stage not in self.owned_stages:
+            raise RunError(f"stage {stage} is not one of this process's stages {list(self.owned_stages)}.")
+        for interceptor in self._interceptors:
+            interceptor.renew()
+        run = _StageRun(
+            stage=self.split.stages[stage],
+            stage_input=stage_input,
+            is_grad_enabled=torch.is_grad_enabled(),
+            start_rng_state=None if self.model.training else device_rng_state(self._device),
+        )
+        if stage_input is not None:
+            self._unpack_skip_values(run, stage_input)
+        previous_run, self._current_run = self._current_run, run
         try:
             result = call()
-        except _Left as finished:
-            if finished.run is not run:
+        except _StageEnd as end:
+            if end.run is not run:
                 raise
-            return finished.sent
+            return end.stage_output
         except RuntimeError as error:
             if "appears to not have been used in the graph" in str(error):
-                raise _through_stages(error) from error
+                raise _gradient_through_stages_error(error) from error
             raise
         finally:
-            self._run = before
-            for leave in self.on_leave:
-                leave()
-        if run.called < len(self.cut.blocks):
-            raise self._another_way(run) if run.called else self._never(stage)
+            self._current_run = previous_run
+            for callback in self.on_forward_end:
+                callback()
+        if run.num_called_blocks < len(self.split.blocks):
+            raise self._block_order_error(run) if run.num_called_blocks else self._no_block_error(stage)
         return result
 
-    def refuse_training(self) -> None:
+    def check_trainable(self) -> None:
         """Raise, before the first step, if the stages can evaluate the model but not train it.
 
         Raises:
             LayoutError: an autograd function calls a block, so autograd does not record the block's operations.
         """
-        if self.cut.enclosed is not None:
-            raise _enclosed(*self.cut.enclosed)
+        if self.split.enclosed_block is not None:
+            raise _autograd_function_error(*self.split.enclosed_block)
 
     def close(self) -> None:
         """Remove the interceptors."""
-        for gate in reversed(self._gates):
-            gate.undo()
+        for interceptor in reversed(self._interceptors):
+            interceptor.undo()
 
     # -- blocks
 
-    def _block_gate(self, number: int, dummy: Placeholder) -> Callable[..., Any]:
-        def gate(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            run = self._run
+    def _block_handler(self, number: int, placeholder: Placeholder) -> Callable[..., Any]:
+        def handle_call(original_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            run = self._current_run
             if run is None:
-                return self._outside(call, args, kwargs, self.cut.blocks[number])
-            if number != run.called:
-                raise self._another_way(run)
-            run.called += 1
-            if run.trains and not torch.is_grad_enabled() and (function := running_function()) is not None:
-                raise _enclosed(self.cut.blocks[number], function.__name__)
-            if number == run.part.start - 1:
-                return self._take(run)
-            if number < run.part.start:
-                return dummy.answer(args, kwargs, pool=run.pool)
-            args, kwargs = self._handed(run, number, args, kwargs)
-            output = call(*args, **kwargs)
-            self._look(run, number, True, output)
-            if number == run.part.stop - 1 and run.part.stop < len(self.cut.blocks):
-                raise _Left(run, self._packed(run, number, output))
+                return self._call_outside_run(original_call, args, kwargs, self.split.blocks[number])
+            if number != run.num_called_blocks:
+                raise self._block_order_error(run)
+            run.num_called_blocks += 1
+            if run.is_grad_enabled and not torch.is_grad_enabled() and (function := running_function()) is not None:
+                raise _autograd_function_error(self.split.blocks[number], function.__name__)
+            if number == run.stage.start - 1:
+                return self._unpack_output(run)
+            if number < run.stage.start:
+                return placeholder.make_output(args, kwargs, pool=run.placeholder_pool)
+            args, kwargs = self._insert_skip_values(run, number, args, kwargs)
+            output = original_call(*args, **kwargs)
+            self._store_skip_values(run, number, True, output)
+            if number == run.stage.stop - 1 and run.stage.stop < len(self.split.blocks):
+                raise _StageEnd(run, self._pack_output(run, number, output))
             return output
 
-        return gate
+        return handle_call
 
-    def _never(self, stage: int) -> JobError:
+    def _no_block_error(self, stage: int) -> JobError:
         return JobError(
-            f"the forward of stage {stage} ended before its block {self.cut.blocks[0]}.",
+            f"the forward of stage {stage} ended before its block {self.split.blocks[0]}.",
             cause="a branch that skips blocks, or a forward= that does not call the model",
             hint="forward=lambda model, batch: model(...), which calls every block once",
         )
 
-    def _another_way(self, run: _Run) -> LayoutError:
+    def _block_order_error(self, run: _StageRun) -> LayoutError:
         """Return the error for blocks that are called in a different order than in the trace."""
-        number = run.called
-        due = self.cut.blocks[number] if number < len(self.cut.blocks) else "no further block"
+        number = run.num_called_blocks
+        expected = self.split.blocks[number] if number < len(self.split.blocks) else "no further block"
         return LayoutError(
-            f"the forward does not call its blocks in the order in which the model was cut: {due} was expected.",
+            f"the forward does not call its blocks in the order in which the model was cut: {expected} was expected.",
             cause="layers that are skipped, shuffled or repeated at random or depending on the data",
             hint="call all blocks in one order, and make the choice inside a block; or --layout ddp or fsdp",
         )
 
-    def _outside(self, call: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
+    def _call_outside_run(self, original_call: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
         """Handle a call outside of a stage's run.
 
         The call runs if this process holds all stages, or in a backward, which recomputes modules of the stage.
         """
-        if len(self.own) == self.cut.num_stages or in_backward():
-            return call(*args, **kwargs)
+        if len(self.owned_stages) == self.split.num_stages or in_backward():
+            return original_call(*args, **kwargs)
         raise RunError(
-            f"{name} was called, but this process holds the stages {list(self.own)} of {self.cut.num_stages} only.",
-            hint="run the model by its stages: stages.run(stage, received, call)",
+            f"{name} was called, but this process holds the stages {list(self.owned_stages)} of "
+            f"{self.split.num_stages} only.",
+            hint="run the model by its stages: stages.run(stage, stage_input, call)",
         )
 
-    def _take(self, run: _Run) -> Any:
-        assert run.received is not None, "a stage after the first runs on what it received"
-        output, streams = run.received.spec
-        if streams:
-            take_stream(run.received.tensors[-1], run.received.tensors[0].device)
-        tensors = [tensor.clone() for tensor in run.received.tensors] if run.part.copies else run.received.tensors
-        return unflatten_output(output, iter(tensors), self.cut.kinds)
+    def _unpack_output(self, run: _StageRun) -> Any:
+        """Return the received output of the block before this stage."""
+        assert run.stage_input is not None, "a stage after the first runs on what it received"
+        tensors = run.stage_input.tensors
+        output_spec, has_rng_state = run.stage_input.spec
+        if has_rng_state:
+            set_device_rng_state(tensors[-1], tensors[0].device)
+        if run.stage.should_clone_inputs:
+            tensors = [tensor.clone() for tensor in tensors]
+        return unflatten_output(output_spec, iter(tensors), self.split.output_classes)
 
-    def _unpack_carried(self, run: _Run, received: StageOutput) -> None:
-        numbers = run.part.takes
-        end = len(received.tensors) - int(bool(received.spec[1]))
-        run.carried = dict(zip(numbers, received.tensors[end - len(numbers) : end], strict=True))
-        run.seen.update(run.carried)
+    def _unpack_skip_values(self, run: _StageRun, stage_input: StageOutput) -> None:
+        indices = run.stage.received_skips
+        end = len(stage_input.tensors) - int(bool(stage_input.spec[1]))
+        run.received_skips = dict(zip(indices, stage_input.tensors[end - len(indices) : end], strict=True))
+        run.skip_values.update(run.received_skips)
 
-    def _handed(self, run: _Run, number: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments of a block, with the values carried from earlier stages inserted."""
-        new = {
+    def _insert_skip_values(self, run: _StageRun, number: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of a block, with the skip values received from earlier stages inserted."""
+        new_tensors = {
             path: tensor
-            for carried, tensor in run.carried.items()
-            for block, path in self.cut.carried[carried].targets
+            for index, tensor in run.received_skips.items()
+            for block, path in self.split.skip_values[index].targets
             if block == number
         }
-        value = {"args": args, "kwargs": kwargs}
-        if new:
-            value = replace_at(value, new)
-        self._look(run, number, False, value)
-        return value["args"], value["kwargs"]
+        arguments = {"args": args, "kwargs": kwargs}
+        if new_tensors:
+            arguments = substitute_tensors(arguments, new_tensors)
+        self._store_skip_values(run, number, False, arguments)
+        return arguments["args"], arguments["kwargs"]
 
-    def _look(self, run: _Run, number: int, is_output: bool, value: Any) -> None:
+    def _store_skip_values(self, run: _StageRun, number: int, is_output: bool, value: Any) -> None:
         """Store the inputs or outputs of this block that later stages need."""
-        wanted = [
-            (carried, sight[2])
-            for carried in run.part.gives
-            if (sight := self.cut.carried[carried].sight(run.part)) is not None and sight[:2] == (number, is_output)
-        ]
-        if wanted:
-            found = dict(tensors_in(value))
-            for carried, path in wanted:
-                if path not in found:
+        paths = {
+            index: occurrence.path
+            for index in run.stage.sent_skips
+            if (occurrence := self.split.skip_values[index].occurrence_in(run.stage)) is not None
+            and (occurrence.block, occurrence.is_output) == (number, is_output)
+        }
+        if paths:
+            tensors = dict(tensors_in(value))
+            for index, path in paths.items():
+                if path not in tensors:
                     raise LayoutError(
-                        f"{self.cut.blocks[number]} was called with different arguments than when the model was cut.",
+                        f"{self.split.blocks[number]} was called with different arguments than when the model was cut.",
                         hint="use the same keys in every batch",
                     )
-                run.seen[carried] = found[path]
+                run.skip_values[index] = tensors[path]
 
-    def _packed(self, run: _Run, number: int, output: Any) -> StageOutput:
-        tensors, spec = flatten_output(output, where=self.cut.blocks[number])
-        tensors += [run.seen[carried] for carried in run.part.gives]
+    def _pack_output(self, run: _StageRun, number: int, output: Any) -> StageOutput:
+        tensors, spec = flatten_output(output, where=self.split.blocks[number])
+        tensors += [run.skip_values[index] for index in run.stage.sent_skips]
         if self.model.training:
-            streams = self.cut.parts[run.part.index + 1].takes_stream or self._idle.any_raised()
+            next_stage = self.split.stages[run.stage.index + 1]
+            has_rng_state = next_stage.has_rng_state_input or self._disabled_dropout.any_raised()
         else:  # in evaluation, blocks have no random streams of their own and share one generator
-            streams = run.stream is not None and not torch.equal(stream_of(tensors[0].device), run.stream)
-        if streams:
-            tensors.append(stream_of(tensors[0].device))
-        return StageOutput(tensors=tensors, spec=[spec, int(streams)])
+            has_rng_state = run.start_rng_state is not None and not torch.equal(
+                device_rng_state(tensors[0].device), run.start_rng_state
+            )
+        if has_rng_state:
+            tensors.append(device_rng_state(tensors[0].device))
+        return StageOutput(tensors=tensors, spec=[spec, int(has_rng_state)])
 
     # -- modules outside the blocks
 
-    def _glue_gate(self, name: str, parameters: set[str], dummy: Placeholder) -> Callable[..., Any]:
-        real = {stage: self.cut.runs(parameters, stage=stage) for stage in self.own}
+    def _outside_module_handler(self, name: str, parameters: set[str], placeholder: Placeholder) -> Callable[..., Any]:
+        can_run = {stage: self.split.can_run_module(parameters, stage=stage) for stage in self.owned_stages}
 
-        def gate(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            run = self._run
+        def handle_call(original_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            run = self._current_run
             if run is None:
-                return self._outside(call, args, kwargs, name)
-            return call(*args, **kwargs) if real[run.part.index] else dummy.answer(args, kwargs)
+                return self._call_outside_run(original_call, args, kwargs, name)
+            return original_call(*args, **kwargs) if can_run[run.stage.index] else placeholder.make_output(args, kwargs)
 
-        return gate
+        return handle_call
 
-    def _dummy(self, module: nn.Module, name: str, form: Form | None = None) -> Placeholder:
-        return Placeholder(module, name=name, kinds=self.cut.kinds, form=form)
+    def _placeholder(self, module: nn.Module, name: str, template: OutputTemplate | None = None) -> Placeholder:
+        return Placeholder(module, name=name, output_classes=self.split.output_classes, template=template)
 
 
-def _through_stages(error: RuntimeError) -> LayoutError:
+def _gradient_through_stages_error(error: RuntimeError) -> LayoutError:
     """Return the error for a forward that computes a gradient through the blocks of other stages."""
     line = user_line(error)
     return LayoutError(
@@ -285,39 +315,31 @@ def _through_stages(error: RuntimeError) -> LayoutError:
     )
 
 
-def _enclosed(name: str, function: str) -> LayoutError:
+def _autograd_function_error(name: str, function: str) -> LayoutError:
+    """Return the error for a block that an autograd function calls."""
     if function != "CheckpointFunction":
         return LayoutError(
             f"the model calls {name} inside the autograd function {function}, so no gradient would come back over "
             "a stage border.",
-            cause="such a function returns gradients of its inputs only, but a stage's first "
-            "block takes what it received",
+            cause="such a function returns gradients of its inputs only, but a stage's first block gets the received "
+            "values, which are not among these inputs",
             hint="call the block outside of it (checkpoint(..., use_reentrant=False)), or --layout ddp or fsdp",
         )
     return LayoutError(
         f"the model checkpoints {name} with use_reentrant=True, so no gradient would come back over a stage border.",
-        cause="such a checkpoint returns gradients of its inputs only, but a stage's first "
-        "block takes what it received",
+        cause="such a checkpoint returns gradients of its inputs only, but a stage's first block gets the received "
+        "values, which are not among these inputs",
         hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or --layout pp,remat=full without it",
     )
 
 
-def leaves_of(sent: StageOutput) -> Iterator[Tensor]:
-    """Return an iterator over the tensors of an output that require gradients."""
-    return (tensor for tensor in sent.tensors if tensor.requires_grad)
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def stream_of(device: torch.device) -> Tensor:
+def device_rng_state(device: torch.device) -> Tensor:
     """Return the state of a device's random generator."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def take_stream(state: Tensor, device: torch.device) -> None:
-    """Set a device's random generator to a state that `stream_of` returned."""
+def set_device_rng_state(state: Tensor, device: torch.device) -> None:
+    """Set a device's random generator to a state that `device_rng_state` returned."""
     state = state.clone()  # torch reads the storage from its start, but a received tensor may be a view into a buffer
     if device.type == "cuda":
         torch.cuda.set_rng_state(state.cpu(), device)

@@ -9,53 +9,58 @@ from paceline.errors import LayoutError
 from paceline.parallel.pipeline.chain.trace_module_calls import ForwardTrace
 from paceline.parallel.pipeline.stage_bounds import Bounds
 
-_TRIES = 64
+_MAX_TRIES = 64
 
 
 def suggest_split(
     model: nn.Module,
     *,
-    flow: ForwardTrace,
+    trace: ForwardTrace,
     num_stages: int,
-    cut: Callable[[ForwardTrace, Bounds], object],
-    watch: Callable[[Sequence[str]], ForwardTrace],
+    try_split: Callable[[ForwardTrace, Bounds], object],
+    trace_blocks: Callable[[Sequence[str]], ForwardTrace],
 ) -> str:
-    """Return command-line options with which `cut` succeeds, or "".
+    """Return command-line options with which `try_split` succeeds, or "".
 
-    The options list bounds for the traced blocks, or other blocks that `watch` traces, with bounds for these.
+    The options list bounds for the traced blocks, or other blocks that `trace_blocks` traces, with bounds for these.
     """
-    bounds = _first(flow, num_stages, cut)
+    bounds = _find_bounds(trace, num_stages, try_split)
     if bounds:
-        return f"--place.stages {_counts(bounds)}"
+        return f"--place.stages {_format_counts(bounds)}"
     try:
-        other = watch(list(_called(model, "")))
+        other_trace = trace_blocks(list(_outermost_modules(model, "")))
     except LayoutError:
         return ""
-    bounds, names = _first(other, num_stages, cut), ",".join(block.name for block in other.blocks)
-    return f"--place.blocks {names} --place.stages {_counts(bounds)}" if bounds else ""
+    bounds = _find_bounds(other_trace, num_stages, try_split)
+    names = ",".join(block.name for block in other_trace.blocks)
+    return f"--place.blocks {names} --place.stages {_format_counts(bounds)}" if bounds else ""
 
 
-def _first(flow: ForwardTrace, num_stages: int, cut: Callable[[ForwardTrace, Bounds], object]) -> Bounds | None:
-    """Return the most even bounds for which `cut` succeeds, or None."""
-    last = len(flow.blocks)
-    found = [(0, *inner, last) for inner in islice(combinations(range(1, last), num_stages - 1), _TRIES)]
-    for edges in sorted(found, key=lambda edges: max(stop - start for start, stop in pairwise(edges))):
+def _find_bounds(
+    trace: ForwardTrace, num_stages: int, try_split: Callable[[ForwardTrace, Bounds], object]
+) -> Bounds | None:
+    """Return the most even bounds for which `try_split` succeeds, or None."""
+    num_blocks = len(trace.blocks)
+    candidates = [
+        (0, *inner, num_blocks) for inner in islice(combinations(range(1, num_blocks), num_stages - 1), _MAX_TRIES)
+    ]
+    for edges in sorted(candidates, key=lambda edges: max(stop - start for start, stop in pairwise(edges))):
         try:
-            cut(flow, tuple(pairwise(edges)))
+            try_split(trace, tuple(pairwise(edges)))
         except LayoutError:
             continue
         return tuple(pairwise(edges))
     return None
 
 
-def _counts(bounds: Bounds) -> str:
+def _format_counts(bounds: Bounds) -> str:
     return ",".join(str(stop - start) for start, stop in bounds)
 
 
-def _called(module: nn.Module, prefix: str) -> Iterator[str]:
+def _outermost_modules(module: nn.Module, prefix: str) -> Iterator[str]:
     """Yield the outermost submodules that hold parameters and can be called."""
     for key, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _called(child, f"{prefix}{key}.")
+            yield from _outermost_modules(child, f"{prefix}{key}.")
         elif next(child.parameters(), None) is not None:
             yield f"{prefix}{key}"

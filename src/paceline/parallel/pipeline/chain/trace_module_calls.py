@@ -1,7 +1,7 @@
 """A trace of one forward: the dependencies of each value, and the block that made it. The model is not changed.
 
 Each storage is a node; an operation that writes to a storage creates a new node. A node records its inputs, the block
-in which it was made (None between blocks) and how many blocks had begun by then.
+in which it was made (None between blocks) and how many blocks had started by then.
 """
 
 import sys
@@ -17,12 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from paceline.errors import LayoutError
 from paceline.parallel.module_access.blocks import Block, NoChain
 from paceline.parallel.module_access.user_call_isolation import plain_state, side_effect_free
-from paceline.parallel.pipeline.stage_io import Path, tensors_in
+from paceline.parallel.pipeline.stage_io import TensorPath, tensors_in
 from paceline.torch_internals.dispatch_modes import OpObserver, written_tensors
 from paceline.torch_internals.private_api import CallInterceptor, running_function
 from paceline.torch_internals.rng import drawn_by_hand, random_blocks
 
-OUR_FILES = (
+_TRACING_FILES = (
     "parallel/pipeline/chain/trace_module_calls.py",
     "torch_internals/private_api.py",
     "torch_internals/dispatch_modes.py",
@@ -30,30 +30,36 @@ OUR_FILES = (
     "initialization/meta_forward.py",
 )
 
-Geometry = tuple[tuple[int, ...], tuple[int, ...], int, str]
-Key = tuple[int, Geometry]
+ViewGeometry = tuple[tuple[int, ...], tuple[int, ...], int, str]
+"""The shape, strides, storage offset and dtype, which distinguish the views of one storage."""
+ValueKey = tuple[int, ViewGeometry]
+"""A tensor of the trace: the index of its node, and its view of the node's storage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A value in the trace: the result of an operation, a parameter, or an input of the forward."""
+    """A value in the trace: the result of an operation, a parameter, or an input of the forward.
+
+    `inputs` are the indices of other nodes, `block` is the block in which it was made (None between blocks), and
+    `num_started` the number of blocks that had started by then. `is_random`: whether it was drawn at random.
+    """
 
     inputs: tuple[int, ...] = ()
     block: int | None = None
-    after: int = 0
+    num_started: int = 0
     name: str = ""
     parameter: str | None = None
-    draws: bool = False
+    is_random: bool = False
 
 
 @dataclass(kw_only=True)
 class BlockCall:
-    """A call of a block: its input and output tensors by path, and the shapes and dtypes of the inputs."""
+    """A call of a block: its input and output tensors by path, the shapes and dtypes of the inputs, and the output."""
 
-    takes: dict[Path, Key]
-    gives: dict[Path, Key] = field(default_factory=dict)
-    given: dict[Path, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
-    output: Any = None
+    inputs: dict[TensorPath, ValueKey]
+    outputs: dict[TensorPath, ValueKey] = field(default_factory=dict)
+    input_types: dict[TensorPath, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    output_value: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +68,7 @@ class PythonRead:
 
     node: int
     block: int | None
-    after: int
+    num_started: int
     where: str
 
 
@@ -70,24 +76,24 @@ class PythonRead:
 class ForwardTrace:
     """The result of `trace_forward`.
 
-    `events` are draws and starts of random streams, in order, as (position, whether it is a draw). A position is
-    `2 * block + 1` inside a block and `2 * after` between blocks. `changed` are the nodes that a later
-    operation overwrites. `counts` is an attribute that each forward changes before the first block.
-    `used` and `wrote` map each buffer to the blocks whose operations read or overwrite its memory (None
-    between blocks). `enclosed` is the first block that an autograd function calls, with the function's name.
+    `random_events` are draws and starts of random streams, in order, as (position, whether it is a draw). A position
+    is `2 * block + 1` inside a block and `2 * num_started` between blocks. `overwritten_nodes` are the nodes that a
+    later operation overwrites. `counter_attribute` is an attribute that each forward changes before the first block.
+    `buffer_uses` and `buffer_writes` map each buffer to the blocks whose operations use or overwrite its memory (None
+    between blocks). `enclosed_block` is the first block that an autograd function calls, with the function's name.
     """
 
     blocks: tuple[Block, ...]
     nodes: list[Node] = field(default_factory=list)
     calls: list[BlockCall] = field(default_factory=list)
-    reads: list[PythonRead] = field(default_factory=list)
-    events: list[tuple[int, bool]] = field(default_factory=list)
-    result: dict[Path, Key] = field(default_factory=dict)
-    changed: set[int] = field(default_factory=set)
-    counts: str = ""
-    enclosed: tuple[str, str] | None = None
-    used: dict[str, set[int | None]] = field(default_factory=dict)
-    wrote: dict[str, set[int | None]] = field(default_factory=dict)
+    python_reads: list[PythonRead] = field(default_factory=list)
+    random_events: list[tuple[int, bool]] = field(default_factory=list)
+    result: dict[TensorPath, ValueKey] = field(default_factory=dict)
+    overwritten_nodes: set[int] = field(default_factory=set)
+    counter_attribute: str = ""
+    enclosed_block: tuple[str, str] | None = None
+    buffer_uses: dict[str, set[int | None]] = field(default_factory=dict)
+    buffer_writes: dict[str, set[int | None]] = field(default_factory=dict)
 
 
 def trace_forward(model: nn.Module, *, blocks: Sequence[Block], call: Callable[[], Any]) -> ForwardTrace:
@@ -98,103 +104,104 @@ def trace_forward(model: nn.Module, *, blocks: Sequence[Block], call: Callable[[
     """
     with side_effect_free(model), torch.no_grad():
         model.train()
-        watcher = _Watcher(model, blocks)
-        gates = [CallInterceptor(block.module, watcher.gate(block)) for block in blocks]
+        recorder = _TraceRecorder(model, blocks)
+        interceptors = [CallInterceptor(block.module, recorder.block_handler(block)) for block in blocks]
         try:
-            with OpObserver(watcher.see):
+            with OpObserver(recorder.record_operation):
                 result = call()
-                watcher.finish(result)
+                recorder.record_result(result)
         finally:
-            for gate in reversed(gates):
-                gate.undo()
-        watcher.count(call)
-    return watcher.flow
+            for interceptor in reversed(interceptors):
+                interceptor.undo()
+        recorder.find_counter(call)
+    return recorder.trace
 
 
-class _Watcher:
+class _TraceRecorder:
+    """The trace of a running forward, with the node of each storage."""
+
     def __init__(self, model: nn.Module, blocks: Sequence[Block]) -> None:
-        self.flow = ForwardTrace(blocks=())
+        self.trace = ForwardTrace(blocks=())
         self._blocks = blocks
-        self._order: list[Block] = []
-        self._seeding = {id(block) for block in random_blocks(model)}
-        self._inside: int | None = None
-        self._modules = {name: module for name, module in model.named_modules() if is_around(module, blocks)}
-        self._plain: list[dict[str, Any]] = [plain_state(self._modules)]
-        self._node_of = WeakIdKeyDictionary()
+        self._started_blocks: list[Block] = []
+        self._random_block_ids = {id(block) for block in random_blocks(model)}
+        self._current_block: int | None = None
+        self._shared_modules = {
+            name: module for name, module in model.named_modules() if _runs_on_every_stage(module, blocks)
+        }
+        self._states: list[dict[str, Any]] = [plain_state(self._shared_modules)]
+        self._node_by_storage = WeakIdKeyDictionary()
         for name, parameter in model.named_parameters():
-            self._node_of[parameter.untyped_storage()] = self._add(Node(parameter=name, name=name))
-        self._buffers = WeakIdKeyDictionary()
+            self._node_by_storage[parameter.untyped_storage()] = self._add_node(Node(parameter=name, name=name))
+        self._buffers_by_storage = WeakIdKeyDictionary()
         for name, buffer in model.named_buffers():
-            self._buffers.setdefault(buffer.untyped_storage(), []).append(name)
+            self._buffers_by_storage.setdefault(buffer.untyped_storage(), []).append(name)
 
-    def gate(self, block: Block) -> Callable[..., Any]:
+    def block_handler(self, block: Block) -> Callable[..., Any]:
         """Return the handler that records a call of a block."""
 
-        def answer(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self._begin(block)
-            value = {"args": args, "kwargs": kwargs}
-            given = {path: (tensor.shape, tensor.dtype) for path, tensor in tensors_in(value)}
-            seen = BlockCall(takes=self._keys(value), given=given)
-            self.flow.calls.append(seen)
-            before = drawn_by_hand()
-            output = call(*args, **kwargs)
-            _refuse_drawn(block, before)
-            seen.output, seen.gives = output, self._keys(output)
-            self._inside = None
+        def handle_call(original_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._start_block(block)
+            arguments = {"args": args, "kwargs": kwargs}
+            input_types = {path: (tensor.shape, tensor.dtype) for path, tensor in tensors_in(arguments)}
+            block_call = BlockCall(inputs=self._value_keys(arguments), input_types=input_types)
+            self.trace.calls.append(block_call)
+            old_states = drawn_by_hand()
+            output = original_call(*args, **kwargs)
+            _refuse_python_draws(block, old_states)
+            block_call.output_value, block_call.outputs = output, self._value_keys(output)
+            self._current_block = None
             return output
 
-        return answer
+        return handle_call
 
-    def _begin(self, block: Block) -> None:
-        if self._inside is not None or block in self._order:
-            inside = "" if self._inside is None else f" inside {self._order[self._inside].name}"
+    def _start_block(self, block: Block) -> None:
+        if self._current_block is not None or block in self._started_blocks:
+            inside = "" if self._current_block is None else f" inside {self._started_blocks[self._current_block].name}"
             raise NoChain(
                 f"the block {block.name} is called{inside or ' twice'} in one forward, so the blocks are no chain.",
                 cause="layers that share weights because they are one module, or a loop over all of them",
                 hint="list blocks that are each called once",
             )
-        if not self._order:
-            self._plain.append(plain_state(self._modules))
+        if not self._started_blocks:
+            self._states.append(plain_state(self._shared_modules))
         function = running_function()
-        if function is not None and self.flow.enclosed is None:
-            self.flow.enclosed = block.name, function.__name__
-        self._inside = len(self._order)
-        self._order.append(block)
-        if id(block.module) in self._seeding:
-            self.flow.events.append((2 * self._inside + 1, False))
+        if function is not None and self.trace.enclosed_block is None:
+            self.trace.enclosed_block = block.name, function.__name__
+        self._current_block = len(self._started_blocks)
+        self._started_blocks.append(block)
+        if id(block.module) in self._random_block_ids:
+            self.trace.random_events.append((2 * self._current_block + 1, False))
 
-    def see(self, operation: Any, args: Any, kwargs: Any, result: Any, drew: bool) -> None:
+    def record_operation(self, operation: Any, args: Any, kwargs: Any, result: Any, is_random: bool) -> None:
         """Record an operation: its inputs, results, in-place writes and random draws."""
-        inputs = tuple(dict.fromkeys(self._node(t) for _, t in tensors_in([args, kwargs])))
+        input_tensors = [tensor for _, tensor in tensors_in([args, kwargs])]
+        inputs = tuple(dict.fromkeys(map(self._node_index, input_tensors)))
+        block, num_started = self._current_block, len(self._started_blocks)
         if operation is torch.ops.aten._local_scalar_dense.default:
-            read = PythonRead(node=inputs[0], block=self._inside, after=len(self._order), where=_line())
-            self.flow.reads.append(read)
+            read = PythonRead(node=inputs[0], block=block, num_started=num_started, where=_reading_line())
+            self.trace.python_reads.append(read)
             return
-        changed = written_tensors(operation, args, kwargs)
-        self._note(self.flow.used, [tensor for _, tensor in tensors_in([args, kwargs])])
-        self._note(self.flow.wrote, changed)
-        made = [t for _, t in tensors_in(result) if t.untyped_storage() not in self._node_of]
-        if not made and not changed:
+        written = written_tensors(operation, args, kwargs)
+        self._record_buffers(self.trace.buffer_uses, input_tensors)
+        self._record_buffers(self.trace.buffer_writes, written)
+        new_tensors = [t for _, t in tensors_in(result) if t.untyped_storage() not in self._node_by_storage]
+        if not new_tensors and not written:
             return
-        node = Node(
-            inputs=inputs,
-            block=self._inside,
-            after=len(self._order),
-            name=operation.overloadpacket.__name__,
-            draws=drew,
+        if is_random:
+            self.trace.random_events.append((2 * num_started if block is None else 2 * block + 1, True))
+        name = operation.overloadpacket.__name__
+        index = self._add_node(
+            Node(inputs=inputs, block=block, num_started=num_started, name=name, is_random=is_random)
         )
-        if node.draws:
-            after = len(self._order)
-            self.flow.events.append((2 * after if self._inside is None else 2 * self._inside + 1, True))
-        number = self._add(node)
-        self.flow.changed |= {self._node(tensor) for tensor in changed}
-        for tensor in [*made, *changed]:
-            self._node_of[tensor.untyped_storage()] = number
+        self.trace.overwritten_nodes |= {self._node_index(tensor) for tensor in written}
+        for tensor in [*new_tensors, *written]:
+            self._node_by_storage[tensor.untyped_storage()] = index
 
-    def finish(self, result: Any) -> None:
+    def record_result(self, result: Any) -> None:
         """Record the forward's result, and check that every block was called."""
-        self.flow.result = self._keys(result)
-        missed = [block.name for block in self._blocks if block not in self._order]
+        self.trace.result = self._value_keys(result)
+        missed = [block.name for block in self._blocks if block not in self._started_blocks]
         if missed:
             raise LayoutError(
                 f"the forward does not call the block {missed[0]}.",
@@ -202,41 +209,42 @@ class _Watcher:
                 "a copy of the block that is called instead, or block.forward(x) instead of block(x)",
                 hint="list the blocks that every forward calls, in their order: --place.blocks layers.0,layers.1",
             )
-        self.flow.blocks = tuple(
-            Block(index=index, name=block.name, module=block.module) for index, block in enumerate(self._order)
+        self.trace.blocks = tuple(
+            Block(index=index, name=block.name, module=block.module) for index, block in enumerate(self._started_blocks)
         )
 
-    def count(self, call: Callable[[], Any]) -> None:
+    def find_counter(self, call: Callable[[], Any]) -> None:
         """Find an attribute that each forward changes outside the blocks, by comparing the states after two forwards.
 
         Raises:
             LayoutError: the attribute changes after the first block, in code that not every stage runs.
         """
-        before, first = self._plain
-        after = plain_state(self._modules)
-        changed = [name for name, value in after.items() if before.get(name, value) != value]
+        start_state, first_block_state = self._states
+        end_state = plain_state(self._shared_modules)
+        changed = [name for name, value in end_state.items() if start_state.get(name, value) != value]
         if changed:
             call()
-            again = plain_state(self._modules)
+            second_state = plain_state(self._shared_modules)
             for name in changed:
-                if again.get(name) != after[name] and first.get(name) != after[name]:
+                changes_again = second_state.get(name) != end_state[name]
+                if changes_again and first_block_state.get(name) != end_state[name]:
                     raise NoChain(
                         f"the forward changes self.{name} after its first block, but not every stage runs that code.",
                         cause="a counter, a flag or a list that a later forward reads",
                         hint="change it before the first block; or --layout ddp or fsdp",
                     )
-                if again.get(name) != after[name]:
-                    self.flow.counts = name
+                if changes_again:
+                    self.trace.counter_attribute = name
 
-    def _note(self, found: dict[str, set[int | None]], tensors: Sequence[Tensor]) -> None:
+    def _record_buffers(self, blocks_by_buffer: dict[str, set[int | None]], tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
-            for name in self._buffers.get(tensor.untyped_storage(), ()):
-                found.setdefault(name, set()).add(self._inside)
+            for name in self._buffers_by_storage.get(tensor.untyped_storage(), ()):
+                blocks_by_buffer.setdefault(name, set()).add(self._current_block)
 
-    def _keys(self, value: Any) -> dict[Path, Key]:
-        return {path: (self._node(tensor), view_geometry(tensor)) for path, tensor in tensors_in(value)}
+    def _value_keys(self, value: Any) -> dict[TensorPath, ValueKey]:
+        return {path: (self._node_index(tensor), _view_geometry(tensor)) for path, tensor in tensors_in(value)}
 
-    def _node(self, tensor: Tensor) -> int:
+    def _node_index(self, tensor: Tensor) -> int:
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError as error:
@@ -246,27 +254,28 @@ class _Watcher:
                 cause="torch.func.vmap, grad or jvp around a block",
                 hint="move the transform inside a block, or use a batch dimension instead; or --layout ddp or fsdp",
             ) from error
-        if storage not in self._node_of:
-            self._node_of[storage] = self._add(Node(name="input", after=0))
-        return int(self._node_of[storage])
+        if storage not in self._node_by_storage:
+            self._node_by_storage[storage] = self._add_node(Node(name="input"))
+        return int(self._node_by_storage[storage])
 
-    def _add(self, node: Node) -> int:
-        self.flow.nodes.append(node)
-        return len(self.flow.nodes) - 1
+    def _add_node(self, node: Node) -> int:
+        self.trace.nodes.append(node)
+        return len(self.trace.nodes) - 1
 
 
-def is_around(module: nn.Module, blocks: Sequence[Block]) -> bool:
+def _runs_on_every_stage(module: nn.Module, blocks: Sequence[Block]) -> bool:
     """Return whether a module's forward runs on every stage.
 
     Such a module is outside the blocks, and either contains a block or has no parameters.
     """
-    inside = {id(part) for block in blocks for part in block.module.modules()}
-    parts = {id(part) for part in module.modules()}
-    return id(module) not in inside and (bool(parts & inside) or next(module.parameters(), None) is None)
+    in_blocks = {id(part) for block in blocks for part in block.module.modules()}
+    submodules = {id(part) for part in module.modules()}
+    has_no_parameters = next(module.parameters(), None) is None
+    return id(module) not in in_blocks and (bool(submodules & in_blocks) or has_no_parameters)
 
 
-def _refuse_drawn(block: Block, before: Mapping[str, Any]) -> None:
-    name = next((name for name, state in drawn_by_hand().items() if state != before[name]), None)
+def _refuse_python_draws(block: Block, old_states: Mapping[str, Any]) -> None:
+    name = next((name for name, state in drawn_by_hand().items() if state != old_states[name]), None)
     if name is not None:
         raise LayoutError(
             f"the block {block.name} draws from {name}, and a stage would draw different numbers than one process: "
@@ -276,17 +285,16 @@ def _refuse_drawn(block: Block, before: Mapping[str, Any]) -> None:
         )
 
 
-def view_geometry(tensor: Tensor) -> Geometry:
-    """Return the properties that distinguish views of one storage."""
+def _view_geometry(tensor: Tensor) -> ViewGeometry:
     return tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), str(tensor.dtype)
 
 
-def _line() -> str:
+def _reading_line() -> str:
     """Return the innermost line on the stack that is not in torch or in Paceline's tracing files."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/torch/" not in file and not file.endswith(OUR_FILES):
+        if "/torch/" not in file and not file.endswith(_TRACING_FILES):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

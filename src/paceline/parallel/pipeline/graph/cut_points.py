@@ -12,12 +12,12 @@ from paceline.errors import JobError, LayoutError
 from paceline.parallel.initialization.deferred_fill import DeferredModel
 from paceline.parallel.module_access.blocks import Block, find_blocks
 from paceline.parallel.module_access.user_call_isolation import side_effect_free
-from paceline.parallel.pipeline.chain.external_reads import refuse_taken, taken_beside
+from paceline.parallel.pipeline.chain.external_reads import find_external_reads, refuse_external_reads
 from paceline.parallel.pipeline.free_memory import memoryless_copy
 from paceline.parallel.pipeline.graph.export import export_graph
 from paceline.parallel.pipeline.graph.module_graph import Graph, ModuleCall, Step
 from paceline.parallel.pipeline.graph.split import GraphStageSplit, split_graph
-from paceline.parallel.pipeline.stage_bounds import checked_bounds, even_bounds
+from paceline.parallel.pipeline.stage_bounds import balanced_bounds, bounds_from_counts
 from paceline.torch_internals.private_api import CallInterceptor
 from paceline.torch_internals.rng import random_blocks
 
@@ -31,8 +31,8 @@ _RecordedCall = tuple[tuple[Any, ...], dict[str, Any], dict[str, bool]]
 class GraphPlan:
     """The split, the memoryless copy from which new shapes are exported, and whether the forward prints."""
 
-    cut: GraphStageSplit
-    bare: nn.Module
+    split: GraphStageSplit
+    empty_model: nn.Module
     has_print_calls: bool = False
 
 
@@ -44,7 +44,7 @@ def plan_graph(
     device: torch.device | None = None,
     blocks: Sequence[str] | None = None,
     bounds: Sequence[int] | None = None,
-    measure_seconds: Callable[[Mapping[str, nn.Module]], Sequence[float]] | None = None,
+    time_modules: Callable[[Mapping[str, nn.Module]], Sequence[float]] | None = None,
     deferred_model: DeferredModel | None = None,
 ) -> GraphPlan:
     """Plan the split of a model along its exported graph.
@@ -52,33 +52,33 @@ def plan_graph(
     `call` runs the forward (and loss) on one example microbatch. If the model is on the meta device, the microbatch is
     on `device`, and `deferred_model` provides the values. `blocks` names the modules between whose calls a stage may
     end, and `bounds` the number of their calls in each stage. Without `bounds`, the stages are balanced by the numbers
-    of parameters, or by the seconds of each module, which `measure_seconds` returns.
+    of parameters, or by the seconds of each module, which `time_modules` returns.
 
     Raises:
         LayoutError: the forward can't be exported, has fewer calls than stages, or needs a value that can't be sent;
             the model is called twice; or the loss reads a value that the model does not return.
     """
     args, kwargs, module_modes = _record_first_call(model, call)
-    bare = memoryless_copy(model, device=device)
-    for name, module in bare.named_modules():
+    empty_model = memoryless_copy(model, device=device)
+    for name, module in empty_model.named_modules():
         module.training = module_modes[name]
     listed_blocks = [block.name for block in find_blocks(model, listed_names=blocks)] if blocks else []
     units = tuple(_unit_names(model, num_stages, listed_blocks))
-    find_reads = partial(taken_beside, model, units=units, call=call)
+    find_reads = partial(find_external_reads, model, units=units, call=call)
     external_reads = find_reads() if deferred_model is None else deferred_model.run_without_values(find_reads)
-    graph = export_graph(bare, args, kwargs, units=units)
+    graph = export_graph(empty_model, args, kwargs, units=units)
     block_steps = [index for index, step in enumerate(graph.steps) if _is_block_call(model, step, listed_blocks)]
     called_blocks = _called_blocks(model, graph, block_steps)
     if num_stages > len(called_blocks):
         raise _too_few_blocks(num_stages, called_blocks)
     if bounds:
-        chosen_bounds = checked_bounds(bounds, num_stages, len(called_blocks))
+        chosen_bounds = bounds_from_counts(bounds, num_stages, len(called_blocks))
     else:
-        chosen_bounds = even_bounds(num_stages, called_blocks, _block_weights(called_blocks, measure_seconds))
-    cut = split_graph(model, graph, units=units, block_steps=block_steps, bounds=chosen_bounds)
-    *earlier_modules, last_modules = (part.modules for part in cut.parts)
-    refuse_taken(external_reads, last=last_modules.difference(*earlier_modules))
-    return GraphPlan(cut=cut, bare=bare, has_print_calls=graph.has_print_calls)
+        chosen_bounds = balanced_bounds(num_stages, called_blocks, _block_weights(called_blocks, time_modules))
+    split = split_graph(model, graph, units=units, block_steps=block_steps, bounds=chosen_bounds)
+    *earlier_modules, last_modules = (part.modules for part in split.stages)
+    refuse_external_reads(external_reads, last_stage_units=last_modules.difference(*earlier_modules))
+    return GraphPlan(split=split, empty_model=empty_model, has_print_calls=graph.has_print_calls)
 
 
 class _ModelCalled(BaseException):
@@ -167,15 +167,15 @@ def _called_blocks(model: nn.Module, graph: Graph, block_steps: Sequence[int]) -
 
 
 def _block_weights(
-    blocks: Sequence[Block], measure_seconds: Callable[[Mapping[str, nn.Module]], Sequence[float]] | None
+    blocks: Sequence[Block], time_modules: Callable[[Mapping[str, nn.Module]], Sequence[float]] | None
 ) -> list[float]:
     """Return the weight of each call: its module's number of parameters, or its measured seconds."""
-    if measure_seconds is None:
+    if time_modules is None:
         return [float(sum(p.numel() for p in block.module.parameters())) for block in blocks]
     modules: dict[str, nn.Module] = {}
     for block in blocks:
         modules.setdefault(block.name.partition("@")[0], block.module)
-    seconds_of_module = dict(zip(modules, measure_seconds(modules), strict=True))
+    seconds_of_module = dict(zip(modules, time_modules(modules), strict=True))
     return [seconds_of_module[block.name.partition("@")[0]] for block in blocks]
 
 

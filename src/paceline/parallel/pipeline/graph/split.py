@@ -17,7 +17,7 @@ from torch.fx import Node
 from paceline.errors import LayoutError
 from paceline.parallel.pipeline.graph.module_graph import Graph, ModuleCall, aliased_arguments, updated_running_stats
 from paceline.parallel.pipeline.stage_bounds import Bounds
-from paceline.parallel.pipeline.stage_parameters import parameters_of_several_stages, stages_of_parameters
+from paceline.parallel.pipeline.stage_parameters import parameters_of_several_stages, stages_of_parameter
 
 _UNKNOWN_BYTES = 1 << 62
 """The size of a tensor whose shape depends on the data: larger than any other, so that it is not sent if possible."""
@@ -32,7 +32,7 @@ class StageBoundary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphPart:
+class GraphStage:
     """A stage of a graph: the parameters that it holds, the modules that it calls, and the buffers that it uses."""
 
     index: int
@@ -53,22 +53,22 @@ class GraphStageSplit:
     blocks: tuple[str, ...]
     bounds: Bounds
     boundaries: tuple[StageBoundary, ...]
-    parts: tuple[GraphPart, ...]
+    stages: tuple[GraphStage, ...]
     stage_of_buffer: Mapping[str, int]
 
     @property
     def num_stages(self) -> int:
         """Return the number of stages."""
-        return len(self.parts)
+        return len(self.stages)
 
     @cached_property
     def ties(self) -> Mapping[str, tuple[int, ...]]:
         """Return the parameters that several stages hold, with these stages; their gradients are summed over them."""
-        return parameters_of_several_stages(self.parts)
+        return parameters_of_several_stages(self.stages)
 
-    def stages_of(self, name: str) -> tuple[int, ...]:
+    def stages_of_parameter(self, name: str) -> tuple[int, ...]:
         """Return the stages that hold a parameter; `name` is its name in `named_parameters()`."""
-        return stages_of_parameters(name, self.parts)
+        return stages_of_parameter(name, self.stages)
 
     def as_json(self) -> dict[str, Any]:
         """Return the split as JSON values, for plan.json and for comparing ranks."""
@@ -205,8 +205,8 @@ def split_graph(
             StageBoundary(preceding_call=graph.steps[block].name, num_steps=position - block - 1)
             for (block, _), position in zip(gaps, positions, strict=True)
         ),
-        parts=tuple(
-            GraphPart(
+        stages=tuple(
+            GraphStage(
                 index=stage,
                 parameters=parameters,
                 modules=frozenset(s.module_name for s in graph.steps[start:stop] if isinstance(s, ModuleCall)),
