@@ -6,22 +6,25 @@ import pytest
 import torch
 
 from paceline.comm.process_group import World
+from paceline.config.compression import parse_compress
+from paceline.config.layout import parse_layout
 from paceline.config.settings import Settings, Train
+from paceline.config.update_rule import parse_update
 from paceline.data.loader import make_loader
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import BatchPartition
 from paceline.job import Job
-from paceline.planner.layout.execution_plan import ExecutionPlan
+from paceline.planner.layout.execution_plan import ExecutionPlan, JobFacts, Resources, make_execution_plan
 from paceline.trainer.setup.build_training_setup import build_training_setup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
 
-def alone(*, batch: int) -> ExecutionPlan:
-    """One process on one GPU."""
-    return ExecutionPlan(
-        layout="single", update="sync", processes=1, replicas=1, device="cuda", backend="none", threads=1,
-        global_batch_size=batch, micro_batch_size=batch, num_micro=1, notes=(),
+def plan_of(layout: str, *, ranks: int, device: str, batch: int, micro: int) -> ExecutionPlan:
+    return make_execution_plan(
+        layout=parse_layout(layout), update=parse_update("sync"), compress=parse_compress("none"),
+        cluster=Resources(ranks=ranks, device=device),
+        facts=JobFacts(global_batch_size=batch, micro_batch_size=micro, threads=1),
     )  # fmt: skip
 
 
@@ -34,7 +37,7 @@ def test_a_step_never_waits_for_the_device() -> None:
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], fused=True),
         global_batch_size=32,
     )
-    plan = alone(batch=32)
+    plan = plan_of("single", ranks=1, device="cuda", batch=32, micro=32)
     world = World.alone(device=torch.device("cuda", 0))
     step = build_training_setup(job=job, settings=Settings(train=Train(max_grad_norm=1.0)), plan=plan, world=world).step
     cut = BatchPartition(global_batch_size=32, micro_batch_size=32)
@@ -67,10 +70,7 @@ def test_replicas_as_threads_on_and_beside_a_gpu(devices: tuple[str, str], monke
     )
     weights = []
     for replicas, device in ((2, torch.device("cuda", 0)), (1, torch.device("cpu"))):
-        plan = ExecutionPlan(
-            layout="threads", update="sync", processes=1, replicas=replicas, device=device.type, backend="none",
-            threads=1, global_batch_size=30, micro_batch_size=8, num_micro=4, notes=(),
-        )  # fmt: skip
+        plan = plan_of("threads", ranks=replicas, device=device.type, batch=30, micro=8)
         made = build_training_setup(job=job, settings=Settings(), plan=plan, world=World.alone(device=device))
         cut = BatchPartition(global_batch_size=30, micro_batch_size=8)
         feed = iter(make_loader(data=data, collate=None, order=None, seed=0, partition=cut, cursor=Cursor()))
