@@ -91,7 +91,7 @@ def test_a_step_that_is_not_finite_is_left_out_on_a_gpu_too() -> None:
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
         global_batch_size=4,
     )
-    plan = alone(batch=4)
+    plan = plan_of("single", ranks=1, device="cuda", batch=4, micro=4)
     world = World.alone(device=torch.device("cuda", 0))
     made = build_training_setup(job=job, settings=Settings(train=Train(on_nonfinite="skip")), plan=plan, world=world)
     feed = make_loader(
