@@ -8,30 +8,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_PLAIN = frozenset({bool, bytes, float, int, str, type(None), torch.device, torch.dtype, torch.layout})
+_LEAF_TYPES = frozenset({bool, bytes, float, int, str, type(None), torch.device, torch.dtype, torch.layout})
 
 
 def tensor_leaves(value: Any) -> Iterator[Tensor]:
     """Return an iterator over every tensor in a nested value, in a fixed order."""
     found: list[Tensor] = []
-    _gather(value, found)
+    _collect_tensors(value, found)
     return iter(found)
 
 
-def _gather(value: Any, found: list[Tensor]) -> None:
-    if type(value) in _PLAIN:  # most arguments of an operation
+def _collect_tensors(value: Any, found: list[Tensor]) -> None:
+    if type(value) in _LEAF_TYPES:  # most arguments of an operation
         return
     if isinstance(value, Tensor):
         found.append(value)
     elif isinstance(value, tuple | list):
         for part in value:
-            _gather(part, found)
+            _collect_tensors(part, found)
     elif isinstance(value, Mapping):
         for part in value.values():
-            _gather(part, found)
+            _collect_tensors(part, found)
     elif is_dataclass(value) and not isinstance(value, type):
         for item in fields(value):
-            _gather(getattr(value, item.name), found)
+            _collect_tensors(getattr(value, item.name), found)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -83,7 +83,7 @@ def is_square(value: Any) -> bool:
     return all(isinstance(entry, tuple | list) and len(entry) == len(value) for entry in value)
 
 
-def joined_columns(parts: Sequence[Any]) -> Any:
+def concatenate_columns(parts: Sequence[Any]) -> Any:
     """Return the concatenation of the columns of several microbatches, in the type of the first."""
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)

@@ -250,7 +250,7 @@ def _expert_parameters(job: Job, settings: Settings) -> dict[str, int]:
         experts = find_experts(model)
     except LayoutError:
         return {}
-    sums = {"count": experts[0].count}
+    sums = {"count": experts[0].num_experts}
     for one in experts:
         part = next((block for block in named_blocks(model) if one.name.startswith(f"{block}.")), BEFORE_BLOCKS)
         sums[part] = sums.get(part, 0) + sum(p.numel() for p in one.module.parameters())

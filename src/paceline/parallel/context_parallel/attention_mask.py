@@ -14,27 +14,27 @@ from paceline.errors import LayoutError
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskMeaning:
+class InterpretedMask:
     """The meaning of a mask: whether it is causal, and which of this rank's keys are not padding.
 
     `keep` has the shape (batch, length); None means that no key is padding.
     """
 
-    causal: bool
-    keep: Tensor | None
+    is_causal: bool
+    key_mask: Tensor | None
 
 
-def read_mask(mask: Tensor | None, *, is_causal: bool, batch: int, length: int) -> MaskMeaning:
+def interpret_mask(mask: Tensor | None, *, is_causal: bool, batch: int, length: int) -> InterpretedMask:
     """Interpret a mask for `length` queries and keys.
 
     Raises:
         LayoutError: the mask is not causal, padding, or both.
     """
     if mask is None:
-        return MaskMeaning(causal=is_causal, keep=None)
-    seen = _seen(mask)
+        return InterpretedMask(is_causal=is_causal, key_mask=None)
+    seen = _attended_pairs(mask)
     if seen is None or mask.shape[-1] != length or mask.shape[-2] not in (1, length):
-        raise _foreign(mask)
+        raise _unsupported_mask(mask)
     seen = seen.expand(*seen.shape[:-2], length, length) if seen.shape[-2] == 1 else seen
     while seen.dim() > 4 or (seen.dim() > 3 and bool((seen[:, :1] == seen).all())):
         seen = seen[:, 0]  # equal for all heads
@@ -42,12 +42,12 @@ def read_mask(mask: Tensor | None, *, is_causal: bool, batch: int, length: int) 
     lower = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
     causal = bool(torch.equal(seen, last & lower))
     if seen.dim() > 3 or not (causal or torch.equal(seen, last.expand_as(seen))):
-        raise _foreign(mask)
+        raise _unsupported_mask(mask)
     keep = last.reshape(-1, length).expand(batch, length)
-    return MaskMeaning(causal=causal or is_causal, keep=None if bool(keep.all()) else keep.to(torch.uint8))
+    return InterpretedMask(is_causal=causal or is_causal, key_mask=None if bool(keep.all()) else keep.to(torch.uint8))
 
 
-def _seen(mask: Tensor) -> Tensor | None:
+def _attended_pairs(mask: Tensor) -> Tensor | None:
     """Return a mask that is True where a query attends to a key; None for a mask that also adds a bias."""
     if mask.dtype == torch.bool:
         return mask
@@ -55,7 +55,7 @@ def _seen(mask: Tensor) -> Tensor | None:
     return ~hidden if bool(((mask == 0) | hidden).all()) else None
 
 
-def _foreign(mask: Tensor) -> LayoutError:
+def _unsupported_mask(mask: Tensor) -> LayoutError:
     return LayoutError(
         f"an attention mask of shape {tuple(mask.shape)} is neither causal, nor padding, nor both.",
         cause="a sliding window, a position bias (ALiBi, T5), packed documents or a cross-attention: "

@@ -20,26 +20,26 @@ from paceline.parallel.context_parallel.function_mode import ContextParallelMode
 from paceline.parallel.context_parallel.sequence_sharding import (
     SequenceSharding,
     batch_length,
-    batch_rows,
-    cut_batch,
-    is_padded,
+    count_sequences,
+    has_padding,
+    shard_batch,
 )
 from paceline.torch_internals.private_api import NormBase
 
-_POSITIONS, _MASK, _LABELS, _SHIFTED = "position_ids", "attention_mask", "labels", "shift_labels"
+_POSITIONS, _MASK, _LABELS, _SHIFTED_LABELS = "position_ids", "attention_mask", "labels", "shift_labels"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchSlice:
+class BatchShard:
     """A rank's shard of one batch.
 
     `padded`: whether a key of the full batch is masked. `rows`: the number of sequences of the batch.
     """
 
     data: Any
-    cut: SequenceSharding
-    padded: bool
-    rows: int = 1
+    sharding: SequenceSharding
+    has_padding: bool
+    num_sequences: int = 1
 
 
 class ContextParallel:
@@ -59,71 +59,89 @@ class ContextParallel:
         model: nn.Module,
         sequence: Mapping[str, int],
         world: World | None = None,
-        own_loss: bool = False,
-        at_length: Callable[[Any, int], None] | None = None,
+        is_model_loss: bool = False,
+        check_length: Callable[[Any, int], None] | None = None,
     ) -> None:
         self._world = world or World.alone()
         self._model, self._sequence = model, dict(sequence)
-        self.shifts_labels = own_loss and moves_labels(model)
-        self._mode: ContextParallelMode | None = None
-        self._at_length = at_length
+        self.should_shift_labels = is_model_loss and loss_shifts_labels(model)
+        self._last_mode: ContextParallelMode | None = None
+        self._check_length = check_length
         if self._world.world_size > 1:
             refuse_model(model)
 
-    def cut(self, batch: Any) -> BatchSlice:
+    def shard(self, batch: Any) -> BatchShard:
         """Return this rank's shard of the full batch; labels are shifted first if the model shifts them itself."""
         world = self._world
         cut = SequenceSharding(length=batch_length(batch, sequence=self._sequence), ranks=world.world_size)
         if world.world_size == 1:
-            return BatchSlice(data=batch, cut=cut, padded=False)
+            return BatchShard(data=batch, sharding=cut, has_padding=False)
         refuse_window(self._model, length=cut.length)
-        if self._at_length is not None and self._model.training:
-            self._at_length(batch, cut.length)
-        data = cut_batch(
-            batch, sequence=self._sequence, ranks=world.world_size, rank=world.rank, shift_labels=self.shifts_labels
+        if self._check_length is not None and self._model.training:
+            self._check_length(batch, cut.length)
+        data = shard_batch(
+            batch,
+            sequence=self._sequence,
+            ranks=world.world_size,
+            rank=world.rank,
+            shift_labels=self.should_shift_labels,
         )
-        return BatchSlice(data=data, cut=cut, padded=is_padded(batch), rows=batch_rows(batch, sequence=self._sequence))
+        return BatchShard(
+            data=data,
+            sharding=cut,
+            has_padding=has_padding(batch),
+            num_sequences=count_sequences(batch, sequence=self._sequence),
+        )
 
     @contextmanager
-    def forward(self, part: BatchSlice) -> Iterator[None]:
+    def forward(self, batch_shard: BatchShard) -> Iterator[None]:
         """Return a context in which the model runs on this shard."""
         if self._world.world_size == 1:
             yield
             return
-        with _inside(self._world, self._model, part.cut, part.padded, part.rows) as mode:
-            self._mode = mode
+        with _sharded_forward(
+            self._world, self._model, batch_shard.sharding, batch_shard.has_padding, batch_shard.num_sequences
+        ) as mode:
+            self._last_mode = mode
             yield
 
     @contextmanager
-    def backward(self, part: BatchSlice) -> Iterator[None]:
+    def backward(self, batch_shard: BatchShard) -> Iterator[None]:
         """Return a context for the backward of this shard: recomputed forwards run as the original forward did."""
         if self._world.world_size == 1:
             yield
             return
-        with _mode(self._world, self._model, part.cut, part.padded, part.rows, again=True):
+        with _build_mode(
+            self._world,
+            self._model,
+            batch_shard.sharding,
+            batch_shard.has_padding,
+            batch_shard.num_sequences,
+            is_recompute=True,
+        ):
             yield
 
-    def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[Any]]:
+    def recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[Any]]:
         """Return two contexts: a `context_fn` for `torch.utils.checkpoint.checkpoint`.
 
         With it, a forward that backward recomputes runs as the original forward did.
         """
-        return nullcontext(), self._mode if self._mode is not None else nullcontext()
+        return nullcontext(), self._last_mode if self._last_mode is not None else nullcontext()
 
-    def join(self, output: Tensor, *, part: BatchSlice, dim: int = 1) -> Tensor:
+    def gather(self, output: Tensor, *, batch_shard: BatchShard, dim: int = 1) -> Tensor:
         """Return the full tensor of an output that is sharded over the ranks, without gradient. A collective call."""
         world, dim = self._world, dim % output.dim()
-        sizes = [part.cut.size(rank) for rank in range(world.world_size)]
+        sizes = [batch_shard.sharding.local_length(rank) for rank in range(world.world_size)]
         shapes = [tuple(size if d == dim else n for d, n in enumerate(output.shape)) for size in sizes]
-        return part.cut.join(world.all_gather(output.detach(), shapes=shapes), dim=dim)
+        return batch_shard.sharding.join(world.all_gather(output.detach(), shapes=shapes), dim=dim)
 
 
 @contextmanager
-def _inside(
+def _sharded_forward(
     world: World, model: nn.Module, cut: SequenceSharding, padded: bool, rows: int
 ) -> Iterator[ContextParallelMode]:
-    mode = _mode(world, model, cut, padded, rows)
-    hook = _arguments(model, inspect.signature(model.forward).parameters, world, cut)
+    mode = _build_mode(world, model, cut, padded, rows)
+    hook = _argument_hook(model, inspect.signature(model.forward).parameters, world, cut)
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)
     try:
         with mode:
@@ -132,22 +150,28 @@ def _inside(
         handle.remove()
 
 
-def _mode(
-    world: World, model: nn.Module, cut: SequenceSharding, padded: bool, rows: int, *, again: bool = False
+def _build_mode(
+    world: World, model: nn.Module, cut: SequenceSharding, padded: bool, rows: int, *, is_recompute: bool = False
 ) -> ContextParallelMode:
     answers = _POSITIONS not in inspect.signature(model.forward).parameters
     return ContextParallelMode(
-        world=world, cut=cut, model=model, answer_positions=answers, padded=padded, rows=rows, again=again
+        world=world,
+        sharding=cut,
+        model=model,
+        should_replace_positions=answers,
+        has_padding=padded,
+        num_sequences=rows,
+        is_recompute=is_recompute,
     )
 
 
-def _arguments(model: nn.Module, accepted: Mapping[str, Any], world: World, cut: SequenceSharding) -> Any:
+def _argument_hook(model: nn.Module, accepted: Mapping[str, Any], world: World, cut: SequenceSharding) -> Any:
     """Return a pre-hook that adds positions if the forward accepts them and the call omits them.
 
     The hook also adds a mask. Without a mask, transformers interprets gaps between positions as packed documents.
     """
     names = [name for name in accepted if name != "self"]
-    moves = moves_labels(model)
+    moves = loss_shifts_labels(model)
 
     def hook(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -157,18 +181,18 @@ def _arguments(model: nn.Module, accepted: Mapping[str, Any], world: World, cut:
             more[_POSITIONS] = cut.positions(world.rank, device=tokens.device)[None]
             if _MASK in accepted and given.get(_MASK) is None:
                 more[_MASK] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-        if moves and given.get(_LABELS) is not None and given.get(_SHIFTED) is None:
-            more[_SHIFTED] = given[_LABELS]
+        if moves and given.get(_LABELS) is not None and given.get(_SHIFTED_LABELS) is None:
+            more[_SHIFTED_LABELS] = given[_LABELS]
         kept = args[: min([len(args), *(names.index(name) for name in more if name in names)])]
         return kept, {**dict(zip(names[len(kept) :], args[len(kept) :], strict=False)), **kwargs, **more}
 
     return hook
 
 
-def moves_labels(model: nn.Module) -> bool:
+def loss_shifts_labels(model: nn.Module) -> bool:
     """Return True if the model's own loss shifts the labels by one position, as transformers' causal losses do."""
     loss = getattr(model, "loss_function", None)
-    return callable(loss) and _SHIFTED in inspect.signature(loss).parameters
+    return callable(loss) and _SHIFTED_LABELS in inspect.signature(loss).parameters
 
 
 def refuse_model(model: nn.Module) -> None:
@@ -179,9 +203,13 @@ def refuse_model(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
-            raise _refused(name, module, "each position depends on the one before it", "--layout fsdp, tp or pp")
+            raise _unsupported_layer(
+                name, module, "each position depends on the one before it", "--layout fsdp, tp or pp"
+            )
         if isinstance(module, NormBase) and getattr(module, "track_running_stats", False):
-            raise _refused(name, module, "its statistics cover the whole sequence", "nn.LayerNorm, or leave cp out")
+            raise _unsupported_layer(
+                name, module, "its statistics cover the whole sequence", "nn.LayerNorm, or leave cp out"
+            )
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise LayoutError(
@@ -218,5 +246,5 @@ def refuse_window(model: nn.Module, *, length: int) -> None:
         )
 
 
-def _refused(name: str, module: nn.Module, reason: str, hint: str) -> LayoutError:
+def _unsupported_layer(name: str, module: nn.Module, reason: str, hint: str) -> LayoutError:
     return LayoutError(f"{name} ({type(module).__name__}) can't be split along the sequence: {reason}.", hint=hint)

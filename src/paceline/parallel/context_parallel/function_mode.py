@@ -20,16 +20,16 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.comm.process_group import World
 from paceline.errors import LayoutError
-from paceline.parallel.context_parallel.attention_mask import MaskMeaning, read_mask
-from paceline.parallel.context_parallel.multihead_attention import heads_attention
+from paceline.parallel.context_parallel.attention_mask import InterpretedMask, interpret_mask
+from paceline.parallel.context_parallel.multihead_attention import multi_head_attention
 from paceline.parallel.context_parallel.ring_attention import Ring, ring_attention
 from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding
 from paceline.parallel.tensor_parallel.collectives import slice_shard
 from paceline.parallel.tensor_parallel.rules.matmul import compute_sharded_attention
 from paceline.parallel.tensor_parallel.sharded_tensor import NoRule, ShardPropagatingTensor
-from paceline.torch_internals.function_signatures import read_call
+from paceline.torch_internals.function_signatures import bind_arguments
 
-MOST_DRAWS = 2**30
+MAX_RANDOM_NUMBERS = 2**30
 _CONVOLUTIONS = (torch.conv1d, F.conv1d)
 
 
@@ -46,34 +46,39 @@ class ContextParallelMode(TorchFunctionMode):
         self,
         *,
         world: World,
-        cut: SequenceSharding,
+        sharding: SequenceSharding,
         model: nn.Module,
-        answer_positions: bool = True,
-        padded: bool = False,
-        rows: int = 1,
-        again: bool = False,
+        should_replace_positions: bool = True,
+        has_padding: bool = False,
+        num_sequences: int = 1,
+        is_recompute: bool = False,
     ) -> None:
         super().__init__()
-        self._again = again
-        self._world, self._cut, self._padded, self._rows = world, cut, padded, rows
-        self._size = cut.size(world.rank)
-        self._masks: list[tuple[Any, ...]] = []
-        self._pads: dict[int, tuple[ref[Tensor], Tensor, int, int]] = {}
-        self._tables = _tables(model) if answer_positions else set()
-        self._rules: dict[Any, Callable[..., Any]] = {
+        self._is_recompute = is_recompute
+        self._world, self._sharding, self._has_padding, self._num_sequences = (
+            world,
+            sharding,
+            has_padding,
+            num_sequences,
+        )
+        self._local_length = sharding.local_length(world.rank)
+        self._interpreted_masks: list[tuple[Any, ...]] = []
+        self._padded_tensors: dict[int, tuple[ref[Tensor], Tensor, int, int]] = {}
+        self._table_ids = _find_table_ids(model) if should_replace_positions else set()
+        self._replacements: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
-            F.multi_head_attention_forward: partial(heads_attention, attention=self._attention),
+            F.multi_head_attention_forward: partial(multi_head_attention, attention=self._attention),
             F.pad: self._pad,
             F.dropout: self._dropout,
             **dict.fromkeys(_CONVOLUTIONS, self._convolution),
         }
-        if answer_positions:
-            self._rules |= {torch.arange: self._arange, Tensor.__getitem__: self._table}
+        if should_replace_positions:
+            self._replacements |= {torch.arange: self._arange, Tensor.__getitem__: self._index_table}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Compute this rank's shard of the result on the full sequence, or call the function unchanged."""
-        rule = self._rules.get(func)
-        if rule is None or self._world.world_size == 1 or (self._again and not torch.is_grad_enabled()):
+        rule = self._replacements.get(func)
+        if rule is None or self._world.world_size == 1 or (self._is_recompute and not torch.is_grad_enabled()):
             return func(*args, **(kwargs or {}))
         found = rule(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if found is NotImplemented else found
@@ -81,16 +86,16 @@ class ContextParallelMode(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         """Exit the mode, and release all tensors of this forward."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._masks.clear()
-        self._pads.clear()
+        self._interpreted_masks.clear()
+        self._padded_tensors.clear()
 
     # -- attention
 
     def _attention(self, *args: Any, **kwargs: Any) -> Any:
         """Compute ring attention; under tensor parallelism, for this rank's heads only."""
-        return compute_sharded_attention(self._around, args, kwargs)
+        return compute_sharded_attention(self._ring_attention, args, kwargs)
 
-    def _around(
+    def _ring_attention(
         self,
         query: Tensor,
         key: Tensor,
@@ -103,92 +108,100 @@ class ContextParallelMode(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        _refuse_lengths(query, key, self._size)
+        _refuse_other_lengths(query, key, self._local_length)
         lead = query.shape[:-2]
         query, key, value = (
             t.reshape(-1, t.shape[-3] if t.dim() > 2 else 1, *t.shape[-2:]) for t in (query, key, value)
         )
         batch, own = query.shape[:2]
         group = own // key.shape[1] if enable_gqa else 1
-        if group > 1 and self._padded:  # on ranks with padding transformers repeats the heads, so all ranks repeat them
+        if (
+            group > 1 and self._has_padding
+        ):  # on ranks with padding transformers repeats the heads, so all ranks repeat them
             key, value, group = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), 1
         key, value = (t.expand(batch, own // group, *t.shape[-2:]) for t in (key, value))
-        means = self._meaning(attn_mask, is_causal, batch)
-        keep = means.keep
-        if keep is None and (self._padded or attn_mask is not None):  # other ranks may have padding
-            keep = torch.ones(batch, self._size, dtype=torch.uint8, device=query.device)
+        means = self._interpret_mask(attn_mask, is_causal, batch)
+        keep = means.key_mask
+        if keep is None and (self._has_padding or attn_mask is not None):  # other ranks may have padding
+            keep = torch.ones(batch, self._local_length, dtype=torch.uint8, device=query.device)
         ring = Ring(
             dropout=dropout_p,
             world=self._world,
-            cut=self._cut,
-            causal=means.causal,
+            sharding=self._sharding,
+            is_causal=means.causal,
             scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else scale,
         )
-        drop = self._dropped(query, dropout_p, sharded_query)
+        drop = self._draw_dropout_mask(query, dropout_p, sharded_query)
         grouped = query.reshape(batch, own // group, group, *query.shape[-2:])
         found = ring_attention(grouped, key, value, keep=keep, drop=drop, ring=ring)
-        return torch.reshape(found, (*lead, self._size, value.shape[-1]))
+        return torch.reshape(found, (*lead, self._local_length, value.shape[-1]))
 
-    def _dropped(self, query: Tensor, p: float, sharded_query: ShardPropagatingTensor | None) -> Tensor | None:
+    def _draw_dropout_mask(
+        self, query: Tensor, p: float, sharded_query: ShardPropagatingTensor | None
+    ) -> Tensor | None:
         """Draw the dropout mask of all attention weights, as one process does; return this rank's rows and heads."""
         if p == 0.0:
             return None
         if sharded_query is not None and sharded_query.sharding.dim != len(sharded_query.full_shape) - 3:
             raise NoRule  # the samples are sharded, not the heads
-        length = self._cut.length
+        length = self._sharding.length
         shape = (
             query.shape[0],
             query.shape[1] if sharded_query is None else sharded_query.full_shape[-3],
             length,
             length,
         )
-        if math.prod(shape) > MOST_DRAWS:
+        if math.prod(shape) > MAX_RANDOM_NUMBERS:
             raise LayoutError(
                 f"attention dropout of {p:g} needs {math.prod(shape):,} random numbers on every rank, "
-                f"more than {MOST_DRAWS:,}.",
+                f"more than {MAX_RANDOM_NUMBERS:,}.",
                 cause="to match one process, each rank draws for the whole sequence and keeps its rows",
                 hint="attention dropout 0: config.attention_dropout = 0.0 (attention_probs_dropout_prob, attn_pdrop), "
                 "or dropout_p=0.0 in the call",
             )
         draw = F.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), p, True)
-        drawn = self._cut.take(draw != 0, dim=2, rank=self._world.rank)
+        drawn = self._sharding.shard(draw != 0, dim=2, rank=self._world.rank)
         return (
             drawn
             if sharded_query is None
             else slice_shard(drawn, sharded_query.sharding.with_dim(1), sharded_query.group.rank)
         )
 
-    def _meaning(self, mask: Tensor | None, is_causal: bool, batch: int) -> MaskMeaning:
+    def _interpret_mask(self, mask: Tensor | None, is_causal: bool, batch: int) -> InterpretedMask:
         """Return the meaning of a mask; it is cached for one forward, because the layers of a model share a mask."""
-        for known, *key, means in self._masks:
+        for known, *key, means in self._interpreted_masks:
             if known is mask and key == [is_causal, batch]:
                 return means  # type: ignore[no-any-return]
-        means = read_mask(mask, is_causal=is_causal, batch=batch, length=self._size)
-        self._masks.append((mask, is_causal, batch, means))
+        means = interpret_mask(mask, is_causal=is_causal, batch=batch, length=self._local_length)
+        self._interpreted_masks.append((mask, is_causal, batch, means))
         return means
 
     # -- positions
 
     def _arange(self, *args: Any, **kwargs: Any) -> Any:
         laid: dict[str, Any] = {name: kwargs[name] for name in ("start", "end", "step") if name in kwargs}
-        given = read_call("arange", args, laid) or {}
+        given = bind_arguments("arange", args, laid) or {}
         numbers = (given.get("start", 0), given.get("end"), given.get("step", 1))
         is_whole = all(isinstance(number, int) for number in numbers)  # arange(6.0) returns floats
-        if numbers != (0, self._size, 1) or not is_whole or kwargs.get("out") is not None:
+        if numbers != (0, self._local_length, 1) or not is_whole or kwargs.get("out") is not None:
             return NotImplemented
-        positions = self._cut.positions(self._world.rank)
+        positions = self._sharding.positions(self._world.rank)
         device, dtype = kwargs.get("device"), kwargs.get("dtype")
         return positions.to(device=device or torch.get_default_device(), dtype=dtype or torch.int64)
 
-    def _table(self, tensor: Tensor, index: Any) -> Any:
-        own = _piece_of(tensor)
-        if not isinstance(own, nn.Parameter) and id(own) not in self._tables:
+    def _index_table(self, tensor: Tensor, index: Any) -> Any:
+        own = _local_tensor(tensor)
+        if not isinstance(own, nn.Parameter) and id(own) not in self._table_ids:
             return NotImplemented
         places = index if isinstance(index, tuple) else (index,)
-        dims = [d for d, at in enumerate(places) if _is_prefix(at, self._size) and tensor.shape[d] >= self._cut.length]
+        dims = [
+            d
+            for d, at in enumerate(places)
+            if _is_prefix(at, self._local_length) and tensor.shape[d] >= self._sharding.length
+        ]
         if len(dims) != 1 or any(not isinstance(at, slice) for at in places[: dims[0]]):
             return NotImplemented
-        positions = self._cut.positions(self._world.rank, device=tensor.device)
+        positions = self._sharding.positions(self._world.rank, device=tensor.device)
         rest = tuple(slice(None) if d == dims[0] else at for d, at in enumerate(places))
         return tensor.index_select(dims[0], positions)[rest]
 
@@ -196,9 +209,9 @@ class ContextParallelMode(TorchFunctionMode):
 
     def _pad(self, input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
         padded = F.pad(input, pad, mode, value)
-        along = input.dim() == 3 and input.shape[-1] == self._size and len(pad) == 2 and min(pad) >= 0
+        along = input.dim() == 3 and input.shape[-1] == self._local_length and len(pad) == 2 and min(pad) >= 0
         if along and mode == "constant" and not value:
-            self._pads[id(padded)] = (ref(padded), input, int(pad[0]), int(pad[1]))
+            self._padded_tensors[id(padded)] = (ref(padded), input, int(pad[0]), int(pad[1]))
         return padded
 
     def _convolution(
@@ -212,54 +225,56 @@ class ContextParallelMode(TorchFunctionMode):
         groups: int = 1,
     ) -> Any:
         """Convolve the gathered sequence, restricted to the positions of this rank's chunks."""
-        stride, dilation = _one(stride), _one(dilation)
+        stride, dilation = _single_int(stride), _single_int(dilation)
         span = dilation * (weight.shape[-1] - 1)
-        source, left, right = self._padded_from(input)
+        source, left, right = self._unpadded_input(input)
         source = source.full_tensor() if isinstance(source, ShardPropagatingTensor) else source
-        more = span // 2 if padding == "same" else 0 if padding == "valid" else _one(padding)
+        more = span // 2 if padding == "same" else 0 if padding == "valid" else _single_int(padding)
         left, right = left + more, right + (span - span // 2 if padding == "same" else more)
-        if span == 0 or stride != 1 or source.shape[-1] != self._size or left + right != span:
+        if span == 0 or stride != 1 or source.shape[-1] != self._local_length or left + right != span:
             return NotImplemented
-        whole = F.pad(gather_sequence(source, dim=-1, world=self._world, cut=self._cut), (left, right))
+        whole = F.pad(gather_sequence(source, dim=-1, world=self._world, cut=self._sharding), (left, right))
         found = [
             F.conv1d(whole[..., piece.start : piece.stop + span].contiguous(), weight, bias, 1, 0, dilation, groups)
-            for piece in self._cut.pieces(self._world.rank)
+            for piece in self._sharding.chunks(self._world.rank)
         ]
         return torch.cat(found, dim=-1)
 
-    def _padded_from(self, tensor: Tensor) -> tuple[Tensor, int, int]:
+    def _unpadded_input(self, tensor: Tensor) -> tuple[Tensor, int, int]:
         """Return the tensor before padding, and the padding on the left and right; the tensor itself if unpadded."""
-        padded, source, left, right = self._pads.get(id(tensor), (None, tensor, 0, 0))
+        padded, source, left, right = self._padded_tensors.get(id(tensor), (None, tensor, 0, 0))
         return (source, left, right) if padded is not None and padded() is tensor else (tensor, 0, 0)
 
     # -- draws
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         """Apply this rank's shard of a dropout mask that is drawn for the full sequence, as in one process."""
-        at = self._at(input)
+        at = self._sequence_layout(input)
         if not training or p == 0.0 or at is None:
             return NotImplemented
         dim, rows = at
         shape = list(input.shape)
-        shape[dim] = rows * self._cut.length
-        draw = F.dropout(_ones(shape, like=input), p, True).unflatten(dim, (rows, -1))
-        mine = self._cut.take(draw, dim=dim + 1, rank=self._world.rank).flatten(dim, dim + 1)
+        shape[dim] = rows * self._sharding.length
+        draw = F.dropout(_ones_in_layout(shape, layout_like=input), p, True).unflatten(dim, (rows, -1))
+        mine = self._sharding.shard(draw, dim=dim + 1, rank=self._world.rank).flatten(dim, dim + 1)
         return input.mul_(mine) if inplace else input * mine
 
-    def _at(self, tensor: Tensor) -> tuple[int, int] | None:
+    def _sequence_layout(self, tensor: Tensor) -> tuple[int, int] | None:
         """Return the sequence dimension and the number of sequences flattened into it; None if there is none."""
-        dims = [d for d in (1, *range(tensor.dim())) if d < tensor.dim() and tensor.shape[d] == self._size]
-        is_flat = self._rows > 1 and tensor.dim() > 0 and tensor.shape[0] == self._rows * self._size
+        dims = [d for d in (1, *range(tensor.dim())) if d < tensor.dim() and tensor.shape[d] == self._local_length]
+        is_flat = (
+            self._num_sequences > 1 and tensor.dim() > 0 and tensor.shape[0] == self._num_sequences * self._local_length
+        )
         if is_flat and (tensor.dim() == 2 or 1 not in dims):
-            return 0, self._rows
+            return 0, self._num_sequences
         return (dims[0], 1) if dims and tensor.dim() > 1 else None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, dim: int, world: World, cut: SequenceSharding) -> Tensor:
         ctx.gather_arguments = dim, world, cut
-        sizes = [cut.size(rank) for rank in range(world.world_size)]
+        sizes = [cut.local_length(rank) for rank in range(world.world_size)]
         shapes = [tuple(size if d == dim else n for d, n in enumerate(part.shape)) for size in sizes]
         return cut.join(world.all_gather(part, shapes=shapes), dim=dim)
 
@@ -271,25 +286,25 @@ class _Gather(torch.autograd.Function):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def gather_sequence(part: Tensor, *, dim: int, world: World, cut: SequenceSharding) -> Tensor:
+def gather_sequence(shard: Tensor, *, dim: int, world: World, sharding: SequenceSharding) -> Tensor:
     """Return the full sequence on every rank; backward sums its gradients over the ranks."""
-    return _Gather.apply(part, dim % part.dim(), world, cut)  # type: ignore[no-untyped-call,no-any-return]
+    return _GatherSequence.apply(shard, dim % shard.dim(), world, sharding)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _ones(shape: Sequence[int], *, like: Tensor) -> Tensor:
+def _ones_in_layout(shape: Sequence[int], *, layout_like: Tensor) -> Tensor:
     """Return ones in the memory layout of `like`: dropout draws its mask in memory order."""
-    strides = torch.empty_like(_piece_of(like)).stride()
-    order = sorted(range(like.dim()), key=lambda d: -strides[d])
-    made = torch.ones([shape[d] for d in order], dtype=like.dtype, device=like.device)
-    return made.permute([order.index(d) for d in range(like.dim())])
+    strides = torch.empty_like(_local_tensor(layout_like)).stride()
+    order = sorted(range(layout_like.dim()), key=lambda d: -strides[d])
+    made = torch.ones([shape[d] for d in order], dtype=layout_like.dtype, device=layout_like.device)
+    return made.permute([order.index(d) for d in range(layout_like.dim())])
 
 
-def _piece_of(tensor: Tensor) -> Tensor:
+def _local_tensor(tensor: Tensor) -> Tensor:
     """Return the local shard of a sharded tensor, or the tensor itself."""
     return tensor.local if isinstance(tensor, ShardPropagatingTensor) else tensor
 
 
-def _tables(model: nn.Module) -> set[int]:
+def _find_table_ids(model: nn.Module) -> set[int]:
     """Return the ids of buffers and plain tensors, which may be position tables.
 
     Parameters are recognised by their type instead, because `fully_shard` replaces them during the forward.
@@ -303,11 +318,11 @@ def _is_prefix(at: Any, size: int) -> bool:
     return isinstance(at, slice) and at.start in (None, 0) and at.step in (None, 1) and at.stop == size
 
 
-def _one(value: Any) -> int:
+def _single_int(value: Any) -> int:
     return int(value[0] if isinstance(value, tuple | list) else value)
 
 
-def _refuse_lengths(query: Tensor, key: Tensor, size: int) -> None:
+def _refuse_other_lengths(query: Tensor, key: Tensor, size: int) -> None:
     if query.shape[-2] != size or key.shape[-2] != size:
         raise LayoutError(
             f"an attention has {query.shape[-2]} queries and {key.shape[-2]} keys but this rank's part of the "

@@ -13,16 +13,16 @@ from paceline.errors import LayoutError
 Attention = Callable[..., Tensor]
 
 
-_TAKES = inspect.signature(F.multi_head_attention_forward)
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
-def heads_attention(*args: Any, attention: Attention, **kwargs: Any) -> tuple[Tensor, None]:
+def multi_head_attention(*args: Any, attention: Attention, **kwargs: Any) -> tuple[Tensor, None]:
     """Return the output of `F.multi_head_attention_forward` for (length, batch, width), without attention weights.
 
     Raises:
         LayoutError: the module adds keys of its own, which have no position in the sequence.
     """
-    bound = _TAKES.bind(*args, **kwargs)
+    bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
     if given["add_zero_attn"] or any(given[name] is not None for name in ("bias_k", "bias_v", "static_k", "static_v")):
@@ -33,8 +33,8 @@ def heads_attention(*args: Any, attention: Attention, **kwargs: Any) -> tuple[Te
         )
     inputs = [given["query"], given["key"], given["value"]]
     batched = inputs[0].dim() == 3
-    q, k, v = _projected(given, [t if batched else t[:, None] for t in inputs])
-    mask = _mask(given["attn_mask"], given["key_padding_mask"], batch=q.shape[0], heads=q.shape[1])
+    q, k, v = _project(given, [t if batched else t[:, None] for t in inputs])
+    mask = _merge_masks(given["attn_mask"], given["key_padding_mask"], batch_size=q.shape[0], num_heads=q.shape[1])
     seen = attention(
         q,
         k,
@@ -47,7 +47,7 @@ def heads_attention(*args: Any, attention: Attention, **kwargs: Any) -> tuple[Te
     return (found if batched else found[:, 0]), None
 
 
-def _projected(given: Any, inputs: list[Tensor]) -> list[Tensor]:
+def _project(given: Any, inputs: list[Tensor]) -> list[Tensor]:
     """Return queries, keys and values, each of shape (batch, heads, length, head width)."""
     if given["use_separate_proj_weight"]:
         weights = [given[f"{name}_proj_weight"] for name in "qkv"]
@@ -55,28 +55,30 @@ def _projected(given: Any, inputs: list[Tensor]) -> list[Tensor]:
         weights = list(given["in_proj_weight"].chunk(3))
     bias = given["in_proj_bias"]
     biases = [None] * 3 if bias is None else list(bias.chunk(3))
-    return [_split(F.linear(t, w, b), given["num_heads"]) for t, w, b in zip(inputs, weights, biases, strict=True)]
+    return [
+        _split_heads(F.linear(t, w, b), given["num_heads"]) for t, w, b in zip(inputs, weights, biases, strict=True)
+    ]
 
 
-def _split(projected: Tensor, num_heads: int) -> Tensor:
+def _split_heads(projected: Tensor, num_heads: int) -> Tensor:
     """Reshape (length, batch, width) to (batch, heads, length, head width)."""
     length, batch, width = projected.shape
     return projected.view(length, batch, num_heads, width // num_heads).permute(1, 2, 0, 3)
 
 
-def _mask(mask: Tensor | None, padding: Tensor | None, *, batch: int, heads: int) -> Tensor | None:
+def _merge_masks(mask: Tensor | None, padding_mask: Tensor | None, *, batch_size: int, num_heads: int) -> Tensor | None:
     """Return one additive mask (batch or 1, heads or 1, queries, keys). In boolean inputs, True masks a key."""
     found: Tensor | None = None
     if mask is not None:
-        found = _additive(mask)
-        found = found[None, None] if found.dim() == 2 else found.view(batch, heads, *found.shape[-2:])
-    if padding is not None:
-        hidden = _additive(padding if padding.dim() == 2 else padding[None])[:, None, None, :]
+        found = _to_additive_mask(mask)
+        found = found[None, None] if found.dim() == 2 else found.view(batch_size, num_heads, *found.shape[-2:])
+    if padding_mask is not None:
+        hidden = _to_additive_mask(padding_mask if padding_mask.dim() == 2 else padding_mask[None])[:, None, None, :]
         found = hidden if found is None else found + hidden
     return found
 
 
-def _additive(mask: Tensor) -> Tensor:
+def _to_additive_mask(mask: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, device=mask.device).masked_fill(mask, -torch.inf)

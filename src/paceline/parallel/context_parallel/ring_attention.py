@@ -16,9 +16,9 @@ from torch import Tensor
 
 from paceline.comm.process_group import World
 from paceline.parallel.activation_checkpointing.saved_ops import recompute_together
-from paceline.parallel.context_parallel.sequence_sharding import SequencePiece, SequenceSharding
+from paceline.parallel.context_parallel.sequence_sharding import SequenceChunk, SequenceSharding
 
-BLOCK = 1024
+BLOCK_SIZE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,28 +26,34 @@ class Ring:
     """The parameters of ring attention: its ranks, the sharding of the sequence, mask, scale and dropout rate."""
 
     world: World
-    cut: SequenceSharding
-    causal: bool
+    sharding: SequenceSharding
+    is_causal: bool
     scale: float
     dropout: float = 0.0
 
-    def pairs(self, owner: int) -> Iterator[tuple[SequencePiece, SequencePiece]]:
+    def blocks(self, owner: int) -> Iterator[tuple[SequenceChunk, SequenceChunk]]:
         """Yield blocks of this rank's queries and `owner`'s keys, except those that a causal mask excludes."""
-        for mine in self.cut.pieces(self.world.rank):
-            for query in mine.split(most=BLOCK):
-                for theirs in self.cut.pieces(owner):
-                    for key in theirs.split(most=BLOCK):
-                        if not self.causal or key.start < query.stop:
+        for mine in self.sharding.chunks(self.world.rank):
+            for query in mine.split(max_size=BLOCK_SIZE):
+                for theirs in self.sharding.chunks(owner):
+                    for key in theirs.split(max_size=BLOCK_SIZE):
+                        if not self.is_causal or key.start < query.stop:
                             yield query, key
 
-    def owner(self, turn: int) -> int:
+    def key_owner(self, round_index: int) -> int:
         """Return the rank whose keys this rank has in a round."""
-        return (self.world.rank - turn) % self.world.world_size
+        return (self.world.rank - round_index) % self.world.world_size
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, keep: Tensor | None, ring: Ring, drop: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_mask: Tensor | None,
+    ring: Ring,
+    dropout_mask: Tensor | None = None,
 ) -> Tensor:
     """Return attention of this rank's queries over the keys of all ranks.
 
@@ -56,11 +62,11 @@ def ring_attention(
     length, full length) is True where dropout keeps a weight. The output of a query without keys is 0.
     """
     with recompute_together():
-        found: Tensor = _Ring.apply(query, key, value, keep, drop, ring)  # type: ignore[no-untyped-call]
+        found: Tensor = _RingAttention.apply(query, key, value, key_mask, dropout_mask, ring)  # type: ignore[no-untyped-call]
     return found
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, drop: Tensor | None, ring: Ring
@@ -70,9 +76,9 @@ class _Ring(torch.autograd.Function):
         lse = query.new_full(query.shape[:-1], -torch.inf, dtype=high)
         held = [key, value] if keep is None else [key, value, keep]
         for turn in range(ring.world.world_size):
-            wait = _send_on(ring, held, turn) if turn + 1 < ring.world.world_size else None
-            for rows, columns in ring.pairs(ring.owner(turn)):
-                _merge(out, lse, query, held, drop, rows, columns, ring)
+            wait = _start_ring_shift(ring, held, turn) if turn + 1 < ring.world.world_size else None
+            for rows, columns in ring.blocks(ring.key_owner(turn)):
+                _merge_block(out, lse, query, held, drop, rows, columns, ring)
             held = wait() if wait is not None else held
         ctx.ring, ctx.has_drop = ring, drop is not None
         ctx.save_for_backward(*(t for t in (query, key, value, out, lse, drop, keep) if t is not None))
@@ -90,73 +96,75 @@ class _Ring(torch.autograd.Function):
         held = [key, value, *masks]
         sums = [torch.zeros_like(key, dtype=out.dtype), torch.zeros_like(value, dtype=out.dtype)]
         for turn in range(ring.world.world_size):
-            wait = _send_on(ring, held, turn) if turn + 1 < ring.world.world_size else None
-            for rows, columns in ring.pairs(ring.owner(turn)):
+            wait = _start_ring_shift(ring, held, turn) if turn + 1 < ring.world.world_size else None
+            for rows, columns in ring.blocks(ring.key_owner(turn)):
                 _backward_block(d_query, sums, (query, grad, inner, lse, drop), held, rows, columns, ring)
-            sums = _send_on(ring, sums, turn)()
+            sums = _start_ring_shift(ring, sums, turn)()
             held = wait() if wait is not None else held
         d_key, d_value = sums
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
 
 
-def _send_on(ring: Ring, held: list[Tensor], turn: int) -> Any:
+def _start_ring_shift(ring: Ring, held: list[Tensor], turn: int) -> Any:
     """Start to send tensors to the next rank and to receive those of the next round from the previous rank."""
-    length = ring.cut.size(ring.owner(turn + 1))
+    length = ring.sharding.local_length(ring.key_owner(turn + 1))
     shapes = [(*t.shape[:-2], length, t.shape[-1]) if t.dim() == 4 else (t.shape[0], length) for t in held]
     return ring.world.start_ring_shift(held, shapes=shapes)
 
 
 def _scores(
-    query: Tensor, held: list[Tensor], rows: SequencePiece, columns: SequencePiece, ring: Ring, high: torch.dtype
+    query: Tensor, held: list[Tensor], rows: SequenceChunk, columns: SequenceChunk, ring: Ring, high: torch.dtype
 ) -> Tensor:
     """Return the scores (batch, key heads, queries per key head x rows, columns), minus infinity where masked."""
-    part = query[..., rows.local : rows.local + rows.size, :].flatten(2, 3)
-    keys = held[0][..., columns.local : columns.local + columns.size, :]
+    part = query[..., rows.local_start : rows.local_start + rows.size, :].flatten(2, 3)
+    keys = held[0][..., columns.local_start : columns.local_start + columns.size, :]
     scores = (part @ keys.transpose(-1, -2)).to(high) * ring.scale
-    if ring.causal and columns.stop - 1 > rows.start:
+    if ring.is_causal and columns.stop - 1 > rows.start:
         row = torch.arange(rows.start, rows.stop, device=query.device).repeat(query.shape[2])
         column = torch.arange(columns.start, columns.stop, device=query.device)
         scores = scores.masked_fill(column[None, :] > row[:, None], -torch.inf)
     if len(held) > 2:
-        hidden = held[2][:, columns.local : columns.local + columns.size] == 0
+        hidden = held[2][:, columns.local_start : columns.local_start + columns.size] == 0
         scores = scores.masked_fill(hidden[:, None, None, :], -torch.inf)
     return scores
 
 
-def _exp(exponent: Tensor, base: Tensor) -> Tensor:
+def _exp_difference(exponent: Tensor, base: Tensor) -> Tensor:
     """Return exp(exponent - base), and 0 where the base is minus infinity because all keys are masked."""
     return torch.exp(exponent - base.masked_fill(base == -torch.inf, 0.0))
 
 
-def _kept(weights: Tensor, drop: Tensor | None, rows: SequencePiece, columns: SequencePiece, ring: Ring) -> Tensor:
+def _apply_dropout(
+    weights: Tensor, drop: Tensor | None, rows: SequenceChunk, columns: SequenceChunk, ring: Ring
+) -> Tensor:
     """Apply dropout with its scaling to the weights, or to their gradients."""
     if drop is None:
         return weights
-    drawn = drop[:, :, rows.local : rows.local + rows.size, columns.start : columns.stop]
+    drawn = drop[:, :, rows.local_start : rows.local_start + rows.size, columns.start : columns.stop]
     return weights * drawn.reshape(weights.shape) * (1.0 / (1.0 - ring.dropout))
 
 
-def _merge(
+def _merge_block(
     out: Tensor,
     lse: Tensor,
     query: Tensor,
     held: list[Tensor],
     drop: Tensor | None,
-    rows: SequencePiece,
-    columns: SequencePiece,
+    rows: SequenceChunk,
+    columns: SequenceChunk,
     ring: Ring,
 ) -> None:
     """Merge the attention over a block of keys into the running output and LSE of the queries."""
     scores = _scores(query, held, rows, columns, ring, out.dtype)
-    there = slice(rows.local, rows.local + rows.size)
-    values = held[1][..., columns.local : columns.local + columns.size, :]
+    there = slice(rows.local_start, rows.local_start + rows.size)
+    values = held[1][..., columns.local_start : columns.local_start + columns.size, :]
     new = torch.logsumexp(scores, -1)
-    weights = _kept(_exp(scores, new[..., None]), drop, rows, columns, ring)
+    weights = _apply_dropout(_exp_difference(scores, new[..., None]), drop, rows, columns, ring)
     seen = (weights.to(values.dtype) @ values).to(out.dtype)
     shape = out[..., there, :].shape
     new, seen = new.view(shape[:-1]), seen.view(shape)
     both = torch.logaddexp(lse[..., there], new)
-    before, now = _exp(lse[..., there], both)[..., None], _exp(new, both)[..., None]
+    before, now = _exp_difference(lse[..., there], both)[..., None], _exp_difference(new, both)[..., None]
     out[..., there, :] = out[..., there, :] * before + seen * now
     lse[..., there] = both
 
@@ -166,19 +174,21 @@ def _backward_block(
     sums: list[Tensor],
     saved: Any,
     held: list[Tensor],
-    rows: SequencePiece,
-    columns: SequencePiece,
+    rows: SequenceChunk,
+    columns: SequenceChunk,
     ring: Ring,
 ) -> None:
     """Add the gradients of a block to those of its queries, keys and values."""
     query, grad, inner, lse, drop = saved
-    there = slice(rows.local, rows.local + rows.size)
-    here = slice(columns.local, columns.local + columns.size)
-    weights = _exp(_scores(query, held, rows, columns, ring, d_query.dtype), lse[..., there].flatten(2, 3)[..., None])
+    there = slice(rows.local_start, rows.local_start + rows.size)
+    here = slice(columns.local_start, columns.local_start + columns.size)
+    weights = _exp_difference(
+        _scores(query, held, rows, columns, ring, d_query.dtype), lse[..., there].flatten(2, 3)[..., None]
+    )
     of_out = grad[..., there, :].flatten(2, 3)
-    sums[1][..., here, :] += _kept(weights, drop, rows, columns, ring).transpose(-1, -2) @ of_out
+    sums[1][..., here, :] += _apply_dropout(weights, drop, rows, columns, ring).transpose(-1, -2) @ of_out
     of_weights = of_out @ held[1][..., here, :].to(of_out.dtype).transpose(-1, -2)
-    of_weights = _kept(of_weights, drop, rows, columns, ring)
+    of_weights = _apply_dropout(of_weights, drop, rows, columns, ring)
     of_scores = weights * (of_weights - inner[..., there].flatten(2, 3)[..., None]) * ring.scale
     d_query[..., there, :] += (of_scores @ held[0][..., here, :].to(of_out.dtype)).view(d_query[..., there, :].shape)
     sums[0][..., here, :] += of_scores.transpose(-1, -2) @ query[..., there, :].flatten(2, 3).to(of_out.dtype)

@@ -19,11 +19,11 @@ IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequencePiece:
+class SequenceChunk:
     """A range `[start, start + size)` of the sequence, stored from `local` in a rank's shard."""
 
     start: int
-    local: int
+    local_start: int
     size: int
 
     @property
@@ -31,11 +31,11 @@ class SequencePiece:
         """Return the end of the range."""
         return self.start + self.size
 
-    def split(self, *, most: int) -> "Iterator[SequencePiece]":
+    def split(self, *, max_size: int) -> "Iterator[SequenceChunk]":
         """Yield sub-ranges of at most `most` positions."""
-        for offset in range(0, self.size, most):
-            yield SequencePiece(
-                start=self.start + offset, local=self.local + offset, size=min(most, self.size - offset)
+        for offset in range(0, self.size, max_size):
+            yield SequenceChunk(
+                start=self.start + offset, local_start=self.local_start + offset, size=min(max_size, self.size - offset)
             )
 
 
@@ -55,35 +55,35 @@ class SequenceSharding:
                 hint=f"cp={max(1, self.length // 2)} or less, or pad this batch to {2 * self.ranks}",
             )
 
-    def pieces(self, rank: int) -> tuple[SequencePiece, ...]:
+    def chunks(self, rank: int) -> tuple[SequenceChunk, ...]:
         """Return the chunks of a rank, in the order of its shard."""
         if self.ranks == 1:
-            return (SequencePiece(start=0, local=0, size=self.length),)
-        (a, b), (c, d) = self._chunk(rank), self._chunk(2 * self.ranks - 1 - rank)
-        return SequencePiece(start=a, local=0, size=b - a), SequencePiece(start=c, local=b - a, size=d - c)
+            return (SequenceChunk(start=0, local_start=0, size=self.length),)
+        (a, b), (c, d) = self._chunk_bounds(rank), self._chunk_bounds(2 * self.ranks - 1 - rank)
+        return SequenceChunk(start=a, local_start=0, size=b - a), SequenceChunk(start=c, local_start=b - a, size=d - c)
 
-    def size(self, rank: int) -> int:
+    def local_length(self, rank: int) -> int:
         """Return the number of positions that a rank holds."""
-        return sum(piece.size for piece in self.pieces(rank))
+        return sum(piece.size for piece in self.chunks(rank))
 
     def positions(self, rank: int, *, device: torch.device | None = None) -> Tensor:
         """Return the positions of the rank's shard in the full sequence, as int64."""
-        return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in self.pieces(rank)])
+        return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in self.chunks(rank)])
 
-    def take(self, whole: Tensor, *, dim: int, rank: int) -> Tensor:
+    def shard(self, full: Tensor, *, dim: int, rank: int) -> Tensor:
         """Return a rank's shard of a tensor with the full sequence along `dim`."""
-        return torch.cat([whole.narrow(dim, piece.start, piece.size) for piece in self.pieces(rank)], dim=dim)
+        return torch.cat([full.narrow(dim, piece.start, piece.size) for piece in self.chunks(rank)], dim=dim)
 
-    def join(self, parts: Sequence[Tensor], *, dim: int) -> Tensor:
+    def join(self, shards: Sequence[Tensor], *, dim: int) -> Tensor:
         """Return the full tensor from the shards of all ranks: the inverse of `take`."""
         placed = [
-            (piece.start, part.narrow(dim, piece.local, piece.size))
-            for rank, part in enumerate(parts)
-            for piece in self.pieces(rank)
+            (piece.start, part.narrow(dim, piece.local_start, piece.size))
+            for rank, part in enumerate(shards)
+            for piece in self.chunks(rank)
         ]
         return torch.cat([part for _, part in sorted(placed, key=lambda pair: pair[0])], dim=dim)
 
-    def _chunk(self, number: int) -> tuple[int, int]:
+    def _chunk_bounds(self, number: int) -> tuple[int, int]:
         each, more = divmod(self.length, 2 * self.ranks)
         start = number * each + min(number, more)
         return start, start + each + (number < more)
@@ -95,8 +95,8 @@ def batch_length(batch: Any, *, sequence: Mapping[str, int]) -> int:
     Raises:
         JobError: an entry is missing or is not a tensor, or the entries differ in length.
     """
-    entries = dict(_entries(batch))
-    lengths = {name: _named(entries, name, dim).shape[dim] for name, dim in sequence.items()}
+    entries = dict(_tensor_entries(batch))
+    lengths = {name: _sequence_entry(entries, name, dim).shape[dim] for name, dim in sequence.items()}
     if not lengths:
         raise JobError(
             "the job does not say which dimension of the batch is the sequence.",
@@ -115,18 +115,18 @@ def batch_length(batch: Any, *, sequence: Mapping[str, int]) -> int:
 
 def sequence_hint(batch: Any) -> str:
     """Return a hint that names the entries of the batch that may have a sequence dimension."""
-    named = ", ".join(f"{n!r}: 1" for n, v in _entries(batch) if v.dim() in (2, 3))
+    named = ", ".join(f"{n!r}: 1" for n, v in _tensor_entries(batch) if v.dim() in (2, 3))
     return f"sequence={{{named}}} in the job, or leave cp out" if named else "leave cp out: this batch has no sequence"
 
 
-def batch_rows(batch: Any, *, sequence: Mapping[str, int]) -> int:
+def count_sequences(batch: Any, *, sequence: Mapping[str, int]) -> int:
     """Return the number of sequences of a batch: the product of the dimensions before the sequence dimension."""
-    entries = dict(_entries(batch))
+    entries = dict(_tensor_entries(batch))
     entry, dim = next((entries[name], dim) for name, dim in sequence.items())
     return math.prod(entry.shape[: _at(entry, dim)])
 
 
-def cut_batch(batch: Any, *, sequence: Mapping[str, int], ranks: int, rank: int, shift_labels: bool = False) -> Any:
+def shard_batch(batch: Any, *, sequence: Mapping[str, int], ranks: int, rank: int, shift_labels: bool = False) -> Any:
     """Return a rank's shard of the batch: a tensor, a tuple or list (entries named "0", "1", ...) or a dict.
 
     `sequence` maps entries to their sequence dimension. Other tensors whose leading shape up to this dimension is equal
@@ -134,7 +134,7 @@ def cut_batch(batch: Any, *, sequence: Mapping[str, int], ranks: int, rank: int,
     sequence (with the ignored label -100 at the end), so that the last label of each shard is correct.
     """
     cut = SequenceSharding(length=batch_length(batch, sequence=sequence), ranks=ranks)
-    entries = dict(_entries(batch))
+    entries = dict(_tensor_entries(batch))
     leading = {tuple(entries[name].shape[: _at(entries[name], dim) + 1]) for name, dim in sequence.items()}
 
     def part(name: str, value: Any) -> Any:
@@ -148,9 +148,9 @@ def cut_batch(batch: Any, *, sequence: Mapping[str, int], ranks: int, rank: int,
             return value
         if shift_labels and name == "labels":
             value = next_position_labels(value, dim=dim)
-        return cut.take(value, dim=dim, rank=rank)
+        return cut.shard(value, dim=dim, rank=rank)
 
-    return _rebuilt(batch, part)
+    return _map_entries(batch, part)
 
 
 def next_position_labels(labels: Tensor, *, dim: int) -> Tensor:
@@ -159,7 +159,7 @@ def next_position_labels(labels: Tensor, *, dim: int) -> Tensor:
     return torch.cat([labels.narrow(dim, 1, labels.shape[dim] - 1), end], dim=dim)
 
 
-def is_padded(batch: Any) -> bool:
+def has_padding(batch: Any) -> bool:
     """Return whether the `attention_mask` of the full batch masks a position; all ranks need this information."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return isinstance(mask, Tensor) and not bool(mask.all())
@@ -169,7 +169,7 @@ def _at(tensor: Tensor, dim: int) -> int:
     return dim % tensor.dim()
 
 
-def _named(entries: Mapping[str, Tensor], name: str, dim: int) -> Tensor:
+def _sequence_entry(entries: Mapping[str, Tensor], name: str, dim: int) -> Tensor:
     found = entries.get(name)
     if found is None or not -found.dim() <= dim < found.dim():
         shapes = ", ".join(f"{n} {tuple(v.shape)}" for n, v in entries.items()) or "no tensor"
@@ -181,7 +181,7 @@ def _named(entries: Mapping[str, Tensor], name: str, dim: int) -> Tensor:
     return found
 
 
-def _entries(batch: Any) -> Iterator[tuple[str, Tensor]]:
+def _tensor_entries(batch: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(batch, Tensor):
         yield "0", batch
     else:
@@ -189,7 +189,7 @@ def _entries(batch: Any) -> Iterator[tuple[str, Tensor]]:
         yield from ((str(name), value) for name, value in pairs if isinstance(value, Tensor))
 
 
-def _rebuilt(batch: Any, part: Any) -> Any:
+def _map_entries(batch: Any, part: Any) -> Any:
     if isinstance(batch, Tensor):
         return part("0", batch)
     if isinstance(batch, Mapping):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.data.checksum import checksum
-from paceline.torch_internals.pytree import is_column, is_square, joined_columns
+from paceline.torch_internals.pytree import concatenate_columns, is_column, is_square
 
 Merge = Callable[[Sequence[Any]], Any]
 
@@ -32,7 +32,9 @@ def merge_with_one_live(values: Sequence[Any], *, live: int, sizes: Sequence[int
         )
 
     return _merge(
-        values, sizes, _MergeFunctions(tensor=merge_tensors, column=joined_columns, default=lambda parts: parts[live])
+        values,
+        sizes,
+        _MergeFunctions(tensor=merge_tensors, column=concatenate_columns, default=lambda parts: parts[live]),
     )
 
 
@@ -88,7 +90,7 @@ def _require_equal(parts: Sequence[Any]) -> Any:
 def _merge_columns(parts: Sequence[Any]) -> Any:
     if all(map(is_square, parts)):
         raise TypeError("rows or columns")
-    return joined_columns(parts)
+    return concatenate_columns(parts)
 
 
 _MERGE_FUNCTIONS = _MergeFunctions(tensor=_concatenate, column=_merge_columns, default=_require_equal)

@@ -18,7 +18,7 @@ from paceline.parallel.pipeline.chain.placeholders import Form, Placeholder, Poo
 from paceline.parallel.pipeline.chain.split import StagePart, StageSplit
 from paceline.parallel.pipeline.free_memory import free_other_stages, keep_shared_storage
 from paceline.parallel.pipeline.stage_io import Spec, flatten_output, replace_at, tensors_in, unflatten_output
-from paceline.torch_internals.private_api import CallInterceptor, in_backward, running_function
+from paceline.torch_internals.private_api import CallInterceptor, is_in_backward, running_autograd_function
 from paceline.torch_internals.rng import DisabledDropout
 
 
@@ -108,7 +108,7 @@ class Stages:
         if stage not in self.own:
             raise RunError(f"stage {stage} is not one of this process's stages {list(self.own)}.")
         for gate in self._gates:
-            gate.renew()
+            gate.rewrap()
         part = self.cut.parts[stage]
         run = _Run(part=part, received=received, trains=torch.is_grad_enabled())
         run.stream = None if self.model.training else stream_of(self._device)
@@ -157,7 +157,7 @@ class Stages:
             if number != run.called:
                 raise self._another_way(run)
             run.called += 1
-            if run.trains and not torch.is_grad_enabled() and (function := running_function()) is not None:
+            if run.trains and not torch.is_grad_enabled() and (function := running_autograd_function()) is not None:
                 raise _enclosed(self.cut.blocks[number], function.__name__)
             if number == run.part.start - 1:
                 return self._take(run)
@@ -194,7 +194,7 @@ class Stages:
 
         The call runs if this process holds all stages, or in a backward, which recomputes modules of the stage.
         """
-        if len(self.own) == self.cut.num_stages or in_backward():
+        if len(self.own) == self.cut.num_stages or is_in_backward():
             return call(*args, **kwargs)
         raise RunError(
             f"{name} was called, but this process holds the stages {list(self.own)} of {self.cut.num_stages} only.",
@@ -250,7 +250,7 @@ class Stages:
         tensors, spec = flatten_output(output, where=self.cut.blocks[number])
         tensors += [run.seen[carried] for carried in run.part.gives]
         if self.model.training:
-            streams = self.cut.parts[run.part.index + 1].takes_stream or self._idle.any_raised()
+            streams = self.cut.parts[run.part.index + 1].takes_stream or self._idle.is_any_enabled()
         else:  # in evaluation, blocks have no random streams of their own and share one generator
             streams = run.stream is not None and not torch.equal(stream_of(tensors[0].device), run.stream)
         if streams:

@@ -19,8 +19,8 @@ from paceline.parallel.module_access.blocks import Block, NoChain
 from paceline.parallel.module_access.user_call_isolation import plain_state, side_effect_free
 from paceline.parallel.pipeline.stage_io import Path, tensors_in
 from paceline.torch_internals.dispatch_modes import OpObserver, written_tensors
-from paceline.torch_internals.private_api import CallInterceptor, running_function
-from paceline.torch_internals.rng import drawn_by_hand, random_blocks
+from paceline.torch_internals.private_api import CallInterceptor, running_autograd_function
+from paceline.torch_internals.rng import python_rng_states, random_blocks
 
 OUR_FILES = (
     "parallel/pipeline/chain/trace_module_calls.py",
@@ -136,7 +136,7 @@ class _Watcher:
             given = {path: (tensor.shape, tensor.dtype) for path, tensor in tensors_in(value)}
             seen = BlockCall(takes=self._keys(value), given=given)
             self.flow.calls.append(seen)
-            before = drawn_by_hand()
+            before = python_rng_states()
             output = call(*args, **kwargs)
             _refuse_drawn(block, before)
             seen.output, seen.gives = output, self._keys(output)
@@ -155,7 +155,7 @@ class _Watcher:
             )
         if not self._order:
             self._plain.append(plain_state(self._modules))
-        function = running_function()
+        function = running_autograd_function()
         if function is not None and self.flow.enclosed is None:
             self.flow.enclosed = block.name, function.__name__
         self._inside = len(self._order)
@@ -266,7 +266,7 @@ def is_around(module: nn.Module, blocks: Sequence[Block]) -> bool:
 
 
 def _refuse_drawn(block: Block, before: Mapping[str, Any]) -> None:
-    name = next((name for name, state in drawn_by_hand().items() if state != before[name]), None)
+    name = next((name for name, state in python_rng_states().items() if state != before[name]), None)
     if name is not None:
         raise LayoutError(
             f"the block {block.name} draws from {name}, and a stage would draw different numbers than one process: "

@@ -27,8 +27,8 @@ from paceline.parallel.pipeline.graph.module_graph import (
     aliased_arguments,
 )
 from paceline.parallel.pipeline.graph.module_mode_changes import ModeChangeCheck
-from paceline.torch_internals.private_api import watched_autograd
-from paceline.torch_internals.rng import host_states, preserve_rng
+from paceline.torch_internals.private_api import observe_autograd
+from paceline.torch_internals.rng import cpu_rng_states, preserve_rng
 
 _ROOT = "L__self__"
 _OWN_TENSOR = re.compile(r"\bself\.([\w.]*\w)")
@@ -50,10 +50,10 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, u
         _plain(),
         warnings.catch_warnings(record=True) as told,
     ):
-        before = host_states()
+        before = cpu_rng_states()
         warnings.simplefilter("always")
         program, toggles = _program(model, args, kwargs, units, is_mixed)
-        if host_states() != before:
+        if cpu_rng_states() != before:
             raise LayoutError(
                 "the forward draws from random or numpy, and an exported graph would reuse that one draw forever.",
                 cause="stochastic depth or augmentation by Python's own generators",
@@ -87,7 +87,7 @@ def _program(
             lost.append(_lost(name, where="" if line is None else f"{line}: {line.text}"))
 
     try:
-        with watched_autograd(seen):
+        with observe_autograd(seen):
             program = torch.export.export(
                 model, args, kwargs, strict=False, preserve_module_call_signature=tuple(units)
             )

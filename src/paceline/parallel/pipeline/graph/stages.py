@@ -84,7 +84,7 @@ class GraphStages:
         """
         if stage not in self.own:
             raise RunError(f"stage {stage} is not one of this process's stages {list(self.own)}.")
-        self._gate.renew()
+        self._gate.rewrap()
         run = _Run(stage=stage, received=received)
         before, self._run = self._run, run
         try:
