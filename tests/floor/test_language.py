@@ -33,7 +33,7 @@ NO_NAMES = frozenset(
 )
 
 # These packages still wait for their new names.
-WAITING = ("parallel/context_parallel", "parallel/expert_parallel", "parallel/pipeline", "torch_internals")
+WAITING = ("parallel/pipeline",)
 
 # Words that may stay: settings, options of a command, arguments of the public API, keys of files and of JSON, and
 # PyTorch's own argument names. A word that is in no file any more is taken out, which a test demands.

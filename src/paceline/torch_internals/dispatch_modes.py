@@ -58,9 +58,9 @@ def run_cpu_kernel(operation: Any, args: Any, kwargs: Any) -> Any:
 
 
 class PendingCollective(dist.Work):
-    """A collective that is in flight until `wait`, which then calls `arrived`; an operation may return it.
+    """A collective that is in flight until `wait`, which then calls `on_complete`; an operation may return it.
 
-    It holds `keeps`, the collective's inputs, until then, as gloo does.
+    It holds the collective's `inputs` until then, as gloo does.
     """
 
     def __init__(self, on_complete: Callable[[], object], *, inputs: Any = None) -> None:
@@ -77,7 +77,7 @@ class PendingCollective(dist.Work):
         return self not in _IN_FLIGHT
 
     def wait(self, timeout: Any = None) -> bool:
-        """Complete the collective and call `arrived`."""
+        """Complete the collective and call `on_complete`."""
         if self in _IN_FLIGHT:
             _IN_FLIGHT.remove(self)
             self._inputs = None
@@ -102,9 +102,9 @@ class RandomOpDetector(TorchDispatchMode):
 
 
 class OpObserver(TorchDispatchMode):
-    """A mode that calls `see(operation, args, kwargs, result, drew)` for each operation of this thread.
+    """A mode that calls `on_operation(operation, args, kwargs, result, has_drawn)` for each operation of this thread.
 
-    `drew`: whether the operation drew from a random generator; for meta tensors, whether it could.
+    `has_drawn`: whether the operation drew from a random generator; for meta tensors, whether it could.
     """
 
     def __init__(self, on_operation: Callable[[Any, Any, Any, Any, bool], None]) -> None:
@@ -112,16 +112,16 @@ class OpObserver(TorchDispatchMode):
         self._on_operation = on_operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, then call `see`."""
+        """Run the operation, then call `on_operation`."""
         may_draw = torch.Tag.nondeterministic_seeded in func.tags
-        before = _generator_states() if may_draw else []
+        old_states = _generator_states() if may_draw else []
         result = func(*args, **(kwargs or {}))
         first = result[0] if isinstance(result, tuple | list) and result else result
-        drew = may_draw and (
+        has_drawn = may_draw and (
             not (isinstance(first, Tensor) and first.device.type in ("cpu", "cuda"))
-            or any(not torch.equal(old, new) for old, new in zip(before, _generator_states(), strict=True))
+            or any(not torch.equal(old, new) for old, new in zip(old_states, _generator_states(), strict=True))
         )
-        self._on_operation(func, args, kwargs or {}, result, drew)
+        self._on_operation(func, args, kwargs or {}, result, has_drawn)
         return result
 
 
@@ -132,23 +132,24 @@ def _generator_states() -> list[Tensor]:
 @cache
 def op_name(operation: Any) -> str:
     """Return the name in an operation's schema: "aten::add"."""
-    found: str = operation._schema.name
-    return found
+    name: str = operation._schema.name
+    return name
 
 
 def written_tensors(operation: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
     """Return the tensor arguments to which an operation writes."""
-    found: list[Tensor] = []
-    for place, name in _written_arguments(operation):
-        value = args[place] if place < len(args) else kwargs.get(name)
-        found += [part for part in (value if isinstance(value, list | tuple) else [value]) if isinstance(part, Tensor)]
-    return found
+    tensors: list[Tensor] = []
+    for index, name in _written_arguments(operation):
+        value = args[index] if index < len(args) else kwargs.get(name)
+        values = value if isinstance(value, list | tuple) else [value]
+        tensors += [tensor for tensor in values if isinstance(tensor, Tensor)]
+    return tensors
 
 
 @cache
 def _written_arguments(operation: Any) -> tuple[tuple[int, str], ...]:
     arguments = enumerate(operation._schema.arguments)
-    return tuple((place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tuple((index, a.name) for index, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 @contextmanager
@@ -157,9 +158,9 @@ def fake_process_group(ranks: int) -> Iterator[None]:
 
     `init_process_group` sets a `sys.excepthook` that prefixes tracebacks with `[rank0]`; the previous hook is restored.
     """
-    hook = sys.excepthook
+    old_hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    sys.excepthook = hook
+    sys.excepthook = old_hook
     try:
         yield
     finally:
@@ -182,24 +183,24 @@ _LOCK = threading.Lock()
 
 @contextmanager
 def observe_storage_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `seen` for every storage that this thread resizes, which no dispatch mode observes."""
-    me = threading.get_ident()
+    """Call `on_resize` for every storage that this thread resizes, which no dispatch mode observes."""
+    thread_id = threading.get_ident()
     with _LOCK:
-        _RESIZE_OBSERVERS.setdefault(me, []).append(on_resize)
+        _RESIZE_OBSERVERS.setdefault(thread_id, []).append(on_resize)
         torch.UntypedStorage.resize_ = _observed_resize  # type: ignore[assignment]
     try:
         yield
     finally:
         with _LOCK:
-            _RESIZE_OBSERVERS[me].remove(on_resize)
-            if not _RESIZE_OBSERVERS[me]:
-                del _RESIZE_OBSERVERS[me]
+            _RESIZE_OBSERVERS[thread_id].remove(on_resize)
+            if not _RESIZE_OBSERVERS[thread_id]:
+                del _RESIZE_OBSERVERS[thread_id]
             if not _RESIZE_OBSERVERS:
                 torch.UntypedStorage.resize_ = _ORIGINAL_RESIZE  # type: ignore[method-assign]
 
 
 def _observed_resize(storage: torch.UntypedStorage, size: Any) -> Any:
     result = _ORIGINAL_RESIZE(storage, size)
-    for seen in list(_RESIZE_OBSERVERS.get(threading.get_ident(), ())):
-        seen(storage)
+    for on_resize in list(_RESIZE_OBSERVERS.get(threading.get_ident(), ())):
+        on_resize(storage)
     return result

@@ -137,8 +137,8 @@ class Parameter:
 
     def accepts(self, value: Any) -> bool:
         """Return whether the parameter accepts this value; it always accepts its default."""
-        fits = _TYPE_CHECKS.get(self.names[0])
-        return fits is None or value is self.default or fits(value)
+        check = _TYPE_CHECKS.get(self.names[0])
+        return check is None or value is self.default or check(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,23 +150,23 @@ class Signature:
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Return every argument by parameter name, with defaults, or None if the call does not match this form."""
-        given, rest, left = dict[str, Any](), list(args), dict(kwargs)
+        arguments, remaining_args, remaining_kwargs = dict[str, Any](), list(args), dict(kwargs)
         for parameter in (*self.positional, *self.keyword_only):
             name = parameter.names[0]
-            if parameter in self.keyword_only or not rest:
-                keys = [key for key in left if key in parameter.names or _NUMPY_NAMES.get(key) == name]
+            if parameter in self.keyword_only or not remaining_args:
+                keys = [key for key in remaining_kwargs if key in parameter.names or _NUMPY_NAMES.get(key) == name]
                 if len(keys) > 1 or (not keys and parameter.default is _REQUIRED):
                     return None
-                given[name] = left.pop(keys[0]) if keys else parameter.default
+                arguments[name] = remaining_kwargs.pop(keys[0]) if keys else parameter.default
                 if parameter.is_variadic and keys:
-                    given[name] = _as_tuple([given[name]])
+                    arguments[name] = _as_tuple([arguments[name]])
             elif parameter.is_variadic:
-                given[name], rest = _as_tuple(rest), []
+                arguments[name], remaining_args = _as_tuple(remaining_args), []
             else:
-                given[name] = rest.pop(0)
-            if not parameter.accepts(given[name]):
+                arguments[name] = remaining_args.pop(0)
+            if not parameter.accepts(arguments[name]):
                 return None
-        return None if rest or left else given
+        return None if remaining_args or remaining_kwargs else arguments
 
 
 def _as_tuple(values: list[Any]) -> Any:
@@ -175,20 +175,22 @@ def _as_tuple(values: list[Any]) -> Any:
 
 
 def _parse_signature(text: str) -> tuple[str, Signature]:
-    name, _, inside = text.strip().removesuffix(")").partition("(")
-    ordered: list[Parameter] = []
-    named: list[Parameter] = []
-    for part in (part.strip() for part in inside.replace("()", "None").split(",")):
-        into = named if named or (ordered and ordered[-1].names == ("*",)) else ordered
+    name, _, parameters = text.strip().removesuffix(")").partition("(")
+    positional: list[Parameter] = []
+    keyword_only: list[Parameter] = []
+    for part in (part.strip() for part in parameters.replace("()", "None").split(",")):
+        section = keyword_only if keyword_only or (positional and positional[-1].names == ("*",)) else positional
         names, _, default = part.partition("=")
-        is_many = names.startswith("*") and names != "*"
-        made = Parameter(
+        is_variadic = names.startswith("*") and names != "*"
+        parameter = Parameter(
             names=tuple(names.lstrip("*").split("|")) if names != "*" else ("*",),
             default=_DEFAULTS[default] if default else _REQUIRED,
-            is_variadic=is_many,
+            is_variadic=is_variadic,
         )
-        into.append(made)
-    return name, Signature(positional=tuple(p for p in ordered if p.names != ("*",)), keyword_only=tuple(named))
+        section.append(parameter)
+    return name, Signature(
+        positional=tuple(p for p in positional if p.names != ("*",)), keyword_only=tuple(keyword_only)
+    )
 
 
 _DEFAULTS = {
@@ -199,11 +201,11 @@ _DEFAULTS = {
 
 
 def _parse_table() -> dict[str, tuple[Signature, ...]]:
-    found: dict[str, list[Signature]] = {}
+    signatures: dict[str, list[Signature]] = {}
     for text in _SIGNATURE_TABLE.replace("\n    ", " ").replace(";", "\n").strip().splitlines():
         name, signature = _parse_signature(text)
-        found.setdefault(name, []).append(signature)
-    return {name: tuple(forms) for name, forms in found.items()}
+        signatures.setdefault(name, []).append(signature)
+    return {name: tuple(forms) for name, forms in signatures.items()}
 
 
 SIGNATURES = _parse_table()
@@ -216,7 +218,7 @@ def bind_arguments(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> di
     Returns None if the call matches no form in the table, for example because of `out=`.
     """
     for signature in SIGNATURES[name]:
-        given = signature.bind(args, kwargs)
-        if given is not None:
-            return given
+        arguments = signature.bind(args, kwargs)
+        if arguments is not None:
+            return arguments
     return None

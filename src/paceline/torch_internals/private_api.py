@@ -128,8 +128,8 @@ def enable_compile_errors() -> type[BaseException]:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     torch._functorch.config.force_non_lazy_backward_lowering = True
-    found: type[BaseException] = torch._dynamo.exc.TorchDynamoException
-    return found
+    error_class: type[BaseException] = torch._dynamo.exc.TorchDynamoException
+    return error_class
 
 
 def is_in_backward() -> bool:
@@ -142,19 +142,19 @@ def add_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None])
 
     `torch.autograd.backward` disables the innermost mode, so a forward that checkpointing recomputes would miss it.
     """
-    given = _output_gradients(outputs, gradients)
-    _run_backward(tuple(outputs), given, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    grads = _output_gradients(outputs, gradients)
+    _run_backward(tuple(outputs), grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def compute_gradients(
     outputs: Sequence[Any], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, retain_graph: bool = False
 ) -> tuple[Tensor | None, ...]:
     """Return the result of `torch.autograd.grad(..., allow_unused=True)`, computed with function modes kept active."""
-    given = _output_gradients(outputs, gradients)
-    found: tuple[Tensor | None, ...] = _run_backward(
-        tuple(outputs), given, retain_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    grads = _output_gradients(outputs, gradients)
+    input_gradients: tuple[Tensor | None, ...] = _run_backward(
+        tuple(outputs), grads, retain_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
-    return found
+    return input_gradients
 
 
 def _output_gradients(outputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -168,48 +168,48 @@ def running_autograd_function() -> type[torch.autograd.Function] | None:
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not torch.autograd.Function.apply.__code__:
         frame = frame.f_back  # type: ignore[assignment]
-    found: type[torch.autograd.Function] | None = None if frame is None else frame.f_locals["cls"]
-    return found
+    function: type[torch.autograd.Function] | None = None if frame is None else frame.f_locals["cls"]
+    return function
 
 
 @contextmanager
 def observe_autograd(on_use: Callable[[str], None]) -> Iterator[None]:
-    """Call `seen` with the name of each custom autograd function, tensor hook and autocast region of user code.
+    """Call `on_use` with the name of each custom autograd function, tensor hook and autocast region of user code.
 
     Calls by torch and by this package are ignored.
     """
     function: Any = torch.autograd.Function
-    apply = vars(function)["apply"]  # the classmethod itself, not bound to this class
-    enter: Callable[[torch.autocast], Any] = torch.autocast.__enter__
+    original_apply = vars(function)["apply"]  # the classmethod itself, not bound to this class
+    original_enter: Callable[[torch.autocast], Any] = torch.autocast.__enter__
     hooks = {name: getattr(Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook")}
 
-    def applied(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    def observed_apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if not _is_internal(cls.__module__):
             on_use(f"{cls.__qualname__}.apply")
-        return apply.__func__(cls, *args, **kwargs)
+        return original_apply.__func__(cls, *args, **kwargs)
 
-    def hooking(name: str) -> Callable[..., Any]:
-        def hooked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def observe_hook(name: str) -> Callable[..., Any]:
+        def observed_hook(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not _is_internal(sys._getframe(1).f_globals.get("__name__", "")):
                 on_use(f"Tensor.{name}")
             return hooks[name](tensor, *args, **kwargs)
 
-        return hooked
+        return observed_hook
 
-    def entered(region: torch.autocast) -> Any:
+    def observed_enter(region: torch.autocast) -> Any:
         if not _is_internal(sys._getframe(1).f_globals.get("__name__", "")):
             on_use("torch.autocast")
-        return enter(region)
+        return original_enter(region)
 
-    function.apply = classmethod(applied)
-    torch.autocast.__enter__ = entered  # type: ignore[method-assign]
+    function.apply = classmethod(observed_apply)
+    torch.autocast.__enter__ = observed_enter  # type: ignore[method-assign]
     for name in hooks:
-        setattr(Tensor, name, hooking(name))
+        setattr(Tensor, name, observe_hook(name))
     try:
         yield
     finally:
-        function.apply = apply
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+        function.apply = original_apply
+        torch.autocast.__enter__ = original_enter  # type: ignore[method-assign]
         for name, hook in hooks.items():
             setattr(Tensor, name, hook)
 
@@ -236,7 +236,7 @@ def is_view(tensor: Tensor) -> bool:
 class BufferAccessObserver:
     """An observer of accesses to the buffers `names` of `module`.
 
-    Each access calls `seen(code, instruction)` with the accessing code: attribute access, and loops over the dict
+    Each access calls `on_access(code, instruction)` with the accessing code: attribute access, and loops over the dict
     of buffers as in `module.buffers()`. The observer replaces the module's dict of buffers; copies and pickles of the
     module have a plain dict.
     """
@@ -294,17 +294,17 @@ def tensor_version(tensor: Tensor) -> int:
 
 def make_subclass(data: Tensor, *, like: Tensor) -> Tensor:
     """Return `data` as a tensor or parameter with the class and `requires_grad` of `like`; the memory is shared."""
-    made: Tensor = Tensor._make_subclass(type(like), data, like.requires_grad)
-    return made
+    tensor: Tensor = Tensor._make_subclass(type(like), data, like.requires_grad)
+    return tensor
 
 
 def allocate_meta_tensors(model: nn.Module, *, device: torch.device, excluded_ids: Collection[int] = ()) -> None:
-    """Allocate uninitialised memory for the model's meta tensors, except those whose ids are in `without`."""
+    """Allocate uninitialised memory for the model's meta tensors, except those in `excluded_ids`."""
 
-    def memory(tensor: Tensor) -> Tensor:
+    def allocate(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta and id(tensor) not in excluded_ids else tensor
 
-    model._apply(memory)
+    model._apply(allocate)
 
 
 def module_registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -332,9 +332,9 @@ def stop_data_workers(iterator: Any) -> None:
 def mark_shut_down(error: BaseException) -> None:
     """Mark a DataLoader iterator as shut down if its constructor raised this error and left it half initialised."""
     for frame, _ in walk_tb(error.__traceback__):
-        made = frame.f_locals.get("self")
-        if isinstance(made, _BaseDataLoaderIter):
-            vars(made)["_shutdown"] = True
+        iterator = frame.f_locals.get("self")
+        if isinstance(iterator, _BaseDataLoaderIter):
+            vars(iterator)["_shutdown"] = True
 
 
 def set_up_data_worker(dataset: Any, *, seed: int) -> None:
@@ -379,7 +379,7 @@ def hide_process_group() -> Iterator[None]:
 class JointScaler(torch.amp.GradScaler):
     """A loss scaler for gradients that are sharded over several ranks: all ranks detect an overflow on one of them.
 
-    `join` all-reduces a tensor in place over these ranks with MAX.
+    `all_reduce_max` all-reduces a tensor in place over these ranks with MAX.
     """
 
     def __init__(self, device: str, *, all_reduce_max: Callable[[Tensor], object], **options: Any) -> None:
@@ -389,17 +389,18 @@ class JointScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        joint = torch.stack([one.to(inv_scale.device) for one in found.values()] or [found_inf]).amax(0)
-        self._all_reduce_max(joint)
-        return {device: joint.to(device) for device in found or [inv_scale.device]}
+        found_by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        flags = [flag.to(inv_scale.device) for flag in found_by_device.values()]
+        max_found_inf = torch.stack(flags or [found_inf]).amax(0)
+        self._all_reduce_max(max_found_inf)
+        return {device: max_found_inf.to(device) for device in found_by_device or [inv_scale.device]}
 
 
 class CallInterceptor:
-    """A wrapper that passes the calls of a module to `gate(call, *args, **kwargs)`, outside of all its hooks.
+    """A wrapper that passes the calls of a module to `intercept(call, *args, **kwargs)`, outside of all its hooks.
 
     `call` runs the original call: hooks and forward, compiled if the module is. This includes hooks that are registered
-    later, such as those of `fully_shard`. After `Module.compile`, call `renew`, so that the compiled code runs inside.
+    later, such as those of `fully_shard`. After `Module.compile`, call `rewrap`, so that the compiled code runs inside.
     """
 
     def __init__(self, module: torch.nn.Module, intercept: Callable[..., Any]) -> None:
@@ -421,17 +422,17 @@ class CallInterceptor:
         self._module._compiled_call_impl = self._original_call
 
     def _run_original(self, *args: Any, **kwargs: Any) -> Any:
-        inner: Callable[..., Any] = self._module._call_impl if self._original_call is None else self._original_call
-        return inner(*args, **kwargs)
+        call: Callable[..., Any] = self._module._call_impl if self._original_call is None else self._original_call
+        return call(*args, **kwargs)
 
 
 def next_hook_id() -> int:
-    """Return the number of the next hook that this process registers; numbers increase."""
+    """Return the id of the next hook that this process registers; ids increase."""
     return RemovableHandle.next_id
 
 
 def hook_dicts(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
-    """Return the dicts of a module's own hooks and of its own parameters' hooks, by hook number."""
+    """Return the dicts of a module's own hooks and of its own parameters' hooks, by hook id."""
     tables = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
     for parameter in module._parameters.values():
         if parameter is not None:

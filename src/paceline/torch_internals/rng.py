@@ -39,19 +39,20 @@ def seed_all(seed: int) -> None:
 
 def cpu_rng_states() -> tuple[object, ...]:
     """Return the states of the CPU's three generators; two results are equal if nothing was drawn between the calls."""
-    legacy = np.random.get_state(legacy=False)
-    inner = dict(legacy["state"])
-    return random.getstate(), inner["key"].tobytes(), inner["pos"], torch.get_rng_state().numpy().tobytes()
+    numpy_state: Any = np.random.get_state(legacy=False)
+    key, position = numpy_state["state"]["key"].tobytes(), numpy_state["state"]["pos"]
+    return random.getstate(), key, position, torch.get_rng_state().numpy().tobytes()
 
 
 def python_rng_states() -> dict[str, object]:
     """Return the states of the generators of `random` and `numpy.random`, by module name."""
-    legacy: Any = np.random.get_state(legacy=False)
-    return {"random": random.getstate(), "numpy.random": (legacy["state"]["key"].tobytes(), legacy["state"]["pos"])}
+    numpy_state: Any = np.random.get_state(legacy=False)
+    key, position = numpy_state["state"]["key"].tobytes(), numpy_state["state"]["pos"]
+    return {"random": random.getstate(), "numpy.random": (key, position)}
 
 
 def get_rng_states(gpu: torch.device | None = None) -> tuple[Any, ...]:
-    """Return the states of the three global generators, and of a GPU's, for `set_states`."""
+    """Return the states of the three global generators, and of a GPU's, for `set_rng_states`."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     return (*states, None if gpu is None else torch.cuda.get_rng_state(gpu))
 
@@ -93,9 +94,9 @@ class BlockCallCounter:
 
     def call_number(self, block: int, *, is_gpu_only: bool = False) -> int:
         """Return the number of this call of the block, from 0."""
-        entry = torch.cuda.initial_seed() if is_gpu_only else torch.default_generator.initial_seed()
-        known = self._call_numbers.setdefault(block, {})
-        return known.get(entry, 0) if is_in_backward() else known.setdefault(entry, len(known))
+        seed = torch.cuda.initial_seed() if is_gpu_only else torch.default_generator.initial_seed()
+        call_numbers = self._call_numbers.setdefault(block, {})
+        return call_numbers.get(seed, 0) if is_in_backward() else call_numbers.setdefault(seed, len(call_numbers))
 
 
 def block_key(microbatch: int, *, block: int, call: int) -> int:
@@ -110,7 +111,7 @@ class RandomStreams:
     Random blocks are the repeated layers with dropout. Each starts its own stream, so that a pipeline stage draws the
     same numbers as one process. All other operations draw from the microbatch's stream.
 
-    `asleep`: the CPU's generators are not seeded, because several replicas share them and none draws from them.
+    `is_gpu_only`: the CPU's generators are not seeded, because several replicas share them and none draws from them.
     """
 
     def __init__(self, *, seed: int) -> None:
@@ -142,12 +143,12 @@ class RandomStreams:
         return undo
 
     def _seeding_hook(self, block: int) -> Callable[[nn.Module, object], None]:
-        def start(module: nn.Module, _: object) -> None:
+        def seed_block(module: nn.Module, _: object) -> None:
             if module.training:
                 call = self._call_counter.call_number(block, is_gpu_only=self.is_gpu_only)
                 (_seed_gpu if self.is_gpu_only else seed_torch)(block_key(self._microbatch, block=block, call=call))
 
-        return start
+        return seed_block
 
 
 def random_blocks(model: nn.Module) -> list[nn.Module]:
@@ -155,16 +156,16 @@ def random_blocks(model: nn.Module) -> list[nn.Module]:
 
     The result depends only on the model's structure, so it is equal on every rank and after every restart.
     """
-    found: list[nn.Module] = []
-    inside: set[int] = set()
+    dropout_blocks: list[nn.Module] = []
+    inner_ids: set[int] = set()
     for module in model.modules():
-        if id(module) in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+        if id(module) in inner_ids or not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         kinds = [type(child) for child in module]
         blocks = [child for child in module if kinds.count(type(child)) > 1 and _has_dropout(child)]
-        found += blocks
-        inside |= {id(part) for block in blocks for part in block.modules()}
-    return found
+        dropout_blocks += blocks
+        inner_ids |= {id(part) for block in blocks for part in block.modules()}
+    return dropout_blocks
 
 
 class DisabledDropout:
@@ -175,21 +176,20 @@ class DisabledDropout:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._rates = [(m, name) for m in model.modules() for name, value in _dropout_rates(m) if value == 0]
+        self._zero_rates = [(m, name) for m in model.modules() for name, value in _dropout_rates(m) if value == 0]
 
     def is_any_enabled(self) -> bool:
         """Return whether one of them has a positive rate by now."""
-        return any(getattr(module, name, 0) for module, name in self._rates)
+        return any(getattr(module, name, 0) for module, name in self._zero_rates)
 
 
 def _has_dropout(block: nn.Module) -> bool:
-    return any(
-        isinstance(value, float) and value > 0 for module in block.modules() for _, value in _dropout_rates(module)
-    )
+    rates = [rate for module in block.modules() for _, rate in _dropout_rates(module)]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _dropout_rates(module: nn.Module) -> Iterator[tuple[str, float]]:
     """Yield a module's own dropout rates, by attribute name."""
-    found = [(name, value) for name, value in vars(module).items() if "drop" in name]
-    found += [("p", getattr(module, "p", None))] if "drop" in type(module).__name__.lower() else []
-    yield from ((name, value) for name, value in found if isinstance(value, int | float) and value is not False)
+    rates = [(name, value) for name, value in vars(module).items() if "drop" in name]
+    rates += [("p", getattr(module, "p", None))] if "drop" in type(module).__name__.lower() else []
+    yield from ((name, value) for name, value in rates if isinstance(value, int | float) and value is not False)

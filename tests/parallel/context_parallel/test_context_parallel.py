@@ -96,7 +96,7 @@ def test_what_has_the_tokens_shape_is_cut_and_the_rest_is_not() -> None:
 @pytest.mark.parametrize("kind", ["plain", "grouped", "padded", "blocks"])
 def test_the_ring_is_attention(causal: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "blocks":
-        monkeypatch.setattr(context_ring, "BLOCK", 3)
+        monkeypatch.setattr(context_ring, "BLOCK_SIZE", 3)
     assert (
         far_ring(ranks=3, length=19, causal=causal, groups=2 if kind == "grouped" else 1, pad=kind == "padded") < 1e-13
     )
@@ -124,7 +124,9 @@ def far_ring(*, ranks: int, length: int, causal: bool, groups: int = 1, pad: boo
         mine = [cut.shard(t, dim=2, rank=over.rank).requires_grad_() for t in (q, k, v)]
         held = cut.shard(keep, dim=1, rank=over.rank) if pad else None
         ring = Ring(world=over, sharding=cut, is_causal=causal, scale=1 / math.sqrt(8))
-        out = ring_attention(mine[0].unflatten(1, (-1, groups)), mine[1], mine[2], keep=held, ring=ring).flatten(1, 2)
+        out = ring_attention(mine[0].unflatten(1, (-1, groups)), mine[1], mine[2], key_mask=held, ring=ring).flatten(
+            1, 2
+        )
         (out * cut.shard(weigh, dim=2, rank=over.rank)).sum().backward()
         return [out.detach(), *(t.grad for t in mine)]
 
@@ -142,7 +144,7 @@ def test_the_bytes_sent_are_those_of_the_formula() -> None:
         counted = Counted(over)
         q, k, v = (torch.randn(batch, heads, length // ranks, width, requires_grad=True) for _ in range(3))
         ring = Ring(world=counted, sharding=cut, is_causal=True, scale=1.0)
-        ring_attention(q[:, :, None], k, v, keep=None, ring=ring).sum().backward()
+        ring_attention(q[:, :, None], k, v, key_mask=None, ring=ring).sum().backward()
         return counted.elements
 
     each = 2 * batch * heads * (length // ranks) * width
@@ -171,7 +173,7 @@ def test_the_ring_in_bfloat16_is_as_near_as_attention_in_bfloat16() -> None:
     def one(over: World) -> Tensor:
         mine = [cut.shard(t, dim=2, rank=over.rank) for t in low]
         ring = Ring(world=over, sharding=cut, is_causal=True, scale=1 / math.sqrt(8))
-        return ring_attention(mine[0][:, :, None], mine[1], mine[2], keep=None, ring=ring)[:, :, 0]
+        return ring_attention(mine[0][:, :, None], mine[1], mine[2], key_mask=None, ring=ring)[:, :, 0]
 
     found = cut.join(run_simulated_ranks(one, ranks=3), dim=2)
     assert found.dtype == torch.bfloat16
@@ -390,7 +392,7 @@ def test_positions_in_the_batch_are_cut_with_it() -> None:
 
 
 def test_attention_dropout_over_a_long_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_mode, "MOST_DRAWS", 1000)
+    monkeypatch.setattr(context_mode, "MAX_RANDOM_NUMBERS", 1000)
     case = transformer(LLAMA, attention_dropout=0.1)
     with pytest.raises(LayoutError, match=r"attention dropout of 0.1 needs 3,528 random numbers on every rank"):
         run_simulated_ranks(lambda over: train(case, over), ranks=2)
@@ -470,16 +472,15 @@ def _one_off(self: SequenceSharding, rank: int, *, device: Any = None) -> Tensor
     return torch.cat([torch.arange(first.start, first.stop), torch.arange(second.start - 1, second.stop - 1)])
 
 
-def _other_way(self: Ring, turn: int) -> int:
-    return (self.world.rank + turn) % self.world.world_size
+def _other_way(self: Ring, round_index: int) -> int:
+    return (self.world.rank + round_index) % self.world.world_size
 
 
 def _unmerged(
     out: Tensor, lse: Tensor, query: Tensor, held: Any, drop: Any, rows: Any, columns: Any, ring: Ring
 ) -> None:
     scores = context_ring._scores(query, held, rows, columns, ring, out.dtype)
-    there = slice(rows.local, rows.local + rows.size)
-    values = held[1][..., columns.local : columns.local + columns.size, :]
+    there, values = rows.local_slice, held[1][..., columns.local_slice, :]
     out[..., there, :] += (scores.softmax(-1).nan_to_num() @ values).view(out[..., there, :].shape)
     lse[..., there] = torch.logaddexp(lse[..., there], scores.logsumexp(-1).view(lse[..., there].shape))
 
@@ -493,16 +494,16 @@ def _cut_then_moved(batch: Any, **given: Any) -> Any:
 
 def _no_mask(*args: Any, **kwargs: Any) -> Any:
     found = interpret_mask(*args, **kwargs)
-    return type(found)(causal=found.causal, key_mask=None)
+    return type(found)(is_causal=found.is_causal, key_mask=None)
 
 
 FAULTS = {
     "positions of the part": (SequenceSharding, "positions", _positions_of_the_part),
     "the back chunk one off": (SequenceSharding, "positions", _one_off),
-    "the ring taken for the other way round": (Ring, "owner", _other_way),
-    "partial results not merged": (context_ring, "_merge", _unmerged),
-    "labels moved after the cut": (context, "cut_batch", _cut_then_moved),
-    "padding of other parts seen": (context_mode, "read_mask", _no_mask),
+    "the ring taken for the other way round": (Ring, "key_owner", _other_way),
+    "partial results not merged": (context_ring, "_merge_block", _unmerged),
+    "labels moved after the cut": (context, "shard_batch", _cut_then_moved),
+    "padding of other parts seen": (context_mode, "interpret_mask", _no_mask),
 }
 
 
@@ -520,7 +521,9 @@ def test_keys_whose_gradients_do_not_come_home_show(monkeypatch: pytest.MonkeyPa
     assert far_ring(ranks=3, length=12, causal=True) < 1e-13
     honest = context_ring._start_ring_shift
     monkeypatch.setattr(
-        context_ring, "_send_on", lambda ring, held, turn: honest(ring, held, turn) if turn < 2 else lambda: held
+        context_ring,
+        "_start_ring_shift",
+        lambda ring, held, turn: honest(ring, held, turn) if turn < 2 else lambda: held,
     )
     assert far_ring(ranks=3, length=12, causal=True) > 1e-3
 

@@ -133,7 +133,7 @@ def test_a_ring_over_the_heads_of_another_rank_shows(monkeypatch: pytest.MonkeyP
     def wrong(self: ContextParallelMode, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
         return honest(self, query, key if how["sharded_query"] is None else key.roll(1, -3), value, **how)
 
-    monkeypatch.setattr(ContextParallelMode, "_around", wrong)
+    monkeypatch.setattr(ContextParallelMode, "_ring_attention", wrong)
     assert far(groups=1) > 1e-3
 
 

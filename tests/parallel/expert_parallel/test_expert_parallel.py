@@ -336,18 +336,18 @@ def test_an_expert_s_gradient_added_twice_shows() -> None:
 def _swapped(index: Tensor, *, ranges: Any, world: World) -> Any:
     route = plan_route(index, ranges=ranges, world=world)
     return experts_route.TokenRoute(
-        **{**vars(route), "send": route.send_counts[::-1], "receive": route.receive_counts[::-1]}
+        **{**vars(route), "send_counts": route.send_counts[::-1], "receive_counts": route.receive_counts[::-1]}
     )
 
 
 def _unsorted(index: Tensor, *, ranges: Any, world: World) -> Any:
     route = plan_route(index, ranges=ranges, world=world)
-    return experts_route.TokenRoute(**{**vars(route), "pair": route.pair_index.flip(0)})
+    return experts_route.TokenRoute(**{**vars(route), "pair_index": route.pair_index.flip(0)})
 
 
 def _off_by_one(index: Tensor, *, ranges: Any, world: World) -> Any:
     route = plan_route(index, ranges=ranges, world=world)
-    return experts_route.TokenRoute(**{**vars(route), "expert": (route.expert_index + 1) % 2})
+    return experts_route.TokenRoute(**{**vars(route), "expert_index": (route.expert_index + 1) % 2})
 
 
 @pytest.mark.parametrize("fault", [_unsorted, _off_by_one])

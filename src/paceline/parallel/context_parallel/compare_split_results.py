@@ -14,8 +14,8 @@ def equal_up_to_rounding(result: Tensor, expected: Tensor, *, scale: float = 0.0
     """Return whether two tensors differ by rounding only, relative to their magnitude or the `scale` of their terms."""
     if result.shape != expected.shape:
         return False
-    size = max(largest_magnitude(expected), scale, _MIN_MAGNITUDE)
-    return bool(((result - expected).abs() <= RELATIVE_TOLERANCE * size).all())
+    magnitude = max(largest_magnitude(expected), scale, _MIN_MAGNITUDE)
+    return bool(((result - expected).abs() <= RELATIVE_TOLERANCE * magnitude).all())
 
 
 def largest_magnitude(tensor: Tensor) -> float:
@@ -24,24 +24,24 @@ def largest_magnitude(tensor: Tensor) -> float:
 
 
 def equal_when_joined(expected: Tensor, shards: Sequence[Tensor], sharding: SequenceSharding) -> bool:
-    """Return whether the joined parts equal the expected tensor.
+    """Return whether the joined shards equal the expected tensor.
 
-    The parts are joined along the sequence dimension, which may be flattened with the batch dimension. Without a
-    sequence dimension, each part must equal the expected tensor.
+    The shards are joined along the sequence dimension, which may be flattened with the batch dimension. Without a
+    sequence dimension, each shard must equal the expected tensor.
     """
     for dim in [d for d in (1, *range(expected.dim())) if d < expected.dim()]:
-        rows, rest = divmod(expected.shape[dim], sharding.length)
+        num_rows, remainder = divmod(expected.shape[dim], sharding.length)
         shapes = [
-            (*expected.shape[:dim], rows * sharding.local_length(rank), *expected.shape[dim + 1 :])
+            (*expected.shape[:dim], num_rows * sharding.local_length(rank), *expected.shape[dim + 1 :])
             for rank in range(len(shards))
         ]
-        if rows and not rest and all(part.shape == shape for part, shape in zip(shards, shapes, strict=True)):
-            split = [part.unflatten(dim, (rows, -1)) for part in shards]
-            return equal_up_to_rounding(sharding.join(split, dim=dim + 1).flatten(dim, dim + 1), expected)
-    return all(equal_up_to_rounding(part, expected) for part in shards)
+        if num_rows and not remainder and [tuple(shard.shape) for shard in shards] == shapes:
+            unflattened = [shard.unflatten(dim, (num_rows, -1)) for shard in shards]
+            return equal_up_to_rounding(sharding.join(unflattened, dim=dim + 1).flatten(dim, dim + 1), expected)
+    return all(equal_up_to_rounding(shard, expected) for shard in shards)
 
 
 def sequence_dimension(tensor: Tensor, size: int) -> int | None:
-    """Return the dimension of this size (the second dimension is tried first), or None."""
-    order = [d for d in (1, *range(tensor.dim())) if d < tensor.dim()]
-    return next((d for d in order if tensor.shape[d] == size), None)
+    """Return the dimension of this size (the second dimension is tried first), or None if there is none."""
+    dims = [d for d in (1, *range(tensor.dim())) if d < tensor.dim()]
+    return next((d for d in dims if tensor.shape[d] == size), None)

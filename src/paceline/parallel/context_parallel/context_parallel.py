@@ -33,7 +33,7 @@ _POSITIONS, _MASK, _LABELS, _SHIFTED_LABELS = "position_ids", "attention_mask", 
 class BatchShard:
     """A rank's shard of one batch.
 
-    `padded`: whether a key of the full batch is masked. `rows`: the number of sequences of the batch.
+    `has_padding`: a key of the full batch is masked, on any rank. `num_sequences`: the batch size.
     """
 
     data: Any
@@ -45,8 +45,8 @@ class BatchShard:
 class ContextParallel:
     """Context parallelism of one model over a `cp` axis. `sequence` maps batch entries to their sequence dimension.
 
-    `own_loss`: the loss is the model's `output.loss`. If the model shifts its labels to compute it, the labels
-    are shifted over the full sequence before sharding. In training, `at_length(batch, length)` is called with each
+    `is_model_loss`: the loss is the model's `output.loss`. If the model shifts its labels to compute it, the labels
+    are shifted over the full sequence before sharding. In training, `check_length(batch, length)` is called with each
     batch before it is sharded.
 
     Raises:
@@ -73,12 +73,12 @@ class ContextParallel:
     def shard(self, batch: Any) -> BatchShard:
         """Return this rank's shard of the full batch; labels are shifted first if the model shifts them itself."""
         world = self._world
-        cut = SequenceSharding(length=batch_length(batch, sequence=self._sequence), ranks=world.world_size)
+        sharding = SequenceSharding(length=batch_length(batch, sequence=self._sequence), ranks=world.world_size)
         if world.world_size == 1:
-            return BatchShard(data=batch, sharding=cut, has_padding=False)
-        refuse_window(self._model, length=cut.length)
+            return BatchShard(data=batch, sharding=sharding, has_padding=False)
+        refuse_window(self._model, length=sharding.length)
         if self._check_length is not None and self._model.training:
-            self._check_length(batch, cut.length)
+            self._check_length(batch, sharding.length)
         data = shard_batch(
             batch,
             sequence=self._sequence,
@@ -88,7 +88,7 @@ class ContextParallel:
         )
         return BatchShard(
             data=data,
-            sharding=cut,
+            sharding=sharding,
             has_padding=has_padding(batch),
             num_sequences=count_sequences(batch, sequence=self._sequence),
         )
@@ -99,11 +99,15 @@ class ContextParallel:
         if self._world.world_size == 1:
             yield
             return
-        with _sharded_forward(
-            self._world, self._model, batch_shard.sharding, batch_shard.has_padding, batch_shard.num_sequences
-        ) as mode:
-            self._last_mode = mode
-            yield
+        mode = self._build_mode(batch_shard)
+        hook = _argument_hook(self._model, self._world, batch_shard.sharding)
+        handle = self._model.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            with mode:
+                self._last_mode = mode
+                yield
+        finally:
+            handle.remove()
 
     @contextmanager
     def backward(self, batch_shard: BatchShard) -> Iterator[None]:
@@ -111,15 +115,19 @@ class ContextParallel:
         if self._world.world_size == 1:
             yield
             return
-        with _build_mode(
-            self._world,
-            self._model,
-            batch_shard.sharding,
-            batch_shard.has_padding,
-            batch_shard.num_sequences,
-            is_recompute=True,
-        ):
+        with self._build_mode(batch_shard, is_recompute=True):
             yield
+
+    def _build_mode(self, batch_shard: BatchShard, *, is_recompute: bool = False) -> ContextParallelMode:
+        return ContextParallelMode(
+            world=self._world,
+            sharding=batch_shard.sharding,
+            model=self._model,
+            should_replace_positions=_POSITIONS not in inspect.signature(self._model.forward).parameters,
+            has_padding=batch_shard.has_padding,
+            num_sequences=batch_shard.num_sequences,
+            is_recompute=is_recompute,
+        )
 
     def recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[Any]]:
         """Return two contexts: a `context_fn` for `torch.utils.checkpoint.checkpoint`.
@@ -136,55 +144,28 @@ class ContextParallel:
         return batch_shard.sharding.join(world.all_gather(output.detach(), shapes=shapes), dim=dim)
 
 
-@contextmanager
-def _sharded_forward(
-    world: World, model: nn.Module, cut: SequenceSharding, padded: bool, rows: int
-) -> Iterator[ContextParallelMode]:
-    mode = _build_mode(world, model, cut, padded, rows)
-    hook = _argument_hook(model, inspect.signature(model.forward).parameters, world, cut)
-    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        with mode:
-            yield mode
-    finally:
-        handle.remove()
-
-
-def _build_mode(
-    world: World, model: nn.Module, cut: SequenceSharding, padded: bool, rows: int, *, is_recompute: bool = False
-) -> ContextParallelMode:
-    answers = _POSITIONS not in inspect.signature(model.forward).parameters
-    return ContextParallelMode(
-        world=world,
-        sharding=cut,
-        model=model,
-        should_replace_positions=answers,
-        has_padding=padded,
-        num_sequences=rows,
-        is_recompute=is_recompute,
-    )
-
-
-def _argument_hook(model: nn.Module, accepted: Mapping[str, Any], world: World, cut: SequenceSharding) -> Any:
+def _argument_hook(model: nn.Module, world: World, sharding: SequenceSharding) -> Any:
     """Return a pre-hook that adds positions if the forward accepts them and the call omits them.
 
     The hook also adds a mask. Without a mask, transformers interprets gaps between positions as packed documents.
     """
-    names = [name for name in accepted if name != "self"]
-    moves = loss_shifts_labels(model)
+    forward_parameters = inspect.signature(model.forward).parameters
+    names = [name for name in forward_parameters if name != "self"]
+    should_pass_labels = loss_shifts_labels(model)
 
     def hook(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        tokens = next((value for value in given.values() if isinstance(value, Tensor) and value.dim() > 1), None)
-        more: dict[str, Any] = {}
-        if _POSITIONS in accepted and given.get(_POSITIONS) is None and tokens is not None:
-            more[_POSITIONS] = cut.positions(world.rank, device=tokens.device)[None]
-            if _MASK in accepted and given.get(_MASK) is None:
-                more[_MASK] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-        if moves and given.get(_LABELS) is not None and given.get(_SHIFTED_LABELS) is None:
-            more[_SHIFTED_LABELS] = given[_LABELS]
-        kept = args[: min([len(args), *(names.index(name) for name in more if name in names)])]
-        return kept, {**dict(zip(names[len(kept) :], args[len(kept) :], strict=False)), **kwargs, **more}
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        tokens = next((value for value in arguments.values() if isinstance(value, Tensor) and value.dim() > 1), None)
+        added: dict[str, Any] = {}
+        if _POSITIONS in forward_parameters and arguments.get(_POSITIONS) is None and tokens is not None:
+            added[_POSITIONS] = sharding.positions(world.rank, device=tokens.device)[None]
+            if _MASK in forward_parameters and arguments.get(_MASK) is None:
+                added[_MASK] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+        if should_pass_labels and arguments.get(_LABELS) is not None and arguments.get(_SHIFTED_LABELS) is None:
+            added[_SHIFTED_LABELS] = arguments[_LABELS]
+        num_positional = min([len(args), *(names.index(name) for name in added if name in names)])
+        now_named = dict(zip(names[num_positional:], args[num_positional:], strict=False))
+        return args[:num_positional], {**now_named, **kwargs, **added}
 
     return hook
 
@@ -217,15 +198,15 @@ def refuse_model(model: nn.Module) -> None:
             cause="its cross-attention has queries from one and keys from the other, but a ring covers one sequence",
             hint="leave cp out: --layout fsdp, or tp",
         )
-    used = getattr(config, "_attn_implementation", None)
-    if used not in (None, "sdpa"):
-        can = bool(getattr(model, "_supports_sdpa", True))
+    attention = getattr(config, "_attn_implementation", None)
+    if attention not in (None, "sdpa"):
+        has_sdpa = bool(getattr(model, "_supports_sdpa", True))
         raise LayoutError(
-            f"{type(model).__name__} uses {used!r} attention; cp needs sdpa.",
+            f"{type(model).__name__} uses {attention!r} attention; cp needs sdpa.",
             cause="the ring replaces F.scaled_dot_product_attention"
-            + ("" if can else ", which transformers does not offer for this model"),
+            + ("" if has_sdpa else ", which transformers does not offer for this model"),
             hint='model.set_attn_implementation("sdpa"), or attn_implementation="sdpa" when it is built'
-            if can
+            if has_sdpa
             else "leave cp out: --layout fsdp, or tp if it can be split",
         )
 

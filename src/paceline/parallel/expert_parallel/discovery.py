@@ -21,9 +21,9 @@ _INDEX_WORDS, _WEIGHT_WORDS = ("index", "indices", "expert"), ("weight", "score"
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsModule:
-    """A module with `count` experts.
+    """A module with `num_experts` experts.
 
-    `stacked` are the names of the parameters whose first dimension is the experts. `listed` is the name
+    `stacked_parameters` are the names of the parameters whose first dimension is the experts. `list_name` is the name
     of the `nn.ModuleList` if the experts are modules.
     """
 
@@ -36,8 +36,8 @@ class ExpertsModule:
 
 def expert_ranges(num_experts: int, *, ranks: int) -> tuple[tuple[int, int], ...]:
     """Return the experts `[start, stop)` of each rank, as even as possible; some are empty if there are more ranks."""
-    each, more = divmod(num_experts, ranks)
-    starts = [rank * each + min(rank, more) for rank in range(ranks + 1)]
+    min_size, remainder = divmod(num_experts, ranks)
+    starts = [rank * min_size + min(rank, remainder) for rank in range(ranks + 1)]
     return tuple(pairwise(starts))
 
 
@@ -47,18 +47,18 @@ def find_experts(model: nn.Module, *, pattern: str | None = None) -> list[Expert
     Raises:
         LayoutError: there are none, or a module with experts cannot be sharded; the message gives name and reason.
     """
-    found: list[ExpertsModule] = []
+    experts_modules: list[ExpertsModule] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{other.name}.") for other in found)
-        wanted = fnmatch(name, pattern) if pattern is not None else has_routed_forward(module)
-        if name and wanted and not inside:
-            found.append(_describe_experts(name, module))
-    if not found:
+        is_nested = any(name.startswith(f"{other.name}.") for other in experts_modules)
+        is_match = fnmatch(name, pattern) if pattern is not None else has_routed_forward(module)
+        if name and is_match and not is_nested:
+            experts_modules.append(_describe_experts(name, module))
+    if not experts_modules:
         raise _no_experts_found(model, pattern)
-    left = [] if pattern is not None else [n for n, m in _expert_lists(model) if not _is_covered(n, m, found)]
-    if left:
-        raise _unsupported_interface(left[0], model.get_submodule(left[0]))
-    return found
+    for name, module in _expert_lists(model) if pattern is None else ():
+        if not _is_covered(name, module, experts_modules):
+            raise _unsupported_interface(name, module)
+    return experts_modules
 
 
 def has_routed_forward(module: nn.Module) -> bool:
@@ -73,22 +73,22 @@ def has_routed_forward(module: nn.Module) -> bool:
 
 
 def _describe_experts(name: str, module: nn.Module) -> ExpertsModule:
-    own = dict(module.named_parameters(recurse=False))
+    own_parameters = dict(module.named_parameters(recurse=False))
     lists = [(n, m) for n, m in module.named_children() if isinstance(m, nn.ModuleList) and len(m) > 1]
     if not has_routed_forward(module):
         raise _unsupported_interface(name, module)
-    if len(lists) == 1 and not own:
+    if len(lists) == 1 and not own_parameters:
         return ExpertsModule(name=name, module=module, num_experts=len(lists[0][1]), list_name=lists[0][0])
-    sizes = {parameter.shape[0] for parameter in own.values() if parameter.dim()}
-    inner = [n for n, _ in module.named_parameters() if n not in own]
-    if len(sizes) != 1 or inner or not own:
+    sizes = {parameter.shape[0] for parameter in own_parameters.values() if parameter.dim()}
+    nested_parameters = [n for n, _ in module.named_parameters() if n not in own_parameters]
+    if len(sizes) != 1 or nested_parameters or not own_parameters:
         shapes = ", ".join(f"{n} {tuple(p.shape)}" for n, p in module.named_parameters())
         raise LayoutError(
             f"{name} ({type(module).__name__}) can't be split into experts: {shapes}.",
             cause="experts are one nn.ModuleList, or tensors with the same first dimension",
             hint="move shared parameters out of this module, or leave ep out",
         )
-    return ExpertsModule(name=name, module=module, num_experts=sizes.pop(), stacked_parameters=tuple(own))
+    return ExpertsModule(name=name, module=module, num_experts=sizes.pop(), stacked_parameters=tuple(own_parameters))
 
 
 def _expert_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
@@ -98,8 +98,8 @@ def _expert_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
             yield name, module
 
 
-def _is_covered(name: str, module: nn.Module, found: Sequence[ExpertsModule]) -> bool:
-    return any(name.startswith(f"{experts.name}.") or experts.module is module for experts in found)
+def _is_covered(name: str, module: nn.Module, experts_modules: Sequence[ExpertsModule]) -> bool:
+    return any(name.startswith(f"{experts.name}.") or experts.module is module for experts in experts_modules)
 
 
 def _unsupported_interface(name: str, module: nn.Module) -> LayoutError:
