@@ -457,7 +457,7 @@ def test_masks_that_mean_more_are_refused() -> None:
     with pytest.raises(LayoutError, match="neither causal, nor padding"):
         interpret_mask(packed, is_causal=False, batch=1, length=6)
     found = interpret_mask(torch.ones(6, 6).tril() > 0, is_causal=False, batch=1, length=6)
-    assert found.causal and found.key_mask is None
+    assert found.is_causal and found.key_mask is None
 
 
 # -- mistakes that must show
