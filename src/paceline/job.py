@@ -17,7 +17,7 @@ from paceline.config.job_reference import JobRef
 from paceline.errors import JobError, PacelineError, list_problems, raise_all
 from paceline.job_field_checks import mode_of_metric, unfit_fields, unknown_fields
 from paceline.job_parameters import missing_parameters, typed_parameters
-from paceline.torch_internals.scalars import as_count, as_number
+from paceline.torch_internals.scalars import as_integer, as_number
 from paceline.user_code import is_user_file, script_arguments
 
 _EXAMPLE_FACTORY = "def make_job() -> pl.Job: return pl.Job(...)"
@@ -109,7 +109,7 @@ class Job:
 
 def _convert_numbers(owner: Any, *, counts: Sequence[str], numbers: Sequence[str]) -> None:
     """Replace NumPy numbers and tensors of one element by Python's own numbers."""
-    for names, convert in ((counts, as_count), (numbers, as_number)):
+    for names, convert in ((counts, as_integer), (numbers, as_number)):
         for name in names:
             number = convert(getattr(owner, name))
             if number is not None:

@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 
 from paceline.console.formatting import did_you_mean
 from paceline.errors import JobError, PacelineError
-from paceline.torch_internals.scalars import as_count
+from paceline.torch_internals.scalars import as_integer
 
 _MODEL = "model=lambda: MyModel()"
 _OPTIMIZER = "optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)"
@@ -239,12 +239,12 @@ def integer_indices(order: Sequence[Any]) -> "np.ndarray[Any, np.dtype[np.int64]
     if indices.dtype.kind in "iu" or not len(order):
         return indices.astype(np.int64)
     for position, index in enumerate(order):
-        if as_count(index) is None:
+        if as_integer(index) is None:
             raise JobError(
                 f"order= returned {_shorten(index)} at position {position}, expected the index of a sample.",
                 hint="order=lambda num_samples, epoch, seed: [0, 1, ...]: integers",
             )
-    return np.asarray([as_count(index) for index in order], dtype=np.int64)
+    return np.asarray([as_integer(index) for index in order], dtype=np.int64)
 
 
 def _wrong_type(name: str, value: Any, expected: str, hint: str) -> JobError:

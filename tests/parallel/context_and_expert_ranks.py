@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.comm.process_group import World
 from paceline.parallel.context_parallel.context_parallel import ContextParallel
-from paceline.parallel.context_parallel.context_parallel_check import InDouble
+from paceline.parallel.context_parallel.context_parallel_check import Float64Mode
 from paceline.parallel.expert_parallel.expert_parallel import split_experts
 from tests.parallel.one_process_reference import (
     BERT,
@@ -96,15 +96,15 @@ def product(world: World) -> None:
     cp = [sub(world, members) for members in lines][world.rank // 2]
     case = transformer(MIXTRAL, num_key_value_heads=2, lengths=(19, 14))
     whole, model = case.model().double(), case.model().double()
-    parts = split_experts(model=model, world=world).parts
-    placed = ContextParallel(model=model, sequence=case.sequence, world=cp, own_loss=True)
+    parts = split_experts(model=model, world=world).shard_specs
+    placed = ContextParallel(model=model, sequence=case.sequence, world=cp, is_model_loss=True)
     counted = sum((batch["labels"][:, 1:] != -100).sum() for batch in case.batches)
     for batch in case.batches:
-        with InDouble():
+        with Float64Mode():
             (case.loss(whole(**batch), batch)[0] / counted).backward()
-    part = placed.cut(case.batches[world.rank // 2])
+    part = placed.shard(case.batches[world.rank // 2])
     mine = part.data
-    with placed.forward(part), InDouble():
+    with placed.forward(part), Float64Mode():
         (case.loss(model(**mine), mine)[0] / counted).backward()
     for name, parameter in model.named_parameters():
         right = dict(whole.named_parameters())[name].grad
@@ -119,10 +119,10 @@ def faces(world: World) -> None:
     case = text(length=13)
     model, ids = case.model(), case.batches[0][0]
     placed = ContextParallel(model=model, sequence=case.sequence, world=world)
-    part = placed.cut(case.batches[0])
+    part = placed.shard(case.batches[0])
     mine = part.data
     with torch.no_grad(), placed.forward(part):
-        found = placed.join(model(mine[0]), part=part)
+        found = placed.gather(model(mine[0]), batch_shard=part)
     assert torch.allclose(found, model(ids), atol=1e-5)
 
 

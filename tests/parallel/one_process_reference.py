@@ -17,7 +17,7 @@ from paceline.comm.rank_threads import run_simulated_ranks, thread_worlds
 from paceline.examples.text import GPT
 from paceline.examples.text import loss as text_loss
 from paceline.parallel.context_parallel.context_parallel import ContextParallel
-from paceline.parallel.context_parallel.context_parallel_check import InDouble
+from paceline.parallel.context_parallel.context_parallel_check import Float64Mode
 from paceline.parallel.expert_parallel.expert_parallel import split_experts
 from paceline.parallel.module_access.shard_spec import ShardSpec
 
@@ -57,14 +57,14 @@ def alone() -> World:
 def train(case: Case, over: World, start: nn.Module | None = None) -> Trained:
     """Steps of SGD with momentum on this rank's part of every sequence. Threads share a generator, so a `start`."""
     model = copy.deepcopy(start or case.model()).double()
-    placed = ContextParallel(model=model, sequence=case.sequence, world=over, own_loss=case.own_loss)
+    placed = ContextParallel(model=model, sequence=case.sequence, world=over, is_model_loss=case.own_loss)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses, first = [], {}
     for number, batch in enumerate(case.batches):
         torch.manual_seed(number)  # every rank draws what one process draws; between threads nothing is drawn
-        part = placed.cut(batch)
+        part = placed.shard(batch)
         mine = part.data
-        with placed.forward(part), InDouble():
+        with placed.forward(part), Float64Mode():
             total, count = case.loss(case.forward(model, mine), mine)
         optimizer.zero_grad()
         total.backward()
@@ -236,14 +236,14 @@ def train_experts(
     model = copy.deepcopy(model).double()
     parts: dict[str, ShardSpec] = {}
     if over is not None:
-        parts = dict(split_experts(model=model, world=over).parts)
+        parts = dict(split_experts(model=model, world=over).shard_specs)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     first: dict[str, Tensor | None] = {}
     for batches in data:
         optimizer.zero_grad()
         count = torch.zeros((), dtype=torch.float64)
         for ids in batches if over is None else [batches[over.rank]]:
-            with InDouble():
+            with Float64Mode():
                 total, number = objective(model, ids)
             total.backward()
             count = count + number

@@ -181,8 +181,8 @@ def test_a_journey_keeps_what_it_was_given_until_it_is_waited_for() -> None:
     storage = kept.untyped_storage()
     made = StorageTracker()
     made.observe(None, (), {}, kept)
-    journey = PendingCollective(lambda: arrived.append(1), keeps=[kept])
-    journey.begin()
+    journey = PendingCollective(lambda: arrived.append(1), inputs=[kept])
+    journey.start()
     del kept, storage
     assert len(made.storages()) == 1
     assert not journey.is_completed()

@@ -15,7 +15,7 @@ import paceline as pl
 from paceline.checkpoint.files.checkpoint_folder import check_checkpoint, open_checkpoint
 from paceline.comm.process_group import World
 from paceline.errors import JobError, NonFiniteError
-from paceline.torch_internals.scalars import as_count, as_number
+from paceline.torch_internals.scalars import as_integer, as_number
 from paceline.trainer.evaluation.metrics_on_all_ranks import SharedMetrics, split_numbers_and_text
 from tests.trainer.test_edge_cases_of_a_run import job, rows, trained
 
@@ -97,8 +97,8 @@ def test_numbers_and_what_is_none() -> None:
     values = {"a": np.int64(3), "b": True, "c": torch.ones(2), "d": "x", "e": None, "f": np.bool_(True), "g": 1j}
     numbers, text = split_numbers_and_text(values)
     assert numbers == {"a": 3.0, "b": 1.0, "f": 1.0} and set(text) == {"c", "d", "e", "g"}
-    assert as_number(np.longdouble(0.5)) == 0.5 and as_count(np.int32(4)) == 4 and as_count(True) is None
-    assert as_count(2.5) is None and as_number(np.ones(2)) is None and split_numbers_and_text(None) == ({}, {})
+    assert as_number(np.longdouble(0.5)) == 0.5 and as_integer(np.int32(4)) == 4 and as_integer(True) is None
+    assert as_integer(2.5) is None and as_number(np.ones(2)) is None and split_numbers_and_text(None) == ({}, {})
 
 
 class Overflow(torch.optim.SGD):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.comm.process_group import Op, PendingMessage, Shape, World
 from paceline.errors import RunError
-from paceline.torch_internals.rng import get_states, preserve_rng, seed_all, set_states
+from paceline.torch_internals.rng import get_rng_states, preserve_rng, seed_all, set_rng_states
 
 T = TypeVar("T")
 _TIMEOUT_SECONDS = 600.0
@@ -291,7 +291,7 @@ class _RankTurns:
 
     def __init__(self, *, ranks: int, seed: int) -> None:
         seed_all(seed)
-        self._states = [get_states()] * ranks
+        self._states = [get_rng_states()] * ranks
         self._turn = threading.Lock()
 
     @contextmanager
@@ -314,10 +314,10 @@ class _RankTurns:
 
     def _acquire(self, rank: int) -> None:
         self._turn.acquire()
-        set_states(self._states[rank])
+        set_rng_states(self._states[rank])
 
     def _release(self, rank: int) -> None:
-        self._states[rank] = get_states()
+        self._states[rank] = get_rng_states()
         self._turn.release()
 
 

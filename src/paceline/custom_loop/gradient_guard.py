@@ -12,7 +12,7 @@ from paceline.errors import UsageError
 from paceline.parallel.placement import ParallelizedModel
 from paceline.parallel.sharding.row_shards import RowShard
 from paceline.parallel.sharding.unit_guard import parameter_in_loss_error
-from paceline.torch_internals.private_api import disabled_torch_function, in_backward, make_wrapper_tensor
+from paceline.torch_internals.private_api import disabled_torch_function, is_in_backward, make_wrapper_tensor
 
 _ALTERNATIVES = "placed.clip(1.0), placed.norm(), or placed.gradients(), whose tensors may be changed in place"
 
@@ -135,7 +135,7 @@ class _UnreducedGradient(Tensor):
             for one in placeholders:
                 one.is_zeroed = True
             return args[0] if operation == "zero_" else None
-        if in_backward() and placeholders[0].is_over:
+        if is_in_backward() and placeholders[0].is_over:
             return placeholders[0]
         raise placeholders[0]._refusal(operation)
 
@@ -158,7 +158,7 @@ class _UnreducedGradient(Tensor):
                 cause="torch.amp.GradScaler, which inspects each rank's own gradients",
                 hint="torch.autocast(..., dtype=torch.bfloat16) around forward and loss, without a scaler",
             )
-        if in_backward():
+        if is_in_backward():
             return UsageError(
                 f"another backward reached {self.parameter_name} between placed.backward and the optimizer's step.",
                 cause="loss.backward(), which does not reduce gradients over the ranks",

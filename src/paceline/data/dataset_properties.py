@@ -13,7 +13,7 @@ from paceline.data.sample_seeds import seed_sample
 from paceline.data.source import Source
 from paceline.data.stream.virtual_sharding import call_user_dataset
 from paceline.errors import DesyncError, JobError
-from paceline.torch_internals.rng import host_states, preserve_rng
+from paceline.torch_internals.rng import cpu_rng_states, preserve_rng
 
 GatherJson = Callable[[Any], list[Any]]
 
@@ -60,13 +60,13 @@ def _find_properties(data: Any, *, seed: int) -> DatasetProperties:
         call_user_dataset(lambda: set_dataset_epoch(data, 0), doing=f"set_epoch(0) of {name}")
         for index in property_samples(total):
             seed_sample(seed=seed, epoch=0, index=index)
-            states_before = host_states()
+            states_before = cpu_rng_states()
             try:
                 fingerprint = checksum(data[index], fingerprint)
             except Exception as error:
                 hint = f"{name}[{index}] in a plain Python process shows the full error"
                 found_error = worker_error(error, doing=f"reading sample {index} of {name}", hint=hint)
-            draws_random = draws_random or found_error is not None or host_states() != states_before
+            draws_random = draws_random or found_error is not None or cpu_rng_states() != states_before
             if found_error is not None:
                 break
     read_length(data, name=name, expected=total)

@@ -17,7 +17,7 @@ from paceline.data.types import DatasetSummary
 from paceline.errors import DataError, shorten_text, user_line
 from paceline.launch.agent.signals import STOP_SIGNALS, die_with_parent
 from paceline.launch.failures.oom_detection import explain_data_worker_error
-from paceline.torch_internals.private_api import introduce_worker
+from paceline.torch_internals.private_api import set_worker_dataset
 from paceline.torch_internals.rng import preserve_rng, seed_all, stream_key
 
 _MAX_TEXT_BYTES = 1 << 20
@@ -175,7 +175,7 @@ def start_function(source: Source, *, appears_alone: bool, parent: int) -> Calla
     def start(number: int) -> None:
         follow_rank(parent)
         torch.set_num_threads(1)
-        introduce_worker(source.data, alone=appears_alone)
+        set_worker_dataset(source.data, is_only_worker=appears_alone)
         if user_init is not None:
             user_init(number)
 

@@ -22,7 +22,7 @@ from paceline.data.source import Source
 from paceline.data.worker_serialization import deserialize
 from paceline.data.workers import close_at_exit, start_workers, worker_death_error
 from paceline.errors import DataError, PacelineError
-from paceline.torch_internals.private_api import become_worker, hide_worker
+from paceline.torch_internals.private_api import hide_worker_info, set_up_data_worker
 from paceline.torch_internals.rng import stream_key
 
 Found = TypeVar("Found")
@@ -101,7 +101,7 @@ def _serve_calls(
     """Run the requested calls in the forked process until the pipe is closed."""
     follow_rank(parent)
     parent_pipe.close()
-    become_worker(source.data, seed=seed)
+    set_up_data_worker(source.data, seed=seed)
     target: Any = None
     while True:
         try:
@@ -112,7 +112,7 @@ def _serve_calls(
             if target is None:
                 start_function(source, appears_alone=True, parent=parent)(0)
                 if not source.is_indexed:
-                    hide_worker()
+                    hide_worker_info()
                 target = make()
             reply = pickle.dumps((True, getattr(target, method)(*args, **kwargs)), protocol=5)
         except Exception as error:

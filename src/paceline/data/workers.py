@@ -19,7 +19,7 @@ from paceline.data.worker_serialization import deserialize_microbatch, serialize
 from paceline.errors import DataError
 from paceline.launch.agent.socket_paths import short_temporary_folder
 from paceline.launch.failures.oom_detection import explain_data_worker_error, explain_lock_error
-from paceline.torch_internals.private_api import abandon_data_workers, stop_data_workers
+from paceline.torch_internals.private_api import mark_shut_down, stop_data_workers
 
 _open_pools: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
@@ -105,7 +105,7 @@ def start_workers(workers: int) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError) as error:
-        abandon_data_workers(error)
+        mark_shut_down(error)
         for process in set(active_children()) - children_before:
             process.kill()
             process.join()

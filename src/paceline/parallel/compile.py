@@ -14,8 +14,8 @@ from paceline.parallel.activation_checkpointing.buffer_guard import BlockBuffers
 from paceline.parallel.activation_checkpointing.checkpointing import RecomputedForward, Undo, repeated_blocks
 from paceline.parallel.activation_checkpointing.kv_cache import KVCaches
 from paceline.parallel.module_access.blocks import Block
-from paceline.torch_internals.private_api import compile_errors
-from paceline.torch_internals.rng import get_states, set_states
+from paceline.torch_internals.private_api import enable_compile_errors
+from paceline.torch_internals.rng import get_rng_states, set_rng_states
 
 Report = Callable[[str], None]
 _NUM_GUARDED_CALLS = 2
@@ -44,7 +44,7 @@ class CompiledForward:
 
     def __init__(self, *, name: str, block: nn.Module, forward: Callable[..., Any], report: Report) -> None:
         self.__wrapped__ = self._uncompiled = forward
-        self._compile_errors = compile_errors()
+        self._compile_errors = enable_compile_errors()
         self._compiled: Callable[..., Any] | None = torch.compile(
             forward, options={"fallback_random": True, "layout_optimization": False}
         )
@@ -78,14 +78,14 @@ class CompiledForward:
             positional, named = self._caches.without_caches(args, kwargs)
         else:
             positional, named = list(args), kwargs
-        states = get_states(_cuda_device(self._block))
+        states = get_rng_states(_cuda_device(self._block))
         snapshot = BufferSnapshot(self._buffers) if self._num_calls < _NUM_GUARDED_CALLS else None
         try:
             output = self._compiled(*positional, **named)
         except self._compile_errors as error:
             reason = " ".join(str(error).split("\n\n")[0].split())[:300]
             self._disable_compilation(f"{type(error).__name__}: {reason}")
-            set_states(states, _cuda_device(self._block))
+            set_rng_states(states, _cuda_device(self._block))
             if snapshot is not None:
                 snapshot.restore()
             return self._uncompiled(*args, **kwargs)

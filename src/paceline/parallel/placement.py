@@ -13,7 +13,7 @@ from paceline.config.settings import PlacementSettings
 from paceline.parallel.context_parallel.context_parallel import ContextParallel
 from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
 from paceline.parallel.data_parallel.reducer import Reducer
-from paceline.parallel.expert_parallel.expert_parallel import PlacedExperts
+from paceline.parallel.expert_parallel.expert_parallel import ShardedExperts
 from paceline.parallel.gradients.partition import Partition, ShardingRequest
 from paceline.parallel.gradients.tied_uses import TiedUses
 from paceline.parallel.initialization.deferred_fill import DeferredModel
@@ -67,7 +67,7 @@ class Placement:
     tied_uses: TiedUses | None = None
     tensor_plan: TensorPlan | None = None
     pipeline_model: PipelineModel | None = None
-    placed_experts: PlacedExperts | None = None
+    placed_experts: ShardedExperts | None = None
     tensor_placement: TensorParallelPlacement | None = None
     deferred_rows: DeferredRows | None = None
     blocks: Sequence[Block] | None = None
@@ -92,7 +92,7 @@ class Placement:
     @property
     def expert_specs(self) -> ShardSpecs:
         """The shard specs of the experts' parameters on this rank."""
-        return {} if self.placed_experts is None else self.placed_experts.parts
+        return {} if self.placed_experts is None else self.placed_experts.shard_specs
 
     @property
     def base_specs(self) -> ShardSpecs:

@@ -180,7 +180,7 @@ class ReplicaContext:
 
 
 def _slice_for_rank(context_parallel: ContextParallel, batch: Any) -> LocalMicrobatch:
-    batch_slice = context_parallel.cut(batch)
+    batch_slice = context_parallel.shard(batch)
     return LocalMicrobatch(
         batch_slice.data,
         forward_context=partial(context_parallel.forward, batch_slice),

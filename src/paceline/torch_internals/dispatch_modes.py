@@ -29,9 +29,9 @@ __all__ = [
     "group_size",
     "has_dispatch_mode",
     "hide_from_modes",
-    "name_of",
-    "on_cpu",
-    "storage_resizes",
+    "observe_storage_resizes",
+    "op_name",
+    "run_cpu_kernel",
     "written_tensors",
 ]
 
@@ -52,40 +52,40 @@ def has_dispatch_mode() -> bool:
     return bool(_get_current_dispatch_mode_stack())
 
 
-def on_cpu(operation: Any, args: Any, kwargs: Any) -> Any:
+def run_cpu_kernel(operation: Any, args: Any, kwargs: Any) -> Any:
     """Run the CPU kernel of an operation that is written in Python; a mode can observe the operations inside it."""
     return operation._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
 
 
 class PendingCollective(dist.Work):
-    """A collective that is in flight until `wait`, which then calls `arrived`; an operation may return it.
+    """A collective that is in flight until `wait`, which then calls `on_complete`; an operation may return it.
 
-    It holds `keeps`, the collective's inputs, until then, as gloo does.
+    It holds the collective's `inputs` until then, as gloo does.
     """
 
-    def __init__(self, arrived: Callable[[], object], *, keeps: Any = None) -> None:
+    def __init__(self, on_complete: Callable[[], object], *, inputs: Any = None) -> None:
         super().__init__()
-        self._arrived, self._keeps = arrived, keeps
+        self._on_complete, self._inputs = on_complete, inputs
 
-    def begin(self) -> Any:
+    def start(self) -> Any:
         """Return the boxed collective, as operations do; the object stays alive until `wait`."""
-        _UNDER_WAY.add(self)
+        _IN_FLIGHT.add(self)
         return self.boxed()
 
     def is_completed(self) -> bool:
         """Return whether `wait` was called."""
-        return self not in _UNDER_WAY
+        return self not in _IN_FLIGHT
 
     def wait(self, timeout: Any = None) -> bool:
-        """Complete the collective and call `arrived`."""
-        if self in _UNDER_WAY:
-            _UNDER_WAY.remove(self)
-            self._keeps = None
-            self._arrived()
+        """Complete the collective and call `on_complete`."""
+        if self in _IN_FLIGHT:
+            _IN_FLIGHT.remove(self)
+            self._inputs = None
+            self._on_complete()
         return True
 
 
-_UNDER_WAY: set[PendingCollective] = set()
+_IN_FLIGHT: set[PendingCollective] = set()
 
 
 class RandomOpDetector(TorchDispatchMode):
@@ -93,62 +93,63 @@ class RandomOpDetector(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
+        self.has_random_op = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and record whether it draws random numbers."""
-        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
+        self.has_random_op = self.has_random_op or torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
 
 
 class OpObserver(TorchDispatchMode):
-    """A mode that calls `see(operation, args, kwargs, result, drew)` for each operation of this thread.
+    """A mode that calls `on_operation(operation, args, kwargs, result, has_drawn)` for each operation of this thread.
 
-    `drew`: whether the operation drew from a random generator; for meta tensors, whether it could.
+    `has_drawn`: whether the operation drew from a random generator; for meta tensors, whether it could.
     """
 
-    def __init__(self, see: Callable[[Any, Any, Any, Any, bool], None]) -> None:
+    def __init__(self, on_operation: Callable[[Any, Any, Any, Any, bool], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._see = see
+        self._on_operation = on_operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, then call `see`."""
+        """Run the operation, then call `on_operation`."""
         may_draw = torch.Tag.nondeterministic_seeded in func.tags
-        before = _generators() if may_draw else []
+        old_states = _generator_states() if may_draw else []
         result = func(*args, **(kwargs or {}))
         first = result[0] if isinstance(result, tuple | list) and result else result
-        drew = may_draw and (
+        has_drawn = may_draw and (
             not (isinstance(first, Tensor) and first.device.type in ("cpu", "cuda"))
-            or any(not torch.equal(old, new) for old, new in zip(before, _generators(), strict=True))
+            or any(not torch.equal(old, new) for old, new in zip(old_states, _generator_states(), strict=True))
         )
-        self._see(func, args, kwargs or {}, result, drew)
+        self._on_operation(func, args, kwargs or {}, result, has_drawn)
         return result
 
 
-def _generators() -> list[Tensor]:
+def _generator_states() -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 @cache
-def name_of(operation: Any) -> str:
+def op_name(operation: Any) -> str:
     """Return the name in an operation's schema: "aten::add"."""
-    found: str = operation._schema.name
-    return found
+    name: str = operation._schema.name
+    return name
 
 
 def written_tensors(operation: Any, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
     """Return the tensor arguments to which an operation writes."""
-    found: list[Tensor] = []
-    for place, name in _written(operation):
-        value = args[place] if place < len(args) else kwargs.get(name)
-        found += [part for part in (value if isinstance(value, list | tuple) else [value]) if isinstance(part, Tensor)]
-    return found
+    tensors: list[Tensor] = []
+    for index, name in _written_arguments(operation):
+        value = args[index] if index < len(args) else kwargs.get(name)
+        values = value if isinstance(value, list | tuple) else [value]
+        tensors += [tensor for tensor in values if isinstance(tensor, Tensor)]
+    return tensors
 
 
 @cache
-def _written(operation: Any) -> tuple[tuple[int, str], ...]:
+def _written_arguments(operation: Any) -> tuple[tuple[int, str], ...]:
     arguments = enumerate(operation._schema.arguments)
-    return tuple((place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tuple((index, a.name) for index, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 @contextmanager
@@ -157,49 +158,49 @@ def fake_process_group(ranks: int) -> Iterator[None]:
 
     `init_process_group` sets a `sys.excepthook` that prefixes tracebacks with `[rank0]`; the previous hook is restored.
     """
-    hook = sys.excepthook
+    old_hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    sys.excepthook = hook
+    sys.excepthook = old_hook
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def group_size(asked: Any) -> int:
+def group_size(group: Any) -> int:
     """Return the number of ranks of a process group, which is a group, a boxed group or a group name."""
-    if isinstance(asked, str):
-        asked = distributed_c10d._resolve_process_group(asked)  # type: ignore[attr-defined, arg-type]
-    elif isinstance(asked, torch.ScriptObject):
-        asked = dist.ProcessGroup.unbox(asked)
-    return 1 if asked is None else int(asked.size())
+    if isinstance(group, str):
+        group = distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]
+    elif isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    return 1 if group is None else int(group.size())
 
 
-_RESIZES: dict[int, list[Callable[[torch.UntypedStorage], None]]] = {}
-_RESIZE = torch.UntypedStorage.resize_
+_RESIZE_OBSERVERS: dict[int, list[Callable[[torch.UntypedStorage], None]]] = {}
+_ORIGINAL_RESIZE = torch.UntypedStorage.resize_
 _LOCK = threading.Lock()
 
 
 @contextmanager
-def storage_resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `seen` for every storage that this thread resizes, which no dispatch mode observes."""
-    me = threading.get_ident()
+def observe_storage_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `on_resize` for every storage that this thread resizes, which no dispatch mode observes."""
+    thread_id = threading.get_ident()
     with _LOCK:
-        _RESIZES.setdefault(me, []).append(seen)
-        torch.UntypedStorage.resize_ = _resize  # type: ignore[assignment]
+        _RESIZE_OBSERVERS.setdefault(thread_id, []).append(on_resize)
+        torch.UntypedStorage.resize_ = _observed_resize  # type: ignore[assignment]
     try:
         yield
     finally:
         with _LOCK:
-            _RESIZES[me].remove(seen)
-            if not _RESIZES[me]:
-                del _RESIZES[me]
-            if not _RESIZES:
-                torch.UntypedStorage.resize_ = _RESIZE  # type: ignore[method-assign]
+            _RESIZE_OBSERVERS[thread_id].remove(on_resize)
+            if not _RESIZE_OBSERVERS[thread_id]:
+                del _RESIZE_OBSERVERS[thread_id]
+            if not _RESIZE_OBSERVERS:
+                torch.UntypedStorage.resize_ = _ORIGINAL_RESIZE  # type: ignore[method-assign]
 
 
-def _resize(storage: torch.UntypedStorage, size: Any) -> Any:
-    result = _RESIZE(storage, size)
-    for seen in list(_RESIZES.get(threading.get_ident(), ())):
-        seen(storage)
+def _observed_resize(storage: torch.UntypedStorage, size: Any) -> Any:
+    result = _ORIGINAL_RESIZE(storage, size)
+    for on_resize in list(_RESIZE_OBSERVERS.get(threading.get_ident(), ())):
+        on_resize(storage)
     return result

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_TABLE = """
+_SIGNATURE_TABLE = """
 addmm(input, mat1, mat2, *, beta=1, alpha=1)
 all(input) ; all(input, dim, keepdim=False) ; all(input, *, keepdim=False)
 amax(input, dim=(), keepdim=False)
@@ -88,7 +88,7 @@ var(input, dim=None, *, correction=1, keepdim=False)
 view(input, *size|shape)
 view_as(input, other)
 """
-_NUMPY = {
+_NUMPY_NAMES = {
     "axis": "dim",
     "keepdims": "keepdim",
     "x": "input",
@@ -116,7 +116,7 @@ def _is_dtype(value: Any) -> bool:
     return value is None or isinstance(value, torch.dtype)
 
 
-_KINDS: dict[str, Callable[[Any], bool]] = {
+_TYPE_CHECKS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("input", "other", "mat1", "mat2", "batch1", "batch2"), lambda value: isinstance(value, Tensor)),
     **dict.fromkeys(("dim", "dims", "size", "shape", "sizes", "source", "destination"), _are_ints),
     **dict.fromkeys(("dim0", "dim1", "start_dim", "end_dim", "_stacklevel"), _is_int),
@@ -133,90 +133,92 @@ class Parameter:
 
     names: tuple[str, ...]
     default: Any = _REQUIRED
-    is_many: bool = False
+    is_variadic: bool = False
 
-    def takes(self, value: Any) -> bool:
+    def accepts(self, value: Any) -> bool:
         """Return whether the parameter accepts this value; it always accepts its default."""
-        fits = _KINDS.get(self.names[0])
-        return fits is None or value is self.default or fits(value)
+        check = _TYPE_CHECKS.get(self.names[0])
+        return check is None or value is self.default or check(value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
     """A form of a function: its positional and keyword-only parameters."""
 
-    ordered: tuple[Parameter, ...]
-    named: tuple[Parameter, ...]
+    positional: tuple[Parameter, ...]
+    keyword_only: tuple[Parameter, ...]
 
-    def read(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Return every argument by parameter name, with defaults, or None if the call does not match this form."""
-        given, rest, left = dict[str, Any](), list(args), dict(kwargs)
-        for parameter in (*self.ordered, *self.named):
+        arguments, remaining_args, remaining_kwargs = dict[str, Any](), list(args), dict(kwargs)
+        for parameter in (*self.positional, *self.keyword_only):
             name = parameter.names[0]
-            if parameter in self.named or not rest:
-                keys = [key for key in left if key in parameter.names or _NUMPY.get(key) == name]
+            if parameter in self.keyword_only or not remaining_args:
+                keys = [key for key in remaining_kwargs if key in parameter.names or _NUMPY_NAMES.get(key) == name]
                 if len(keys) > 1 or (not keys and parameter.default is _REQUIRED):
                     return None
-                given[name] = left.pop(keys[0]) if keys else parameter.default
-                if parameter.is_many and keys:
-                    given[name] = _many([given[name]])
-            elif parameter.is_many:
-                given[name], rest = _many(rest), []
+                arguments[name] = remaining_kwargs.pop(keys[0]) if keys else parameter.default
+                if parameter.is_variadic and keys:
+                    arguments[name] = _as_tuple([arguments[name]])
+            elif parameter.is_variadic:
+                arguments[name], remaining_args = _as_tuple(remaining_args), []
             else:
-                given[name] = rest.pop(0)
-            if not parameter.takes(given[name]):
+                arguments[name] = remaining_args.pop(0)
+            if not parameter.accepts(arguments[name]):
                 return None
-        return None if rest or left else given
+        return None if remaining_args or remaining_kwargs else arguments
 
 
-def _many(values: list[Any]) -> Any:
+def _as_tuple(values: list[Any]) -> Any:
     """Return the arguments as a tuple, both for `f(x, 1, 2)` and for `f(x, (1, 2))`."""
     return tuple(values[0]) if len(values) == 1 and isinstance(values[0], tuple | list) else tuple(values)
 
 
-def _signature(text: str) -> tuple[str, Signature]:
-    name, _, inside = text.strip().removesuffix(")").partition("(")
-    ordered: list[Parameter] = []
-    named: list[Parameter] = []
-    for part in (part.strip() for part in inside.replace("()", "None").split(",")):
-        into = named if named or (ordered and ordered[-1].names == ("*",)) else ordered
+def _parse_signature(text: str) -> tuple[str, Signature]:
+    name, _, parameters = text.strip().removesuffix(")").partition("(")
+    positional: list[Parameter] = []
+    keyword_only: list[Parameter] = []
+    for part in (part.strip() for part in parameters.replace("()", "None").split(",")):
+        section = keyword_only if keyword_only or (positional and positional[-1].names == ("*",)) else positional
         names, _, default = part.partition("=")
-        is_many = names.startswith("*") and names != "*"
-        made = Parameter(
+        is_variadic = names.startswith("*") and names != "*"
+        parameter = Parameter(
             names=tuple(names.lstrip("*").split("|")) if names != "*" else ("*",),
-            default=_VALUES[default] if default else _REQUIRED,
-            is_many=is_many,
+            default=_DEFAULTS[default] if default else _REQUIRED,
+            is_variadic=is_variadic,
         )
-        into.append(made)
-    return name, Signature(ordered=tuple(p for p in ordered if p.names != ("*",)), named=tuple(named))
+        section.append(parameter)
+    return name, Signature(
+        positional=tuple(p for p in positional if p.names != ("*",)), keyword_only=tuple(keyword_only)
+    )
 
 
-_VALUES = {
+_DEFAULTS = {
     **{str(value): value for value in (None, True, False, -100, -1, 0, 1, 2, 3, 0.0, 0.5, 2.0, 1e-05)},
     "'mean'": "mean",
     "'fro'": "fro",
 }
 
 
-def _table() -> dict[str, tuple[Signature, ...]]:
-    found: dict[str, list[Signature]] = {}
-    for text in _TABLE.replace("\n    ", " ").replace(";", "\n").strip().splitlines():
-        name, signature = _signature(text)
-        found.setdefault(name, []).append(signature)
-    return {name: tuple(forms) for name, forms in found.items()}
+def _parse_table() -> dict[str, tuple[Signature, ...]]:
+    signatures: dict[str, list[Signature]] = {}
+    for text in _SIGNATURE_TABLE.replace("\n    ", " ").replace(";", "\n").strip().splitlines():
+        name, signature = _parse_signature(text)
+        signatures.setdefault(name, []).append(signature)
+    return {name: tuple(forms) for name, forms in signatures.items()}
 
 
-SIGNATURES = _table()
+SIGNATURES = _parse_table()
 """The signatures by function name; a function may have several forms."""
 
 
-def read_call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+def bind_arguments(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """Return the arguments of a call of the named function, by the first name of each parameter.
 
     Returns None if the call matches no form in the table, for example because of `out=`.
     """
     for signature in SIGNATURES[name]:
-        given = signature.read(args, kwargs)
-        if given is not None:
-            return given
+        arguments = signature.bind(args, kwargs)
+        if arguments is not None:
+            return arguments
     return None

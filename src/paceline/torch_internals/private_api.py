@@ -42,43 +42,43 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "BatchNormBase",
-    "BufferAccess",
+    "BufferAccessObserver",
     "CallInterceptor",
     "DropoutBase",
     "JointScaler",
     "NormBase",
-    "abandon_data_workers",
     "add_all",
     "add_gradients",
     "allocate_meta_tensors",
-    "become_worker",
-    "compile_errors",
+    "compute_gradients",
     "copy_all",
     "disabled_torch_function",
     "divide_all",
-    "gradients_of",
+    "enable_compile_errors",
     "guard_hooks",
+    "has_amx_tiles",
     "has_hooks",
-    "has_tiles",
-    "hide_worker",
-    "hook_tables",
-    "in_backward",
-    "introduce_worker",
+    "hide_process_group",
+    "hide_worker_info",
+    "hook_dicts",
+    "is_in_backward",
     "is_view",
     "lerp_all",
+    "make_subclass",
     "make_wrapper_tensor",
+    "mark_shut_down",
     "module_registries",
-    "next_hook_number",
-    "of_type",
+    "next_hook_id",
     "pin_memory",
     "remove_all_hooks",
-    "running_function",
+    "running_autograd_function",
+    "set_up_data_worker",
+    "set_worker_dataset",
     "stop_data_workers",
     "storage_key",
     "tensor_version",
     "tree_flatten",
     "tree_unflatten",
-    "without_group",
 ]
 
 
@@ -110,7 +110,7 @@ def lerp_all(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float
 
 
 @cache
-def has_tiles() -> bool:
+def has_amx_tiles() -> bool:
     """Return whether this machine's processor has bfloat16 matrix tiles (AMX)."""
     return bool(torch.cpu._is_amx_tile_supported())
 
@@ -123,16 +123,16 @@ def guard_hooks() -> None:
     torch._dynamo.config.skip_nnmodule_hook_guards = False
 
 
-def compile_errors() -> type[BaseException]:
+def enable_compile_errors() -> type[BaseException]:
     """Configure torch so that compilation errors occur in the forward; return the type of these errors."""
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     torch._functorch.config.force_non_lazy_backward_lowering = True
-    found: type[BaseException] = torch._dynamo.exc.TorchDynamoException
-    return found
+    error_class: type[BaseException] = torch._dynamo.exc.TorchDynamoException
+    return error_class
 
 
-def in_backward() -> bool:
+def is_in_backward() -> bool:
     """Return whether this thread is inside an autograd backward, for example in a recomputed forward."""
     return bool(torch._C._current_graph_task_id() != -1)
 
@@ -142,74 +142,74 @@ def add_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None])
 
     `torch.autograd.backward` disables the innermost mode, so a forward that checkpointing recomputes would miss it.
     """
-    given = _given(outputs, gradients)
-    _run_backward(tuple(outputs), given, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    grads = _output_gradients(outputs, gradients)
+    _run_backward(tuple(outputs), grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def gradients_of(
+def compute_gradients(
     outputs: Sequence[Any], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, retain_graph: bool = False
 ) -> tuple[Tensor | None, ...]:
     """Return the result of `torch.autograd.grad(..., allow_unused=True)`, computed with function modes kept active."""
-    given = _given(outputs, gradients)
-    found: tuple[Tensor | None, ...] = _run_backward(
-        tuple(outputs), given, retain_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    grads = _output_gradients(outputs, gradients)
+    input_gradients: tuple[Tensor | None, ...] = _run_backward(
+        tuple(outputs), grads, retain_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
-    return found
+    return input_gradients
 
 
-def _given(outputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def _output_gradients(outputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Return the gradients of the outputs, with ones for outputs whose gradient is None."""
     pairs = zip(outputs, gradients, strict=True)
     return tuple(torch.ones_like(output) if gradient is None else gradient for output, gradient in pairs)
 
 
-def running_function() -> type[torch.autograd.Function] | None:
+def running_autograd_function() -> type[torch.autograd.Function] | None:
     """Return the innermost autograd function whose forward this thread is running, or None."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not torch.autograd.Function.apply.__code__:
         frame = frame.f_back  # type: ignore[assignment]
-    found: type[torch.autograd.Function] | None = None if frame is None else frame.f_locals["cls"]
-    return found
+    function: type[torch.autograd.Function] | None = None if frame is None else frame.f_locals["cls"]
+    return function
 
 
 @contextmanager
-def watched_autograd(seen: Callable[[str], None]) -> Iterator[None]:
-    """Call `seen` with the name of each custom autograd function, tensor hook and autocast region of user code.
+def observe_autograd(on_use: Callable[[str], None]) -> Iterator[None]:
+    """Call `on_use` with the name of each custom autograd function, tensor hook and autocast region of user code.
 
     Calls by torch and by this package are ignored.
     """
     function: Any = torch.autograd.Function
-    apply = vars(function)["apply"]  # the classmethod itself, not bound to this class
-    enter: Callable[[torch.autocast], Any] = torch.autocast.__enter__
+    original_apply = vars(function)["apply"]  # the classmethod itself, not bound to this class
+    original_enter: Callable[[torch.autocast], Any] = torch.autocast.__enter__
     hooks = {name: getattr(Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook")}
 
-    def applied(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    def observed_apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if not _is_internal(cls.__module__):
-            seen(f"{cls.__qualname__}.apply")
-        return apply.__func__(cls, *args, **kwargs)
+            on_use(f"{cls.__qualname__}.apply")
+        return original_apply.__func__(cls, *args, **kwargs)
 
-    def hooking(name: str) -> Callable[..., Any]:
-        def hooked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def observe_hook(name: str) -> Callable[..., Any]:
+        def observed_hook(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not _is_internal(sys._getframe(1).f_globals.get("__name__", "")):
-                seen(f"Tensor.{name}")
+                on_use(f"Tensor.{name}")
             return hooks[name](tensor, *args, **kwargs)
 
-        return hooked
+        return observed_hook
 
-    def entered(region: torch.autocast) -> Any:
+    def observed_enter(region: torch.autocast) -> Any:
         if not _is_internal(sys._getframe(1).f_globals.get("__name__", "")):
-            seen("torch.autocast")
-        return enter(region)
+            on_use("torch.autocast")
+        return original_enter(region)
 
-    function.apply = classmethod(applied)
-    torch.autocast.__enter__ = entered  # type: ignore[method-assign]
+    function.apply = classmethod(observed_apply)
+    torch.autocast.__enter__ = observed_enter  # type: ignore[method-assign]
     for name in hooks:
-        setattr(Tensor, name, hooking(name))
+        setattr(Tensor, name, observe_hook(name))
     try:
         yield
     finally:
-        function.apply = apply
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+        function.apply = original_apply
+        torch.autocast.__enter__ = original_enter  # type: ignore[method-assign]
         for name, hook in hooks.items():
             setattr(Tensor, name, hook)
 
@@ -233,18 +233,20 @@ def is_view(tensor: Tensor) -> bool:
     return bool(tensor._is_view())
 
 
-class BufferAccess:
+class BufferAccessObserver:
     """An observer of accesses to the buffers `names` of `module`.
 
-    Each access calls `seen(code, instruction)` with the accessing code: attribute access, and loops over the dict
+    Each access calls `on_access(code, instruction)` with the accessing code: attribute access, and loops over the dict
     of buffers as in `module.buffers()`. The observer replaces the module's dict of buffers; copies and pickles of the
     module have a plain dict.
     """
 
-    def __init__(self, module: nn.Module, *, names: Collection[str], seen: Callable[[CodeType, int], None]) -> None:
+    def __init__(
+        self, module: nn.Module, *, names: Collection[str], on_access: Callable[[CodeType, int], None]
+    ) -> None:
         self._module = module
-        buffers = _WatchedBuffers(vars(module)["_buffers"])
-        buffers.names, buffers.seen = frozenset(names), seen
+        buffers = _ObservedBuffers(vars(module)["_buffers"])
+        buffers.names, buffers.on_access = frozenset(names), on_access
         vars(module)["_buffers"] = buffers
 
     def close(self) -> None:
@@ -255,15 +257,15 @@ class BufferAccess:
 _TORCH_FOLDER = torch.__file__.rpartition("__init__")[0]
 
 
-class _WatchedBuffers(dict[str, Tensor | None]):
+class _ObservedBuffers(dict[str, Tensor | None]):
     names: frozenset[str] = frozenset()
-    seen: Callable[[CodeType, int], None]
+    on_access: Callable[[CodeType, int], None]
 
     def __getitem__(self, name: str) -> Tensor | None:
         if name in self.names and not torch.compiler.is_compiling():
             frame = sys._getframe(1)
             if frame.f_code is nn.Module.__getattr__.__code__ and frame.f_back is not None:
-                self.seen(frame.f_back.f_code, frame.f_back.f_lasti)
+                self.on_access(frame.f_back.f_code, frame.f_back.f_lasti)
         return super().__getitem__(name)
 
     def items(self) -> Any:
@@ -271,17 +273,17 @@ class _WatchedBuffers(dict[str, Tensor | None]):
             frame = sys._getframe(1)
             while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH_FOLDER):
                 frame = frame.f_back
-            self.seen(frame.f_code, frame.f_lasti)
+            self.on_access(frame.f_code, frame.f_lasti)
         return super().items()
 
     def __reduce_ex__(self, _: object) -> tuple[type, tuple[dict[str, Tensor | None]]]:
         return dict, (dict(self),)
 
 
-def make_wrapper_tensor(kind: type[Tensor], *, like: Tensor, shape: Sequence[int]) -> Any:
+def make_wrapper_tensor(tensor_class: type[Tensor], *, like: Tensor, shape: Sequence[int]) -> Any:
     """Return a tensor of a subclass with a shape, dtype and device but without memory."""
     return Tensor._make_wrapper_subclass(
-        kind, torch.Size(shape), dtype=like.dtype, device=like.device, requires_grad=False
+        tensor_class, torch.Size(shape), dtype=like.dtype, device=like.device, requires_grad=False
     )
 
 
@@ -290,19 +292,19 @@ def tensor_version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
-def of_type(data: Tensor, *, like: Tensor) -> Tensor:
+def make_subclass(data: Tensor, *, like: Tensor) -> Tensor:
     """Return `data` as a tensor or parameter with the class and `requires_grad` of `like`; the memory is shared."""
-    made: Tensor = Tensor._make_subclass(type(like), data, like.requires_grad)
-    return made
+    tensor: Tensor = Tensor._make_subclass(type(like), data, like.requires_grad)
+    return tensor
 
 
-def allocate_meta_tensors(model: nn.Module, *, device: torch.device, without: Collection[int] = ()) -> None:
-    """Allocate uninitialised memory for the model's meta tensors, except those whose ids are in `without`."""
+def allocate_meta_tensors(model: nn.Module, *, device: torch.device, excluded_ids: Collection[int] = ()) -> None:
+    """Allocate uninitialised memory for the model's meta tensors, except those in `excluded_ids`."""
 
-    def memory(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta and id(tensor) not in without else tensor
+    def allocate(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta and id(tensor) not in excluded_ids else tensor
 
-    model._apply(memory)
+    model._apply(allocate)
 
 
 def module_registries(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -327,15 +329,15 @@ def stop_data_workers(iterator: Any) -> None:
         process.join()
 
 
-def abandon_data_workers(error: BaseException) -> None:
+def mark_shut_down(error: BaseException) -> None:
     """Mark a DataLoader iterator as shut down if its constructor raised this error and left it half initialised."""
     for frame, _ in walk_tb(error.__traceback__):
-        made = frame.f_locals.get("self")
-        if isinstance(made, _BaseDataLoaderIter):
-            vars(made)["_shutdown"] = True
+        iterator = frame.f_locals.get("self")
+        if isinstance(iterator, _BaseDataLoaderIter):
+            vars(iterator)["_shutdown"] = True
 
 
-def become_worker(dataset: Any, *, seed: int) -> None:
+def set_up_data_worker(dataset: Any, *, seed: int) -> None:
     """Set up this process like the only data worker of a DataLoader: worker info, threads and generators."""
     _data_worker._worker_info = _data_worker.WorkerInfo(id=0, num_workers=1, seed=seed, dataset=dataset)
     torch.set_num_threads(1)
@@ -344,15 +346,15 @@ def become_worker(dataset: Any, *, seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def introduce_worker(dataset: Any, *, alone: bool) -> None:
+def set_worker_dataset(dataset: Any, *, is_only_worker: bool) -> None:
     """Make `get_worker_info()` in a data worker return the user's own dataset, and no other worker if requested."""
     info = _data_worker._worker_info
     assert info is not None
-    for name, value in {"dataset": dataset, **({"id": 0, "num_workers": 1} if alone else {})}.items():
+    for name, value in {"dataset": dataset, **({"id": 0, "num_workers": 1} if is_only_worker else {})}.items():
         object.__setattr__(info, name, value)
 
 
-def hide_worker() -> None:
+def hide_worker_info() -> None:
     """Make `get_worker_info()` in a data worker return None from now on.
 
     Otherwise a dataset that splits itself over the workers would split a shard that already belongs to one worker.
@@ -361,7 +363,7 @@ def hide_worker() -> None:
 
 
 @contextmanager
-def without_group() -> Iterator[None]:
+def hide_process_group() -> Iterator[None]:
     """Make `torch.distributed` appear uninitialised, as in a process without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         yield
@@ -377,59 +379,60 @@ def without_group() -> Iterator[None]:
 class JointScaler(torch.amp.GradScaler):
     """A loss scaler for gradients that are sharded over several ranks: all ranks detect an overflow on one of them.
 
-    `join` all-reduces a tensor in place over these ranks with MAX.
+    `all_reduce_max` all-reduces a tensor in place over these ranks with MAX.
     """
 
-    def __init__(self, device: str, *, join: Callable[[Tensor], object], **options: Any) -> None:
+    def __init__(self, device: str, *, all_reduce_max: Callable[[Tensor], object], **options: Any) -> None:
         super().__init__(device, **options)
-        self._join = join
+        self._all_reduce_max = all_reduce_max
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        joint = torch.stack([one.to(inv_scale.device) for one in found.values()] or [found_inf]).amax(0)
-        self._join(joint)
-        return {device: joint.to(device) for device in found or [inv_scale.device]}
+        found_by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        flags = [flag.to(inv_scale.device) for flag in found_by_device.values()]
+        max_found_inf = torch.stack(flags or [found_inf]).amax(0)
+        self._all_reduce_max(max_found_inf)
+        return {device: max_found_inf.to(device) for device in found_by_device or [inv_scale.device]}
 
 
 class CallInterceptor:
-    """A wrapper that passes the calls of a module to `gate(call, *args, **kwargs)`, outside of all its hooks.
+    """A wrapper that passes the calls of a module to `intercept(call, *args, **kwargs)`, outside of all its hooks.
 
     `call` runs the original call: hooks and forward, compiled if the module is. This includes hooks that are registered
-    later, such as those of `fully_shard`. After `Module.compile`, call `renew`, so that the compiled code runs inside.
+    later, such as those of `fully_shard`. After `Module.compile`, call `rewrap`, so that the compiled code runs inside.
     """
 
-    def __init__(self, module: torch.nn.Module, gate: Callable[..., Any]) -> None:
-        self._module, self._gate, self._inner = module, gate, module._compiled_call_impl
+    def __init__(self, module: torch.nn.Module, intercept: Callable[..., Any]) -> None:
+        self._module, self._intercept, self._original_call = module, intercept, module._compiled_call_impl
         module._compiled_call_impl = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Handle a call of the module; `Module.__call__` calls this method first."""
-        return self._gate(self._call, *args, **kwargs)
+        return self._intercept(self._run_original, *args, **kwargs)
 
-    def renew(self) -> None:
+    def rewrap(self) -> None:
         """Wrap the module's call again if `Module.compile` has replaced this wrapper."""
         if self._module._compiled_call_impl is not self:
-            self._inner = self._module._compiled_call_impl
+            self._original_call = self._module._compiled_call_impl
             self._module._compiled_call_impl = self
 
     def undo(self) -> None:
         """Remove the wrapper."""
-        self._module._compiled_call_impl = self._inner
+        self._module._compiled_call_impl = self._original_call
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        inner: Callable[..., Any] = self._module._call_impl if self._inner is None else self._inner
-        return inner(*args, **kwargs)
+    def _run_original(self, *args: Any, **kwargs: Any) -> Any:
+        call: Callable[..., Any] = self._module._call_impl if self._original_call is None else self._original_call
+        return call(*args, **kwargs)
 
 
-def next_hook_number() -> int:
-    """Return the number of the next hook that this process registers; numbers increase."""
+def next_hook_id() -> int:
+    """Return the id of the next hook that this process registers; ids increase."""
     return RemovableHandle.next_id
 
 
-def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
-    """Return the dicts of a module's own hooks and of its own parameters' hooks, by hook number."""
+def hook_dicts(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
+    """Return the dicts of a module's own hooks and of its own parameters' hooks, by hook id."""
     tables = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
     for parameter in module._parameters.values():
         if parameter is not None:

@@ -8,30 +8,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_PLAIN = frozenset({bool, bytes, float, int, str, type(None), torch.device, torch.dtype, torch.layout})
+_LEAF_TYPES = frozenset({bool, bytes, float, int, str, type(None), torch.device, torch.dtype, torch.layout})
 
 
 def tensor_leaves(value: Any) -> Iterator[Tensor]:
     """Return an iterator over every tensor in a nested value, in a fixed order."""
-    found: list[Tensor] = []
-    _gather(value, found)
-    return iter(found)
+    tensors: list[Tensor] = []
+    _collect_tensors(value, tensors)
+    return iter(tensors)
 
 
-def _gather(value: Any, found: list[Tensor]) -> None:
-    if type(value) in _PLAIN:  # most arguments of an operation
+def _collect_tensors(value: Any, tensors: list[Tensor]) -> None:
+    if type(value) in _LEAF_TYPES:  # most arguments of an operation
         return
     if isinstance(value, Tensor):
-        found.append(value)
+        tensors.append(value)
     elif isinstance(value, tuple | list):
         for part in value:
-            _gather(part, found)
+            _collect_tensors(part, tensors)
     elif isinstance(value, Mapping):
         for part in value.values():
-            _gather(part, found)
+            _collect_tensors(part, tensors)
     elif is_dataclass(value) and not isinstance(value, type):
         for item in fields(value):
-            _gather(getattr(value, item.name), found)
+            _collect_tensors(getattr(value, item.name), tensors)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -54,19 +54,19 @@ def map_leaves(value: Any, change: Callable[[str, Any], Any], *, is_leaf: Callab
     Both functions get the leaf's path as a Python expression that begins with `path`.
     """
 
-    def inside(name: str, part: Any) -> Any:
+    def map_part(name: str, part: Any) -> Any:
         return map_leaves(part, change, is_leaf=is_leaf, path=f"{path}{name}")
 
     if is_leaf(path, value):
         return change(path, value)
     if isinstance(value, Mapping):
-        return type(value)({name: inside(f"[{name!r}]", part) for name, part in value.items()})  # type: ignore[call-arg]
+        return type(value)({name: map_part(f"[{name!r}]", part) for name, part in value.items()})  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(inside(f".{name}", part) for name, part in zip(value._fields, value, strict=True)))
+        return type(value)(*(map_part(f".{name}", part) for name, part in zip(value._fields, value, strict=True)))
     if isinstance(value, tuple | list):
-        return type(value)(inside(f"[{place}]", part) for place, part in enumerate(value))
+        return type(value)(map_part(f"[{index}]", part) for index, part in enumerate(value))
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{i.name: inside(f".{i.name}", getattr(value, i.name)) for i in fields(value)})
+        return replace(value, **{i.name: map_part(f".{i.name}", getattr(value, i.name)) for i in fields(value)})
     return change(path, value)
 
 
@@ -83,7 +83,7 @@ def is_square(value: Any) -> bool:
     return all(isinstance(entry, tuple | list) and len(entry) == len(value) for entry in value)
 
 
-def joined_columns(parts: Sequence[Any]) -> Any:
+def concatenate_columns(parts: Sequence[Any]) -> Any:
     """Return the concatenation of the columns of several microbatches, in the type of the first."""
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)

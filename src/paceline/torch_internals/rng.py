@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.torch_internals.private_api import in_backward
+from paceline.torch_internals.private_api import is_in_backward
 
 
 def stream_key(*parts: int | str) -> int:
@@ -37,26 +37,27 @@ def seed_all(seed: int) -> None:
     seed_torch(seed)
 
 
-def host_states() -> tuple[object, ...]:
+def cpu_rng_states() -> tuple[object, ...]:
     """Return the states of the CPU's three generators; two results are equal if nothing was drawn between the calls."""
-    legacy = np.random.get_state(legacy=False)
-    inner = dict(legacy["state"])
-    return random.getstate(), inner["key"].tobytes(), inner["pos"], torch.get_rng_state().numpy().tobytes()
+    numpy_state: Any = np.random.get_state(legacy=False)
+    key, position = numpy_state["state"]["key"].tobytes(), numpy_state["state"]["pos"]
+    return random.getstate(), key, position, torch.get_rng_state().numpy().tobytes()
 
 
-def drawn_by_hand() -> dict[str, object]:
+def python_rng_states() -> dict[str, object]:
     """Return the states of the generators of `random` and `numpy.random`, by module name."""
-    legacy: Any = np.random.get_state(legacy=False)
-    return {"random": random.getstate(), "numpy.random": (legacy["state"]["key"].tobytes(), legacy["state"]["pos"])}
+    numpy_state: Any = np.random.get_state(legacy=False)
+    key, position = numpy_state["state"]["key"].tobytes(), numpy_state["state"]["pos"]
+    return {"random": random.getstate(), "numpy.random": (key, position)}
 
 
-def get_states(gpu: torch.device | None = None) -> tuple[Any, ...]:
-    """Return the states of the three global generators, and of a GPU's, for `set_states`."""
+def get_rng_states(gpu: torch.device | None = None) -> tuple[Any, ...]:
+    """Return the states of the three global generators, and of a GPU's, for `set_rng_states`."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     return (*states, None if gpu is None else torch.cuda.get_rng_state(gpu))
 
 
-def set_states(states: tuple[Any, ...], gpu: torch.device | None = None) -> None:
+def set_rng_states(states: tuple[Any, ...], gpu: torch.device | None = None) -> None:
     """Restore the states of the generators."""
     random.setstate(states[0])
     np.random.set_state(states[1])
@@ -69,11 +70,11 @@ def set_states(states: tuple[Any, ...], gpu: torch.device | None = None) -> None
 def preserve_rng() -> Iterator[None]:
     """Restore the three global generators, and the current GPU's, when the context exits."""
     gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
-    states = get_states(gpu)
+    states = get_rng_states(gpu)
     try:
         yield
     finally:
-        set_states(states, gpu)
+        set_rng_states(states, gpu)
 
 
 class BlockCallCounter:
@@ -85,17 +86,17 @@ class BlockCallCounter:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, dict[int, int]] = {}
+        self._call_numbers: dict[int, dict[int, int]] = {}
 
     def clear(self) -> None:
         """Reset the counts for the next microbatch."""
-        self._entries.clear()
+        self._call_numbers.clear()
 
-    def number(self, block: int, *, asleep: bool = False) -> int:
+    def call_number(self, block: int, *, is_gpu_only: bool = False) -> int:
         """Return the number of this call of the block, from 0."""
-        entry = torch.cuda.initial_seed() if asleep else torch.default_generator.initial_seed()
-        known = self._entries.setdefault(block, {})
-        return known.get(entry, 0) if in_backward() else known.setdefault(entry, len(known))
+        seed = torch.cuda.initial_seed() if is_gpu_only else torch.default_generator.initial_seed()
+        call_numbers = self._call_numbers.setdefault(block, {})
+        return call_numbers.get(seed, 0) if is_in_backward() else call_numbers.setdefault(seed, len(call_numbers))
 
 
 def block_key(microbatch: int, *, block: int, call: int) -> int:
@@ -110,20 +111,20 @@ class RandomStreams:
     Random blocks are the repeated layers with dropout. Each starts its own stream, so that a pipeline stage draws the
     same numbers as one process. All other operations draw from the microbatch's stream.
 
-    `asleep`: the CPU's generators are not seeded, because several replicas share them and none draws from them.
+    `is_gpu_only`: the CPU's generators are not seeded, because several replicas share them and none draws from them.
     """
 
     def __init__(self, *, seed: int) -> None:
         self._seed = seed
         self._microbatch = 0
-        self._calls = BlockCallCounter()
-        self.asleep = False
+        self._call_counter = BlockCallCounter()
+        self.is_gpu_only = False
 
     def enter(self, *, step: int, microbatch: int) -> None:
         """Start the stream of one microbatch; `microbatch` is its index in the global batch."""
         self._microbatch = stream_key(self._seed, step, microbatch)
-        self._calls.clear()
-        if self.asleep:
+        self._call_counter.clear()
+        if self.is_gpu_only:
             _seed_gpu(self._microbatch)
         else:
             seed_all(self._microbatch)
@@ -131,7 +132,8 @@ class RandomStreams:
     def attach(self, model: nn.Module) -> Callable[[], None]:
         """Install hooks that start a stream for each random block; return a function that removes them."""
         handles = [
-            block.register_forward_pre_hook(self._starter(number)) for number, block in enumerate(random_blocks(model))
+            block.register_forward_pre_hook(self._seeding_hook(number))
+            for number, block in enumerate(random_blocks(model))
         ]
 
         def undo() -> None:
@@ -140,13 +142,13 @@ class RandomStreams:
 
         return undo
 
-    def _starter(self, block: int) -> Callable[[nn.Module, object], None]:
-        def start(module: nn.Module, _: object) -> None:
+    def _seeding_hook(self, block: int) -> Callable[[nn.Module, object], None]:
+        def seed_block(module: nn.Module, _: object) -> None:
             if module.training:
-                call = self._calls.number(block, asleep=self.asleep)
-                (_seed_gpu if self.asleep else seed_torch)(block_key(self._microbatch, block=block, call=call))
+                call = self._call_counter.call_number(block, is_gpu_only=self.is_gpu_only)
+                (_seed_gpu if self.is_gpu_only else seed_torch)(block_key(self._microbatch, block=block, call=call))
 
-        return start
+        return seed_block
 
 
 def random_blocks(model: nn.Module) -> list[nn.Module]:
@@ -154,16 +156,16 @@ def random_blocks(model: nn.Module) -> list[nn.Module]:
 
     The result depends only on the model's structure, so it is equal on every rank and after every restart.
     """
-    found: list[nn.Module] = []
-    inside: set[int] = set()
+    dropout_blocks: list[nn.Module] = []
+    inner_ids: set[int] = set()
     for module in model.modules():
-        if id(module) in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+        if id(module) in inner_ids or not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         kinds = [type(child) for child in module]
-        blocks = [child for child in module if kinds.count(type(child)) > 1 and _draws(child)]
-        found += blocks
-        inside |= {id(part) for block in blocks for part in block.modules()}
-    return found
+        blocks = [child for child in module if kinds.count(type(child)) > 1 and _has_dropout(child)]
+        dropout_blocks += blocks
+        inner_ids |= {id(part) for block in blocks for part in block.modules()}
+    return dropout_blocks
 
 
 class DisabledDropout:
@@ -174,19 +176,20 @@ class DisabledDropout:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._rates = [(m, name) for m in model.modules() for name, value in _rates(m) if value == 0]
+        self._zero_rates = [(m, name) for m in model.modules() for name, value in _dropout_rates(m) if value == 0]
 
-    def any_raised(self) -> bool:
+    def is_any_enabled(self) -> bool:
         """Return whether one of them has a positive rate by now."""
-        return any(getattr(module, name, 0) for module, name in self._rates)
+        return any(getattr(module, name, 0) for module, name in self._zero_rates)
 
 
-def _draws(block: nn.Module) -> bool:
-    return any(isinstance(value, float) and value > 0 for module in block.modules() for _, value in _rates(module))
+def _has_dropout(block: nn.Module) -> bool:
+    rates = [rate for module in block.modules() for _, rate in _dropout_rates(module)]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
-def _rates(module: nn.Module) -> Iterator[tuple[str, float]]:
+def _dropout_rates(module: nn.Module) -> Iterator[tuple[str, float]]:
     """Yield a module's own dropout rates, by attribute name."""
-    found = [(name, value) for name, value in vars(module).items() if "drop" in name]
-    found += [("p", getattr(module, "p", None))] if "drop" in type(module).__name__.lower() else []
-    yield from ((name, value) for name, value in found if isinstance(value, int | float) and value is not False)
+    rates = [(name, value) for name, value in vars(module).items() if "drop" in name]
+    rates += [("p", getattr(module, "p", None))] if "drop" in type(module).__name__.lower() else []
+    yield from ((name, value) for name, value in rates if isinstance(value, int | float) and value is not False)

@@ -19,7 +19,7 @@ def as_number(value: Any) -> int | float | None:
     return float(value) if isinstance(value, Real | Decimal) else None
 
 
-def as_count(value: Any) -> int | None:
+def as_integer(value: Any) -> int | None:
     """Return `value` as an integer, or None if it is not an integer; True and False are not integers."""
     number = as_number(value)
     return number if isinstance(number, int) and not isinstance(number, bool) else None

@@ -18,7 +18,7 @@ from torch.utils.data import (
 from paceline.checkpoint.state_outside_state_dict import state_dict_tensors
 from paceline.data.reader_process import read_in_process
 from paceline.parallel.module_access.tensor_access import copy_into
-from paceline.torch_internals.rng import host_states, seed_all, stream_key
+from paceline.torch_internals.rng import cpu_rng_states, seed_all, stream_key
 from paceline.trainer.evaluation.evaluator import EvaluatedSplit, Evaluator
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.verification.noise_floor import MARGIN, ModelSnapshot, perturb_weights
@@ -162,7 +162,7 @@ class _ReferenceEvaluation:
                 pairs = {(name if len(terms) == 1 else f"loss/{name}"): pair for name, pair in terms.items()}
                 with reference.autocast():
                     pairs |= {name: metric(output, batch) for name, metric in self._metrics.items()}
-                self.draws_random_numbers = self.draws_random_numbers or host_states() != generator_states
+                self.draws_random_numbers = self.draws_random_numbers or cpu_rng_states() != generator_states
                 for name, pair in pairs.items():
                     total = sums.setdefault(name, [0.0, 0.0])
                     total[0], total[1] = total[0] + float(pair[0]), total[1] + float(pair[1])
@@ -177,9 +177,9 @@ def _collate_batches(
     for start in range(0, len(data), size):
         indices = range(start, min(start + size, len(data)))
         seed_all(stream_key(seed, "microbatch", 0, start))
-        generator_states = host_states()
+        generator_states = cpu_rng_states()
         batches.append((collate([data[i] for i in indices]), len(indices)))
-        draws = draws or host_states() != generator_states
+        draws = draws or cpu_rng_states() != generator_states
     return batches, draws
 
 

@@ -16,11 +16,11 @@ from paceline.parallel.context_parallel import context_parallel as context
 from paceline.parallel.context_parallel import function_mode as context_mode
 from paceline.parallel.context_parallel import ring_attention as context_ring
 from paceline.parallel.context_parallel import sequence_sharding as context_cut
-from paceline.parallel.context_parallel.attention_mask import read_mask
+from paceline.parallel.context_parallel.attention_mask import interpret_mask
 from paceline.parallel.context_parallel.context_parallel import ContextParallel
 from paceline.parallel.context_parallel.context_parallel_check import check_context
 from paceline.parallel.context_parallel.ring_attention import Ring, ring_attention
-from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding, cut_batch, next_position_labels
+from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding, next_position_labels, shard_batch
 from tests.parallel.one_process_reference import (
     BERT,
     BERT_PLAIN,
@@ -43,10 +43,10 @@ def test_every_position_is_on_one_rank_and_comes_back(length: int, ranks: int) -
     cut = SequenceSharding(length=length, ranks=ranks)
     held = torch.cat([cut.positions(rank) for rank in range(ranks)])
     assert sorted(held.tolist()) == list(range(length))
-    sizes = [cut.size(rank) for rank in range(ranks)]
+    sizes = [cut.local_length(rank) for rank in range(ranks)]
     assert sum(sizes) == length and max(sizes) - min(sizes) <= 2
     whole = torch.arange(2 * length).view(2, length)
-    assert torch.equal(cut.join([cut.take(whole, dim=1, rank=r) for r in range(ranks)], dim=1), whole)
+    assert torch.equal(cut.join([cut.shard(whole, dim=1, rank=r) for r in range(ranks)], dim=1), whole)
 
 
 def test_the_work_of_a_causal_mask_is_shared() -> None:
@@ -62,7 +62,7 @@ def test_a_sequence_shorter_than_the_chunks_is_refused_with_the_arithmetic() -> 
 def test_labels_are_moved_before_they_are_cut() -> None:
     ids = torch.arange(2 * 9).view(2, 9)
     parts = [
-        cut_batch({"input_ids": ids, "labels": ids}, sequence=SEQUENCE, ranks=2, rank=r, shift_labels=True)
+        shard_batch({"input_ids": ids, "labels": ids}, sequence=SEQUENCE, ranks=2, rank=r, shift_labels=True)
         for r in (0, 1)
     ]
     cut = SequenceSharding(length=9, ranks=2)
@@ -81,12 +81,12 @@ def test_what_a_batch_may_be_cut_by_is_said_of_its_own_entries() -> None:
 
 def test_what_has_the_tokens_shape_is_cut_and_the_rest_is_not() -> None:
     batch = ({"x": 1}, torch.zeros(2, 8), torch.zeros(2, 8, 3), torch.zeros(2, 5), torch.zeros(8))
-    mine = cut_batch(batch, sequence={"1": 1}, ranks=2, rank=0)
+    mine = shard_batch(batch, sequence={"1": 1}, ranks=2, rank=0)
     assert [tuple(t.shape) for t in mine[1:]] == [(2, 4), (2, 4, 3), (2, 5), (8,)]
     with pytest.raises(JobError, match="does not match"):
-        cut_batch(batch, sequence={"ids": 1}, ranks=2, rank=0)
+        shard_batch(batch, sequence={"ids": 1}, ranks=2, rank=0)
     with pytest.raises(JobError, match="differ: 1 has 8, 3 has 5"):
-        cut_batch(batch, sequence={"1": 1, "3": 1}, ranks=2, rank=0)
+        shard_batch(batch, sequence={"1": 1, "3": 1}, ranks=2, rank=0)
 
 
 # -- the ring
@@ -96,7 +96,7 @@ def test_what_has_the_tokens_shape_is_cut_and_the_rest_is_not() -> None:
 @pytest.mark.parametrize("kind", ["plain", "grouped", "padded", "blocks"])
 def test_the_ring_is_attention(causal: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "blocks":
-        monkeypatch.setattr(context_ring, "BLOCK", 3)
+        monkeypatch.setattr(context_ring, "BLOCK_SIZE", 3)
     assert (
         far_ring(ranks=3, length=19, causal=causal, groups=2 if kind == "grouped" else 1, pad=kind == "padded") < 1e-13
     )
@@ -121,11 +121,13 @@ def far_ring(*, ranks: int, length: int, causal: bool, groups: int = 1, pad: boo
     cut = SequenceSharding(length=length, ranks=ranks)
 
     def one(over: World) -> list[Tensor]:
-        mine = [cut.take(t, dim=2, rank=over.rank).requires_grad_() for t in (q, k, v)]
-        held = cut.take(keep, dim=1, rank=over.rank) if pad else None
-        ring = Ring(world=over, cut=cut, causal=causal, scale=1 / math.sqrt(8))
-        out = ring_attention(mine[0].unflatten(1, (-1, groups)), mine[1], mine[2], keep=held, ring=ring).flatten(1, 2)
-        (out * cut.take(weigh, dim=2, rank=over.rank)).sum().backward()
+        mine = [cut.shard(t, dim=2, rank=over.rank).requires_grad_() for t in (q, k, v)]
+        held = cut.shard(keep, dim=1, rank=over.rank) if pad else None
+        ring = Ring(world=over, sharding=cut, is_causal=causal, scale=1 / math.sqrt(8))
+        out = ring_attention(mine[0].unflatten(1, (-1, groups)), mine[1], mine[2], key_mask=held, ring=ring).flatten(
+            1, 2
+        )
+        (out * cut.shard(weigh, dim=2, rank=over.rank)).sum().backward()
         return [out.detach(), *(t.grad for t in mine)]
 
     parts = run_simulated_ranks(one, ranks=ranks)
@@ -141,8 +143,8 @@ def test_the_bytes_sent_are_those_of_the_formula() -> None:
     def one(over: World) -> int:
         counted = Counted(over)
         q, k, v = (torch.randn(batch, heads, length // ranks, width, requires_grad=True) for _ in range(3))
-        ring = Ring(world=counted, cut=cut, causal=True, scale=1.0)
-        ring_attention(q[:, :, None], k, v, keep=None, ring=ring).sum().backward()
+        ring = Ring(world=counted, sharding=cut, is_causal=True, scale=1.0)
+        ring_attention(q[:, :, None], k, v, key_mask=None, ring=ring).sum().backward()
         return counted.elements
 
     each = 2 * batch * heads * (length // ranks) * width
@@ -169,9 +171,9 @@ def test_the_ring_in_bfloat16_is_as_near_as_attention_in_bfloat16() -> None:
     cut = SequenceSharding(length=48, ranks=3)
 
     def one(over: World) -> Tensor:
-        mine = [cut.take(t, dim=2, rank=over.rank) for t in low]
-        ring = Ring(world=over, cut=cut, causal=True, scale=1 / math.sqrt(8))
-        return ring_attention(mine[0][:, :, None], mine[1], mine[2], keep=None, ring=ring)[:, :, 0]
+        mine = [cut.shard(t, dim=2, rank=over.rank) for t in low]
+        ring = Ring(world=over, sharding=cut, is_causal=True, scale=1 / math.sqrt(8))
+        return ring_attention(mine[0][:, :, None], mine[1], mine[2], key_mask=None, ring=ring)[:, :, 0]
 
     found = cut.join(run_simulated_ranks(one, ranks=3), dim=2)
     assert found.dtype == torch.bfloat16
@@ -272,9 +274,9 @@ def test_a_forward_that_is_run_again_in_backward() -> None:
     def one(over: World) -> list[Tensor]:
         model = copy.deepcopy(start)
         placed = ContextParallel(model=model, sequence=case.sequence, world=over)
-        part = placed.cut(case.batches[0])
+        part = placed.shard(case.batches[0])
         with placed.forward(part):
-            out = checkpoint(model, part.data, use_reentrant=False, context_fn=placed.again)
+            out = checkpoint(model, part.data, use_reentrant=False, context_fn=placed.recompute_contexts)
         out.log_softmax(-1)[..., 3].sum().backward()
         return [over.all_reduce(p.grad.clone()) for p in model.parameters() if p.grad is not None]
 
@@ -294,12 +296,12 @@ def test_dropout_is_one_process_s(batch_first: bool) -> None:
     cut, parts = SequenceSharding(length=11, ranks=2), []
     for rank in range(2):  # one after another: threads would share the generator
         part = (
-            cut.take(x.transpose(0, 1), dim=0, rank=rank).transpose(0, 1)
+            cut.shard(x.transpose(0, 1), dim=0, rank=rank).transpose(0, 1)
             if not batch_first
-            else cut.take(x, dim=1, rank=rank)
+            else cut.shard(x, dim=1, rank=rank)
         )
         torch.manual_seed(7)
-        with context_mode.ContextParallelMode(world=thread_worlds(replicas=2)[rank], cut=cut, model=drop):
+        with context_mode.ContextParallelMode(world=thread_worlds(replicas=2)[rank], sharding=cut, model=drop):
             parts.append(drop(part))
         assert torch.rand(1) == following
     assert torch.equal(cut.join(parts, dim=1), wanted)
@@ -316,7 +318,7 @@ def check(case: Case, *, ranks: int = 2) -> None:
         ranks=ranks,
         forward=case.forward,
         loss=case.loss,
-        own_loss=case.own_loss,
+        is_model_loss=case.own_loss,
     )
 
 
@@ -390,7 +392,7 @@ def test_positions_in_the_batch_are_cut_with_it() -> None:
 
 
 def test_attention_dropout_over_a_long_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_mode, "MOST_DRAWS", 1000)
+    monkeypatch.setattr(context_mode, "MAX_RANDOM_NUMBERS", 1000)
     case = transformer(LLAMA, attention_dropout=0.1)
     with pytest.raises(LayoutError, match=r"attention dropout of 0.1 needs 3,528 random numbers on every rank"):
         run_simulated_ranks(lambda over: train(case, over), ranks=2)
@@ -448,61 +450,60 @@ def mean() -> Case:
 def test_masks_that_mean_more_are_refused() -> None:
     window = torch.ones(6, 6).tril().triu(-2) > 0
     with pytest.raises(LayoutError, match="neither causal, nor padding"):
-        read_mask(window, is_causal=False, batch=1, length=6)
+        interpret_mask(window, is_causal=False, batch=1, length=6)
     with pytest.raises(LayoutError, match="neither causal, nor padding"):
-        read_mask(torch.randn(1, 2, 6, 6), is_causal=False, batch=1, length=6)
+        interpret_mask(torch.randn(1, 2, 6, 6), is_causal=False, batch=1, length=6)
     packed = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).tril() > 0
     with pytest.raises(LayoutError, match="neither causal, nor padding"):
-        read_mask(packed, is_causal=False, batch=1, length=6)
-    found = read_mask(torch.ones(6, 6).tril() > 0, is_causal=False, batch=1, length=6)
-    assert found.causal and found.keep is None
+        interpret_mask(packed, is_causal=False, batch=1, length=6)
+    found = interpret_mask(torch.ones(6, 6).tril() > 0, is_causal=False, batch=1, length=6)
+    assert found.is_causal and found.key_mask is None
 
 
 # -- mistakes that must show
 
 
 def _positions_of_the_part(self: SequenceSharding, rank: int, *, device: Any = None) -> Tensor:
-    return torch.arange(self.size(rank), device=device)
+    return torch.arange(self.local_length(rank), device=device)
 
 
 def _one_off(self: SequenceSharding, rank: int, *, device: Any = None) -> Tensor:
-    first, second = self.pieces(rank)
+    first, second = self.chunks(rank)
     return torch.cat([torch.arange(first.start, first.stop), torch.arange(second.start - 1, second.stop - 1)])
 
 
-def _other_way(self: Ring, turn: int) -> int:
-    return (self.world.rank + turn) % self.world.world_size
+def _other_way(self: Ring, round_index: int) -> int:
+    return (self.world.rank + round_index) % self.world.world_size
 
 
 def _unmerged(
     out: Tensor, lse: Tensor, query: Tensor, held: Any, drop: Any, rows: Any, columns: Any, ring: Ring
 ) -> None:
     scores = context_ring._scores(query, held, rows, columns, ring, out.dtype)
-    there = slice(rows.local, rows.local + rows.size)
-    values = held[1][..., columns.local : columns.local + columns.size, :]
+    there, values = rows.local_slice, held[1][..., columns.local_slice, :]
     out[..., there, :] += (scores.softmax(-1).nan_to_num() @ values).view(out[..., there, :].shape)
     lse[..., there] = torch.logaddexp(lse[..., there], scores.logsumexp(-1).view(lse[..., there].shape))
 
 
 def _cut_then_moved(batch: Any, **given: Any) -> Any:
-    mine = cut_batch(batch, **{**given, "shift_labels": False})
+    mine = shard_batch(batch, **{**given, "shift_labels": False})
     if given["shift_labels"]:
         mine["labels"] = next_position_labels(mine["labels"], dim=1)
     return mine
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> Any:
-    found = read_mask(*args, **kwargs)
-    return type(found)(causal=found.causal, keep=None)
+    found = interpret_mask(*args, **kwargs)
+    return type(found)(is_causal=found.is_causal, key_mask=None)
 
 
 FAULTS = {
     "positions of the part": (SequenceSharding, "positions", _positions_of_the_part),
     "the back chunk one off": (SequenceSharding, "positions", _one_off),
-    "the ring taken for the other way round": (Ring, "owner", _other_way),
-    "partial results not merged": (context_ring, "_merge", _unmerged),
-    "labels moved after the cut": (context, "cut_batch", _cut_then_moved),
-    "padding of other parts seen": (context_mode, "read_mask", _no_mask),
+    "the ring taken for the other way round": (Ring, "key_owner", _other_way),
+    "partial results not merged": (context_ring, "_merge_block", _unmerged),
+    "labels moved after the cut": (context, "shard_batch", _cut_then_moved),
+    "padding of other parts seen": (context_mode, "interpret_mask", _no_mask),
 }
 
 
@@ -518,9 +519,11 @@ def test_a_mistake_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_keys_whose_gradients_do_not_come_home_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert far_ring(ranks=3, length=12, causal=True) < 1e-13
-    honest = context_ring._send_on
+    honest = context_ring._start_ring_shift
     monkeypatch.setattr(
-        context_ring, "_send_on", lambda ring, held, turn: honest(ring, held, turn) if turn < 2 else lambda: held
+        context_ring,
+        "_start_ring_shift",
+        lambda ring, held, turn: honest(ring, held, turn) if turn < 2 else lambda: held,
     )
     assert far_ring(ranks=3, length=12, causal=True) > 1e-3
 
@@ -528,4 +531,4 @@ def test_keys_whose_gradients_do_not_come_home_show(monkeypatch: pytest.MonkeyPa
 def test_one_rank_is_the_model_itself() -> None:
     case = text(length=9)
     assert torch.equal(torch.tensor(train(case, alone()).losses), torch.tensor(train(case, alone()).losses))
-    assert context_cut.SequenceSharding(length=1, ranks=1).size(0) == 1
+    assert context_cut.SequenceSharding(length=1, ranks=1).local_length(0) == 1

@@ -188,10 +188,10 @@ def test_dropout_of_flattened_positions_is_one_process_s() -> None:
     wanted, following = F.dropout(x.flatten(0, 1), 0.4), torch.rand(1)
     cut, parts = SequenceSharding(length=11, ranks=2), []
     for rank in range(2):
-        part = cut.take(x, dim=1, rank=rank).flatten(0, 1)
+        part = cut.shard(x, dim=1, rank=rank).flatten(0, 1)
         torch.manual_seed(7)
         over = thread_worlds(replicas=2)[rank]
-        with context_mode.ContextParallelMode(world=over, cut=cut, model=nn.Identity(), rows=3):
+        with context_mode.ContextParallelMode(world=over, sharding=cut, model=nn.Identity(), num_sequences=3):
             parts.append(F.dropout(part, 0.4, inplace=True).unflatten(0, (3, -1)))
         assert torch.rand(1) == following
     assert torch.equal(cut.join(parts, dim=1).flatten(0, 1), wanted)

@@ -89,7 +89,7 @@ def far(*, sequence: bool = False, groups: int = 2) -> float:
         mine.zero_grad()
         placed = split_model_in_group(mine, plan=plan, group=wire)
         context = ContextParallel(model=mine, sequence=SEQUENCE, world=over)
-        part = context.cut(batch)
+        part = context.shard(batch)
         with context.forward(part):
             total = summed(mine(part.data[0]), part.data[1])
         total.backward()
@@ -128,12 +128,12 @@ def test_each_tensor_rank_s_heads_go_round_their_own_ring(
 
 
 def test_a_ring_over_the_heads_of_another_rank_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = ContextParallelMode._around
+    honest = ContextParallelMode._ring_attention
 
     def wrong(self: ContextParallelMode, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
         return honest(self, query, key if how["sharded_query"] is None else key.roll(1, -3), value, **how)
 
-    monkeypatch.setattr(ContextParallelMode, "_around", wrong)
+    monkeypatch.setattr(ContextParallelMode, "_ring_attention", wrong)
     assert far(groups=1) > 1e-3
 
 
@@ -148,10 +148,10 @@ def test_attention_that_drops_draws_what_one_process_draws() -> None:
     for c in range(CP):
         for t in range(TP):
             wire = WorldGroup(thread_worlds(replicas=TP)[t])
-            mode = ContextParallelMode(world=thread_worlds(replicas=CP)[c], cut=cut, model=nn.Identity())
-            query = cut.take(q, dim=2, rank=c).narrow(1, 2 * t, 2)
+            mode = ContextParallelMode(world=thread_worlds(replicas=CP)[c], sharding=cut, model=nn.Identity())
+            query = cut.shard(q, dim=2, rank=c).narrow(1, 2 * t, 2)
             torch.manual_seed(7)
-            drawn.append(mode._dropped(query, 0.3, ShardPropagatingTensor.from_local(query, heads, wire)))
+            drawn.append(mode._draw_dropout_mask(query, 0.3, ShardPropagatingTensor.from_local(query, heads, wire)))
             assert torch.rand(1) == following
     kept = torch.cat([cut.join(drawn[t::TP], dim=2) for t in range(TP)], 1)
     shares = (q @ k.mT / 8**0.5).masked_fill(~torch.ones(11, 11).tril().bool(), -torch.inf).softmax(-1)
@@ -163,8 +163,8 @@ def test_a_table_that_fully_shard_gathers_gives_the_part_s_rows() -> None:
     table, cut = nn.Parameter(torch.arange(9.0)[:, None]), SequenceSharding(length=9, ranks=CP)
     for rank in range(CP):
         over = thread_worlds(replicas=CP)[rank]
-        with ContextParallelMode(world=over, cut=cut, model=nn.Identity()):
-            rows = table[: cut.size(rank)]
+        with ContextParallelMode(world=over, sharding=cut, model=nn.Identity()):
+            rows = table[: cut.local_length(rank)]
         assert rows[:, 0].tolist() == cut.positions(rank).tolist()
 
 

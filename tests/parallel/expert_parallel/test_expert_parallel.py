@@ -37,14 +37,14 @@ def expert_parts(model: nn.Module, *, rank: int, ranks: int, experts: str | None
     """Return the parts that `split_experts` would leave a rank, for a model that is still whole (e.g. on meta)."""
     parts: dict[str, ShardSpec] = {}
     for one in find_experts(model, pattern=experts):
-        ranges = expert_ranges(one.count, ranks=ranks)
+        ranges = expert_ranges(one.num_experts, ranks=ranks)
         for name, parameter in one.module.named_parameters():
             fqn = f"{one.name}.{name}"
-            if one.listed is None:
+            if one.list_name is None:
                 parts[fqn] = ShardSpec.from_ranges(parameter.shape, dim=0, ranges=[ranges[rank]])
             else:
                 start, stop = ranges[rank]
-                mine = start <= int(name.removeprefix(f"{one.listed}.").split(".")[0]) < stop
+                mine = start <= int(name.removeprefix(f"{one.list_name}.").split(".")[0]) < stop
                 parts[fqn] = ShardSpec.full(parameter.shape) if mine else ShardSpec.empty(parameter.shape)
     return parts
 
@@ -68,10 +68,10 @@ def test_rows_reach_their_expert_with_their_weight_and_come_back() -> None:
         weights = index + 0.5
         route = plan_route(index, ranges=ranges, world=over)
         rows, weight = dispatch(flat, weights, route=route)
-        assert torch.equal(weight, (route.expert + ranges[over.rank][0]) + 0.5)
+        assert torch.equal(weight, (route.expert_index + ranges[over.rank][0]) + 0.5)
         home = combine(rows, like=flat, route=route)
         assert torch.equal(home, 2 * flat)  # each token had two choices
-        return route.expert.tolist(), rows[:, 0].tolist()
+        return route.expert_index.tolist(), rows[:, 0].tolist()
 
     first, second = run_simulated_ranks(one, ranks=2)
     assert first == ([0, 0, 1, 1], [0.0, 4.0, 2.0, 100.0])
@@ -136,9 +136,9 @@ def test_names_and_parts_are_those_of_the_whole() -> None:
             mine = seeded(lambda kind=kind: Mixture(kind, count=5))
             placed = split_experts(model=mine, world=thread_worlds(replicas=2)[rank])
             held = dict(mine.named_parameters())
-            assert placed.parts == planned[rank]
+            assert placed.shard_specs == planned[rank]
             assert {n for n in held if n.startswith("moe.")} == placed.names
-            for name, part in placed.parts.items():
+            for name, part in placed.shard_specs.items():
                 assert part.shape == names[name]
                 assert (name in held) == (part.local_shape is not None)
                 assert part.local_shape is None or held[name].shape == part.local_shape
@@ -153,7 +153,7 @@ def test_one_rank_changes_no_bit_of_an_output() -> None:
     placed = split_experts(model=model)
     assert torch.equal(model(ids)[0], wanted)
     placed.close()
-    assert torch.equal(model(ids)[0], wanted) and placed.modules == ("moe",)
+    assert torch.equal(model(ids)[0], wanted) and placed.module_names == ("moe",)
 
 
 class Loop(nn.Module):
@@ -335,17 +335,19 @@ def test_an_expert_s_gradient_added_twice_shows() -> None:
 
 def _swapped(index: Tensor, *, ranges: Any, world: World) -> Any:
     route = plan_route(index, ranges=ranges, world=world)
-    return experts_route.TokenRoute(**{**vars(route), "send": route.send[::-1], "receive": route.receive[::-1]})
+    return experts_route.TokenRoute(
+        **{**vars(route), "send_counts": route.send_counts[::-1], "receive_counts": route.receive_counts[::-1]}
+    )
 
 
 def _unsorted(index: Tensor, *, ranges: Any, world: World) -> Any:
     route = plan_route(index, ranges=ranges, world=world)
-    return experts_route.TokenRoute(**{**vars(route), "pair": route.pair.flip(0)})
+    return experts_route.TokenRoute(**{**vars(route), "pair_index": route.pair_index.flip(0)})
 
 
 def _off_by_one(index: Tensor, *, ranges: Any, world: World) -> Any:
     route = plan_route(index, ranges=ranges, world=world)
-    return experts_route.TokenRoute(**{**vars(route), "expert": (route.expert + 1) % 2})
+    return experts_route.TokenRoute(**{**vars(route), "expert_index": (route.expert_index + 1) % 2})
 
 
 @pytest.mark.parametrize("fault", [_unsorted, _off_by_one])
@@ -364,8 +366,8 @@ def test_a_route_that_sends_to_another_rank_shows(monkeypatch: pytest.MonkeyPatc
 def test_a_rank_without_rows_that_left_no_zero_gradient_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = seeded(lambda: Mixture(Stacked, count=4, favour=(0, 1))), tokens(7, 5)
     wanted = train_experts(model, data, None)
-    honest = experts._Tied.apply
-    monkeypatch.setattr(experts._Tied, "apply", lambda zeros, *rest: honest(False, *rest))
+    honest = experts._JoinBackward.apply
+    monkeypatch.setattr(experts._JoinBackward, "apply", lambda zeros, *rest: honest(False, *rest))
     with pytest.raises(AssertionError, match=r"moe\.weight"):  # which one process has a gradient of, and a rank none
         for found in run_simulated_ranks(lambda over: train_experts(model, data, over), ranks=2):
             assert far_experts(model, data, found, wanted) < 1e-12
@@ -387,8 +389,10 @@ def test_a_choice_of_no_expert_goes_nowhere() -> None:
     """Below all experts or above them: -1 and 4, as routers mark a token that is dropped."""
     index = torch.tensor([[3, -1], [4, 0], [-1, -1], [1, 3]])
     route = plan_route(index, ranges=[(0, 2), (2, 4)], world=cast("World", Alone()))
-    assert route.pair.tolist() == [3, 6, 0, 7] and route.token.tolist() == [1, 3, 0, 3]
-    assert route.send == (2, 2) and route.receive == (2, 2) and route.expert.tolist() == [0, 1, 1, 1]
+    assert route.pair_index.tolist() == [3, 6, 0, 7] and route.token_index.tolist() == [1, 3, 0, 3]
+    assert (
+        route.send_counts == (2, 2) and route.receive_counts == (2, 2) and route.expert_index.tolist() == [0, 1, 1, 1]
+    )
 
 
 def test_of_ranks_that_are_not_there_more_than_a_fair_share_comes() -> None:
@@ -398,5 +402,5 @@ def test_of_ranks_that_are_not_there_more_than_a_fair_share_comes() -> None:
     fair, unlucky = (
         plan_route(index, ranges=ranges, world=cast("World", Alone(is_simulated=flag))) for flag in (False, True)
     )
-    assert sum(fair.receive) == 1600 and fair.send == unlucky.send == (800, 800)
-    assert sum(unlucky.receive) == pytest.approx(1600 + 2 * (1600 / 2) ** 0.5, abs=8)
+    assert sum(fair.receive_counts) == 1600 and fair.send_counts == unlucky.send_counts == (800, 800)
+    assert sum(unlucky.receive_counts) == pytest.approx(1600 + 2 * (1600 / 2) ** 0.5, abs=8)

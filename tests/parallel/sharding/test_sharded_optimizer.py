@@ -444,7 +444,7 @@ def test_one_rank_s_overflow_is_everybody_s() -> None:
     weights[0].grad = torch.tensor([1.0, float("inf"), 1.0])
     scales = []
     for weight in weights:
-        scaler = JointScaler("cpu", join=join, init_scale=4.0)
+        scaler = JointScaler("cpu", all_reduce_max=join, init_scale=4.0)
         optimizer = torch.optim.SGD([weight], lr=0.1)
         scaler.scale(torch.ones(1))
         scaler.unscale_(optimizer)

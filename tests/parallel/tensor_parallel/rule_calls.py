@@ -18,7 +18,7 @@ from paceline.parallel.tensor_parallel import tensor_parallel as placed
 from paceline.parallel.tensor_parallel.collectives import WorldGroup, take_local_shard
 from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor, function_name
 from paceline.parallel.tensor_parallel.sharding import shard_evenly
-from paceline.torch_internals.function_signatures import _NUMPY, SIGNATURES, Signature
+from paceline.torch_internals.function_signatures import _NUMPY_NAMES, SIGNATURES, Signature
 from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 from tests.parallel.tensor_parallel.tensor_parallel_models import run_group
 
@@ -146,19 +146,19 @@ def _functions(name: str) -> list[tuple[str, Callable[..., Any]]]:
 
 
 def _written(signature: Signature, given: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    ordered = list(signature.ordered)
-    by_name = {parameter.names[0]: parameter for parameter in (*ordered, *signature.named)}
+    ordered = list(signature.positional)
+    by_name = {parameter.names[0]: parameter for parameter in (*ordered, *signature.keyword_only)}
     if any(name not in by_name for name in given):
         return
     for places in range(len(ordered) + 1):
         placed_ones, args = ordered[:places], list[Any]()
         if any(parameter.names[0] not in given for parameter in placed_ones):
             break
-        many = [parameter for parameter in placed_ones if parameter.is_many]
+        many = [parameter for parameter in placed_ones if parameter.is_variadic]
         for parameter in placed_ones:
             args.append(given[parameter.names[0]])
         rest = [name for name in given if name not in {p.names[0] for p in placed_ones}]
-        keys = [[*by_name[n].names, *(k for k, v in _NUMPY.items() if v == n and k != "self")] for n in rest]
+        keys = [[*by_name[n].names, *(k for k, v in _NUMPY_NAMES.items() if v == n and k != "self")] for n in rest]
         forms = [tuple(args)]
         if many:
             forms = [(*args[:-1], *args[-1]), tuple(args), (*args[:-1], list(args[-1]))]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.parallel.tensor_parallel.sharded_tensor import RULES
-from paceline.torch_internals.function_signatures import SIGNATURES, read_call
+from paceline.torch_internals.function_signatures import SIGNATURES, bind_arguments
 from tests.parallel.tensor_parallel.rule_arguments import cases
 from tests.parallel.tensor_parallel.rule_calls import Count, Cuttable, draw, is_taken, spellings
 
@@ -74,7 +74,7 @@ def test_a_rule_that_reads_a_call_wrongly_is_found(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_call_is_read_by_name(name: str, args: tuple[object, ...], kwargs: dict[str, object], given: object) -> None:
-    found = read_call(name.removeprefix("torch."), args, kwargs)
+    found = bind_arguments(name.removeprefix("torch."), args, kwargs)
     if not isinstance(given, dict):
         assert found is None
     else:

@@ -122,13 +122,13 @@ products._local_keys = keys
         says=("qkv|attention|head|blocks.0", "output|forward|loss"),
         code="""
 from paceline.parallel.context_parallel.function_mode import ContextParallelMode
-_around = ContextParallelMode._around
+_ring_attention = ContextParallelMode._ring_attention
 
-def around(self, query, key, value, *, sharded_query, **given):
+def ring_attention(self, query, key, value, *, sharded_query, **given):
     key = key if sharded_query is None else key.roll(1, -3)
-    return _around(self, query, key, value, sharded_query=sharded_query, **given)
+    return _ring_attention(self, query, key, value, sharded_query=sharded_query, **given)
 
-ContextParallelMode._around = around
+ContextParallelMode._ring_attention = ring_attention
 """,
     ),
     Misplaced(
@@ -211,16 +211,16 @@ ShardedTensors.owns = lambda self, name: bool(self.shard_specs(name)[self._world
         says=("label|target|count", "border|cut|cp|sequence"),
         code="""
 from paceline.parallel.context_parallel import context_parallel as context
-_cut_batch = context.cut_batch
+_shard_batch = context.shard_batch
 
-def cut_batch(batch, *, sequence, ranks, rank, shift_labels=False):
-    found = _cut_batch(batch, sequence=sequence, ranks=ranks, rank=rank, shift_labels=False)
+def shard_batch(batch, *, sequence, ranks, rank, shift_labels=False):
+    found = _shard_batch(batch, sequence=sequence, ranks=ranks, rank=rank, shift_labels=False)
     if shift_labels:
         labels = found["labels"]
         found["labels"] = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
     return found
 
-context.cut_batch = cut_batch
+context.shard_batch = shard_batch
 """,
     ),
     Misplaced(
@@ -231,7 +231,7 @@ context.cut_batch = cut_batch
         verdict="refused",
         code="""
 from paceline.parallel.context_parallel import sequence_sharding as context_cut
-context_cut.SequenceSharding.positions = lambda self, rank, *, device=None: torch.arange(self.size(rank), device=device)
+context_cut.SequenceSharding.positions = lambda self, rank, *, device=None: torch.arange(self.local_length(rank), device=device)
 """,
     ),
     Misplaced(
@@ -242,8 +242,8 @@ context_cut.SequenceSharding.positions = lambda self, rank, *, device=None: torc
         verdict="refused",
         code="""
 from paceline.parallel.context_parallel.ring_attention import Ring
-_pairs = Ring.pairs
-Ring.pairs = lambda self, owner: _pairs(self, owner) if owner == self.world.rank else iter(())
+_blocks = Ring.blocks
+Ring.blocks = lambda self, owner: _blocks(self, owner) if owner == self.world.rank else iter(())
 """,
     ),
     Misplaced(
@@ -275,7 +275,7 @@ context.check_experts = lambda **_: None  # which would find it before verify do
 def plan_route(index, *, ranges, world):
     route = _plan_route(index, ranges=ranges, world=world)
     start, stop = ranges[world.rank]
-    return replace(route, expert=stop - start - 1 - route.expert)
+    return replace(route, expert_index=stop - start - 1 - route.expert_index)
 
 experts.plan_route = plan_route
 """,

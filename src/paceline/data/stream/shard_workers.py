@@ -17,7 +17,7 @@ from paceline.data.stream.shard_reader import Record, ShardChunk, ShardPosition,
 from paceline.data.stream.virtual_sharding import StreamSharding
 from paceline.data.worker_serialization import deserialize, serialization_error
 from paceline.data.workers import close_at_exit, guard_worker_death, loader_arguments, start_workers, worker_generator
-from paceline.torch_internals.private_api import hide_worker, stop_data_workers
+from paceline.torch_internals.private_api import hide_worker_info, stop_data_workers
 from paceline.torch_internals.rng import stream_key
 
 
@@ -105,7 +105,7 @@ class _ShardDataset(IterableDataset[bytes]):
         self.worker = 0
 
     def __iter__(self) -> Iterator[bytes]:
-        hide_worker()
+        hide_worker_info()
         requests = self._requests_by_worker[self.worker]
         readers = {
             w.position.shard: ShardReader(sharding=self._sharding, position=w.position, record=w.record)

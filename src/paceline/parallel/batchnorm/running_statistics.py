@@ -38,7 +38,7 @@ from paceline.parallel.batchnorm.sequential_forwards import StatisticsRelay
 from paceline.parallel.batchnorm.statistics_reads import StatisticsAccesses, StatisticsReads
 from paceline.parallel.module_access.forward_counters import ForwardNumbers, NumberTape
 from paceline.parallel.module_access.tensor_access import equal_tensors
-from paceline.torch_internals.private_api import NormBase, in_backward
+from paceline.torch_internals.private_api import NormBase, is_in_backward
 
 (
     _EVAL_MODE,
@@ -398,7 +398,7 @@ class MicrobatchStatistics:
 
     def _record_call(self, norm_tape: NormTape, *, has_output: bool) -> None:
         watch = norm_tape.watches.pop().stop() if norm_tape.watches else None
-        has_run = has_output or in_backward()  # checkpointing may stop a recomputed forward before its end
+        has_run = has_output or is_in_backward()  # checkpointing may stop a recomputed forward before its end
         if not (self._has_run and has_run and self._counts and norm_tape.has_statistics):
             return
         calls, num_increments, uses_statistics = (
@@ -410,7 +410,7 @@ class MicrobatchStatistics:
         if watch is not None and watch.is_unknown:
             self._mark_bypassed(norm_tape)
         if calls:
-            norm_tape.is_recomputed = norm_tape.is_recomputed or in_backward()
+            norm_tape.is_recomputed = norm_tape.is_recomputed or is_in_backward()
             norm_tape.calls.setdefault(self._microbatch, []).extend(calls)
             norm_tape.count_increments[self._microbatch] = (
                 norm_tape.count_increments.get(self._microbatch, 0) + num_increments

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from paceline.parallel.batchnorm.norm_kernel_calls import KernelWatch, is_norm_function
-from paceline.torch_internals.private_api import BufferAccess, NormBase, in_backward, storage_key
+from paceline.torch_internals.private_api import BufferAccessObserver, NormBase, is_in_backward, storage_key
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _METADATA_NAMES = frozenset(
@@ -119,7 +119,9 @@ class StatisticsAccesses:
         self.is_armed = self.is_new = self.is_used = False
         self._known_places: set[tuple[Any, int]] = set()
         self._on_read = on_read
-        self._accesses = [BufferAccess(norm, names=STATISTICS, seen=partial(self._on_access, norm)) for norm in norms]
+        self._accesses = [
+            BufferAccessObserver(norm, names=STATISTICS, on_access=partial(self._on_access, norm)) for norm in norms
+        ]
 
     def close(self) -> None:
         """Stop watching."""
@@ -133,7 +135,7 @@ class StatisticsAccesses:
         if (code, instruction) not in self._known_places:
             self._known_places.add((code, instruction))
             self.is_new = True
-            if in_backward():
+            if is_in_backward():
                 self._on_read(norm)
 
 

@@ -14,48 +14,51 @@ from paceline.errors import LayoutError
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskMeaning:
+class InterpretedMask:
     """The meaning of a mask: whether it is causal, and which of this rank's keys are not padding.
 
-    `keep` has the shape (batch, length); None means that no key is padding.
+    `key_mask` has the shape (batch, length) and is zero for padding; None means that no key is padding.
     """
 
-    causal: bool
-    keep: Tensor | None
+    is_causal: bool
+    key_mask: Tensor | None
 
 
-def read_mask(mask: Tensor | None, *, is_causal: bool, batch: int, length: int) -> MaskMeaning:
+def interpret_mask(mask: Tensor | None, *, is_causal: bool, batch: int, length: int) -> InterpretedMask:
     """Interpret a mask for `length` queries and keys.
 
     Raises:
         LayoutError: the mask is not causal, padding, or both.
     """
     if mask is None:
-        return MaskMeaning(causal=is_causal, keep=None)
-    seen = _seen(mask)
-    if seen is None or mask.shape[-1] != length or mask.shape[-2] not in (1, length):
-        raise _foreign(mask)
-    seen = seen.expand(*seen.shape[:-2], length, length) if seen.shape[-2] == 1 else seen
-    while seen.dim() > 4 or (seen.dim() > 3 and bool((seen[:, :1] == seen).all())):
-        seen = seen[:, 0]  # equal for all heads
-    last = seen[..., -1:, :]
-    lower = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
-    causal = bool(torch.equal(seen, last & lower))
-    if seen.dim() > 3 or not (causal or torch.equal(seen, last.expand_as(seen))):
-        raise _foreign(mask)
-    keep = last.reshape(-1, length).expand(batch, length)
-    return MaskMeaning(causal=causal or is_causal, keep=None if bool(keep.all()) else keep.to(torch.uint8))
+        return InterpretedMask(is_causal=is_causal, key_mask=None)
+    attended = _attended_pairs(mask)
+    if attended is None or mask.shape[-1] != length or mask.shape[-2] not in (1, length):
+        raise _unsupported_mask(mask)
+    attended = attended.expand(*attended.shape[:-2], length, length) if attended.shape[-2] == 1 else attended
+    while attended.dim() > 4 or (attended.dim() > 3 and bool((attended[:, :1] == attended).all())):
+        attended = attended[:, 0]  # equal for all heads
+    last_row = attended[..., -1:, :]
+    lower_triangle = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+    is_causal_mask = bool(torch.equal(attended, last_row & lower_triangle))
+    if attended.dim() > 3 or not (is_causal_mask or torch.equal(attended, last_row.expand_as(attended))):
+        raise _unsupported_mask(mask)
+    key_mask = last_row.reshape(-1, length).expand(batch, length)
+    has_padding = not bool(key_mask.all())
+    return InterpretedMask(
+        is_causal=is_causal_mask or is_causal, key_mask=key_mask.to(torch.uint8) if has_padding else None
+    )
 
 
-def _seen(mask: Tensor) -> Tensor | None:
+def _attended_pairs(mask: Tensor) -> Tensor | None:
     """Return a mask that is True where a query attends to a key; None for a mask that also adds a bias."""
     if mask.dtype == torch.bool:
         return mask
-    hidden = mask <= torch.finfo(mask.dtype).min
-    return ~hidden if bool(((mask == 0) | hidden).all()) else None
+    is_masked = mask <= torch.finfo(mask.dtype).min
+    return ~is_masked if bool(((mask == 0) | is_masked).all()) else None
 
 
-def _foreign(mask: Tensor) -> LayoutError:
+def _unsupported_mask(mask: Tensor) -> LayoutError:
     return LayoutError(
         f"an attention mask of shape {tuple(mask.shape)} is neither causal, nor padding, nor both.",
         cause="a sliding window, a position bias (ALiBi, T5), packed documents or a cross-attention: "

@@ -6,16 +6,16 @@ from torch import Tensor
 
 from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding
 
-CLOSE = 1e-9
-_LEAST = 1e-6
+RELATIVE_TOLERANCE = 1e-9
+_MIN_MAGNITUDE = 1e-6
 
 
-def equal_up_to_rounding(found: Tensor, wanted: Tensor, *, scale: float = 0.0) -> bool:
+def equal_up_to_rounding(result: Tensor, expected: Tensor, *, scale: float = 0.0) -> bool:
     """Return whether two tensors differ by rounding only, relative to their magnitude or the `scale` of their terms."""
-    if found.shape != wanted.shape:
+    if result.shape != expected.shape:
         return False
-    size = max(largest_magnitude(wanted), scale, _LEAST)
-    return bool(((found - wanted).abs() <= CLOSE * size).all())
+    magnitude = max(largest_magnitude(expected), scale, _MIN_MAGNITUDE)
+    return bool(((result - expected).abs() <= RELATIVE_TOLERANCE * magnitude).all())
 
 
 def largest_magnitude(tensor: Tensor) -> float:
@@ -23,22 +23,25 @@ def largest_magnitude(tensor: Tensor) -> float:
     return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
 
 
-def equal_when_joined(whole: Tensor, parts: Sequence[Tensor], cut: SequenceSharding) -> bool:
-    """Return whether the joined parts equal the expected tensor.
+def equal_when_joined(expected: Tensor, shards: Sequence[Tensor], sharding: SequenceSharding) -> bool:
+    """Return whether the joined shards equal the expected tensor.
 
-    The parts are joined along the sequence dimension, which may be flattened with the batch dimension. Without a
-    sequence dimension, each part must equal the expected tensor.
+    The shards are joined along the sequence dimension, which may be flattened with the batch dimension. Without a
+    sequence dimension, each shard must equal the expected tensor.
     """
-    for dim in [d for d in (1, *range(whole.dim())) if d < whole.dim()]:
-        rows, rest = divmod(whole.shape[dim], cut.length)
-        shapes = [(*whole.shape[:dim], rows * cut.size(rank), *whole.shape[dim + 1 :]) for rank in range(len(parts))]
-        if rows and not rest and all(part.shape == shape for part, shape in zip(parts, shapes, strict=True)):
-            split = [part.unflatten(dim, (rows, -1)) for part in parts]
-            return equal_up_to_rounding(cut.join(split, dim=dim + 1).flatten(dim, dim + 1), whole)
-    return all(equal_up_to_rounding(part, whole) for part in parts)
+    for dim in [d for d in (1, *range(expected.dim())) if d < expected.dim()]:
+        num_rows, remainder = divmod(expected.shape[dim], sharding.length)
+        shapes = [
+            (*expected.shape[:dim], num_rows * sharding.local_length(rank), *expected.shape[dim + 1 :])
+            for rank in range(len(shards))
+        ]
+        if num_rows and not remainder and [tuple(shard.shape) for shard in shards] == shapes:
+            unflattened = [shard.unflatten(dim, (num_rows, -1)) for shard in shards]
+            return equal_up_to_rounding(sharding.join(unflattened, dim=dim + 1).flatten(dim, dim + 1), expected)
+    return all(equal_up_to_rounding(shard, expected) for shard in shards)
 
 
 def sequence_dimension(tensor: Tensor, size: int) -> int | None:
-    """Return the dimension of this size (the second dimension is tried first), or None."""
-    order = [d for d in (1, *range(tensor.dim())) if d < tensor.dim()]
-    return next((d for d in order if tensor.shape[d] == size), None)
+    """Return the dimension of this size (the second dimension is tried first), or None if there is none."""
+    dims = [d for d in (1, *range(tensor.dim())) if d < tensor.dim()]
+    return next((d for d in dims if tensor.shape[d] == size), None)

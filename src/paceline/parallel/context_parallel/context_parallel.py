@@ -20,33 +20,33 @@ from paceline.parallel.context_parallel.function_mode import ContextParallelMode
 from paceline.parallel.context_parallel.sequence_sharding import (
     SequenceSharding,
     batch_length,
-    batch_rows,
-    cut_batch,
-    is_padded,
+    count_sequences,
+    has_padding,
+    shard_batch,
 )
 from paceline.torch_internals.private_api import NormBase
 
-_POSITIONS, _MASK, _LABELS, _SHIFTED = "position_ids", "attention_mask", "labels", "shift_labels"
+_POSITIONS, _MASK, _LABELS, _SHIFTED_LABELS = "position_ids", "attention_mask", "labels", "shift_labels"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchSlice:
+class BatchShard:
     """A rank's shard of one batch.
 
-    `padded`: whether a key of the full batch is masked. `rows`: the number of sequences of the batch.
+    `has_padding`: a key of the full batch is masked, on any rank. `num_sequences`: the batch size.
     """
 
     data: Any
-    cut: SequenceSharding
-    padded: bool
-    rows: int = 1
+    sharding: SequenceSharding
+    has_padding: bool
+    num_sequences: int = 1
 
 
 class ContextParallel:
     """Context parallelism of one model over a `cp` axis. `sequence` maps batch entries to their sequence dimension.
 
-    `own_loss`: the loss is the model's `output.loss`. If the model shifts its labels to compute it, the labels
-    are shifted over the full sequence before sharding. In training, `at_length(batch, length)` is called with each
+    `is_model_loss`: the loss is the model's `output.loss`. If the model shifts its labels to compute it, the labels
+    are shifted over the full sequence before sharding. In training, `check_length(batch, length)` is called with each
     batch before it is sharded.
 
     Raises:
@@ -59,116 +59,121 @@ class ContextParallel:
         model: nn.Module,
         sequence: Mapping[str, int],
         world: World | None = None,
-        own_loss: bool = False,
-        at_length: Callable[[Any, int], None] | None = None,
+        is_model_loss: bool = False,
+        check_length: Callable[[Any, int], None] | None = None,
     ) -> None:
         self._world = world or World.alone()
         self._model, self._sequence = model, dict(sequence)
-        self.shifts_labels = own_loss and moves_labels(model)
-        self._mode: ContextParallelMode | None = None
-        self._at_length = at_length
+        self.should_shift_labels = is_model_loss and loss_shifts_labels(model)
+        self._last_mode: ContextParallelMode | None = None
+        self._check_length = check_length
         if self._world.world_size > 1:
             refuse_model(model)
 
-    def cut(self, batch: Any) -> BatchSlice:
+    def shard(self, batch: Any) -> BatchShard:
         """Return this rank's shard of the full batch; labels are shifted first if the model shifts them itself."""
         world = self._world
-        cut = SequenceSharding(length=batch_length(batch, sequence=self._sequence), ranks=world.world_size)
+        sharding = SequenceSharding(length=batch_length(batch, sequence=self._sequence), ranks=world.world_size)
         if world.world_size == 1:
-            return BatchSlice(data=batch, cut=cut, padded=False)
-        refuse_window(self._model, length=cut.length)
-        if self._at_length is not None and self._model.training:
-            self._at_length(batch, cut.length)
-        data = cut_batch(
-            batch, sequence=self._sequence, ranks=world.world_size, rank=world.rank, shift_labels=self.shifts_labels
+            return BatchShard(data=batch, sharding=sharding, has_padding=False)
+        refuse_window(self._model, length=sharding.length)
+        if self._check_length is not None and self._model.training:
+            self._check_length(batch, sharding.length)
+        data = shard_batch(
+            batch,
+            sequence=self._sequence,
+            ranks=world.world_size,
+            rank=world.rank,
+            shift_labels=self.should_shift_labels,
         )
-        return BatchSlice(data=data, cut=cut, padded=is_padded(batch), rows=batch_rows(batch, sequence=self._sequence))
+        return BatchShard(
+            data=data,
+            sharding=sharding,
+            has_padding=has_padding(batch),
+            num_sequences=count_sequences(batch, sequence=self._sequence),
+        )
 
     @contextmanager
-    def forward(self, part: BatchSlice) -> Iterator[None]:
+    def forward(self, batch_shard: BatchShard) -> Iterator[None]:
         """Return a context in which the model runs on this shard."""
         if self._world.world_size == 1:
             yield
             return
-        with _inside(self._world, self._model, part.cut, part.padded, part.rows) as mode:
-            self._mode = mode
-            yield
+        mode = self._build_mode(batch_shard)
+        hook = _argument_hook(self._model, self._world, batch_shard.sharding)
+        handle = self._model.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            with mode:
+                self._last_mode = mode
+                yield
+        finally:
+            handle.remove()
 
     @contextmanager
-    def backward(self, part: BatchSlice) -> Iterator[None]:
+    def backward(self, batch_shard: BatchShard) -> Iterator[None]:
         """Return a context for the backward of this shard: recomputed forwards run as the original forward did."""
         if self._world.world_size == 1:
             yield
             return
-        with _mode(self._world, self._model, part.cut, part.padded, part.rows, again=True):
+        with self._build_mode(batch_shard, is_recompute=True):
             yield
 
-    def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[Any]]:
+    def _build_mode(self, batch_shard: BatchShard, *, is_recompute: bool = False) -> ContextParallelMode:
+        return ContextParallelMode(
+            world=self._world,
+            sharding=batch_shard.sharding,
+            model=self._model,
+            should_replace_positions=_POSITIONS not in inspect.signature(self._model.forward).parameters,
+            has_padding=batch_shard.has_padding,
+            num_sequences=batch_shard.num_sequences,
+            is_recompute=is_recompute,
+        )
+
+    def recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[Any]]:
         """Return two contexts: a `context_fn` for `torch.utils.checkpoint.checkpoint`.
 
         With it, a forward that backward recomputes runs as the original forward did.
         """
-        return nullcontext(), self._mode if self._mode is not None else nullcontext()
+        return nullcontext(), self._last_mode if self._last_mode is not None else nullcontext()
 
-    def join(self, output: Tensor, *, part: BatchSlice, dim: int = 1) -> Tensor:
+    def gather(self, output: Tensor, *, batch_shard: BatchShard, dim: int = 1) -> Tensor:
         """Return the full tensor of an output that is sharded over the ranks, without gradient. A collective call."""
         world, dim = self._world, dim % output.dim()
-        sizes = [part.cut.size(rank) for rank in range(world.world_size)]
+        sizes = [batch_shard.sharding.local_length(rank) for rank in range(world.world_size)]
         shapes = [tuple(size if d == dim else n for d, n in enumerate(output.shape)) for size in sizes]
-        return part.cut.join(world.all_gather(output.detach(), shapes=shapes), dim=dim)
+        return batch_shard.sharding.join(world.all_gather(output.detach(), shapes=shapes), dim=dim)
 
 
-@contextmanager
-def _inside(
-    world: World, model: nn.Module, cut: SequenceSharding, padded: bool, rows: int
-) -> Iterator[ContextParallelMode]:
-    mode = _mode(world, model, cut, padded, rows)
-    hook = _arguments(model, inspect.signature(model.forward).parameters, world, cut)
-    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        with mode:
-            yield mode
-    finally:
-        handle.remove()
-
-
-def _mode(
-    world: World, model: nn.Module, cut: SequenceSharding, padded: bool, rows: int, *, again: bool = False
-) -> ContextParallelMode:
-    answers = _POSITIONS not in inspect.signature(model.forward).parameters
-    return ContextParallelMode(
-        world=world, cut=cut, model=model, answer_positions=answers, padded=padded, rows=rows, again=again
-    )
-
-
-def _arguments(model: nn.Module, accepted: Mapping[str, Any], world: World, cut: SequenceSharding) -> Any:
+def _argument_hook(model: nn.Module, world: World, sharding: SequenceSharding) -> Any:
     """Return a pre-hook that adds positions if the forward accepts them and the call omits them.
 
     The hook also adds a mask. Without a mask, transformers interprets gaps between positions as packed documents.
     """
-    names = [name for name in accepted if name != "self"]
-    moves = moves_labels(model)
+    forward_parameters = inspect.signature(model.forward).parameters
+    names = [name for name in forward_parameters if name != "self"]
+    should_pass_labels = loss_shifts_labels(model)
 
     def hook(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        tokens = next((value for value in given.values() if isinstance(value, Tensor) and value.dim() > 1), None)
-        more: dict[str, Any] = {}
-        if _POSITIONS in accepted and given.get(_POSITIONS) is None and tokens is not None:
-            more[_POSITIONS] = cut.positions(world.rank, device=tokens.device)[None]
-            if _MASK in accepted and given.get(_MASK) is None:
-                more[_MASK] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-        if moves and given.get(_LABELS) is not None and given.get(_SHIFTED) is None:
-            more[_SHIFTED] = given[_LABELS]
-        kept = args[: min([len(args), *(names.index(name) for name in more if name in names)])]
-        return kept, {**dict(zip(names[len(kept) :], args[len(kept) :], strict=False)), **kwargs, **more}
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        tokens = next((value for value in arguments.values() if isinstance(value, Tensor) and value.dim() > 1), None)
+        added: dict[str, Any] = {}
+        if _POSITIONS in forward_parameters and arguments.get(_POSITIONS) is None and tokens is not None:
+            added[_POSITIONS] = sharding.positions(world.rank, device=tokens.device)[None]
+            if _MASK in forward_parameters and arguments.get(_MASK) is None:
+                added[_MASK] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+        if should_pass_labels and arguments.get(_LABELS) is not None and arguments.get(_SHIFTED_LABELS) is None:
+            added[_SHIFTED_LABELS] = arguments[_LABELS]
+        num_positional = min([len(args), *(names.index(name) for name in added if name in names)])
+        now_named = dict(zip(names[num_positional:], args[num_positional:], strict=False))
+        return args[:num_positional], {**now_named, **kwargs, **added}
 
     return hook
 
 
-def moves_labels(model: nn.Module) -> bool:
+def loss_shifts_labels(model: nn.Module) -> bool:
     """Return True if the model's own loss shifts the labels by one position, as transformers' causal losses do."""
     loss = getattr(model, "loss_function", None)
-    return callable(loss) and _SHIFTED in inspect.signature(loss).parameters
+    return callable(loss) and _SHIFTED_LABELS in inspect.signature(loss).parameters
 
 
 def refuse_model(model: nn.Module) -> None:
@@ -179,9 +184,13 @@ def refuse_model(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
-            raise _refused(name, module, "each position depends on the one before it", "--layout fsdp, tp or pp")
+            raise _unsupported_layer(
+                name, module, "each position depends on the one before it", "--layout fsdp, tp or pp"
+            )
         if isinstance(module, NormBase) and getattr(module, "track_running_stats", False):
-            raise _refused(name, module, "its statistics cover the whole sequence", "nn.LayerNorm, or leave cp out")
+            raise _unsupported_layer(
+                name, module, "its statistics cover the whole sequence", "nn.LayerNorm, or leave cp out"
+            )
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise LayoutError(
@@ -189,15 +198,15 @@ def refuse_model(model: nn.Module) -> None:
             cause="its cross-attention has queries from one and keys from the other, but a ring covers one sequence",
             hint="leave cp out: --layout fsdp, or tp",
         )
-    used = getattr(config, "_attn_implementation", None)
-    if used not in (None, "sdpa"):
-        can = bool(getattr(model, "_supports_sdpa", True))
+    attention = getattr(config, "_attn_implementation", None)
+    if attention not in (None, "sdpa"):
+        has_sdpa = bool(getattr(model, "_supports_sdpa", True))
         raise LayoutError(
-            f"{type(model).__name__} uses {used!r} attention; cp needs sdpa.",
+            f"{type(model).__name__} uses {attention!r} attention; cp needs sdpa.",
             cause="the ring replaces F.scaled_dot_product_attention"
-            + ("" if can else ", which transformers does not offer for this model"),
+            + ("" if has_sdpa else ", which transformers does not offer for this model"),
             hint='model.set_attn_implementation("sdpa"), or attn_implementation="sdpa" when it is built'
-            if can
+            if has_sdpa
             else "leave cp out: --layout fsdp, or tp if it can be split",
         )
 
@@ -218,5 +227,5 @@ def refuse_window(model: nn.Module, *, length: int) -> None:
         )
 
 
-def _refused(name: str, module: nn.Module, reason: str, hint: str) -> LayoutError:
+def _unsupported_layer(name: str, module: nn.Module, reason: str, hint: str) -> LayoutError:
     return LayoutError(f"{name} ({type(module).__name__}) can't be split along the sequence: {reason}.", hint=hint)

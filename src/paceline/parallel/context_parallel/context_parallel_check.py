@@ -29,20 +29,20 @@ from paceline.parallel.context_parallel.context_parallel import ContextParallel,
 from paceline.parallel.context_parallel.random_ops import (
     NoAttentionDropout,
     RandomOp,
-    drawn_otherwise,
-    drawn_unseen,
-    watched_draws,
+    different_hidden_draws,
+    different_random_op,
+    record_random_ops,
 )
 from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding, batch_length
 from paceline.parallel.module_access.model_copy import copy_model
 from paceline.parallel.module_access.user_call_isolation import side_effect_free
 from paceline.torch_internals.private_api import add_gradients
 from paceline.torch_internals.pytree import tensor_leaves
-from paceline.torch_internals.rng import host_states
+from paceline.torch_internals.rng import cpu_rng_states
 
 _SEED = 0
-_ZERO = 1e-4  # gradients below this fraction of the model's largest are rounding
-_DOUBLE = {
+_MIN_GRADIENT_RATIO = 1e-4  # gradients below this fraction of the model's largest are rounding
+_FLOAT64_DTYPES = {
     torch.float32: torch.float64,
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
@@ -50,61 +50,70 @@ _DOUBLE = {
 }
 
 
-class InDouble(TorchFunctionMode):
+class Float64Mode(TorchFunctionMode):
     """A mode that replaces a lower precision that a forward or loss requests by float64: rounding would hide errors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call the function, with float64 for every lower precision among its arguments."""
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             return args[0].double()
-        named = {name: _raised(value) for name, value in (kwargs or {}).items()}
-        return func(*(_raised(value) for value in args), **named)
+        keyword_arguments = {name: _to_float64_dtype(value) for name, value in (kwargs or {}).items()}
+        return func(*(_to_float64_dtype(value) for value in args), **keyword_arguments)
 
 
-def _raised(value: Any) -> Any:
-    return _DOUBLE.get(value, value) if isinstance(value, torch.dtype) else value
+def _to_float64_dtype(value: Any) -> Any:
+    return _FLOAT64_DTYPES.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ran:
+class _RunResult:
     outputs: list[Tensor]
-    terms: list[Tensor]
+    loss_terms: list[Tensor]
     gradients: list[Tensor | None]
-    seen: dict[str, Tensor]
-    ended: tuple[object, ...] = ()
-    draws: Sequence[RandomOp] = ()
+    module_outputs: dict[str, Tensor]
+    rng_states: tuple[object, ...] = ()
+    random_ops: Sequence[RandomOp] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
+class _TrainingRun:
     """A run of forward, loss and backward on a rank's shard, or on the full sequence if there is one rank."""
 
-    twin: nn.Module
+    model: nn.Module
     batch: Any
     sequence: Mapping[str, int]
     forward: Callable[[nn.Module, Any], Any]
     loss: Callable[[Any, Any], Any] | None
-    own_loss: bool
-    weigh: "_Weigh"
-    is_watched: bool = False
+    is_model_loss: bool
+    weighted_sum: "_WeightedSum"
+    should_record_random_ops: bool = False
 
-    def __call__(self, world: World) -> _Ran:
-        same = {id(buffer): buffer for buffer in (() if self.twin.training else self.twin.buffers())}
-        own = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.twin.parameters()}
-        mirror = copy.deepcopy(self.twin, {**same, **own})  # shares memory, but has its own hooks and gradients
-        placed = ContextParallel(model=mirror, sequence=self.sequence, world=world, own_loss=self.own_loss)
-        part = placed.cut(self.batch)
-        watching: AbstractContextManager[Sequence[RandomOp]] = watched_draws() if self.is_watched else nullcontext(())
-        with watching as draws:
-            with placed.forward(part), InDouble(), NoAttentionDropout(), _watched(mirror) as seen:
-                output = self.forward(mirror, part.data)
-            with InDouble():
-                found = self.loss(output, part.data) if self.loss is not None else {}
-        ended = host_states()
-        target = _target(output, found, self.weigh, rank=world.rank, size=world.world_size)
-        with placed.backward(part), InDouble(), NoAttentionDropout():
+    def __call__(self, world: World) -> _RunResult:
+        shared_buffers = {id(buffer): buffer for buffer in (() if self.model.training else self.model.buffers())}
+        shared_parameters = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.model.parameters()}
+        model = copy.deepcopy(self.model, {**shared_buffers, **shared_parameters})  # with its own hooks and gradients
+        context = ContextParallel(model=model, sequence=self.sequence, world=world, is_model_loss=self.is_model_loss)
+        batch_shard = context.shard(self.batch)
+        recorder: AbstractContextManager[Sequence[RandomOp]] = (
+            record_random_ops() if self.should_record_random_ops else nullcontext(())
+        )
+        with recorder as random_ops:
+            with context.forward(batch_shard), Float64Mode(), NoAttentionDropout(), _record_outputs(model) as by_module:
+                output = self.forward(model, batch_shard.data)
+            with Float64Mode():
+                loss = self.loss(output, batch_shard.data) if self.loss is not None else {}
+        rng_states = cpu_rng_states()
+        target = _gradient_target(output, loss, self.weighted_sum, rank=world.rank, size=world.world_size)
+        with context.backward(batch_shard), Float64Mode(), NoAttentionDropout():
             add_gradients([target], [None])
-        return _ran(mirror, output, found, seen=seen, ended=ended, draws=draws)
+        return _RunResult(
+            outputs=[tensor.detach() for tensor in _outputs(output)],
+            loss_terms=[term.detach() for term in _loss_terms(loss)],
+            gradients=[p.grad for p in model.parameters() if p.requires_grad],
+            module_outputs={name: tensor.detach() for name, tensor in by_module.items()},
+            rng_states=rng_states,
+            random_ops=random_ops,
+        )
 
 
 def check_context(
@@ -115,7 +124,7 @@ def check_context(
     ranks: int,
     forward: Callable[[nn.Module, Any], Any],
     loss: Callable[[Any, Any], Any] | None = None,
-    own_loss: bool = False,
+    is_model_loss: bool = False,
 ) -> None:
     """Compare `forward(model, batch)` on the full sequence with the same forward sharded over `ranks`.
 
@@ -129,51 +138,53 @@ def check_context(
     refuse_model(model)
     refuse_window(model, length=batch_length(batch, sequence=sequence))
     batch = to_float64(batch)
-    cut = SequenceSharding(length=batch_length(batch, sequence=sequence), ranks=ranks)
-    twin = eager_experts(copy_model(model).double().eval())
-    run = _Run(
-        twin=twin,
+    sharding = SequenceSharding(length=batch_length(batch, sequence=sequence), ranks=ranks)
+    model_copy = use_eager_experts(copy_model(model).double().eval())
+    run = _TrainingRun(
+        model=model_copy,
         batch=batch,
         sequence=sequence,
         forward=forward,
         loss=loss,
-        own_loss=own_loss,
-        weigh=_Weigh(cut=cut),
+        is_model_loss=is_model_loss,
+        weighted_sum=_WeightedSum(sharding=sharding),
     )
-    names = [name for name, parameter in twin.named_parameters() if parameter.requires_grad]
+    names = [name for name, parameter in model_copy.named_parameters() if parameter.requires_grad]
     try:
-        with side_effect_free(
-            model, parameters=False
-        ):  # protects what a copy shares with the model: generators, and objects that hooks write to
-            _compare(run_simulated_ranks(run, ranks=1)[0], run_simulated_ranks(run, ranks=ranks), cut=cut, names=names)
-            twin.train()
-            _see_training(run, cut=cut, names=names)
+        # A copy shares with the model the generators and the objects that hooks write to.
+        with side_effect_free(model, parameters=False):
+            (full_result,) = run_simulated_ranks(run, ranks=1)
+            _compare(full_result, run_simulated_ranks(run, ranks=ranks), sharding=sharding, names=names)
+            model_copy.train()
+            _compare_training(run, sharding=sharding, names=names)
     except RuntimeError as error:
         if not isinstance(error, CheckpointError) and "use_reentrant" not in str(error):
             raise
-        raise _run_again() from error
+        raise _different_recompute() from error
 
 
-def _see_training(run: _Run, *, cut: SequenceSharding, names: Sequence[str]) -> None:
+def _compare_training(run: _TrainingRun, *, sharding: SequenceSharding, names: Sequence[str]) -> None:
     """Compare in training mode, with the same seed on each rank."""
-    alone, parts = (run_simulated_ranks(run, ranks=size, seed=_SEED) for size in (1, cut.ranks))
+    (full_result,) = run_simulated_ranks(run, ranks=1, seed=_SEED)
+    shard_results = run_simulated_ranks(run, ranks=sharding.ranks, seed=_SEED)
     try:
-        _compare(alone[0], parts, cut=cut, names=names)
+        _compare(full_result, shard_results, sharding=sharding, names=names)
     except LayoutError as error:
         what = f"in training mode, {error.what}"
-        raise _drawn(run, cut) or LayoutError(what, cause=error.cause, hint=error.hint) from None
-    if any(part.ended != alone[0].ended for part in parts):
-        raise _drawn(run, cut) or drawn_unseen()
+        raise _random_op_error(run, sharding) or LayoutError(what, cause=error.cause, hint=error.hint) from None
+    if any(result.rng_states != full_result.rng_states for result in shard_results):
+        raise _random_op_error(run, sharding) or different_hidden_draws()
 
 
-def _drawn(run: _Run, cut: SequenceSharding) -> LayoutError | None:
+def _random_op_error(run: _TrainingRun, sharding: SequenceSharding) -> LayoutError | None:
     """Run again, compare every random draw, and return an error for the first difference."""
-    run = replace(run, is_watched=True)
-    alone, *parts = [ran.draws for size in (1, cut.ranks) for ran in run_simulated_ranks(run, ranks=size, seed=_SEED)]
-    return drawn_otherwise(alone, parts)
+    run = replace(run, should_record_random_ops=True)
+    (full_result,) = run_simulated_ranks(run, ranks=1, seed=_SEED)
+    shard_results = run_simulated_ranks(run, ranks=sharding.ranks, seed=_SEED)
+    return different_random_op(full_result.random_ops, [result.random_ops for result in shard_results])
 
 
-def _run_again() -> LayoutError:
+def _different_recompute() -> LayoutError:
     return LayoutError(
         "this model recomputes parts of its forward in backward (torch.utils.checkpoint), and these behave differently "
         "there.",
@@ -182,36 +193,36 @@ def _run_again() -> LayoutError:
     )
 
 
-class _Weigh:
+class _WeightedSum:
     """A weighted sum of outputs with one random weight per element, so that its gradient depends on all of them."""
 
-    def __init__(self, *, cut: SequenceSharding) -> None:
-        self._cut = cut
+    def __init__(self, *, sharding: SequenceSharding) -> None:
+        self._sharding = sharding
 
     def __call__(self, outputs: Sequence[Tensor], *, rank: int, size: int) -> Tensor:
         total = outputs[0].new_zeros(())
-        held = self._cut.size(rank) if size > 1 else self._cut.length
+        local_length = self._sharding.local_length(rank) if size > 1 else self._sharding.length
         for output in outputs:
-            dim = sequence_dimension(output, held)
+            dim = sequence_dimension(output, local_length)
             if dim is None or not output.requires_grad:
                 continue
-            shape = [self._cut.length if d == dim else n for d, n in enumerate(output.shape)]
+            shape = [self._sharding.length if d == dim else n for d, n in enumerate(output.shape)]
             weights = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-            mine = self._cut.take(weights, dim=dim, rank=rank) if size > 1 else weights
-            total = total + (output * mine.to(output.device)).sum()
+            local_weights = self._sharding.shard(weights, dim=dim, rank=rank) if size > 1 else weights
+            total = total + (output * local_weights.to(output.device)).sum()
         return total
 
 
-def _target(output: Any, found: Any, weigh: _Weigh, *, rank: int, size: int) -> Tensor:
+def _gradient_target(output: Any, loss: Any, weighted_sum: _WeightedSum, *, rank: int, size: int) -> Tensor:
     """Return the scalar whose gradients are compared: a weighted sum of all outputs, plus the loss sums."""
-    if isinstance(found, Tensor):
+    if isinstance(loss, Tensor):
         raise LayoutError(
             "the loss is one number, a mean over its samples: parts of a sequence do not add up to it.",
             cause="each rank has some of a sample's positions, and a mean of means differs from the mean",
             hint="loss -> (loss_sum, count), as in F.cross_entropy(..., reduction='sum'), targets.numel()",
         )
-    target = weigh(_outputs(output), rank=rank, size=size)
-    target = target + sum((term for term in _terms(found)[::2]), target.new_zeros(()))
+    target = weighted_sum(_outputs(output), rank=rank, size=size)
+    target = target + sum((term for term in _loss_terms(loss)[::2]), target.new_zeros(()))
     if not target.requires_grad:
         raise LayoutError(
             "no output of this model has a sequence dimension.",
@@ -222,58 +233,40 @@ def _target(output: Any, found: Any, weigh: _Weigh, *, rank: int, size: int) -> 
 
 
 def _outputs(output: Any) -> list[Tensor]:
-    return [t for t in tensor_leaves(output) if t.is_floating_point() and t.dim() > 1]
+    return [tensor for tensor in tensor_leaves(output) if tensor.is_floating_point() and tensor.dim() > 1]
 
 
-def _terms(found: Any) -> list[Tensor]:
-    pairs = found if isinstance(found, Mapping) else {"loss": found} if isinstance(found, tuple) else {}
+def _loss_terms(loss: Any) -> list[Tensor]:
+    pairs = loss if isinstance(loss, Mapping) else {"loss": loss} if isinstance(loss, tuple) else {}
     return [torch.as_tensor(value, dtype=torch.float64) for pair in pairs.values() for value in pair]
 
 
-def _ran(
-    model: nn.Module,
-    output: Any,
-    found: Any,
-    *,
-    seen: Mapping[str, Tensor],
-    ended: tuple[object, ...],
-    draws: Sequence[RandomOp],
-) -> _Ran:
-    return _Ran(
-        outputs=[o.detach() for o in _outputs(output)],
-        terms=[t.detach() for t in _terms(found)],
-        gradients=[p.grad for p in model.parameters() if p.requires_grad],
-        seen={name: tensor.detach() for name, tensor in seen.items()},
-        ended=ended,
-        draws=draws,
-    )
-
-
-def _compare(alone: _Ran, parts: Sequence[_Ran], *, cut: SequenceSharding, names: Sequence[str]) -> None:
-    for number, whole in enumerate(alone.outputs):
-        if not equal_when_joined(whole, [part.outputs[number] for part in parts], cut):
-            raise _different(_first_module(alone, parts, cut))
-    for number, whole in enumerate(alone.terms):
-        terms = torch.stack([part.terms[number] for part in parts])
+def _compare(
+    full_result: _RunResult, shard_results: Sequence[_RunResult], *, sharding: SequenceSharding, names: Sequence[str]
+) -> None:
+    for index, expected in enumerate(full_result.outputs):
+        if not equal_when_joined(expected, [result.outputs[index] for result in shard_results], sharding):
+            raise _different_outputs(_first_different_module(full_result, shard_results, sharding))
+    for index, expected in enumerate(full_result.loss_terms):
+        terms = torch.stack([result.loss_terms[index] for result in shard_results])
         total = terms.sum()
-        if not equal_up_to_rounding(total, whole, scale=largest_magnitude(terms)):
+        if not equal_up_to_rounding(total, expected, scale=largest_magnitude(terms)):
             raise LayoutError(
-                f"the loss over the parts adds up to {float(total):.9g}, over the whole it is {float(whole):.9g}.",
+                f"the loss over the parts adds up to {float(total):.9g}, over the whole it is {float(expected):.9g}.",
                 cause="a loss that compares a position with its neighbour (logits[:, :-1] with labels[:, 1:]), "
                 "or one that is a mean",
                 hint="shift the targets by one in the dataset: (ids[:-1], ids[1:]); and loss -> (sum, count)",
             )
-    least = _ZERO * max((largest_magnitude(g) for g in alone.gradients if g is not None), default=0.0)
-    for number, (name, wanted) in enumerate(zip(names, alone.gradients, strict=True)):
-        got = [part.gradients[number] for part in parts]
-        given = [g for g in got if g is not None]
-        if wanted is None and not given:
+    magnitudes = [largest_magnitude(gradient) for gradient in full_result.gradients if gradient is not None]
+    min_scale = _MIN_GRADIENT_RATIO * max(magnitudes, default=0.0)
+    for index, (name, full_gradient) in enumerate(zip(names, full_result.gradients, strict=True)):
+        gradients = [gradient for result in shard_results if (gradient := result.gradients[index]) is not None]
+        if full_gradient is None and not gradients:
             continue
-        total = torch.stack(given).sum(0) if given else torch.zeros(())
-        scale = max(
-            [least, *map(largest_magnitude, given)]
-        )  # the gradient of a key's bias sums to 0: its rounding error is relative to the terms
-        if wanted is None or not equal_up_to_rounding(total, wanted, scale=scale):
+        total = torch.stack(gradients).sum(0) if gradients else torch.zeros(())
+        # The gradient of a key's bias sums to 0: its rounding error is relative to the terms.
+        scale = max([min_scale, *map(largest_magnitude, gradients)])
+        if full_gradient is None or not equal_up_to_rounding(total, full_gradient, scale=scale):
             raise LayoutError(
                 f"the gradients of {name} from parts of a sequence do not add up to the whole gradient.",
                 cause="it is not used position by position, although the outputs are equal",
@@ -281,15 +274,19 @@ def _compare(alone: _Ran, parts: Sequence[_Ran], *, cut: SequenceSharding, names
             )
 
 
-def _first_module(alone: _Ran, parts: Sequence[_Ran], cut: SequenceSharding) -> str:
-    for name, whole in alone.seen.items():
-        mine = [part.seen.get(name) for part in parts]
-        if any(m is None for m in mine) or not equal_when_joined(whole, [m for m in mine if m is not None], cut):
+def _first_different_module(
+    full_result: _RunResult, shard_results: Sequence[_RunResult], sharding: SequenceSharding
+) -> str:
+    for name, expected in full_result.module_outputs.items():
+        outputs = [result.module_outputs.get(name) for result in shard_results]
+        if any(m is None for m in outputs) or not equal_when_joined(
+            expected, [m for m in outputs if m is not None], sharding
+        ):
             return name
     return "the model's own forward, after its last module"
 
 
-def _different(name: str) -> LayoutError:
+def _different_outputs(name: str) -> LayoutError:
     return LayoutError(
         f"split along the sequence, this model gives different outputs; the first that differs is that of {name}.",
         cause="it combines several positions (attention by matmul and softmax, a shift, a sum over the sequence) or "
@@ -299,32 +296,32 @@ def _different(name: str) -> LayoutError:
     )
 
 
-def eager_experts(model: nn.Module) -> nn.Module:
+def use_eager_experts(model: nn.Module) -> nn.Module:
     """Switch transformers' experts to plain matmuls, since torch's grouped matmul has no float64."""
-    choose: Any = getattr(model, "set_experts_implementation", None)
-    if choose is not None:
-        choose("eager")
+    set_implementation: Any = getattr(model, "set_experts_implementation", None)
+    if set_implementation is not None:
+        set_implementation("eager")
     return model
 
 
 @contextmanager
-def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+def _record_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Record the first output of each module without children, by name and class, in the order of the forward."""
-    seen: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
     handles = []
 
-    def watch(name: str, module: nn.Module) -> None:
+    def add_hook(name: str, module: nn.Module) -> None:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             if isinstance(output, Tensor):
-                seen.setdefault(f"{name} ({type(module).__name__})", output)
+                outputs.setdefault(f"{name} ({type(module).__name__})", output)
 
         handles.append(module.register_forward_hook(hook))
 
     for name, module in model.named_modules():
         if not list(module.children()):
-            watch(name, module)
+            add_hook(name, module)
     try:
-        yield seen
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()

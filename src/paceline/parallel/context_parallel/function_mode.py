@@ -20,25 +20,25 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.comm.process_group import World
 from paceline.errors import LayoutError
-from paceline.parallel.context_parallel.attention_mask import MaskMeaning, read_mask
-from paceline.parallel.context_parallel.multihead_attention import heads_attention
+from paceline.parallel.context_parallel.attention_mask import InterpretedMask, interpret_mask
+from paceline.parallel.context_parallel.multihead_attention import multi_head_attention
 from paceline.parallel.context_parallel.ring_attention import Ring, ring_attention
 from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding
 from paceline.parallel.tensor_parallel.collectives import slice_shard
 from paceline.parallel.tensor_parallel.rules.matmul import compute_sharded_attention
 from paceline.parallel.tensor_parallel.sharded_tensor import NoRule, ShardPropagatingTensor
-from paceline.torch_internals.function_signatures import read_call
+from paceline.torch_internals.function_signatures import bind_arguments
 
-MOST_DRAWS = 2**30
+MAX_RANDOM_NUMBERS = 2**30
 _CONVOLUTIONS = (torch.conv1d, F.conv1d)
 
 
 class ContextParallelMode(TorchFunctionMode):
     """The function mode of a forward on a shard of the sequence.
 
-    `answer_positions` is False if the model gets its positions as an argument. `padded`: at least one key of the
-    batch is masked, on any rank. `rows` is the batch size, for models that flatten (batch, sequence) to one
-    dimension. `again`: the mode is active during a backward and applies to recomputed forwards only, which
+    `should_replace_positions` is False if the model gets its positions as an argument. `has_padding`: at least one key
+    of the batch is masked, on any rank. `num_sequences` is the batch size, for models that flatten (batch, sequence) to
+    one dimension. `is_recompute`: the mode is active during a backward and applies to recomputed forwards only, which
     are the code with gradients enabled.
     """
 
@@ -46,51 +46,51 @@ class ContextParallelMode(TorchFunctionMode):
         self,
         *,
         world: World,
-        cut: SequenceSharding,
+        sharding: SequenceSharding,
         model: nn.Module,
-        answer_positions: bool = True,
-        padded: bool = False,
-        rows: int = 1,
-        again: bool = False,
+        should_replace_positions: bool = True,
+        has_padding: bool = False,
+        num_sequences: int = 1,
+        is_recompute: bool = False,
     ) -> None:
         super().__init__()
-        self._again = again
-        self._world, self._cut, self._padded, self._rows = world, cut, padded, rows
-        self._size = cut.size(world.rank)
-        self._masks: list[tuple[Any, ...]] = []
-        self._pads: dict[int, tuple[ref[Tensor], Tensor, int, int]] = {}
-        self._tables = _tables(model) if answer_positions else set()
-        self._rules: dict[Any, Callable[..., Any]] = {
+        self._world, self._sharding, self._is_recompute = world, sharding, is_recompute
+        self._has_padding, self._num_sequences = has_padding, num_sequences
+        self._local_length = sharding.local_length(world.rank)
+        self._interpreted_masks: list[tuple[Any, ...]] = []
+        self._padded_tensors: dict[int, tuple[ref[Tensor], Tensor, int, int]] = {}
+        self._table_ids = _find_table_ids(model) if should_replace_positions else set()
+        self._replacements: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
-            F.multi_head_attention_forward: partial(heads_attention, attention=self._attention),
+            F.multi_head_attention_forward: partial(multi_head_attention, attention=self._attention),
             F.pad: self._pad,
             F.dropout: self._dropout,
             **dict.fromkeys(_CONVOLUTIONS, self._convolution),
         }
-        if answer_positions:
-            self._rules |= {torch.arange: self._arange, Tensor.__getitem__: self._table}
+        if should_replace_positions:
+            self._replacements |= {torch.arange: self._arange, Tensor.__getitem__: self._index_table}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Compute this rank's shard of the result on the full sequence, or call the function unchanged."""
-        rule = self._rules.get(func)
-        if rule is None or self._world.world_size == 1 or (self._again and not torch.is_grad_enabled()):
+        replacement = self._replacements.get(func)
+        if replacement is None or self._world.world_size == 1 or (self._is_recompute and not torch.is_grad_enabled()):
             return func(*args, **(kwargs or {}))
-        found = rule(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {})) if found is NotImplemented else found
+        result = replacement(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if result is NotImplemented else result
 
     def __exit__(self, *error: Any) -> None:
         """Exit the mode, and release all tensors of this forward."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._masks.clear()
-        self._pads.clear()
+        self._interpreted_masks.clear()
+        self._padded_tensors.clear()
 
     # -- attention
 
     def _attention(self, *args: Any, **kwargs: Any) -> Any:
         """Compute ring attention; under tensor parallelism, for this rank's heads only."""
-        return compute_sharded_attention(self._around, args, kwargs)
+        return compute_sharded_attention(self._ring_attention, args, kwargs)
 
-    def _around(
+    def _ring_attention(
         self,
         query: Tensor,
         key: Tensor,
@@ -103,102 +103,101 @@ class ContextParallelMode(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        _refuse_lengths(query, key, self._size)
-        lead = query.shape[:-2]
+        _refuse_other_lengths(query, key, self._local_length)
+        leading_shape = query.shape[:-2]
         query, key, value = (
             t.reshape(-1, t.shape[-3] if t.dim() > 2 else 1, *t.shape[-2:]) for t in (query, key, value)
         )
-        batch, own = query.shape[:2]
-        group = own // key.shape[1] if enable_gqa else 1
-        if group > 1 and self._padded:  # on ranks with padding transformers repeats the heads, so all ranks repeat them
-            key, value, group = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), 1
-        key, value = (t.expand(batch, own // group, *t.shape[-2:]) for t in (key, value))
-        means = self._meaning(attn_mask, is_causal, batch)
-        keep = means.keep
-        if keep is None and (self._padded or attn_mask is not None):  # other ranks may have padding
-            keep = torch.ones(batch, self._size, dtype=torch.uint8, device=query.device)
+        batch, num_heads = query.shape[:2]
+        group_size = num_heads // key.shape[1] if enable_gqa else 1
+        if group_size > 1 and self._has_padding:
+            # On ranks with padding, transformers repeats the heads, so all ranks repeat them.
+            key, value = (t.repeat_interleave(group_size, 1) for t in (key, value))
+            group_size = 1
+        key, value = (t.expand(batch, num_heads // group_size, *t.shape[-2:]) for t in (key, value))
+        interpreted_mask = self._interpret_mask(attn_mask, is_causal, batch)
+        key_mask = interpreted_mask.key_mask
+        if key_mask is None and (self._has_padding or attn_mask is not None):  # other ranks may have padding
+            key_mask = torch.ones(batch, self._local_length, dtype=torch.uint8, device=query.device)
         ring = Ring(
             dropout=dropout_p,
             world=self._world,
-            cut=self._cut,
-            causal=means.causal,
+            sharding=self._sharding,
+            is_causal=interpreted_mask.is_causal,
             scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else scale,
         )
-        drop = self._dropped(query, dropout_p, sharded_query)
-        grouped = query.reshape(batch, own // group, group, *query.shape[-2:])
-        found = ring_attention(grouped, key, value, keep=keep, drop=drop, ring=ring)
-        return torch.reshape(found, (*lead, self._size, value.shape[-1]))
+        dropout_mask = self._draw_dropout_mask(query, dropout_p, sharded_query)
+        grouped_query = query.reshape(batch, num_heads // group_size, group_size, *query.shape[-2:])
+        output = ring_attention(grouped_query, key, value, key_mask=key_mask, dropout_mask=dropout_mask, ring=ring)
+        return torch.reshape(output, (*leading_shape, self._local_length, value.shape[-1]))
 
-    def _dropped(self, query: Tensor, p: float, sharded_query: ShardPropagatingTensor | None) -> Tensor | None:
+    def _draw_dropout_mask(
+        self, query: Tensor, p: float, sharded_query: ShardPropagatingTensor | None
+    ) -> Tensor | None:
         """Draw the dropout mask of all attention weights, as one process does; return this rank's rows and heads."""
         if p == 0.0:
             return None
         if sharded_query is not None and sharded_query.sharding.dim != len(sharded_query.full_shape) - 3:
             raise NoRule  # the samples are sharded, not the heads
-        length = self._cut.length
-        shape = (
-            query.shape[0],
-            query.shape[1] if sharded_query is None else sharded_query.full_shape[-3],
-            length,
-            length,
-        )
-        if math.prod(shape) > MOST_DRAWS:
+        batch, length = query.shape[0], self._sharding.length
+        num_heads = query.shape[1] if sharded_query is None else sharded_query.full_shape[-3]
+        shape = (batch, num_heads, length, length)
+        if math.prod(shape) > MAX_RANDOM_NUMBERS:
             raise LayoutError(
                 f"attention dropout of {p:g} needs {math.prod(shape):,} random numbers on every rank, "
-                f"more than {MOST_DRAWS:,}.",
+                f"more than {MAX_RANDOM_NUMBERS:,}.",
                 cause="to match one process, each rank draws for the whole sequence and keeps its rows",
                 hint="attention dropout 0: config.attention_dropout = 0.0 (attention_probs_dropout_prob, attn_pdrop), "
                 "or dropout_p=0.0 in the call",
             )
-        draw = F.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), p, True)
-        drawn = self._cut.take(draw != 0, dim=2, rank=self._world.rank)
-        return (
-            drawn
-            if sharded_query is None
-            else slice_shard(drawn, sharded_query.sharding.with_dim(1), sharded_query.group.rank)
-        )
+        full_mask = F.dropout(torch.ones(shape, dtype=query.dtype, device=query.device), p, True)
+        local_mask = self._sharding.shard(full_mask != 0, dim=2, rank=self._world.rank)
+        if sharded_query is None:
+            return local_mask
+        return slice_shard(local_mask, sharded_query.sharding.with_dim(1), sharded_query.group.rank)
 
-    def _meaning(self, mask: Tensor | None, is_causal: bool, batch: int) -> MaskMeaning:
+    def _interpret_mask(self, mask: Tensor | None, is_causal: bool, batch: int) -> InterpretedMask:
         """Return the meaning of a mask; it is cached for one forward, because the layers of a model share a mask."""
-        for known, *key, means in self._masks:
-            if known is mask and key == [is_causal, batch]:
-                return means  # type: ignore[no-any-return]
-        means = read_mask(mask, is_causal=is_causal, batch=batch, length=self._size)
-        self._masks.append((mask, is_causal, batch, means))
-        return means
+        for cached_mask, *key, interpreted_mask in self._interpreted_masks:
+            if cached_mask is mask and key == [is_causal, batch]:
+                return interpreted_mask  # type: ignore[no-any-return]
+        interpreted_mask = interpret_mask(mask, is_causal=is_causal, batch=batch, length=self._local_length)
+        self._interpreted_masks.append((mask, is_causal, batch, interpreted_mask))
+        return interpreted_mask
 
     # -- positions
 
     def _arange(self, *args: Any, **kwargs: Any) -> Any:
-        laid: dict[str, Any] = {name: kwargs[name] for name in ("start", "end", "step") if name in kwargs}
-        given = read_call("arange", args, laid) or {}
-        numbers = (given.get("start", 0), given.get("end"), given.get("step", 1))
-        is_whole = all(isinstance(number, int) for number in numbers)  # arange(6.0) returns floats
-        if numbers != (0, self._size, 1) or not is_whole or kwargs.get("out") is not None:
+        range_arguments: dict[str, Any] = {name: kwargs[name] for name in ("start", "end", "step") if name in kwargs}
+        bounds = bind_arguments("arange", args, range_arguments) or {}
+        numbers = (bounds.get("start", 0), bounds.get("end"), bounds.get("step", 1))
+        are_integers = all(isinstance(number, int) for number in numbers)  # arange(6.0) returns floats
+        if numbers != (0, self._local_length, 1) or not are_integers or kwargs.get("out") is not None:
             return NotImplemented
-        positions = self._cut.positions(self._world.rank)
+        positions = self._sharding.positions(self._world.rank)
         device, dtype = kwargs.get("device"), kwargs.get("dtype")
         return positions.to(device=device or torch.get_default_device(), dtype=dtype or torch.int64)
 
-    def _table(self, tensor: Tensor, index: Any) -> Any:
-        own = _piece_of(tensor)
-        if not isinstance(own, nn.Parameter) and id(own) not in self._tables:
+    def _index_table(self, tensor: Tensor, index: Any) -> Any:
+        local = _local_tensor(tensor)
+        if not isinstance(local, nn.Parameter) and id(local) not in self._table_ids:
             return NotImplemented
-        places = index if isinstance(index, tuple) else (index,)
-        dims = [d for d, at in enumerate(places) if _is_prefix(at, self._size) and tensor.shape[d] >= self._cut.length]
-        if len(dims) != 1 or any(not isinstance(at, slice) for at in places[: dims[0]]):
+        indices = index if isinstance(index, tuple) else (index,)
+        length, local_length = self._sharding.length, self._local_length
+        dims = [d for d, x in enumerate(indices) if _is_prefix(x, local_length) and tensor.shape[d] >= length]
+        if len(dims) != 1 or any(not isinstance(x, slice) for x in indices[: dims[0]]):
             return NotImplemented
-        positions = self._cut.positions(self._world.rank, device=tensor.device)
-        rest = tuple(slice(None) if d == dims[0] else at for d, at in enumerate(places))
-        return tensor.index_select(dims[0], positions)[rest]
+        positions = self._sharding.positions(self._world.rank, device=tensor.device)
+        other_indices = tuple(slice(None) if d == dims[0] else x for d, x in enumerate(indices))
+        return tensor.index_select(dims[0], positions)[other_indices]
 
     # -- neighbours
 
     def _pad(self, input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
         padded = F.pad(input, pad, mode, value)
-        along = input.dim() == 3 and input.shape[-1] == self._size and len(pad) == 2 and min(pad) >= 0
-        if along and mode == "constant" and not value:
-            self._pads[id(padded)] = (ref(padded), input, int(pad[0]), int(pad[1]))
+        is_sequence = input.dim() == 3 and input.shape[-1] == self._local_length
+        if is_sequence and len(pad) == 2 and min(pad) >= 0 and mode == "constant" and not value:
+            self._padded_tensors[id(padded)] = (ref(padded), input, int(pad[0]), int(pad[1]))
         return padded
 
     def _convolution(
@@ -212,106 +211,104 @@ class ContextParallelMode(TorchFunctionMode):
         groups: int = 1,
     ) -> Any:
         """Convolve the gathered sequence, restricted to the positions of this rank's chunks."""
-        stride, dilation = _one(stride), _one(dilation)
-        span = dilation * (weight.shape[-1] - 1)
-        source, left, right = self._padded_from(input)
-        source = source.full_tensor() if isinstance(source, ShardPropagatingTensor) else source
-        more = span // 2 if padding == "same" else 0 if padding == "valid" else _one(padding)
-        left, right = left + more, right + (span - span // 2 if padding == "same" else more)
-        if span == 0 or stride != 1 or source.shape[-1] != self._size or left + right != span:
+        stride, dilation = _single_int(stride), _single_int(dilation)
+        halo = dilation * (weight.shape[-1] - 1)
+        unpadded, left, right = self._unpadded_input(input)
+        unpadded = unpadded.full_tensor() if isinstance(unpadded, ShardPropagatingTensor) else unpadded
+        extra = halo // 2 if padding == "same" else 0 if padding == "valid" else _single_int(padding)
+        left, right = left + extra, right + (halo - halo // 2 if padding == "same" else extra)
+        if halo == 0 or stride != 1 or unpadded.shape[-1] != self._local_length or left + right != halo:
             return NotImplemented
-        whole = F.pad(gather_sequence(source, dim=-1, world=self._world, cut=self._cut), (left, right))
-        found = [
-            F.conv1d(whole[..., piece.start : piece.stop + span].contiguous(), weight, bias, 1, 0, dilation, groups)
-            for piece in self._cut.pieces(self._world.rank)
-        ]
-        return torch.cat(found, dim=-1)
+        full_input = F.pad(gather_sequence(unpadded, dim=-1, world=self._world, sharding=self._sharding), (left, right))
+        chunks = self._sharding.chunks(self._world.rank)
+        inputs = [full_input[..., chunk.start : chunk.stop + halo].contiguous() for chunk in chunks]
+        return torch.cat([F.conv1d(x, weight, bias, 1, 0, dilation, groups) for x in inputs], dim=-1)
 
-    def _padded_from(self, tensor: Tensor) -> tuple[Tensor, int, int]:
+    def _unpadded_input(self, tensor: Tensor) -> tuple[Tensor, int, int]:
         """Return the tensor before padding, and the padding on the left and right; the tensor itself if unpadded."""
-        padded, source, left, right = self._pads.get(id(tensor), (None, tensor, 0, 0))
+        padded, source, left, right = self._padded_tensors.get(id(tensor), (None, tensor, 0, 0))
         return (source, left, right) if padded is not None and padded() is tensor else (tensor, 0, 0)
 
-    # -- draws
+    # -- dropout
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         """Apply this rank's shard of a dropout mask that is drawn for the full sequence, as in one process."""
-        at = self._at(input)
-        if not training or p == 0.0 or at is None:
+        layout = self._sequence_layout(input)
+        if not training or p == 0.0 or layout is None:
             return NotImplemented
-        dim, rows = at
+        dim, num_sequences = layout
         shape = list(input.shape)
-        shape[dim] = rows * self._cut.length
-        draw = F.dropout(_ones(shape, like=input), p, True).unflatten(dim, (rows, -1))
-        mine = self._cut.take(draw, dim=dim + 1, rank=self._world.rank).flatten(dim, dim + 1)
-        return input.mul_(mine) if inplace else input * mine
+        shape[dim] = num_sequences * self._sharding.length
+        full_mask = F.dropout(_ones_in_layout(shape, layout_like=input), p, True).unflatten(dim, (num_sequences, -1))
+        mask = self._sharding.shard(full_mask, dim=dim + 1, rank=self._world.rank).flatten(dim, dim + 1)
+        return input.mul_(mask) if inplace else input * mask
 
-    def _at(self, tensor: Tensor) -> tuple[int, int] | None:
+    def _sequence_layout(self, tensor: Tensor) -> tuple[int, int] | None:
         """Return the sequence dimension and the number of sequences flattened into it; None if there is none."""
-        dims = [d for d in (1, *range(tensor.dim())) if d < tensor.dim() and tensor.shape[d] == self._size]
-        is_flat = self._rows > 1 and tensor.dim() > 0 and tensor.shape[0] == self._rows * self._size
+        dims = [d for d in (1, *range(tensor.dim())) if d < tensor.dim() and tensor.shape[d] == self._local_length]
+        flat_length = self._num_sequences * self._local_length
+        is_flat = self._num_sequences > 1 and tensor.dim() > 0 and tensor.shape[0] == flat_length
         if is_flat and (tensor.dim() == 2 or 1 not in dims):
-            return 0, self._rows
+            return 0, self._num_sequences
         return (dims[0], 1) if dims and tensor.dim() > 1 else None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, world: World, cut: SequenceSharding) -> Tensor:
-        ctx.gather_arguments = dim, world, cut
-        sizes = [cut.size(rank) for rank in range(world.world_size)]
-        shapes = [tuple(size if d == dim else n for d, n in enumerate(part.shape)) for size in sizes]
-        return cut.join(world.all_gather(part, shapes=shapes), dim=dim)
+    def forward(ctx: Any, shard: Tensor, dim: int, world: World, sharding: SequenceSharding) -> Tensor:
+        ctx.gather_arguments = dim, world, sharding
+        sizes = [sharding.local_length(rank) for rank in range(world.world_size)]
+        shapes = [tuple(size if d == dim else n for d, n in enumerate(shard.shape)) for size in sizes]
+        return sharding.join(world.all_gather(shard, shapes=shapes), dim=dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        dim, world, cut = ctx.gather_arguments
-        whole = world.all_reduce(grads[0].clone(memory_format=torch.contiguous_format))
-        return cut.take(whole, dim=dim, rank=world.rank), None, None, None
+        dim, world, sharding = ctx.gather_arguments
+        full_gradient = world.all_reduce(grads[0].clone(memory_format=torch.contiguous_format))
+        return sharding.shard(full_gradient, dim=dim, rank=world.rank), None, None, None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def gather_sequence(part: Tensor, *, dim: int, world: World, cut: SequenceSharding) -> Tensor:
+def gather_sequence(shard: Tensor, *, dim: int, world: World, sharding: SequenceSharding) -> Tensor:
     """Return the full sequence on every rank; backward sums its gradients over the ranks."""
-    return _Gather.apply(part, dim % part.dim(), world, cut)  # type: ignore[no-untyped-call,no-any-return]
+    return _GatherSequence.apply(shard, dim % shard.dim(), world, sharding)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _ones(shape: Sequence[int], *, like: Tensor) -> Tensor:
-    """Return ones in the memory layout of `like`: dropout draws its mask in memory order."""
-    strides = torch.empty_like(_piece_of(like)).stride()
-    order = sorted(range(like.dim()), key=lambda d: -strides[d])
-    made = torch.ones([shape[d] for d in order], dtype=like.dtype, device=like.device)
-    return made.permute([order.index(d) for d in range(like.dim())])
+def _ones_in_layout(shape: Sequence[int], *, layout_like: Tensor) -> Tensor:
+    """Return ones in the memory layout of `layout_like`: dropout draws its mask in memory order."""
+    strides = torch.empty_like(_local_tensor(layout_like)).stride()
+    memory_order = sorted(range(layout_like.dim()), key=lambda d: -strides[d])
+    ones = torch.ones([shape[d] for d in memory_order], dtype=layout_like.dtype, device=layout_like.device)
+    return ones.permute([memory_order.index(d) for d in range(layout_like.dim())])
 
 
-def _piece_of(tensor: Tensor) -> Tensor:
+def _local_tensor(tensor: Tensor) -> Tensor:
     """Return the local shard of a sharded tensor, or the tensor itself."""
     return tensor.local if isinstance(tensor, ShardPropagatingTensor) else tensor
 
 
-def _tables(model: nn.Module) -> set[int]:
+def _find_table_ids(model: nn.Module) -> set[int]:
     """Return the ids of buffers and plain tensors, which may be position tables.
 
     Parameters are recognised by their type instead, because `fully_shard` replaces them during the forward.
     """
-    own = list(model.buffers())
-    plain = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
-    return {id(tensor) for tensor in (*own, *plain)}
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    return {id(tensor) for tensor in (*model.buffers(), *attributes) if isinstance(tensor, Tensor)}
 
 
-def _is_prefix(at: Any, size: int) -> bool:
-    return isinstance(at, slice) and at.start in (None, 0) and at.step in (None, 1) and at.stop == size
+def _is_prefix(index: Any, length: int) -> bool:
+    return isinstance(index, slice) and index.start in (None, 0) and index.step in (None, 1) and index.stop == length
 
 
-def _one(value: Any) -> int:
+def _single_int(value: Any) -> int:
     return int(value[0] if isinstance(value, tuple | list) else value)
 
 
-def _refuse_lengths(query: Tensor, key: Tensor, size: int) -> None:
-    if query.shape[-2] != size or key.shape[-2] != size:
+def _refuse_other_lengths(query: Tensor, key: Tensor, local_length: int) -> None:
+    if query.shape[-2] != local_length or key.shape[-2] != local_length:
         raise LayoutError(
             f"an attention has {query.shape[-2]} queries and {key.shape[-2]} keys but this rank's part of the "
-            f"sequence has {size}.",
+            f"sequence has {local_length}.",
             cause="cross-attention, a cache, extra tokens (a class token), or attention over another dimension",
             hint="leave cp out; use_cache=False if it is a cache",
         )

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.errors import LayoutError
 from paceline.torch_internals.dispatch_modes import OpObserver
-from paceline.torch_internals.function_signatures import read_call
+from paceline.torch_internals.function_signatures import bind_arguments
 
-_OURS = (str(Path(__file__).parents[1]), "torch_internals/dispatch_modes.py")
+_LIBRARY_FILES = (str(Path(__file__).parents[1]), "torch_internals/dispatch_modes.py")
 _HINT = (
     "nn.Dropout or F.dropout, which draw for the whole sequence (to drop whole tokens: on torch.ones(batch, sequence, "
     "1)); one draw per sample; numbers drawn in the dataset; or leave cp out"
@@ -42,40 +42,40 @@ class NoAttentionDropout(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call the function, with a dropout rate of zero in attention."""
         is_attention = func is F.scaled_dot_product_attention
-        given = read_call("scaled_dot_product_attention", args, dict(kwargs or {})) if is_attention else None
-        return func(*args, **(kwargs or {})) if given is None else func(**given | {"dropout_p": 0.0})
+        arguments = bind_arguments("scaled_dot_product_attention", args, dict(kwargs or {})) if is_attention else None
+        return func(*args, **(kwargs or {})) if arguments is None else func(**arguments | {"dropout_p": 0.0})
 
 
 @contextmanager
-def watched_draws() -> Iterator[list[RandomOp]]:
+def record_random_ops() -> Iterator[list[RandomOp]]:
     """Record every random operation of this thread, in order."""
-    draws: list[RandomOp] = []
+    random_ops: list[RandomOp] = []
 
-    def see(_: Any, __: Any, kwargs: Mapping[str, Any], result: Any, drew: bool) -> None:
+    def record(_: Any, __: Any, kwargs: Mapping[str, Any], result: Any, has_drawn: bool) -> None:
         first = result[0] if isinstance(result, tuple | list) and result else result
-        if isinstance(first, Tensor) and (drew or isinstance(kwargs.get("generator"), torch.Generator)):
-            draws.append(RandomOp(shape=tuple(first.shape), line=_line()))
+        if isinstance(first, Tensor) and (has_drawn or isinstance(kwargs.get("generator"), torch.Generator)):
+            random_ops.append(RandomOp(shape=tuple(first.shape), line=_user_line()))
 
-    with OpObserver(see):
-        yield draws
+    with OpObserver(record):
+        yield random_ops
 
 
-def drawn_otherwise(alone: Sequence[RandomOp], parts: Sequence[Sequence[RandomOp]]) -> LayoutError | None:
+def different_random_op(full_ops: Sequence[RandomOp], shard_ops: Sequence[Sequence[RandomOp]]) -> LayoutError | None:
     """Return an error for the first draw whose number of elements differs on a shard; None if there is none."""
-    for part in parts:
-        for whole, mine in zip(alone, part, strict=False):
-            if torch.Size(whole.shape).numel() != torch.Size(mine.shape).numel():
+    for ops in shard_ops:
+        for full_op, shard_op in zip(full_ops, ops, strict=False):
+            if torch.Size(full_op.shape).numel() != torch.Size(shard_op.shape).numel():
                 return LayoutError(
-                    f"in training this model draws random numbers of shape {mine.shape} on a part of the sequence, "
-                    f"where one process draws {whole.shape}.",
-                    where=mine.line,
+                    f"in training this model draws random numbers of shape {shard_op.shape} on a part of the sequence, "
+                    f"where one process draws {full_op.shape}.",
+                    where=shard_op.line,
                     cause="random numbers drawn for a part alone differ from those of one process",
                     hint=_HINT,
                 )
     return None
 
 
-def drawn_unseen() -> LayoutError:
+def different_hidden_draws() -> LayoutError:
     """Return the error for random draws that are not torch operations."""
     return LayoutError(
         "in training mode this model draws a different number of random numbers on a part of the sequence than on the "
@@ -85,12 +85,12 @@ def drawn_unseen() -> LayoutError:
     )
 
 
-def _line() -> str:
+def _user_line() -> str:
     """Return the innermost line that is neither in torch nor in this library."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/torch/" not in file and not file.startswith(_OURS[0]) and not file.endswith(_OURS[1]):
+        if "/torch/" not in file and not file.startswith(_LIBRARY_FILES[0]) and not file.endswith(_LIBRARY_FILES[1]):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return "this model's forward"

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from paceline.comm.process_group import World
 from paceline.parallel.activation_checkpointing.saved_ops import recompute_together
-from paceline.parallel.context_parallel.sequence_sharding import SequencePiece, SequenceSharding
+from paceline.parallel.context_parallel.sequence_sharding import SequenceChunk, SequenceSharding
 
-BLOCK = 1024
+BLOCK_SIZE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,159 +26,184 @@ class Ring:
     """The parameters of ring attention: its ranks, the sharding of the sequence, mask, scale and dropout rate."""
 
     world: World
-    cut: SequenceSharding
-    causal: bool
+    sharding: SequenceSharding
+    is_causal: bool
     scale: float
     dropout: float = 0.0
 
-    def pairs(self, owner: int) -> Iterator[tuple[SequencePiece, SequencePiece]]:
+    def blocks(self, owner: int) -> Iterator[tuple[SequenceChunk, SequenceChunk]]:
         """Yield blocks of this rank's queries and `owner`'s keys, except those that a causal mask excludes."""
-        for mine in self.cut.pieces(self.world.rank):
-            for query in mine.split(most=BLOCK):
-                for theirs in self.cut.pieces(owner):
-                    for key in theirs.split(most=BLOCK):
-                        if not self.causal or key.start < query.stop:
-                            yield query, key
+        for query_chunk in self.sharding.chunks(self.world.rank):
+            for query_block in query_chunk.split(max_size=BLOCK_SIZE):
+                for key_chunk in self.sharding.chunks(owner):
+                    for key_block in key_chunk.split(max_size=BLOCK_SIZE):
+                        if not self.is_causal or key_block.start < query_block.stop:
+                            yield query_block, key_block
 
-    def owner(self, turn: int) -> int:
+    def key_owner(self, round_index: int) -> int:
         """Return the rank whose keys this rank has in a round."""
-        return (self.world.rank - turn) % self.world.world_size
+        return (self.world.rank - round_index) % self.world.world_size
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, keep: Tensor | None, ring: Ring, drop: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_mask: Tensor | None,
+    ring: Ring,
+    dropout_mask: Tensor | None = None,
 ) -> Tensor:
     """Return attention of this rank's queries over the keys of all ranks.
 
     `query` (batch, key heads, queries per key head, length, width), `key` and `value` (batch, key heads, length,
-    width); `keep` (batch, length), uint8, is zero for masked keys of this rank; `drop` (batch, heads,
+    width); `key_mask` (batch, length), uint8, is zero for masked keys of this rank; `dropout_mask` (batch, heads,
     length, full length) is True where dropout keeps a weight. The output of a query without keys is 0.
     """
     with recompute_together():
-        found: Tensor = _Ring.apply(query, key, value, keep, drop, ring)  # type: ignore[no-untyped-call]
-    return found
+        output: Tensor = _RingAttention.apply(query, key, value, key_mask, dropout_mask, ring)  # type: ignore[no-untyped-call]
+    return output
 
 
-class _Ring(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, drop: Tensor | None, ring: Ring
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_mask: Tensor | None,
+        dropout_mask: Tensor | None,
+        ring: Ring,
     ) -> Tensor:
-        high = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=high)
-        lse = query.new_full(query.shape[:-1], -torch.inf, dtype=high)
-        held = [key, value] if keep is None else [key, value, keep]
-        for turn in range(ring.world.world_size):
-            wait = _send_on(ring, held, turn) if turn + 1 < ring.world.world_size else None
-            for rows, columns in ring.pairs(ring.owner(turn)):
-                _merge(out, lse, query, held, drop, rows, columns, ring)
-            held = wait() if wait is not None else held
-        ctx.ring, ctx.has_drop = ring, drop is not None
-        ctx.save_for_backward(*(t for t in (query, key, value, out, lse, drop, keep) if t is not None))
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=dtype)
+        lse = query.new_full(query.shape[:-1], -torch.inf, dtype=dtype)
+        keys_values = [key, value] if key_mask is None else [key, value, key_mask]
+        num_rounds = ring.world.world_size
+        for round_index in range(num_rounds):
+            wait = _start_ring_shift(ring, keys_values, round_index) if round_index + 1 < num_rounds else None
+            for query_block, key_block in ring.blocks(ring.key_owner(round_index)):
+                _merge_block(out, lse, query, keys_values, dropout_mask, query_block, key_block, ring)
+            keys_values = wait() if wait is not None else keys_values
+        ctx.ring, ctx.has_dropout = ring, dropout_mask is not None
+        ctx.save_for_backward(*(t for t in (query, key, value, out, lse, dropout_mask, key_mask) if t is not None))
         return out.to(query.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         query, key, value, out, lse, *masks = ctx.saved_tensors
-        drop = masks.pop(0) if ctx.has_drop else None
+        dropout_mask = masks.pop(0) if ctx.has_dropout else None
         ring: Ring = ctx.ring
         grad = grad.to(out.dtype)
-        inner = (grad * out).sum(-1)
+        delta = (grad * out).sum(-1)  # as in FlashAttention: the sum of weights times their gradients, for each query
         d_query = torch.zeros_like(query, dtype=out.dtype)
-        held = [key, value, *masks]
-        sums = [torch.zeros_like(key, dtype=out.dtype), torch.zeros_like(value, dtype=out.dtype)]
-        for turn in range(ring.world.world_size):
-            wait = _send_on(ring, held, turn) if turn + 1 < ring.world.world_size else None
-            for rows, columns in ring.pairs(ring.owner(turn)):
-                _backward_block(d_query, sums, (query, grad, inner, lse, drop), held, rows, columns, ring)
-            sums = _send_on(ring, sums, turn)()
-            held = wait() if wait is not None else held
-        d_key, d_value = sums
+        keys_values = [key, value, *masks]
+        d_keys_values = [torch.zeros_like(key, dtype=out.dtype), torch.zeros_like(value, dtype=out.dtype)]
+        num_rounds = ring.world.world_size
+        for round_index in range(num_rounds):
+            wait = _start_ring_shift(ring, keys_values, round_index) if round_index + 1 < num_rounds else None
+            for query_block, key_block in ring.blocks(ring.key_owner(round_index)):
+                saved = query, grad, delta, lse, dropout_mask
+                _backward_block(d_query, d_keys_values, saved, keys_values, query_block, key_block, ring)
+            d_keys_values = _start_ring_shift(ring, d_keys_values, round_index)()
+            keys_values = wait() if wait is not None else keys_values
+        d_key, d_value = d_keys_values
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
 
 
-def _send_on(ring: Ring, held: list[Tensor], turn: int) -> Any:
+def _start_ring_shift(ring: Ring, tensors: list[Tensor], round_index: int) -> Any:
     """Start to send tensors to the next rank and to receive those of the next round from the previous rank."""
-    length = ring.cut.size(ring.owner(turn + 1))
-    shapes = [(*t.shape[:-2], length, t.shape[-1]) if t.dim() == 4 else (t.shape[0], length) for t in held]
-    return ring.world.start_ring_shift(held, shapes=shapes)
+    length = ring.sharding.local_length(ring.key_owner(round_index + 1))
+    shapes = [(*t.shape[:-2], length, t.shape[-1]) if t.dim() == 4 else (t.shape[0], length) for t in tensors]
+    return ring.world.start_ring_shift(tensors, shapes=shapes)
 
 
 def _scores(
-    query: Tensor, held: list[Tensor], rows: SequencePiece, columns: SequencePiece, ring: Ring, high: torch.dtype
+    query: Tensor,
+    keys_values: list[Tensor],
+    query_block: SequenceChunk,
+    key_block: SequenceChunk,
+    ring: Ring,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return the scores (batch, key heads, queries per key head x rows, columns), minus infinity where masked."""
-    part = query[..., rows.local : rows.local + rows.size, :].flatten(2, 3)
-    keys = held[0][..., columns.local : columns.local + columns.size, :]
-    scores = (part @ keys.transpose(-1, -2)).to(high) * ring.scale
-    if ring.causal and columns.stop - 1 > rows.start:
-        row = torch.arange(rows.start, rows.stop, device=query.device).repeat(query.shape[2])
-        column = torch.arange(columns.start, columns.stop, device=query.device)
-        scores = scores.masked_fill(column[None, :] > row[:, None], -torch.inf)
-    if len(held) > 2:
-        hidden = held[2][:, columns.local : columns.local + columns.size] == 0
-        scores = scores.masked_fill(hidden[:, None, None, :], -torch.inf)
+    queries = query[..., query_block.local_slice, :].flatten(2, 3)
+    keys = keys_values[0][..., key_block.local_slice, :]
+    scores = (queries @ keys.transpose(-1, -2)).to(dtype) * ring.scale
+    if ring.is_causal and key_block.stop - 1 > query_block.start:
+        query_positions = torch.arange(query_block.start, query_block.stop, device=query.device).repeat(query.shape[2])
+        key_positions = torch.arange(key_block.start, key_block.stop, device=query.device)
+        scores = scores.masked_fill(key_positions[None, :] > query_positions[:, None], -torch.inf)
+    if len(keys_values) > 2:
+        is_masked = keys_values[2][:, key_block.local_slice] == 0
+        scores = scores.masked_fill(is_masked[:, None, None, :], -torch.inf)
     return scores
 
 
-def _exp(exponent: Tensor, base: Tensor) -> Tensor:
+def _exp_difference(exponent: Tensor, base: Tensor) -> Tensor:
     """Return exp(exponent - base), and 0 where the base is minus infinity because all keys are masked."""
     return torch.exp(exponent - base.masked_fill(base == -torch.inf, 0.0))
 
 
-def _kept(weights: Tensor, drop: Tensor | None, rows: SequencePiece, columns: SequencePiece, ring: Ring) -> Tensor:
+def _apply_dropout(
+    weights: Tensor, dropout_mask: Tensor | None, query_block: SequenceChunk, key_block: SequenceChunk, ring: Ring
+) -> Tensor:
     """Apply dropout with its scaling to the weights, or to their gradients."""
-    if drop is None:
+    if dropout_mask is None:
         return weights
-    drawn = drop[:, :, rows.local : rows.local + rows.size, columns.start : columns.stop]
-    return weights * drawn.reshape(weights.shape) * (1.0 / (1.0 - ring.dropout))
+    block_mask = dropout_mask[:, :, query_block.local_slice, key_block.full_slice]
+    return weights * block_mask.reshape(weights.shape) * (1.0 / (1.0 - ring.dropout))
 
 
-def _merge(
+def _merge_block(
     out: Tensor,
     lse: Tensor,
     query: Tensor,
-    held: list[Tensor],
-    drop: Tensor | None,
-    rows: SequencePiece,
-    columns: SequencePiece,
+    keys_values: list[Tensor],
+    dropout_mask: Tensor | None,
+    query_block: SequenceChunk,
+    key_block: SequenceChunk,
     ring: Ring,
 ) -> None:
     """Merge the attention over a block of keys into the running output and LSE of the queries."""
-    scores = _scores(query, held, rows, columns, ring, out.dtype)
-    there = slice(rows.local, rows.local + rows.size)
-    values = held[1][..., columns.local : columns.local + columns.size, :]
-    new = torch.logsumexp(scores, -1)
-    weights = _kept(_exp(scores, new[..., None]), drop, rows, columns, ring)
-    seen = (weights.to(values.dtype) @ values).to(out.dtype)
-    shape = out[..., there, :].shape
-    new, seen = new.view(shape[:-1]), seen.view(shape)
-    both = torch.logaddexp(lse[..., there], new)
-    before, now = _exp(lse[..., there], both)[..., None], _exp(new, both)[..., None]
-    out[..., there, :] = out[..., there, :] * before + seen * now
-    lse[..., there] = both
+    scores = _scores(query, keys_values, query_block, key_block, ring, out.dtype)
+    query_slice = query_block.local_slice
+    values = keys_values[1][..., key_block.local_slice, :]
+    block_lse = torch.logsumexp(scores, -1)
+    weights = _apply_dropout(_exp_difference(scores, block_lse[..., None]), dropout_mask, query_block, key_block, ring)
+    block_out = (weights.to(values.dtype) @ values).to(out.dtype)
+    shape = out[..., query_slice, :].shape
+    block_lse, block_out = block_lse.view(shape[:-1]), block_out.view(shape)
+    merged_lse = torch.logaddexp(lse[..., query_slice], block_lse)
+    old_weight = _exp_difference(lse[..., query_slice], merged_lse)[..., None]
+    block_weight = _exp_difference(block_lse, merged_lse)[..., None]
+    out[..., query_slice, :] = out[..., query_slice, :] * old_weight + block_out * block_weight
+    lse[..., query_slice] = merged_lse
 
 
 def _backward_block(
     d_query: Tensor,
-    sums: list[Tensor],
+    d_keys_values: list[Tensor],
     saved: Any,
-    held: list[Tensor],
-    rows: SequencePiece,
-    columns: SequencePiece,
+    keys_values: list[Tensor],
+    query_block: SequenceChunk,
+    key_block: SequenceChunk,
     ring: Ring,
 ) -> None:
     """Add the gradients of a block to those of its queries, keys and values."""
-    query, grad, inner, lse, drop = saved
-    there = slice(rows.local, rows.local + rows.size)
-    here = slice(columns.local, columns.local + columns.size)
-    weights = _exp(_scores(query, held, rows, columns, ring, d_query.dtype), lse[..., there].flatten(2, 3)[..., None])
-    of_out = grad[..., there, :].flatten(2, 3)
-    sums[1][..., here, :] += _kept(weights, drop, rows, columns, ring).transpose(-1, -2) @ of_out
-    of_weights = of_out @ held[1][..., here, :].to(of_out.dtype).transpose(-1, -2)
-    of_weights = _kept(of_weights, drop, rows, columns, ring)
-    of_scores = weights * (of_weights - inner[..., there].flatten(2, 3)[..., None]) * ring.scale
-    d_query[..., there, :] += (of_scores @ held[0][..., here, :].to(of_out.dtype)).view(d_query[..., there, :].shape)
-    sums[0][..., here, :] += of_scores.transpose(-1, -2) @ query[..., there, :].flatten(2, 3).to(of_out.dtype)
+    query, grad, delta, lse, dropout_mask = saved
+    query_slice, key_slice = query_block.local_slice, key_block.local_slice
+    scores = _scores(query, keys_values, query_block, key_block, ring, d_query.dtype)
+    weights = _exp_difference(scores, lse[..., query_slice].flatten(2, 3)[..., None])
+    d_out = grad[..., query_slice, :].flatten(2, 3)
+    dropped_weights = _apply_dropout(weights, dropout_mask, query_block, key_block, ring)
+    d_keys_values[1][..., key_slice, :] += dropped_weights.transpose(-1, -2) @ d_out
+    d_weights = d_out @ keys_values[1][..., key_slice, :].to(d_out.dtype).transpose(-1, -2)
+    d_weights = _apply_dropout(d_weights, dropout_mask, query_block, key_block, ring)
+    d_scores = weights * (d_weights - delta[..., query_slice].flatten(2, 3)[..., None]) * ring.scale
+    keys, queries = keys_values[0][..., key_slice, :], query[..., query_slice, :].flatten(2, 3)
+    d_query[..., query_slice, :] += (d_scores @ keys.to(d_out.dtype)).view(d_query[..., query_slice, :].shape)
+    d_keys_values[0][..., key_slice, :] += d_scores.transpose(-1, -2) @ queries.to(d_out.dtype)

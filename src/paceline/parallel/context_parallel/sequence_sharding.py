@@ -6,7 +6,7 @@ many: all ranks have equal work (the "zigzag" of Brandon et al., "Striped Attent
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,11 @@ IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequencePiece:
-    """A range `[start, start + size)` of the sequence, stored from `local` in a rank's shard."""
+class SequenceChunk:
+    """A range `[start, start + size)` of the sequence, stored from `local_start` in a rank's shard."""
 
     start: int
-    local: int
+    local_start: int
     size: int
 
     @property
@@ -31,11 +31,21 @@ class SequencePiece:
         """Return the end of the range."""
         return self.start + self.size
 
-    def split(self, *, most: int) -> "Iterator[SequencePiece]":
-        """Yield sub-ranges of at most `most` positions."""
-        for offset in range(0, self.size, most):
-            yield SequencePiece(
-                start=self.start + offset, local=self.local + offset, size=min(most, self.size - offset)
+    @property
+    def full_slice(self) -> slice:
+        """Return the range as a slice of the full sequence."""
+        return slice(self.start, self.stop)
+
+    @property
+    def local_slice(self) -> slice:
+        """Return the range as a slice of the rank's shard."""
+        return slice(self.local_start, self.local_start + self.size)
+
+    def split(self, *, max_size: int) -> "Iterator[SequenceChunk]":
+        """Yield sub-ranges of at most `max_size` positions."""
+        for offset in range(0, self.size, max_size):
+            yield SequenceChunk(
+                start=self.start + offset, local_start=self.local_start + offset, size=min(max_size, self.size - offset)
             )
 
 
@@ -55,38 +65,42 @@ class SequenceSharding:
                 hint=f"cp={max(1, self.length // 2)} or less, or pad this batch to {2 * self.ranks}",
             )
 
-    def pieces(self, rank: int) -> tuple[SequencePiece, ...]:
+    def chunks(self, rank: int) -> tuple[SequenceChunk, ...]:
         """Return the chunks of a rank, in the order of its shard."""
         if self.ranks == 1:
-            return (SequencePiece(start=0, local=0, size=self.length),)
-        (a, b), (c, d) = self._chunk(rank), self._chunk(2 * self.ranks - 1 - rank)
-        return SequencePiece(start=a, local=0, size=b - a), SequencePiece(start=c, local=b - a, size=d - c)
+            return (SequenceChunk(start=0, local_start=0, size=self.length),)
+        early_start, early_size = self._chunk_range(rank)
+        late_start, late_size = self._chunk_range(2 * self.ranks - 1 - rank)
+        return (
+            SequenceChunk(start=early_start, local_start=0, size=early_size),
+            SequenceChunk(start=late_start, local_start=early_size, size=late_size),
+        )
 
-    def size(self, rank: int) -> int:
+    def local_length(self, rank: int) -> int:
         """Return the number of positions that a rank holds."""
-        return sum(piece.size for piece in self.pieces(rank))
+        return sum(chunk.size for chunk in self.chunks(rank))
 
     def positions(self, rank: int, *, device: torch.device | None = None) -> Tensor:
         """Return the positions of the rank's shard in the full sequence, as int64."""
-        return torch.cat([torch.arange(piece.start, piece.stop, device=device) for piece in self.pieces(rank)])
+        return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in self.chunks(rank)])
 
-    def take(self, whole: Tensor, *, dim: int, rank: int) -> Tensor:
+    def shard(self, full: Tensor, *, dim: int, rank: int) -> Tensor:
         """Return a rank's shard of a tensor with the full sequence along `dim`."""
-        return torch.cat([whole.narrow(dim, piece.start, piece.size) for piece in self.pieces(rank)], dim=dim)
+        return torch.cat([full.narrow(dim, chunk.start, chunk.size) for chunk in self.chunks(rank)], dim=dim)
 
-    def join(self, parts: Sequence[Tensor], *, dim: int) -> Tensor:
-        """Return the full tensor from the shards of all ranks: the inverse of `take`."""
-        placed = [
-            (piece.start, part.narrow(dim, piece.local, piece.size))
-            for rank, part in enumerate(parts)
-            for piece in self.pieces(rank)
+    def join(self, shards: Sequence[Tensor], *, dim: int) -> Tensor:
+        """Return the full tensor from the shards of all ranks: the inverse of `shard`."""
+        chunks = [
+            (chunk.start, shard.narrow(dim, chunk.local_start, chunk.size))
+            for rank, shard in enumerate(shards)
+            for chunk in self.chunks(rank)
         ]
-        return torch.cat([part for _, part in sorted(placed, key=lambda pair: pair[0])], dim=dim)
+        return torch.cat([shard for _, shard in sorted(chunks, key=lambda pair: pair[0])], dim=dim)
 
-    def _chunk(self, number: int) -> tuple[int, int]:
-        each, more = divmod(self.length, 2 * self.ranks)
-        start = number * each + min(number, more)
-        return start, start + each + (number < more)
+    def _chunk_range(self, index: int) -> tuple[int, int]:
+        """Return the start and the size of a chunk."""
+        min_size, remainder = divmod(self.length, 2 * self.ranks)
+        return index * min_size + min(index, remainder), min_size + (index < remainder)
 
 
 def batch_length(batch: Any, *, sequence: Mapping[str, int]) -> int:
@@ -95,8 +109,8 @@ def batch_length(batch: Any, *, sequence: Mapping[str, int]) -> int:
     Raises:
         JobError: an entry is missing or is not a tensor, or the entries differ in length.
     """
-    entries = dict(_entries(batch))
-    lengths = {name: _named(entries, name, dim).shape[dim] for name, dim in sequence.items()}
+    entries = dict(_tensor_entries(batch))
+    lengths = {name: _sequence_entry(entries, name, dim).shape[dim] for name, dim in sequence.items()}
     if not lengths:
         raise JobError(
             "the job does not say which dimension of the batch is the sequence.",
@@ -104,9 +118,9 @@ def batch_length(batch: Any, *, sequence: Mapping[str, int]) -> int:
             hint=sequence_hint(batch),
         )
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        described = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise JobError(
-            f"the sequence dimensions of one batch differ: {told}.",
+            f"the sequence dimensions of one batch differ: {described}.",
             cause="an encoder and a decoder, or inputs and targets of different lengths",
             hint="in sequence={...}, name only entries of equal length, or leave cp out",
         )
@@ -115,42 +129,44 @@ def batch_length(batch: Any, *, sequence: Mapping[str, int]) -> int:
 
 def sequence_hint(batch: Any) -> str:
     """Return a hint that names the entries of the batch that may have a sequence dimension."""
-    named = ", ".join(f"{n!r}: 1" for n, v in _entries(batch) if v.dim() in (2, 3))
-    return f"sequence={{{named}}} in the job, or leave cp out" if named else "leave cp out: this batch has no sequence"
+    candidates = ", ".join(f"{n!r}: 1" for n, v in _tensor_entries(batch) if v.dim() in (2, 3))
+    if not candidates:
+        return "leave cp out: this batch has no sequence"
+    return f"sequence={{{candidates}}} in the job, or leave cp out"
 
 
-def batch_rows(batch: Any, *, sequence: Mapping[str, int]) -> int:
+def count_sequences(batch: Any, *, sequence: Mapping[str, int]) -> int:
     """Return the number of sequences of a batch: the product of the dimensions before the sequence dimension."""
-    entries = dict(_entries(batch))
+    entries = dict(_tensor_entries(batch))
     entry, dim = next((entries[name], dim) for name, dim in sequence.items())
-    return math.prod(entry.shape[: _at(entry, dim)])
+    return math.prod(entry.shape[: dim % entry.dim()])
 
 
-def cut_batch(batch: Any, *, sequence: Mapping[str, int], ranks: int, rank: int, shift_labels: bool = False) -> Any:
+def shard_batch(batch: Any, *, sequence: Mapping[str, int], ranks: int, rank: int, shift_labels: bool = False) -> Any:
     """Return a rank's shard of the batch: a tensor, a tuple or list (entries named "0", "1", ...) or a dict.
 
     `sequence` maps entries to their sequence dimension. Other tensors whose leading shape up to this dimension is equal
     are sharded too. With `shift_labels`, the entry `labels` is first shifted one position to the left over the full
     sequence (with the ignored label -100 at the end), so that the last label of each shard is correct.
     """
-    cut = SequenceSharding(length=batch_length(batch, sequence=sequence), ranks=ranks)
-    entries = dict(_entries(batch))
-    leading = {tuple(entries[name].shape[: _at(entries[name], dim) + 1]) for name, dim in sequence.items()}
+    sharding = SequenceSharding(length=batch_length(batch, sequence=sequence), ranks=ranks)
+    entries = dict(_tensor_entries(batch))
+    leading_shapes = {tuple(entries[name].shape[: dim % entries[name].dim() + 1]) for name, dim in sequence.items()}
 
-    def part(name: str, value: Any) -> Any:
+    def shard_entry(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if name in sequence:
-            dim = _at(value, sequence[name])
+            dim = sequence[name] % value.dim()
         else:
-            dim = next((len(shape) - 1 for shape in leading if tuple(value.shape[: len(shape)]) == shape), -1)
+            dim = next((len(shape) - 1 for shape in leading_shapes if tuple(value.shape[: len(shape)]) == shape), -1)
         if dim < 0:
             return value
         if shift_labels and name == "labels":
             value = next_position_labels(value, dim=dim)
-        return cut.take(value, dim=dim, rank=rank)
+        return sharding.shard(value, dim=dim, rank=rank)
 
-    return _rebuilt(batch, part)
+    return _map_entries(batch, shard_entry)
 
 
 def next_position_labels(labels: Tensor, *, dim: int) -> Tensor:
@@ -159,29 +175,25 @@ def next_position_labels(labels: Tensor, *, dim: int) -> Tensor:
     return torch.cat([labels.narrow(dim, 1, labels.shape[dim] - 1), end], dim=dim)
 
 
-def is_padded(batch: Any) -> bool:
+def has_padding(batch: Any) -> bool:
     """Return whether the `attention_mask` of the full batch masks a position; all ranks need this information."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return isinstance(mask, Tensor) and not bool(mask.all())
 
 
-def _at(tensor: Tensor, dim: int) -> int:
-    return dim % tensor.dim()
-
-
-def _named(entries: Mapping[str, Tensor], name: str, dim: int) -> Tensor:
-    found = entries.get(name)
-    if found is None or not -found.dim() <= dim < found.dim():
+def _sequence_entry(entries: Mapping[str, Tensor], name: str, dim: int) -> Tensor:
+    entry = entries.get(name)
+    if entry is None or not -entry.dim() <= dim < entry.dim():
         shapes = ", ".join(f"{n} {tuple(v.shape)}" for n, v in entries.items()) or "no tensor"
         raise JobError(
             f"sequence={{{name!r}: {dim}}} does not match the batch, which has {shapes}.",
             cause="the entry is not in the batch, or has fewer dimensions",
             hint='a dict\'s key, or "0", "1", ... for the entries of a tuple; "0" for a batch that is one tensor',
         )
-    return found
+    return entry
 
 
-def _entries(batch: Any) -> Iterator[tuple[str, Tensor]]:
+def _tensor_entries(batch: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(batch, Tensor):
         yield "0", batch
     else:
@@ -189,12 +201,13 @@ def _entries(batch: Any) -> Iterator[tuple[str, Tensor]]:
         yield from ((str(name), value) for name, value in pairs if isinstance(value, Tensor))
 
 
-def _rebuilt(batch: Any, part: Any) -> Any:
+def _map_entries(batch: Any, change: Callable[[str, Any], Any]) -> Any:
+    """Return the same batch with each entry replaced by `change(name, entry)`."""
     if isinstance(batch, Tensor):
-        return part("0", batch)
+        return change("0", batch)
     if isinstance(batch, Mapping):
-        return {name: part(str(name), value) for name, value in batch.items()}
-    made = [part(str(place), value) for place, value in enumerate(batch)]
+        return {name: change(str(name), value) for name, value in batch.items()}
+    entries = [change(str(index), value) for index, value in enumerate(batch)]
     if hasattr(batch, "_fields"):
-        return type(batch)(*made)
-    return made if isinstance(batch, list) else tuple(made)
+        return type(batch)(*entries)
+    return entries if isinstance(batch, list) else tuple(entries)

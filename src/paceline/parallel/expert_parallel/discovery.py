@@ -16,93 +16,93 @@ from torch import nn
 
 from paceline.errors import LayoutError
 
-_INDEX, _WEIGHT = ("index", "indices", "expert"), ("weight", "score", "prob", "gate")
+_INDEX_WORDS, _WEIGHT_WORDS = ("index", "indices", "expert"), ("weight", "score", "prob", "gate")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
-    """A module with `count` experts.
+class ExpertsModule:
+    """A module with `num_experts` experts.
 
-    `stacked` are the names of the parameters whose first dimension is the experts. `listed` is the name
+    `stacked_parameters` are the names of the parameters whose first dimension is the experts. `list_name` is the name
     of the `nn.ModuleList` if the experts are modules.
     """
 
     name: str
     module: nn.Module
-    count: int
-    stacked: tuple[str, ...] = ()
-    listed: str | None = None
+    num_experts: int
+    stacked_parameters: tuple[str, ...] = ()
+    list_name: str | None = None
 
 
-def expert_ranges(count: int, *, ranks: int) -> tuple[tuple[int, int], ...]:
+def expert_ranges(num_experts: int, *, ranks: int) -> tuple[tuple[int, int], ...]:
     """Return the experts `[start, stop)` of each rank, as even as possible; some are empty if there are more ranks."""
-    each, more = divmod(count, ranks)
-    starts = [rank * each + min(rank, more) for rank in range(ranks + 1)]
+    min_size, remainder = divmod(num_experts, ranks)
+    starts = [rank * min_size + min(rank, remainder) for rank in range(ranks + 1)]
     return tuple(pairwise(starts))
 
 
-def find_experts(model: nn.Module, *, pattern: str | None = None) -> list[Experts]:
+def find_experts(model: nn.Module, *, pattern: str | None = None) -> list[ExpertsModule]:
     """Return the experts modules of a model, or those whose names match `pattern` ("*.mlp.experts").
 
     Raises:
         LayoutError: there are none, or a module with experts cannot be sharded; the message gives name and reason.
     """
-    found: list[Experts] = []
+    experts_modules: list[ExpertsModule] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{other.name}.") for other in found)
-        wanted = fnmatch(name, pattern) if pattern is not None else takes_routed_tokens(module)
-        if name and wanted and not inside:
-            found.append(_experts(name, module))
-    if not found:
-        raise _nothing_found(model, pattern)
-    left = [] if pattern is not None else [n for n, m in _loops(model) if not _covered(n, m, found)]
-    if left:
-        raise _no_interface(left[0], model.get_submodule(left[0]))
-    return found
+        is_nested = any(name.startswith(f"{other.name}.") for other in experts_modules)
+        is_match = fnmatch(name, pattern) if pattern is not None else has_routed_forward(module)
+        if name and is_match and not is_nested:
+            experts_modules.append(_describe_experts(name, module))
+    if not experts_modules:
+        raise _no_experts_found(model, pattern)
+    for name, module in _expert_lists(model) if pattern is None else ():
+        if not _is_covered(name, module, experts_modules):
+            raise _unsupported_interface(name, module)
+    return experts_modules
 
 
-def takes_routed_tokens(module: nn.Module) -> bool:
+def has_routed_forward(module: nn.Module) -> bool:
     """Return whether the forward is `(tokens, expert_index, expert_weight)`, according to its parameter names."""
     names = [p.name.lower() for p in inspect.signature(module.forward).parameters.values() if p.kind < p.KEYWORD_ONLY]
     return (
         len(names) == 3
-        and any(word in names[1] for word in _INDEX)
-        and any(word in names[2] for word in _WEIGHT)
+        and any(word in names[1] for word in _INDEX_WORDS)
+        and any(word in names[2] for word in _WEIGHT_WORDS)
         and bool(list(module.parameters()))
     )
 
 
-def _experts(name: str, module: nn.Module) -> Experts:
-    own = dict(module.named_parameters(recurse=False))
+def _describe_experts(name: str, module: nn.Module) -> ExpertsModule:
+    own_parameters = dict(module.named_parameters(recurse=False))
     lists = [(n, m) for n, m in module.named_children() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    if not takes_routed_tokens(module):
-        raise _no_interface(name, module)
-    if len(lists) == 1 and not own:
-        return Experts(name=name, module=module, count=len(lists[0][1]), listed=lists[0][0])
-    sizes = {parameter.shape[0] for parameter in own.values() if parameter.dim()}
-    inner = [n for n, _ in module.named_parameters() if n not in own]
-    if len(sizes) != 1 or inner or not own:
+    if not has_routed_forward(module):
+        raise _unsupported_interface(name, module)
+    if len(lists) == 1 and not own_parameters:
+        return ExpertsModule(name=name, module=module, num_experts=len(lists[0][1]), list_name=lists[0][0])
+    sizes = {parameter.shape[0] for parameter in own_parameters.values() if parameter.dim()}
+    nested_parameters = [n for n, _ in module.named_parameters() if n not in own_parameters]
+    if len(sizes) != 1 or nested_parameters or not own_parameters:
         shapes = ", ".join(f"{n} {tuple(p.shape)}" for n, p in module.named_parameters())
         raise LayoutError(
             f"{name} ({type(module).__name__}) can't be split into experts: {shapes}.",
             cause="experts are one nn.ModuleList, or tensors with the same first dimension",
             hint="move shared parameters out of this module, or leave ep out",
         )
-    return Experts(name=name, module=module, count=sizes.pop(), stacked=tuple(own))
+    return ExpertsModule(name=name, module=module, num_experts=sizes.pop(), stacked_parameters=tuple(own_parameters))
 
 
-def _loops(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
+def _expert_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
     """Yield each `nn.ModuleList` with more than one module whose name contains "expert"."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1 and "expert" in name.rsplit(".", 1)[-1].lower():
             yield name, module
 
 
-def _covered(name: str, module: nn.Module, found: Sequence[Experts]) -> bool:
-    return any(name.startswith(f"{experts.name}.") or experts.module is module for experts in found)
+def _is_covered(name: str, module: nn.Module, experts_modules: Sequence[ExpertsModule]) -> bool:
+    return any(name.startswith(f"{experts.name}.") or experts.module is module for experts in experts_modules)
 
 
-def _no_interface(name: str, module: nn.Module) -> LayoutError:
+def _unsupported_interface(name: str, module: nn.Module) -> LayoutError:
     return LayoutError(
         f"{name} ({type(module).__name__}) holds experts that are called one by one with their tokens.",
         cause="the routing of all tokens must be known before any expert runs, or ranks would wait for each other",
@@ -111,10 +111,10 @@ def _no_interface(name: str, module: nn.Module) -> LayoutError:
     )
 
 
-def _nothing_found(model: nn.Module, pattern: str | None) -> LayoutError:
-    lists = [name for name, _ in _loops(model)]
+def _no_experts_found(model: nn.Module, pattern: str | None) -> LayoutError:
+    lists = [name for name, _ in _expert_lists(model)]
     if lists and pattern is None:
-        return _no_interface(lists[0], model.get_submodule(lists[0]))
+        return _unsupported_interface(lists[0], model.get_submodule(lists[0]))
     return LayoutError(
         f"{type(model).__name__} has no module {pattern}."
         if pattern

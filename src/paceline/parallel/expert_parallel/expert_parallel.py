@@ -17,34 +17,34 @@ from torch import Tensor, nn
 
 from paceline.comm.process_group import World
 from paceline.errors import LayoutError
-from paceline.parallel.expert_parallel.discovery import Experts, expert_ranges, find_experts
+from paceline.parallel.expert_parallel.discovery import ExpertsModule, expert_ranges, find_experts
 from paceline.parallel.expert_parallel.token_dispatch import combine, dispatch, plan_route
 from paceline.parallel.module_access.shard_spec import ShardSpec
 
-Ranges = tuple[tuple[int, int], ...]
+ExpertRanges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacedExperts:
+class ShardedExperts:
     """The result of `split_experts` on one rank.
 
-    `parts` contains all sharded parameters, including those of which this rank holds nothing; `names` are the
+    `shard_specs` contains all sharded parameters, including those of which this rank holds nothing; `names` are the
     expert parameters that it holds.
     """
 
-    parts: Mapping[str, ShardSpec]
+    shard_specs: Mapping[str, ShardSpec]
     names: frozenset[str]
-    modules: tuple[str, ...]
-    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    module_names: tuple[str, ...]
+    _undos: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def close(self) -> None:
         """Restore the modules' own forward. Their parameters remain sharded."""
-        for undo in self._undo:
+        for undo in self._undos:
             undo()
-        self._undo.clear()
+        self._undos.clear()
 
 
-def split_experts(*, model: nn.Module, world: World | None = None, experts: str | None = None) -> PlacedExperts:
+def split_experts(*, model: nn.Module, world: World | None = None, experts: str | None = None) -> ShardedExperts:
     """Remove the experts of other ranks from the model, in place; parameter names do not change.
 
     `experts` is a pattern for the names of the experts modules. It is needed if the parameter names of their forward do
@@ -54,46 +54,52 @@ def split_experts(*, model: nn.Module, world: World | None = None, experts: str 
         LayoutError: there are no experts, or some cannot be sharded; the message names them.
     """
     world = world or World.alone()
-    found = find_experts(model, pattern=experts)
-    _refuse_tied(model, found)
-    parts: dict[str, ShardSpec] = {}
-    undo: list[Callable[[], None]] = []
-    for one in found:
-        ranges = expert_ranges(one.count, ranks=world.world_size)
-        kept = ranges[world.rank]
-        parts |= _keep_stacked(one, kept) if one.listed is None else _keep_listed(one, kept)
-        undo.append(_route(one, ranges, world))
-    held = frozenset(name for name, part in parts.items() if part.local_shape is not None)
-    return PlacedExperts(parts=parts, names=held, modules=tuple(one.name for one in found), _undo=undo)
+    experts_modules = find_experts(model, pattern=experts)
+    _refuse_tied_experts(model, experts_modules)
+    shard_specs: dict[str, ShardSpec] = {}
+    undos: list[Callable[[], None]] = []
+    for experts_module in experts_modules:
+        ranges = expert_ranges(experts_module.num_experts, ranks=world.world_size)
+        local_range = ranges[world.rank]
+        shard = _shard_stacked if experts_module.list_name is None else _shard_list
+        shard_specs |= shard(experts_module, local_range)
+        undos.append(_wrap_forward(experts_module, ranges, world))
+    return ShardedExperts(
+        shard_specs=shard_specs,
+        names=frozenset(name for name, spec in shard_specs.items() if spec.local_shape is not None),
+        module_names=tuple(experts_module.name for experts_module in experts_modules),
+        _undos=undos,
+    )
 
 
-def _keep_stacked(one: Experts, kept: tuple[int, int]) -> dict[str, ShardSpec]:
-    parts: dict[str, ShardSpec] = {}
-    for name in one.stacked:
-        whole = getattr(one.module, name)
-        part = ShardSpec.from_ranges(whole.shape, dim=0, ranges=[kept])
-        mine = nn.Parameter(whole.detach()[kept[0] : kept[1]].clone(), requires_grad=whole.requires_grad)
-        setattr(one.module, name, mine)
-        parts[f"{one.name}.{name}"] = part
-    for name, value in list(vars(one.module).items()):
-        if type(value) is int and value == one.count and "expert" in name:
-            setattr(one.module, name, kept[1] - kept[0])  # the module's forward reads its number of experts here
-    return parts
+def _shard_stacked(experts_module: ExpertsModule, local_range: tuple[int, int]) -> dict[str, ShardSpec]:
+    """Replace stacked parameters by their rows of this rank's experts."""
+    start, stop = local_range
+    shard_specs: dict[str, ShardSpec] = {}
+    for name in experts_module.stacked_parameters:
+        full = getattr(experts_module.module, name)
+        local = nn.Parameter(full.detach()[start:stop].clone(), requires_grad=full.requires_grad)
+        setattr(experts_module.module, name, local)
+        shard_specs[f"{experts_module.name}.{name}"] = ShardSpec.from_ranges(full.shape, dim=0, ranges=[local_range])
+    for name, value in list(vars(experts_module.module).items()):
+        if type(value) is int and value == experts_module.num_experts and "expert" in name:
+            setattr(experts_module.module, name, stop - start)  # the module's forward reads its number of experts here
+    return shard_specs
 
 
-def _keep_listed(one: Experts, kept: tuple[int, int]) -> dict[str, ShardSpec]:
+def _shard_list(experts_module: ExpertsModule, local_range: tuple[int, int]) -> dict[str, ShardSpec]:
     """Replace other ranks' experts by empty modules, so that the remaining ones keep their indices and names."""
-    listed = getattr(one.module, str(one.listed))
-    start, stop = kept
-    parts: dict[str, ShardSpec] = {}
-    for place, expert in enumerate(listed):
-        mine = start <= place < stop
+    experts = getattr(experts_module.module, str(experts_module.list_name))
+    start, stop = local_range
+    shard_specs: dict[str, ShardSpec] = {}
+    for index, expert in enumerate(experts):
+        is_local = start <= index < stop
         for name, parameter in expert.named_parameters():
-            part = ShardSpec.full(parameter.shape) if mine else ShardSpec.empty(parameter.shape)
-            parts[f"{one.name}.{one.listed}.{place}.{name}"] = part
-        if not mine:
-            listed[place] = RemoteExpert()
-    return parts
+            full_name = f"{experts_module.name}.{experts_module.list_name}.{index}.{name}"
+            shard_specs[full_name] = (ShardSpec.full if is_local else ShardSpec.empty)(parameter.shape)
+        if not is_local:
+            experts[index] = RemoteExpert()
+    return shard_specs
 
 
 class RemoteExpert(nn.Module):
@@ -105,14 +111,16 @@ class RemoteExpert(nn.Module):
         return tokens
 
 
-def _route(one: Experts, ranges: Ranges, world: World) -> Callable[[], None]:
+def _wrap_forward(experts_module: ExpertsModule, ranges: ExpertRanges, world: World) -> Callable[[], None]:
     """Wrap the forward in the token exchange, as a method, so that a copy of the module uses its own experts."""
-    module = one.module
-    taken = inspect.signature(module.forward)
-    call: Callable[..., Tensor] = _Call(experts=one, own=_function(module), ranges=ranges, world=world)
+    module = experts_module.module
+    signature = inspect.signature(module.forward)
+    sharded_forward: Callable[..., Tensor] = _ShardedForward(
+        experts_module=experts_module, original_forward=_forward_function(module), ranges=ranges, world=world
+    )
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        return call(self, *taken.bind(*args, **kwargs).arguments.values())
+        return sharded_forward(self, *signature.bind(*args, **kwargs).arguments.values())
 
     module.forward = MethodType(forward, module)
 
@@ -122,20 +130,20 @@ def _route(one: Experts, ranges: Ranges, world: World) -> Callable[[], None]:
     return undo
 
 
-def _function(module: nn.Module) -> Callable[..., Any]:
+def _forward_function(module: nn.Module) -> Callable[..., Any]:
     """Return the forward as a function of (module, ...); a forward that was set on the instance ignores the module."""
-    found: Any = module.forward
-    own: Any = getattr(found, "__func__", None)
-    return own if own is not None else lambda _, *args: found(*args)
+    forward: Any = module.forward
+    function: Any = getattr(forward, "__func__", None)
+    return function if function is not None else lambda _, *args: forward(*args)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Call:
+class _ShardedForward:
     """The forward of a module whose experts are sharded."""
 
-    experts: Experts
-    own: Callable[..., Any]
-    ranges: Ranges
+    experts_module: ExpertsModule
+    original_forward: Callable[..., Any]
+    ranges: ExpertRanges
     world: World
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -144,50 +152,59 @@ class _Call:
         flat = tokens.reshape(-1, tokens.shape[-1])
         if index.shape != weight.shape or index.numel() % max(len(flat), 1):
             raise LayoutError(
-                f"{self.experts.name} was called with experts {tuple(index.shape)} and weights {tuple(weight.shape)}.",
+                f"{self.experts_module.name} was called with experts {tuple(index.shape)} and "
+                f"weights {tuple(weight.shape)}.",
                 cause="each token's chosen experts and their weights have one shape: (tokens, choices)",
                 hint="weights of the chosen experts only, or leave ep out",
             )
         index = index.reshape(len(flat), -1) if len(flat) else index.reshape(0, index.shape[-1])
         route = plan_route(index, ranges=self.ranges, world=self.world)
         rows, weights = dispatch(flat, weight, route=route)
-        listed = self.experts.listed is not None
-        first = self.ranges[self.world.rank][0] if listed else 0
-        found = self.own(module, rows, route.expert[:, None] + first, weights[:, None]) if len(rows) or listed else rows
-        trained = [p for p in module.parameters() if p.requires_grad]
-        found = _Tied.apply(not listed, found, rows, *trained)  # type: ignore[no-untyped-call]
-        return combine(found, like=flat, route=route).view(tokens.shape)
+        is_list = self.experts_module.list_name is not None
+        first = self.ranges[self.world.rank][0] if is_list else 0
+        outputs = rows
+        if len(rows) or is_list:
+            outputs = self.original_forward(module, rows, route.expert_index[:, None] + first, weights[:, None])
+        trainable = [p for p in module.parameters() if p.requires_grad]
+        outputs = _JoinBackward.apply(not is_list, outputs, rows, *trainable)  # type: ignore[no-untyped-call]
+        return combine(outputs, like=flat, route=route).view(tokens.shape)
 
 
-class _Tied(torch.autograd.Function):
+class _JoinBackward(torch.autograd.Function):
     """An identity that makes this rank's backward take part in the all-to-alls even if the rank received no rows.
 
     Stacked experts without tokens get a zero gradient, as in one process, where other experts of the stack have tokens.
     """
 
     @staticmethod
-    def forward(ctx: Any, zeros: bool, found: Tensor, *tied: Tensor) -> Tensor:
-        ctx.zeros, ctx.tied = zeros, [(t.shape, t.dtype, t.device) for t in tied]
-        return found.view_as(found)
+    def forward(ctx: Any, should_fill_zeros: bool, outputs: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.should_fill_zeros, ctx.input_specs = should_fill_zeros, [(t.shape, t.dtype, t.device) for t in inputs]
+        return outputs.view_as(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        first, *rest = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.tied)
-        return None, grads[0], first, *(rest if ctx.zeros else [None] * len(rest))
+        rows_gradient, *zeros = (
+            torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.input_specs
+        )
+        return None, grads[0], rows_gradient, *(zeros if ctx.should_fill_zeros else [None] * len(zeros))
 
 
-def _refuse_tied(model: nn.Module, found: list[Experts]) -> None:
+def _refuse_tied_experts(model: nn.Module, experts_modules: list[ExpertsModule]) -> None:
     """Raise if a parameter of an expert is tied to another parameter.
 
     Raises:
         LayoutError: a parameter is tied; the message gives both names.
     """
-    mine = {id(p): f"{one.name}.{name}" for one in found for name, p in one.module.named_parameters()}
-    seen: dict[int, str] = {}
+    expert_names = {
+        id(p): f"{experts_module.name}.{name}"
+        for experts_module in experts_modules
+        for name, p in experts_module.module.named_parameters()
+    }
+    first_names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in mine and id(parameter) in seen:
+        if id(parameter) in expert_names and id(parameter) in first_names:
             raise LayoutError(
-                f"{name} and {seen[id(parameter)]} are one parameter: experts that are tied can't be split.",
+                f"{name} and {first_names[id(parameter)]} are one parameter: experts that are tied can't be split.",
                 hint="separate parameters for each block, or leave ep out",
             )
-        seen[id(parameter)] = name
+        first_names[id(parameter)] = name

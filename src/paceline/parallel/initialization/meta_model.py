@@ -11,7 +11,7 @@ from paceline.errors import user_line
 from paceline.parallel.initialization.init_tape import InitTape, RecordedView, Unrecordable
 from paceline.parallel.initialization.record_mode import is_on_meta, record_init
 from paceline.parallel.module_access.user_hooks import refuse_hooks
-from paceline.torch_internals.private_api import module_registries, of_type
+from paceline.torch_internals.private_api import make_subclass, module_registries
 
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
 _MAX_DEPTH = 4
@@ -94,7 +94,7 @@ def empty_like(tensor: Tensor) -> Tensor:
 
 def with_data(like: Tensor, data: Tensor) -> Tensor:
     """Return `data` as a parameter or buffer with the type and attributes of `like`."""
-    tensor = of_type(data, like=like)
+    tensor = make_subclass(data, like=like)
     vars(tensor).update(vars(like))
     return tensor
 

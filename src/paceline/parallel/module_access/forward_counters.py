@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from paceline.comm.process_group import World
 from paceline.parallel.module_access.attribute_fingerprints import attribute_fingerprints
 from paceline.parallel.module_access.installed_hooks import Hook, find_new_handles, find_new_hooks, remove_hooks
-from paceline.torch_internals.private_api import next_hook_number
+from paceline.torch_internals.private_api import next_hook_id
 
 _FIRST_STEPS = 2
 _MAX_RERUNS = 3
@@ -69,7 +69,7 @@ class ModuleNumbers:
         self._saved_tensor_values = {
             n: _as_number(value) for n, value in self._saved_objects.items() if type(value) is Tensor
         }
-        self._hook_number, self._saved_contents = next_hook_number(), self._contents
+        self._hook_number, self._saved_contents = next_hook_id(), self._contents
 
     def restore(self) -> None:
         """Restore the saved values, and remove attributes that were added since."""

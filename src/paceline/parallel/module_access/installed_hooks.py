@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.torch_internals.private_api import hook_tables, next_hook_number
+from paceline.torch_internals.private_api import hook_dicts, next_hook_id
 
 Hook = tuple[dict[int, Callable[..., Any]], int]
 """The table that contains the hook, and the hook's number in it."""
@@ -21,13 +21,13 @@ def find_new_hooks(model: nn.Module, *, since: int, prefix: str = "") -> list[Ho
 
     `prefix` is the module's FQN followed by a dot; it is empty for the model itself.
     """
-    if next_hook_number() == since:
+    if next_hook_id() == since:
         return []
     return [
         (table, number)
         for name, module in model.named_modules()
         if f"{name}.".lstrip(".").startswith(prefix)
-        for table in hook_tables(module)
+        for table in hook_dicts(module)
         for number, hook in table.items()
         if number >= since and not str(getattr(hook, "__module__", "")).startswith("paceline.")
     ]

@@ -184,7 +184,7 @@ def _fill_deferred_rows(
     model: nn.Module, deferred_rows: DeferredRows, *, device: torch.device, excluded_ids: set[int]
 ) -> None:
     allocate_meta_tensors(
-        model, device=device, without=excluded_ids | {id(buffer) for buffer in model.buffers() if buffer.is_meta}
+        model, device=device, excluded_ids=excluded_ids | {id(buffer) for buffer in model.buffers() if buffer.is_meta}
     )
     for name, parameter in model.named_parameters():
         if name in deferred_rows:

@@ -23,7 +23,7 @@ from paceline.errors import JobError, LayoutError, user_line
 from paceline.parallel.sharding.execution_order_check import UnitOrderCheck
 from paceline.torch_internals.private_api import (
     CallInterceptor,
-    in_backward,
+    is_in_backward,
     module_registries,
     tensor_version,
     tree_flatten,
@@ -130,7 +130,7 @@ class _Guard:
 
     def record_arguments(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Record the arguments and parameter versions; a forward pre-hook that runs after those that gather."""
-        if not in_backward():
+        if not is_in_backward():
             self._guards.order.record_gather(self._number)
         self._sync_requires_grad()
         caller_ids = set(map(id, self._caller_containers))
@@ -171,7 +171,7 @@ class _Guard:
 
     def watch_backward(self, output: Any) -> None:
         """Call the backward checks when the first tensor of the output gets a gradient."""
-        if not torch.is_grad_enabled() or in_backward():
+        if not torch.is_grad_enabled() or is_in_backward():
             return
         checks: list[Callable[[], None]] = [
             self._guards.refuse_early_backward,
@@ -193,7 +193,7 @@ class LockedParameter(DTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Raise LayoutError inside a forward; elsewhere dispatch as DTensor does."""
-        if getattr(_forward_state, "depth", 0) and not in_backward():
+        if getattr(_forward_state, "depth", 0) and not is_in_backward():
             for leaf in tree_flatten((args, kwargs))[0]:
                 if isinstance(leaf, cls) and "known_as" in vars(leaf):
                     raise _outside_unit_error(vars(leaf)["known_as"])

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.parallel.tensor_parallel.plan_dry_run import DryRunGroup, wrap_full_tensor
 from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor, function_name
 from paceline.parallel.tensor_parallel.sharding import DimSharding, IncompatibleReshape, shard_evenly
-from paceline.torch_internals.function_signatures import SIGNATURES, read_call
+from paceline.torch_internals.function_signatures import SIGNATURES, bind_arguments
 from paceline.torch_internals.pytree import tensor_leaves
 
 TRANSPOSES = (".T", ".mT", "t")
@@ -69,7 +69,7 @@ class PlanSearchMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Decide the weights of this call, and call the function with sharded weights."""
         name, kwargs = function_name(func), kwargs or {}
-        arguments = (read_call(name, args, kwargs) if name in SIGNATURES else None) or {}
+        arguments = (bind_arguments(name, args, kwargs) if name in SIGNATURES else None) or {}
         first: Any = args[0] if args else arguments.get("input")
         if arguments and name in MATMUL_PARAMETERS:
             self._decide_matmul(

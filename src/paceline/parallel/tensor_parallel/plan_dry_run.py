@@ -18,7 +18,7 @@ from paceline.errors import LayoutError, current_user_line
 from paceline.parallel.tensor_parallel.collectives import TensorParallelGroup, WorldGroup, slice_shard
 from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor, apply_rule
 from paceline.parallel.tensor_parallel.sharding import DimSharding, IncompatibleReshape
-from paceline.torch_internals.function_signatures import read_call
+from paceline.torch_internals.function_signatures import bind_arguments
 from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 
 _EMPTY = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
@@ -228,7 +228,7 @@ class _Autocast:
 
 def _draws_random_numbers(name: str, args: Any, kwargs: Any) -> bool:
     """Return whether the call draws random numbers; the ranks, as threads, share one generator."""
-    arguments = read_call(name, args, kwargs) if name in ("dropout", "scaled_dot_product_attention") else None
+    arguments = bind_arguments(name, args, kwargs) if name in ("dropout", "scaled_dot_product_attention") else None
     return arguments is not None and bool(arguments.get("dropout_p") or (arguments.get("p") and arguments["training"]))
 
 

@@ -22,7 +22,7 @@ from paceline.parallel.tensor_parallel.collectives import (
     take_local_shard,
 )
 from paceline.parallel.tensor_parallel.sharding import DimSharding, IncompatibleReshape
-from paceline.torch_internals.function_signatures import SIGNATURES, read_call
+from paceline.torch_internals.function_signatures import SIGNATURES, bind_arguments
 from paceline.torch_internals.private_api import (
     is_inside_functorch,
     make_wrapper_tensor,
@@ -181,7 +181,7 @@ class ShardPropagatingTensor(Tensor):
 def apply_rule(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
     """Apply a function by its rule. Raise `NoRule` if there is none or the call does not match the signature."""
     rule = RULES.get(name)
-    arguments = read_call(name, args, kwargs) if name in SIGNATURES else {}
+    arguments = bind_arguments(name, args, kwargs) if name in SIGNATURES else {}
     if rule is None or arguments is None:
         raise NoRule
     return rule(FunctionCall(func=func, name=name, args=tuple(args), kwargs=kwargs, arguments=arguments))

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from paceline.profiling.cpu_workspace.convolution_workspace import Convolution
-from paceline.torch_internals.dispatch_modes import name_of
-from paceline.torch_internals.private_api import has_tiles
+from paceline.torch_internals.dispatch_modes import op_name
+from paceline.torch_internals.private_api import has_amx_tiles
 
 
 def peak_operator_bytes(func: Any, args: Any, *, threads: int = 1) -> int:
     """Return the peak bytes that an operator allocates, including its results; 0 for operators without a formula."""
-    name = name_of(func)
+    name = op_name(func)
     if name == "aten::convolution":
         return _convolution_of(args[0], args[1], args[2], args[3:9], threads).forward_bytes()
     if name != "aten::convolution_backward":
@@ -73,7 +73,7 @@ def gloo_copies(func: Any, args: Any) -> tuple[int, Any]:
 
     It keeps every argument; but of the input of a reduction, it keeps its copy.
     """
-    name = name_of(func)
+    name = op_name(func)
     if name == "c10d::_allgather_base_":
         return int(args[0].nbytes), args
     return (int(args[1].nbytes), args[0]) if name == "c10d::_reduce_scatter_base_" else (0, args)

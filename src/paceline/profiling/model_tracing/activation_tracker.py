@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from paceline.profiling.model_tracing.flop_counter import AFTER_BLOCKS, BEFORE_BLOCKS
-from paceline.torch_internals.private_api import in_backward
+from paceline.torch_internals.private_api import is_in_backward
 from paceline.torch_internals.pytree import tensor_leaves
 
 
@@ -106,11 +106,11 @@ class ActivationTracker:
         self._part, self._part_start_bytes = name, self._bytes
 
     def _enter(self, name: str, *_: Any) -> None:
-        if not in_backward():
+        if not is_in_backward():
             self._start_part(name)
 
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        if in_backward():  # recomputation
+        if is_in_backward():  # recomputation
             return
         for tensor in tensor_leaves(output):
             if tensor.requires_grad and tensor.grad_fn is not None:

@@ -30,8 +30,8 @@ from paceline.torch_internals.dispatch_modes import (
     DispatchMode,
     PendingCollective,
     hide_from_modes,
-    name_of,
-    on_cpu,
+    op_name,
+    run_cpu_kernel,
     written_tensors,
 )
 from paceline.torch_internals.pytree import tensor_leaves
@@ -104,7 +104,7 @@ class FakeExecutionMode(DispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         inputs = list(tensor_leaves((args, kwargs)))
         has_fake_input = any(map(self._fake_storages.has, inputs))
-        name = name_of(func)
+        name = op_name(func)
         if _is_on_meta(inputs, kwargs):
             return func(*args, **kwargs)
         if name.startswith("c10d::") and has_fake_input:
@@ -116,7 +116,7 @@ class FakeExecutionMode(DispatchMode):
             return result
         if name.startswith("fsdp::"):  # implemented in Python: its operations are dispatched one by one
             with self:
-                return on_cpu(func, args, kwargs)
+                return run_cpu_kernel(func, args, kwargs)
         if name in FIXED_RESULTS:
             return FIXED_RESULTS[name](func, args, kwargs) if has_fake_input else func(*args, **kwargs)
         if _is_inplace_view(func) and name not in _RESIZING_OPERATIONS:  # its values do not change
@@ -130,7 +130,7 @@ class FakeExecutionMode(DispatchMode):
 
     def _fake_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the collective on empty tensors instead; its first argument holds the results."""
-        has_split_sizes = name_of(func) == "c10d::alltoall_base_"  # its lists are the split sizes
+        has_split_sizes = op_name(func) == "c10d::alltoall_base_"  # its lists are the split sizes
         arguments = [[] if has_split_sizes and isinstance(arg, list) else arg for arg in args]
         empty_arguments = _map_tensors(arguments, lambda tensor: tensor.new_empty(0))
         result = func(*empty_arguments, **kwargs)
@@ -148,7 +148,7 @@ class FakeExecutionMode(DispatchMode):
             self.copied_bytes -= num_bytes
 
         self.copied_bytes += num_bytes
-        return PendingCollective(on_completion, keeps=kept_tensors).begin()
+        return PendingCollective(on_completion, inputs=kept_tensors).start()
 
     def _is_large(self, func: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
         """Return whether the operation computes too many floating-point numbers to be worth running."""
@@ -182,15 +182,15 @@ class FakeExecutionMode(DispatchMode):
                 self._fake_storages.add(tensor)
             elif tensor.dtype is not torch.uint8 or tensor.numel() <= SMALL_ELEMENTS:
                 fill_unknown_integers(func, tensor, args, comparisons_hold=self._comparison_result(func, tensor))
-        if name_of(func) in _RESIZING_OPERATIONS:
+        if op_name(func) in _RESIZING_OPERATIONS:
             return func(*args, **kwargs)
         result = targets if len(func._schema.returns) > 1 else targets[0]
         return result if func._schema.returns else None
 
     def _fake_results(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if name_of(func) == "aten::masked_select":
+        if op_name(func) == "aten::masked_select":
             return self._create_results(func, args, _masked_select_form(*args))
-        if name_of(func) in PACKED_SEQUENCE_OPERATIONS:
+        if op_name(func) in PACKED_SEQUENCE_OPERATIONS:
             form, lengths = packed_sequence_form(func, args, kwargs)
             return self._create_results(func, args, form), lengths
         args, kwargs = _masks_to_indices(func, args), dict(kwargs)
@@ -201,7 +201,7 @@ class FakeExecutionMode(DispatchMode):
 
     def _comparison_result(self, func: Any, tensor: Tensor) -> bool:
         """Return the result of an unknown comparison: True, or False if a loop repeats it endlessly."""
-        if not self.comparisons_hold or tensor.numel() != 1 or name_of(func) not in COMPARISONS:
+        if not self.comparisons_hold or tensor.numel() != 1 or op_name(func) not in COMPARISONS:
             return self.comparisons_hold
         location = user_code_position()
         self._remaining_true_results[location] = (
@@ -232,7 +232,7 @@ class FakeExecutionMode(DispatchMode):
             tensor = torch.empty_strided(shape, stride, dtype=dtype)
             if dtype.is_floating_point or dtype.is_complex:
                 self._fake_storages.add(tensor)
-            elif name_of(func) not in RANDOM_MASKS or tensor.nbytes < _FRESH_BYTES:
+            elif op_name(func) not in RANDOM_MASKS or tensor.nbytes < _FRESH_BYTES:
                 fill_unknown_integers(func, tensor, args, comparisons_hold=self._comparison_result(func, tensor))
             return tensor
 
@@ -264,7 +264,7 @@ def _is_view(func: Any) -> bool:
 
 def _masks_to_indices(func: Any, args: Any) -> Any:
     """Return the arguments with masks converted to indices; the values of masks are known."""
-    if name_of(func) not in ("aten::index", "aten::index_put") or len(args) < 2:
+    if op_name(func) not in ("aten::index", "aten::index_put") or len(args) < 2:
         return args
     indices: list[Any] = []
     for index in args[1]:
@@ -282,7 +282,7 @@ def _masked_select_form(tensor: Tensor, mask: Tensor) -> _TensorForm:
 
 
 def _is_builtin(func: Any) -> bool:
-    return bool(name_of(func).startswith(("aten::", "prims::", "prim::")))
+    return bool(op_name(func).startswith(("aten::", "prims::", "prim::")))
 
 
 def _as_meta(tensor: Tensor) -> Tensor:

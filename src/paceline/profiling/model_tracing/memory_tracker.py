@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from paceline.torch_internals.dispatch_modes import DispatchMode, name_of, storage_resizes
-from paceline.torch_internals.private_api import in_backward
+from paceline.torch_internals.dispatch_modes import DispatchMode, observe_storage_resizes, op_name
+from paceline.torch_internals.private_api import is_in_backward
 from paceline.torch_internals.pytree import tensor_leaves
 
 _GRADIENT = attrgetter("grad")
@@ -166,7 +166,7 @@ class MemoryTracker(DispatchMode):
             self._track(storage, "activations")
 
     def __enter__(self) -> "MemoryTracker":
-        self._exits.enter_context(storage_resizes(self._on_resize))
+        self._exits.enter_context(observe_storage_resizes(self._on_resize))
         self._update_peak("begun")
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -180,7 +180,7 @@ class MemoryTracker(DispatchMode):
         """Track the results, and run the operation."""
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented
-        backward = in_backward()
+        backward = is_in_backward()
         if backward and not self._was_backward:
             self.kept_bytes = max(self.kept_bytes, self._bytes["activations"])
         if self._was_backward and not backward:
@@ -189,7 +189,7 @@ class MemoryTracker(DispatchMode):
         if backward != self._was_backward and self._on_phase_change is not None:
             self._on_phase_change()
         self._was_backward = backward
-        name = name_of(func)
+        name = op_name(func)
         if self._operator_bytes is not None:
             self._update_peak(name, self._operator_bytes(func, args))
         result = func(*args, **(kwargs or {}))

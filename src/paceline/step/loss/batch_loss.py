@@ -21,7 +21,7 @@ from paceline.data.checksum import checksum
 from paceline.data.stream.dataset_state_json import NotJsonConvertible, from_json, to_json
 from paceline.errors import JobError
 from paceline.step.loss.loss_return_value import Terms
-from paceline.torch_internals.pytree import is_column, is_square, joined_columns, map_leaves
+from paceline.torch_internals.pytree import concatenate_columns, is_column, is_square, map_leaves
 
 _NAMES = ("output", "batch")
 
@@ -65,7 +65,7 @@ def gather_rows(
     if local_parts is None:
         return None
     joined_lists = [
-        joined_columns([from_json(each["columns"][place]) for each in with_samples])
+        concatenate_columns([from_json(each["columns"][place]) for each in with_samples])
         for place in local_parts.column_paths
     ]
     return local_parts.rebuild(joined, joined_lists)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.job import missing_loss_error
-from paceline.parallel.context_parallel.context_parallel import moves_labels
+from paceline.parallel.context_parallel.context_parallel import loss_shifts_labels
 from paceline.torch_internals.rng import preserve_rng
 
 IGNORED_LABEL = -100
@@ -27,7 +27,7 @@ class ModelLoss:
 
     def __init__(self, model: nn.Module, *, takes_divisor: bool) -> None:
         self._model = model
-        self._shifts_labels = moves_labels(model)
+        self._shifts_labels = loss_shifts_labels(model)
         self._tries_left = _MAX_TRIES if takes_divisor else 0
         self._is_sum = False
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from paceline.errors import LayoutError
-from paceline.torch_internals.private_api import add_gradients, gradients_of
+from paceline.torch_internals.private_api import add_gradients, compute_gradients
 
 
 @dataclass(kw_only=True)
@@ -41,7 +41,7 @@ def backward_input(
     saved_gradients: dict[Node, tuple[Tensor | None, ...]] = {}
     handles = [node.register_prehook(_gradient_saver(node, saved_gradients)) for node, _ in boundaries]
     try:
-        gradients_found = gradients_of(outputs, [*inputs, *shared], gradients, retain_graph=True)
+        gradients_found = compute_gradients(outputs, [*inputs, *shared], gradients, retain_graph=True)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
@@ -72,7 +72,9 @@ def backward_weight(deferred: DeferredWeightGrad) -> None:
     weight_gradients = list(deferred.shared_gradients)
     for node, weights, output_gradients in deferred.boundaries:
         edges = [GradientEdge(node, place) for place, gradient in enumerate(output_gradients) if gradient is not None]
-        gradients = gradients_of(edges, weights, [gradient for gradient in output_gradients if gradient is not None])
+        gradients = compute_gradients(
+            edges, weights, [gradient for gradient in output_gradients if gradient is not None]
+        )
         weight_gradients += [(w, g) for w, g in zip(weights, gradients, strict=True) if g is not None]
     deferred.boundaries.clear()
     if weight_gradients:

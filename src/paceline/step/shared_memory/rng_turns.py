@@ -16,7 +16,7 @@ import torch
 
 from paceline.errors import RunError
 from paceline.torch_internals.dispatch_modes import RandomOpDetector
-from paceline.torch_internals.rng import get_states, host_states, set_states
+from paceline.torch_internals.rng import cpu_rng_states, get_rng_states, set_rng_states
 
 
 class HostRandomness(Enum):
@@ -41,7 +41,7 @@ class HostRngTurns:
 
     def states(self) -> tuple[object, ...]:
         """Return the states of the shared generators."""
-        return (*host_states(), None if self._gpu is None else torch.cuda.get_rng_state(self._gpu).numpy().tobytes())
+        return (*cpu_rng_states(), None if self._gpu is None else torch.cuda.get_rng_state(self._gpu).numpy().tobytes())
 
     @contextmanager
     def forward_context(self, seed: Callable[[], None]) -> Iterator[None]:
@@ -57,7 +57,7 @@ class HostRngTurns:
             if states_before is not None and self.states() != states_before:
                 self._has_drawn["forward"] = True
             self._thread_local.ended = (
-                get_states(self._gpu) if self.host_randomness is not HostRandomness.FORWARD else None
+                get_rng_states(self._gpu) if self.host_randomness is not HostRandomness.FORWARD else None
             )
 
     @contextmanager
@@ -72,13 +72,13 @@ class HostRngTurns:
         with self._take_turn():
             end_states = getattr(self._thread_local, "ended", None)
             if end_states is not None:
-                set_states(end_states, self._gpu)
+                set_rng_states(end_states, self._gpu)
             if self.host_randomness is HostRandomness.BACKWARD or not self._has_drawn["forward"]:
                 yield
                 return
             with RandomOpDetector() as detector:
                 yield
-            self._has_drawn["backward"] = self._has_drawn["backward"] or detector.seen
+            self._has_drawn["backward"] = self._has_drawn["backward"] or detector.has_random_op
 
     @contextmanager
     def _take_turn(self) -> Iterator[None]:

@@ -71,7 +71,7 @@ class ThreadsStep(SynchronousStep):
             split_over_replicas(step_batch, replica=index, replicas=num_replicas) for index in range(num_replicas)
         ]
         for step in (self, *self._other_steps):
-            step.replica.random_streams.asleep = self._rng_turns.host_randomness is HostRandomness.NONE
+            step.replica.random_streams.is_gpu_only = self._rng_turns.host_randomness is HostRandomness.NONE
         for other in self._other_steps:
             other.steps_done = self.steps_done
         compute_first = super().compute_gradients

@@ -49,9 +49,9 @@ def build_context_parallel(
                 model, check_batch, first_length=batch_length(example.small_batch, sequence=sequence)
             )
     context = ContextParallel(
-        model=model, sequence=sequence, world=worlds.cp, own_loss=contract.is_model_loss, at_length=length_check
+        model=model, sequence=sequence, world=worlds.cp, is_model_loss=contract.is_model_loss, check_length=length_check
     )
-    if context.shifts_labels:
+    if context.should_shift_labels:
         contract.mark_labels_shifted()
     return context
 
@@ -71,7 +71,7 @@ def try_context_parallel(
         ranks=ranks,
         forward=contract.forward,
         loss=job.loss,
-        own_loss=contract.is_model_loss,
+        is_model_loss=contract.is_model_loss,
     )
     check_batch(model=model, batch=example.small_batch)
     return check_batch

@@ -18,7 +18,7 @@ from paceline.parallel.initialization.meta_model import named_tensors, replace_t
 from paceline.parallel.initialization.pretrained import PretrainedModel
 from paceline.parallel.sharding.fully_sharded import row_shard_specs
 from paceline.planner.layout.mesh import Mesh
-from paceline.torch_internals.rng import get_states, set_states
+from paceline.torch_internals.rng import get_rng_states, set_rng_states
 
 SMALL_BYTES = 256 << 20
 
@@ -147,12 +147,12 @@ def shards_rows_only(mesh: Mesh) -> bool:
 
 def _build_within_limit(build: Build, *, max_bytes: int) -> nn.Module | None:
     """Return a plain build, or None if it exceeds `max_bytes`."""
-    states = get_states()
+    states = get_rng_states()
     with _limit_build_size(max_bytes):
         try:
             model = build()
         except _SizeLimitExceeded:
-            set_states(states)  # so that the next build draws the same numbers
+            set_rng_states(states)  # so that the next build draws the same numbers
             return None
     if not isinstance(model, nn.Module):
         raise JobError(

@@ -110,7 +110,7 @@ def make_scaler(shards: ShardedTensors, world: World, **options: Any) -> torch.a
     device = world.device.type
     if shards.is_unsharded:
         return torch.amp.GradScaler(device, **options)
-    scaler = JointScaler(device, join=lambda found: world.all_reduce(found, op="max"), **options)
+    scaler = JointScaler(device, all_reduce_max=lambda found: world.all_reduce(found, op="max"), **options)
     scaler.scale(torch.zeros((), device=world.device))  # initialise it: most pipeline stages have no loss to scale
     return scaler
 

@@ -12,7 +12,7 @@ from paceline.data.types import StepInput
 from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding
 from paceline.parallel.tensor_parallel.collectives import slice_shard
 from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor
-from paceline.torch_internals.private_api import in_backward, tree_flatten
+from paceline.torch_internals.private_api import is_in_backward, tree_flatten
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.verification.diagnosis.rank_names import RankNames
 from paceline.verification.diagnosis.rerun import ReferenceRerun
@@ -52,7 +52,7 @@ class ModuleOutputs:
 
     def _hook(self, name: str) -> Any:
         def record_output(module: nn.Module, args: Any, output: Any) -> None:
-            if not 0 <= self._microbatch < self.microbatches or in_backward():
+            if not 0 <= self._microbatch < self.microbatches or is_in_backward():
                 return
             call = self._calls.get((self._microbatch, name), 0)
             self._calls[self._microbatch, name] = call + 1

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paceline.torch_internals.private_api import without_group
+from paceline.torch_internals.private_api import hide_process_group
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _SIZE_VARIABLES = (
@@ -24,7 +24,7 @@ def single_process() -> Iterator[None]:
     saved = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update({name: values[name] for name in saved})
     try:
-        with without_group():
+        with hide_process_group():
             yield
     finally:
         os.environ.update(saved)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.data.checksum import checksum
-from paceline.torch_internals.pytree import is_column, is_square, joined_columns
+from paceline.torch_internals.pytree import concatenate_columns, is_column, is_square
 
 Merge = Callable[[Sequence[Any]], Any]
 

@@ -19,8 +19,8 @@ from paceline.parallel.module_access.blocks import Block, NoChain
 from paceline.parallel.module_access.user_call_isolation import plain_state, side_effect_free
 from paceline.parallel.pipeline.stage_io import TensorPath, tensors_in
 from paceline.torch_internals.dispatch_modes import OpObserver, written_tensors
-from paceline.torch_internals.private_api import CallInterceptor, running_function
-from paceline.torch_internals.rng import drawn_by_hand, random_blocks
+from paceline.torch_internals.private_api import CallInterceptor, running_autograd_function
+from paceline.torch_internals.rng import python_rng_states, random_blocks
 
 _TRACING_FILES = (
     "parallel/pipeline/chain/trace_module_calls.py",

@@ -27,8 +27,8 @@ from paceline.parallel.pipeline.graph.module_graph import (
     aliased_arguments,
 )
 from paceline.parallel.pipeline.graph.module_mode_changes import ModeChangeCheck
-from paceline.torch_internals.private_api import watched_autograd
-from paceline.torch_internals.rng import host_states, preserve_rng
+from paceline.torch_internals.private_api import observe_autograd
+from paceline.torch_internals.rng import cpu_rng_states, preserve_rng
 
 _ROOT_KEY = "L__self__"
 _SELF_ATTRIBUTE = re.compile(r"\bself\.([\w.]*\w)")

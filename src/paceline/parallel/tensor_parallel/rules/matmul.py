@@ -33,7 +33,7 @@ from paceline.parallel.tensor_parallel.sharded_tensor import (
     register_rule,
 )
 from paceline.parallel.tensor_parallel.sharding import DimSharding, shard_evenly
-from paceline.torch_internals.function_signatures import read_call
+from paceline.torch_internals.function_signatures import bind_arguments
 
 AttentionFunction = Callable[..., Tensor]
 """Attention on this rank's heads; `sharded_query` are the sharded queries, or None if this rank has all heads."""
@@ -224,7 +224,7 @@ def compute_sharded_attention(attention_function: AttentionFunction, args: Any, 
     """
 
     name = F.scaled_dot_product_attention.__name__
-    arguments = read_call(name, args, kwargs)
+    arguments = bind_arguments(name, args, kwargs)
     if arguments is None:
         return F.scaled_dot_product_attention(*args, **kwargs)  # torch raises the error for the wrong call
 
