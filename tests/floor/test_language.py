@@ -32,9 +32,6 @@ NO_NAMES = frozenset(
     )
 )
 
-# These packages still wait for their new names.
-WAITING = ("parallel/context_parallel", "parallel/expert_parallel", "torch_internals")
-
 # Words that may stay: settings, options of a command, arguments of the public API, keys of files and of JSON, and
 # PyTorch's own argument names. A word that is in no file any more is taken out, which a test demands.
 MEANT = {
@@ -112,8 +109,6 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
 def test_no_name_is_an_everyday_word_alone() -> None:
     found = defaultdict(list)
     for path in FILES:
-        if str(path.relative_to(PACKAGE)).startswith(WAITING):
-            continue
         for line, name in declared_names(ast.parse(path.read_text())):
             if not name.startswith("_") and name.lower() in NO_NAMES:
                 found[name].append(f"{path.relative_to(PACKAGE)}:{line}")
@@ -155,9 +150,6 @@ def test_a_public_name_says_one_thing() -> None:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].add(str(path.relative_to(PACKAGE)))
     twins = {"main", "run_verb"}
-    # These still wait for a name of their own.
-    twins |= {"script_arguments", "forecast_ratios", "write_plan", "read_plan", "measure"}
-    twins |= {"Fingerprint", "Collective", "Schedule", "Message"}
     verbs = "commands/python_functions.py"
     double = {
         name: sorted(paths) for name, paths in found.items()

@@ -156,7 +156,7 @@ class _ReferenceEvaluation:
             )
             for index, (batch, num_samples) in enumerate(batches):
                 seed_all(stream_key(seed, "evaluate", index))
-                generator_states = host_states()
+                generator_states = cpu_rng_states()
                 batch = reference.cast(batch)
                 output, terms = reference.forward_batch(batch, num_samples)
                 pairs = {(name if len(terms) == 1 else f"loss/{name}"): pair for name, pair in terms.items()}

@@ -254,7 +254,7 @@ def _expert_parameters(job: Job, settings: Settings) -> dict[str, int]:
         experts = find_experts(model)
     except LayoutError:
         return {}
-    sums = {"count": experts[0].count}
+    sums = {"count": experts[0].num_experts}
     for expert in experts:
         part = next((block for block in named_blocks(model) if expert.name.startswith(f"{block}.")), BEFORE_BLOCKS)
         sums[part] = sums.get(part, 0) + sum(p.numel() for p in expert.module.parameters())

@@ -209,7 +209,7 @@ def _take_sequence_shard(setup: TrainingSetup, local_output: Tensor, full_output
     if cp.world_size == 1 or local_output.dim() != full_output.dim() or len(differing_dims) != 1:
         return None
     sequence_sharding = SequenceSharding(length=full_output.shape[differing_dims[0]], ranks=cp.world_size)
-    return sequence_sharding.take(full_output, dim=differing_dims[0], rank=cp.rank)
+    return sequence_sharding.shard(full_output, dim=differing_dims[0], rank=cp.rank)
 
 
 def module_output_cause(

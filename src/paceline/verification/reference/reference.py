@@ -399,6 +399,6 @@ class Reference:
     def _block_seed_hook(self, block: int) -> Callable[[nn.Module, object], None]:
         def hook(module: nn.Module, _: object) -> None:
             if module.training:
-                seed_torch(block_key(self._microbatch_seed, block=block, call=self._call_counter.number(block)))
+                seed_torch(block_key(self._microbatch_seed, block=block, call=self._call_counter.call_number(block)))
 
         return hook

@@ -30,7 +30,7 @@ def merge_with_one_attached(values: Sequence[Any], *, attached_index: int, sizes
     return _merge(
         values,
         sizes,
-        _MergeFunctions(tensor=merge_tensors, column=joined_columns, default=lambda parts: parts[attached_index]),
+        _MergeFunctions(tensor=merge_tensors, column=concatenate_columns, default=lambda parts: parts[attached_index]),
     )
 
 
@@ -86,7 +86,7 @@ def _require_equal(parts: Sequence[Any]) -> Any:
 def _merge_columns(parts: Sequence[Any]) -> Any:
     if all(map(is_square, parts)):
         raise TypeError("a square list, whose rows may be samples or not")
-    return joined_columns(parts)
+    return concatenate_columns(parts)
 
 
 _MERGE_FUNCTIONS = _MergeFunctions(tensor=_concatenate, column=_merge_columns, default=_require_equal)

@@ -24,7 +24,7 @@ from paceline.parallel.pipeline.stage_io import (
     tensors_in,
     unflatten_output,
 )
-from paceline.torch_internals.private_api import CallInterceptor, in_backward, running_function
+from paceline.torch_internals.private_api import CallInterceptor, is_in_backward, running_autograd_function
 from paceline.torch_internals.rng import DisabledDropout
 
 
@@ -127,7 +127,7 @@ class Stages:
         if stage not in self.owned_stages:
             raise RunError(f"stage {stage} is not one of this process's stages {list(self.owned_stages)}.")
         for interceptor in self._interceptors:
-            interceptor.renew()
+            interceptor.rewrap()
         run = _StageRun(
             stage=self.split.stages[stage],
             stage_input=stage_input,
@@ -179,7 +179,11 @@ class Stages:
             if number != run.num_called_blocks:
                 raise self._block_order_error(run)
             run.num_called_blocks += 1
-            if run.is_grad_enabled and not torch.is_grad_enabled() and (function := running_function()) is not None:
+            if (
+                run.is_grad_enabled
+                and not torch.is_grad_enabled()
+                and (function := running_autograd_function()) is not None
+            ):
                 raise _autograd_function_error(self.split.blocks[number], function.__name__)
             if number == run.stage.start - 1:
                 return self._unpack_output(run)
@@ -216,7 +220,7 @@ class Stages:
 
         The call runs if this process holds all stages, or in a backward, which recomputes modules of the stage.
         """
-        if len(self.owned_stages) == self.split.num_stages or in_backward():
+        if len(self.owned_stages) == self.split.num_stages or is_in_backward():
             return original_call(*args, **kwargs)
         raise RunError(
             f"{name} was called, but this process holds the stages {list(self.owned_stages)} of "
@@ -278,7 +282,7 @@ class Stages:
         tensors += [run.skip_values[index] for index in run.stage.sent_skips]
         if self.model.training:
             next_stage = self.split.stages[run.stage.index + 1]
-            has_rng_state = next_stage.has_rng_state_input or self._disabled_dropout.any_raised()
+            has_rng_state = next_stage.has_rng_state_input or self._disabled_dropout.is_any_enabled()
         else:  # in evaluation, blocks have no random streams of their own and share one generator
             has_rng_state = run.start_rng_state is not None and not torch.equal(
                 device_rng_state(tensors[0].device), run.start_rng_state

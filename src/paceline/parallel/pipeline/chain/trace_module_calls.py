@@ -146,7 +146,7 @@ class _TraceRecorder:
             input_types = {path: (tensor.shape, tensor.dtype) for path, tensor in tensors_in(arguments)}
             block_call = BlockCall(inputs=self._value_keys(arguments), input_types=input_types)
             self.trace.calls.append(block_call)
-            old_states = drawn_by_hand()
+            old_states = python_rng_states()
             output = original_call(*args, **kwargs)
             _refuse_python_draws(block, old_states)
             block_call.output_value, block_call.outputs = output, self._value_keys(output)
@@ -165,7 +165,7 @@ class _TraceRecorder:
             )
         if not self._started_blocks:
             self._states.append(plain_state(self._shared_modules))
-        function = running_function()
+        function = running_autograd_function()
         if function is not None and self.trace.enclosed_block is None:
             self.trace.enclosed_block = block.name, function.__name__
         self._current_block = len(self._started_blocks)
@@ -275,7 +275,7 @@ def _runs_on_every_stage(module: nn.Module, blocks: Sequence[Block]) -> bool:
 
 
 def _refuse_python_draws(block: Block, old_states: Mapping[str, Any]) -> None:
-    name = next((name for name, state in drawn_by_hand().items() if state != old_states[name]), None)
+    name = next((name for name, state in python_rng_states().items() if state != old_states[name]), None)
     if name is not None:
         raise LayoutError(
             f"the block {block.name} draws from {name}, and a stage would draw different numbers than one process: "

@@ -50,10 +50,10 @@ def export_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         _disabled_autocast(),
         warnings.catch_warnings(record=True) as caught_warnings,
     ):
-        host_states_before = host_states()
+        states_before = cpu_rng_states()
         warnings.simplefilter("always")
         program, mode_check = _export_program(model, args, kwargs, units, is_mixed)
-        if host_states() != host_states_before:
+        if cpu_rng_states() != states_before:
             raise LayoutError(
                 "the forward draws from random or numpy, and an exported graph would reuse that one draw forever.",
                 cause="stochastic depth or augmentation by Python's own generators",
@@ -86,7 +86,7 @@ def _export_program(
             lost_effects.append(_lost_effect_error(name, where="" if line is None else f"{line}: {line.text}"))
 
     try:
-        with watched_autograd(record_lost_effect):
+        with observe_autograd(record_lost_effect):
             program = torch.export.export(
                 model, args, kwargs, strict=False, preserve_module_call_signature=tuple(units)
             )

@@ -91,7 +91,7 @@ class GraphStages:
         """
         if stage not in self.owned_stages:
             raise RunError(f"stage {stage} is not one of this process's stages {list(self.owned_stages)}.")
-        self._interceptor.renew()
+        self._interceptor.rewrap()
         current = _StageRun(stage=stage, stage_input=stage_input)
         previous_run, self._current_run = self._current_run, current
         try:
