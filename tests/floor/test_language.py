@@ -155,9 +155,6 @@ def test_a_public_name_says_one_thing() -> None:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].add(str(path.relative_to(PACKAGE)))
     twins = {"main", "run_verb"}
-    # These still wait for a name of their own.
-    twins |= {"script_arguments", "forecast_ratios", "write_plan", "read_plan", "measure", "num_bytes"}
-    twins |= {"Fingerprint", "Collective", "Schedule", "Message"}
     verbs = "commands/python_functions.py"
     double = {
         name: sorted(paths) for name, paths in found.items()

@@ -19,7 +19,7 @@ _RecordedActions = list[list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class MeasuredSchedule:
     """The bubble fraction as measured, and `planned` with stages of equal length; `picture` is an SVG of one step."""
 
     bubble: float
@@ -27,7 +27,7 @@ class Schedule:
     picture: str
 
 
-def measure_schedule(session: Session, batches: Iterator[Any]) -> Schedule | None:
+def measure_schedule(session: Session, batches: Iterator[Any]) -> MeasuredSchedule | None:
     """Record a few steps and return, on rank 0, the one with the median bubble. None without a pipeline.
 
     All ranks are processes of one machine, so `time.perf_counter` is the same clock for all.
@@ -53,7 +53,9 @@ def measure_schedule(session: Session, batches: Iterator[Any]) -> Schedule | Non
     return median_schedule([[steps_by_rank[rank][at] for rank in pipeline_ranks] for at in range(STEPS)], passes)
 
 
-def median_schedule(steps: Sequence[Sequence[_RecordedActions]], passes: PipelineForwardBackward) -> Schedule | None:
+def median_schedule(
+    steps: Sequence[Sequence[_RecordedActions]], passes: PipelineForwardBackward
+) -> MeasuredSchedule | None:
     """Return the step with the median bubble, from the recorded actions of every rank in several steps."""
     num_micro = 1 + max((one[2] for step in steps for rank in step for one in rank), default=-1)
     if not num_micro:
@@ -68,7 +70,7 @@ def median_schedule(steps: Sequence[Sequence[_RecordedActions]], passes: Pipelin
         name=f"{program.name} as planned with these times", num_ranks=planned.num_ranks, spans=planned.spans
     )
     picture = draw(planned_timeline, measured=median_timeline, unit="ms")
-    return Schedule(bubble=median_timeline.bubble, planned=simulate(program).bubble, picture=picture)
+    return MeasuredSchedule(bubble=median_timeline.bubble, planned=simulate(program).bubble, picture=picture)
 
 
 def build_timeline(ranks: Sequence[_RecordedActions], *, name: str) -> Timeline:
