@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from paceline.bytes_sent import SHARES
 from paceline.errors import MachineError
 from paceline.planner.hardware.benchmark_results import (
-    Collective,
+    CollectiveTimings,
     Disk,
-    Fingerprint,
     HardwareBenchmark,
+    MachineFingerprint,
     MatmulTimings,
     Rates,
     read_probe,
@@ -136,7 +136,7 @@ def test_what_a_larger_one_took_less_for_is_shared() -> None:
     assert [point.seconds for point in found.points] == [1.0, 3.0, 3.0, 5.0]
 
 
-MARK = Fingerprint(
+MARK = MachineFingerprint(
     cpu="a cpu", cores=2, torch="2.13.0", gpus=("a gpu",), kernels="default", device="cpu", ranks=2, threads=1
 )
 
@@ -154,7 +154,7 @@ def probe(**other: Any) -> HardwareBenchmark:
     found = HardwareBenchmark(
         fingerprint=MARK, backend="gloo", took_seconds=20.0, rates=(rates(1), rates(2)),
         collectives=tuple(
-            Collective(kind=kind, ranks=n, curve=curve(n * 1e-4, 1e-9 * SHARES[kind](n)))
+            CollectiveTimings(kind=kind, ranks=n, curve=curve(n * 1e-4, 1e-9 * SHARES[kind](n)))
             for kind in ("all_reduce", "send") for n in (2, 4)
         ),
         copies={"to_device": curve()}, disk=Disk(folder="/", write_rate=1e8, read_rate=2e8),

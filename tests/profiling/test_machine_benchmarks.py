@@ -18,7 +18,7 @@ import torch
 
 from paceline.comm.process_group import World
 from paceline.errors import MachineError
-from paceline.planner.hardware.benchmark_results import Fingerprint, HardwareBenchmark
+from paceline.planner.hardware.benchmark_results import HardwareBenchmark, MachineFingerprint
 from paceline.planner.hardware.timing_curve import TimingCurve
 from paceline.planner.layout.host_resources import busy_share
 from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, machine_fingerprint
@@ -268,7 +268,7 @@ def test_what_was_measured_on_a_busy_machine_holds_until_it_is_quiet(
 ) -> None:
     share, calls = [0.9], []
 
-    def fake(mark: Fingerprint, asked: BenchmarkRequest) -> HardwareBenchmark:
+    def fake(mark: MachineFingerprint, asked: BenchmarkRequest) -> HardwareBenchmark:
         calls.append(mark)
         return replace(measured[0], others=share[0], took_seconds=float(len(calls)))
 

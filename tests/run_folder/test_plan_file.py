@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.run_folder.plan_file import ADVICE, read_advice, write_advice, write_plan
+from paceline.run_folder.plan_file import ADVICE, read_advice, write_advice, write_plan_file
 
 DECIDED = {"layout": "fsdp", "micro_batch_size": 2}
 ADVISED = {"case": 2, "recommended": "fsdp", "plans": [{"layout": "fsdp"}], "lines": ["said"]}
@@ -14,7 +14,7 @@ ADVISED = {"case": 2, "recommended": "fsdp", "plans": [{"layout": "fsdp"}], "lin
 
 @pytest.mark.parametrize("advice_first", [True, False])
 def test_neither_half_writes_over_the_other(tmp_path: Path, advice_first: bool) -> None:
-    halves = [lambda: write_advice(tmp_path, ADVISED), lambda: write_plan(tmp_path, DECIDED)]
+    halves = [lambda: write_advice(tmp_path, ADVISED), lambda: write_plan_file(tmp_path, DECIDED)]
     for write in halves if advice_first else reversed(halves):
         write()
     found = json.loads((tmp_path / "plan.json").read_text())
@@ -23,8 +23,8 @@ def test_neither_half_writes_over_the_other(tmp_path: Path, advice_first: bool) 
 
 
 def test_what_was_decided_before_does_not_stay(tmp_path: Path) -> None:
-    write_plan(tmp_path, {"layout": "ddp", "old": 1})
-    write_plan(tmp_path, DECIDED)
+    write_plan_file(tmp_path, {"layout": "ddp", "old": 1})
+    write_plan_file(tmp_path, DECIDED)
     assert json.loads((tmp_path / "plan.json").read_text()) == DECIDED
 
 

@@ -26,8 +26,8 @@ from paceline.step.parameter_server.flat_buffers import kinds_of, pack_gradients
 from paceline.step.parameter_server.state import ServedWeights, ServerState
 from paceline.step.parameter_server.transport import (
     ConnectionAcceptor,
-    Message,
     MessageKind,
+    ServerMessage,
     connect_to_server,
     open_store,
 )
@@ -619,7 +619,7 @@ def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypa
     )
     connections.open()
     connection = connect_to_server(entrance, server=0, timeout_seconds=60)
-    connection.send(Message(kind=MessageKind.HELLO, fields={"rank": 1, "start_number": 1, "model": ""}))
+    connection.send(ServerMessage(kind=MessageKind.HELLO, fields={"rank": 1, "start_number": 1, "model": ""}))
     assert [connection.receive().kind for _ in range(3)] == [MessageKind.WAIT] * 3
     fixed.fill_(7)  # by hand, before the first batch
     state.offer_shares(0, {}, [BatchShare(step=0, number=0, num_shares=1)])

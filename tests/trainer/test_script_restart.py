@@ -11,7 +11,7 @@ import pytest
 
 import paceline as pl
 from paceline.errors import JobError, UsageError
-from paceline.trainer.script_restart import script_arguments
+from paceline.trainer.script_restart import restart_arguments
 from tests.conftest import SMALL_JOB, Ended, Shop
 from tests.trainer.test_edge_cases_of_a_run import job, trained
 
@@ -196,4 +196,4 @@ def test_a_script_that_has_gone_elsewhere_is_started_from_where_it_lies(
     monkeypatch.setattr(sys, "argv", ["mine.py", "--lr", "1"])
     monkeypatch.chdir(tmp_path / "out")  # as Hydra does, where mine.py is no file any more
     words = ["-m", "pack.mine"] if begins == "module" else [str(script.resolve())]
-    assert script_arguments(ranks=2) == [*words, "--lr", "1"]
+    assert restart_arguments(ranks=2) == [*words, "--lr", "1"]

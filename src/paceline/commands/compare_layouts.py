@@ -27,7 +27,7 @@ from paceline.reporting.run_history import read_history
 from paceline.run_folder.run_folder import RunFolder
 from paceline.verification.rung_result import RECORDING_FLOOR, judge_distance
 
-ENTRY = "paceline.measured_planning.timing.compare_layouts_worker:measure"
+ENTRY = "paceline.measured_planning.timing.compare_layouts_worker:time_layout"
 _REFUSED, _FAILED = "refused", "failed"
 _THREADS_NOTE = "replicas are threads: memory between steps, without activations and messages"
 _WARMUP_STEPS = 1  # steps that are not timed

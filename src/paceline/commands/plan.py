@@ -39,7 +39,7 @@ from paceline.planner.hardware.parse_cluster import parse_cluster
 from paceline.planner.search.evaluate_named_layout import find_row, mesh_for_plan
 from paceline.profiling.machine_benchmarks.machine_benchmark import BENCHMARK_SECONDS as PROBE_SECONDS
 from paceline.profiling.machine_benchmarks.this_machine import benchmark_local_machine
-from paceline.reporting.plan_report import write_plan
+from paceline.reporting.plan_report import write_plan_report
 from paceline.run_folder.plan_file import FILE_NAME, read_activity, read_advice
 
 ENTRY = "paceline.measured_planning.plan_worker:plan"
@@ -149,7 +149,7 @@ def plan(
     if page is not None:
         replaced = Path(page).exists()
         with report_write_errors(Path(page)):
-            write_plan(value, job=Path(job).stem, to=Path(page))
+            write_plan_report(value, job=Path(job).stem, to=Path(page))
         value["page"] = str(page)
         lines.append(page_line(Path(page), replaced=replaced))
     lines.append(f"full plan: {Path(task.run) / FILE_NAME}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.config.job_reference import parse_jobref
 from paceline.filesystem.atomic_files import read_json, write_json
-from paceline.planner.hardware.benchmark_results import Fingerprint
+from paceline.planner.hardware.benchmark_results import MachineFingerprint
 from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, cache_folder
 
 _MAX_RUNS = 5  # runs of a family
@@ -36,7 +36,7 @@ def save_plan(key: str, plan: Mapping[str, Any]) -> None:
     _write(_plan_file(key), plan)
 
 
-def read_plan(key: str) -> Any:
+def read_stored_plan(key: str) -> Any:
     """Return the stored plan, or None."""
     return _read(_plan_file(key))
 
@@ -51,7 +51,9 @@ def read_timings(key: str) -> Any:
     return _read(_timed_file(key))
 
 
-def record_forecast_ratio(machine: Fingerprint, family: str, *, longer: float | None, fuller: float | None) -> None:
+def record_forecast_ratio(
+    machine: MachineFingerprint, family: str, *, longer: float | None, fuller: float | None
+) -> None:
     """Record a run's seconds and bytes as multiples of their forecast, if known."""
     file = _ratios_file(machine)
     ratios = _valid_ratios(_read(file))
@@ -63,7 +65,7 @@ def record_forecast_ratio(machine: Fingerprint, family: str, *, longer: float | 
         _write(file, ratios)
 
 
-def forecast_ratios(machine: Fingerprint) -> tuple[dict[str, float], dict[str, float]]:
+def median_forecast_ratios(machine: MachineFingerprint) -> tuple[dict[str, float], dict[str, float]]:
     """Return the seconds and bytes of runs as multiples of their forecast, by family: the median of the last runs.
 
     A family without runs gets the median of all others, because most of the error is in the model's costs.
@@ -80,7 +82,7 @@ def _timed_file(key: str) -> Path:
     return cache_folder() / f"timed-{key}.json"
 
 
-def _ratios_file(machine: Fingerprint) -> Path:
+def _ratios_file(machine: MachineFingerprint) -> Path:
     file = cache_file(machine)
     return file.with_name(file.name.replace("probe-", "ratios-", 1))
 

@@ -25,7 +25,7 @@ _MEMORY_CAPTION = (
 _TIME_CAPTION = "by the closed forms, for the busiest rank"
 
 
-def write_plan(answer: Mapping[str, Any], *, job: str, to: Path) -> Path:
+def write_plan_report(answer: Mapping[str, Any], *, job: str, to: Path) -> Path:
     """Write the self-contained page of a plan."""
     write_text(to, plan_page(answer, job=job))
     return to

@@ -13,7 +13,7 @@ _ACTIVITY_FILE = "doing.txt"
 ADVICE = ("case", "recommended", "plans", "limits", "facts", "efficiency", "cluster")
 
 
-def write_plan(folder: Path, plan: Mapping[str, Any]) -> None:
+def write_plan_file(folder: Path, plan: Mapping[str, Any]) -> None:
     """Write the plan that every rank follows, `ExecutionPlan.as_json`; existing advice is kept."""
     advice = {key: value for key, value in _read_or_empty(folder / FILE_NAME).items() if key in ADVICE}
     write_json(folder / FILE_NAME, {**plan, **advice})

@@ -29,8 +29,8 @@ from paceline.step.parameter_server.transport import (
     CONNECT_SECONDS,
     Connection,
     ConnectionLost,
-    Message,
     MessageKind,
+    ServerMessage,
     connect_to_server,
 )
 from paceline.step.step_totals import local_counts
@@ -144,7 +144,7 @@ class ParameterServerWorker:
         """
         hello = {"rank": rank, "start_number": self._start_number, "model": model_digest(self._replica.model)}
         for connection in connections:
-            connection.send(Message(kind=MessageKind.HELLO, fields=hello))
+            connection.send(ServerMessage(kind=MessageKind.HELLO, fields=hello))
         self._servers = [
             self._receive_initial_state(connection, _first_reply(connection)) for connection in connections
         ]
@@ -159,25 +159,25 @@ class ParameterServerWorker:
                 other.connection.send(message)
 
     def _compute_lease(
-        self, message: Message, first_server: "_ServerConnection", other_servers: "Sequence[_ServerConnection]"
+        self, message: ServerMessage, first_server: "_ServerConnection", other_servers: "Sequence[_ServerConnection]"
     ) -> None:
         """Compute and push one lease. The first server's push comes last, because only then does the lease count."""
         lease = message.fields
         versions = [first_server.load(message)]
         for other in other_servers:
-            other.connection.send(Message(kind=MessageKind.PULL, fields={"version": lease["version"]}))
+            other.connection.send(ServerMessage(kind=MessageKind.PULL, fields={"version": lease["version"]}))
             versions.append(other.load(other.connection.receive(buffer=other.row)))
         with annotate_step(int(lease["cursor"]["step"]) + 1):
             share_report = self._compute_share(lease)
         for server in [*other_servers, first_server]:
             gradients = [_coalesce(weight.grad) for weight in server.weights]
             push = {**share_report, "lease": lease["lease"], "versions": versions, "gradients": kinds_of(gradients)}
-            server.connection.send(Message(kind=MessageKind.PUSH, fields=push, buffer=pack_gradients(gradients)))
+            server.connection.send(ServerMessage(kind=MessageKind.PUSH, fields=push, buffer=pack_gradients(gradients)))
             if server is not first_server:
                 server.connection.receive()
         self.num_pushed += 1
 
-    def _receive_initial_state(self, connection: Connection, message: Message) -> "_ServerConnection":
+    def _receive_initial_state(self, connection: Connection, message: ServerMessage) -> "_ServerConnection":
         """Copy the server's frozen tensors and buffers, and return its connection with the weights that it holds."""
         frozen_tensors = fixed_tensors(self._replica.model)
         if message.buffer is not None:
@@ -277,7 +277,7 @@ class _ServerConnection:
         self._flat = layout_of(weights)
         self.row = self._flat.empty_buffer()
 
-    def load(self, message: Message) -> int:
+    def load(self, message: ServerMessage) -> int:
         """Copy the pulled values into the weights, and return their version."""
         if message.buffer is not None:
             for tensor, value in zip(self.weights, self._flat.views(message.buffer), strict=True):
@@ -289,7 +289,7 @@ def _coalesce(gradient: Tensor | None) -> Tensor | None:
     return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
 
 
-def _first_reply(connection: Connection) -> Message:
+def _first_reply(connection: Connection) -> ServerMessage:
     """Return the reply to this worker's hello, once the servers begin."""
     while (message := connection.receive()).kind is MessageKind.WAIT:
         pass

@@ -50,9 +50,9 @@ from paceline.trainer.script_restart import (
     INHERITED_FIELDS,
     count_processes,
     count_threads,
+    restart_arguments,
     restart_in_exact_mode,
     resume_arguments,
-    script_arguments,
     script_command,
 )
 from paceline.trainer.session import Session, open_session
@@ -372,7 +372,7 @@ class Run:
             adopt_launcher_variables(launcher, os.environ)
         num_processes = self._task.ranks if self._is_auto_layout else count_processes(self._task)
         runs_here = launcher is not None or (num_processes == 1 and not needs_restart)
-        script = [] if runs_here else script_arguments(ranks=num_processes)
+        script = [] if runs_here else restart_arguments(ranks=num_processes)
         if not runs_here and not is_main_thread():
             raise _not_in_main_thread(num_processes)
         self._task = with_run_folder(self._task, is_chooser=launcher is None or launcher.rank == 0)

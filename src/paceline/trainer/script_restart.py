@@ -24,7 +24,7 @@ INHERITED_FIELDS = ("run", "attempt", "resume")  # task fields that the ranks in
 AUTO_LAYOUT_FIELDS = ("layout", "settings", "origins", "options")  # further fields, if the layout is auto
 
 
-def script_arguments(*, ranks: int) -> list[str]:
+def restart_arguments(*, ranks: int) -> list[str]:
     """Return what a worker runs as `__main__`: a file and its arguments, or `-m`, a module and its arguments.
 
     Raises:

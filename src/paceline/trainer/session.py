@@ -34,7 +34,7 @@ from paceline.planner.layout.update_rule_checks import rule_planning
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.profiling.environment import environment, loaded_modules
 from paceline.reporting.sinks.sink_registry import CURVE_SINKS, make_sinks
-from paceline.run_folder.plan_file import write_plan
+from paceline.run_folder.plan_file import write_plan_file
 from paceline.run_folder.run_folder import RunFolder, run_of
 from paceline.step.update_rules import step_rule
 from paceline.trainer.checkpointer import (
@@ -352,7 +352,7 @@ class _SessionBuilder:
         private = holds_secret(self.prepared_job.requested.values)
         write_text(self.run.path / "config.toml", as_toml(self.prepared_job.requested), private=private)
         write_json(self.run.path / "job.json", job_choices(self.prepared_job.job))
-        write_plan(self.run.path, {**plan.as_json(), **self._plan_extras(forecast)})
+        write_plan_file(self.run.path, {**plan.as_json(), **self._plan_extras(forecast)})
         write_json(self.run.path / "env.json", environment(task.job))
         write_json(self.run.task, replace(task, job_handle=None).as_json(), private=private)
         for event in events:

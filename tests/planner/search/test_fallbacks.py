@@ -8,19 +8,27 @@ from typing import Any
 import pytest
 
 from paceline.planner.cost.cost_model import CostModel
-from paceline.planner.hardware.benchmark_results import Fingerprint
+from paceline.planner.hardware.benchmark_results import MachineFingerprint
 from paceline.planner.hardware.cluster import cluster_from_json
 from paceline.planner.hardware.parse_cluster import parse_cluster
 from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_profile
 from paceline.planner.search.branch_and_bound import search, search_exhaustively
 from paceline.planner.search.fallbacks import build_fallback, fallback_layouts
 from paceline.planner.search.layout_with_forecast import FallbackLayout
-from paceline.profiling.calibration_store import forecast_ratios, plan_key, read_plan, record_forecast_ratio, save_plan
+from paceline.profiling.calibration_store import (
+    median_forecast_ratios,
+    plan_key,
+    read_stored_plan,
+    record_forecast_ratio,
+    save_plan,
+)
 from paceline.profiling.machine_benchmarks.benchmark_cache import cache_folder
 
 SIZES = Decoder(layers=4, width=1024, hidden=4096, heads=16, kv_heads=16, vocabulary=32000)
 FACTS = build_decoder_profile(SIZES, name="small", length=1024, global_batch_size=16)
-MARK = Fingerprint(cpu="a cpu", cores=2, torch="2.13", gpus=(), kernels="default", device="cpu", ranks=4, threads=1)
+MARK = MachineFingerprint(
+    cpu="a cpu", cores=2, torch="2.13", gpus=(), kernels="default", device="cpu", ranks=4, threads=1
+)
 
 
 @pytest.fixture
@@ -80,19 +88,19 @@ def test_the_ratios_of_runs_are_kept_by_family_and_by_machine(tmp_path: Path, mo
         "paceline.profiling.calibration_store.cache_file",
         lambda mark: cache_folder(environ=environ) / f"probe-{mark.ranks}.json",
     )
-    assert forecast_ratios(MARK) == ({}, {})
+    assert median_forecast_ratios(MARK) == ({}, {})
     for ratio in (1.0, 9.0, 1.2, 1.1, 1.3, 1.4):
         record_forecast_ratio(MARK, "ddp", longer=ratio, fuller=None)
     record_forecast_ratio(MARK, "fsdp", longer=2.2, fuller=1.5)
-    longer, fuller = forecast_ratios(MARK)
+    longer, fuller = median_forecast_ratios(MARK)
     assert longer == {"ddp": 1.3, "fsdp": 2.2, "": pytest.approx(1.75)} and fuller == {"fsdp": 1.5, "": 1.5}
-    assert forecast_ratios(replace(MARK, ranks=2)) == ({}, {})
+    assert median_forecast_ratios(replace(MARK, ranks=2)) == ({}, {})
     (file,) = (tmp_path / "paceline").iterdir()
     for text in ("", "[]", '{"longer": 3, "fuller": {"ddp": "x", "fsdp": [0, -1, "y"]}}'):
         file.write_text(text)
-        assert forecast_ratios(MARK) == ({}, {})
+        assert median_forecast_ratios(MARK) == ({}, {})
     record_forecast_ratio(MARK, "ddp", longer=1.5, fuller=None)
-    assert forecast_ratios(MARK)[0]["ddp"] == 1.5
+    assert median_forecast_ratios(MARK)[0]["ddp"] == 1.5
 
 
 def test_a_kept_plan_is_of_the_jobs_file_as_it_is_now(tmp_path: Path, monkeypatch: Any) -> None:
@@ -106,7 +114,7 @@ def test_a_kept_plan_is_of_the_jobs_file_as_it_is_now(tmp_path: Path, monkeypatc
 
     first = key()
     save_plan(first, {"facts": 1})
-    assert read_plan(first) == {"facts": 1} and read_plan("other") is None
+    assert read_stored_plan(first) == {"facts": 1} and read_stored_plan("other") is None
     assert key(**{"train.steps": 3}) == first
     others = [key(**{"job.width": 5}), key(precision="bf16"), key(batch=4), key(compiles=True)]  # type: ignore[arg-type]
     assert len({first, *others}) == 5

@@ -19,7 +19,7 @@ from paceline.trainer.session import Session
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
-def measure(payload: Mapping[str, Any]) -> int:
+def time_layout(payload: Mapping[str, Any]) -> int:
     """Run timed steps, then some that are recorded; rank 0 writes the memory and communication of every rank."""
     task = Task.from_json(payload)
     session = Run.worker(task).open()

@@ -63,7 +63,7 @@ def transient_bucket_bytes(world: World) -> int:
 
 
 def _needs_own_bucket(member: NamedParameter) -> tuple[bool, ...]:
-    return (True,) if num_bytes(member.parameter) > LARGE_PARAMETER_BYTES else ()
+    return (True,) if size_in_bytes(member.parameter) > LARGE_PARAMETER_BYTES else ()
 
 
 def _group_by_size(
@@ -75,7 +75,7 @@ def _group_by_size(
         size = 0
         for member in similar_members:
             bucket.append(member)
-            size += num_bytes(member.parameter)
+            size += size_in_bytes(member.parameter)
             if size >= (bucket_bytes if buckets or has_earlier_bucket else FIRST_BUCKET_BYTES):
                 buckets.append(bucket)
                 bucket, size = [], 0
@@ -84,6 +84,6 @@ def _group_by_size(
     return buckets
 
 
-def num_bytes(tensor: torch.Tensor) -> int:
+def size_in_bytes(tensor: torch.Tensor) -> int:
     """Return the size of the tensor's elements in bytes."""
     return tensor.numel() * tensor.element_size()

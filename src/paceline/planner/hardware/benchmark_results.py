@@ -20,7 +20,7 @@ _RERUN_HINT = "probe_here(ranks=N, again=True) measures again"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fingerprint:
+class MachineFingerprint:
     """The conditions of a probe. `kernels` are the default or those of exact mode; `threads` are those of one rank."""
 
     cpu: str
@@ -66,7 +66,7 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective:
+class CollectiveTimings:
     """The timings of one kind of collective among `ranks`: seconds by the bytes of a rank (see `SHARES`)."""
 
     kind: str
@@ -100,11 +100,11 @@ class HardwareBenchmark:
     `others` is the fraction of the machine's cores that other programs used during the probe, None if unknown.
     """
 
-    fingerprint: Fingerprint
+    fingerprint: MachineFingerprint
     backend: str
     took_seconds: float
     rates: tuple[Rates, ...]
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[CollectiveTimings, ...] = ()
     copies: Mapping[str, TimingCurve] = field(default_factory=dict)
     disk: Disk | None = None
     others: float | None = None
@@ -157,10 +157,10 @@ def read_probe(stored: Mapping[str, Any]) -> HardwareBenchmark:
     if fields.pop("format") != FORMAT or not fields["rates"]:
         raise ValueError("a probe of another version of Paceline, or an empty one")
     fingerprint = fields["fingerprint"]
-    fields["fingerprint"] = Fingerprint(**{**fingerprint, "gpus": tuple(fingerprint["gpus"])})
+    fields["fingerprint"] = MachineFingerprint(**{**fingerprint, "gpus": tuple(fingerprint["gpus"])})
     fields["rates"] = tuple(map(_read_rates, fields["rates"]))
     fields["collectives"] = tuple(
-        Collective(**{**each, "curve": read_curve(each["curve"])}) for each in fields["collectives"]
+        CollectiveTimings(**{**each, "curve": read_curve(each["curve"])}) for each in fields["collectives"]
     )
     fields["copies"] = _read_curves(fields["copies"])
     fields["disk"] = None if fields["disk"] is None else Disk(**fields["disk"])

@@ -52,7 +52,7 @@ def _convolution_of(source: Tensor, weight: Tensor, bias: Any, options: Any, thr
         channels_last=_is_channels_last(source),
         threads=threads,
         block_channels=_floats_per_register(),
-        has_amx_tiles=has_amx_tiles(),
+        has_tiles=has_amx_tiles(),
     )
 
 

@@ -12,16 +12,16 @@ from pathlib import Path
 
 from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.launch.launcher import kernel_fingerprint
-from paceline.planner.hardware.benchmark_results import Fingerprint, HardwareBenchmark, read_probe
+from paceline.planner.hardware.benchmark_results import HardwareBenchmark, MachineFingerprint, read_probe
 from paceline.planner.layout.execution_plan import Resources, choose_threads
 from paceline.planner.layout.host_resources import cpu_name, gpu_models, usable_cores
 
 
-def machine_fingerprint(*, ranks: int, device: str, ranks_per_node: int | None = None) -> Fingerprint:
+def machine_fingerprint(*, ranks: int, device: str, ranks_per_node: int | None = None) -> MachineFingerprint:
     """Return the fingerprint of this machine for `ranks`. It needs torch's version, but does not import torch."""
     cores = usable_cores()
     cluster = Resources(ranks=ranks, cores=cores, ranks_per_node=ranks_per_node)
-    return Fingerprint(
+    return MachineFingerprint(
         cpu=cpu_name(),
         cores=cores,
         torch=version("torch"),
@@ -47,14 +47,14 @@ def cache_folder(*, environ: Mapping[str, str] = os.environ) -> Path:
         return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / "cache"
 
 
-def cache_file(fingerprint: Fingerprint, *, environ: Mapping[str, str] = os.environ) -> Path:
+def cache_file(fingerprint: MachineFingerprint, *, environ: Mapping[str, str] = os.environ) -> Path:
     """Return the path of the benchmark with this fingerprint."""
     digest = hashlib.sha256(json.dumps(asdict(fingerprint), sort_keys=True).encode()).hexdigest()[:12]
     return cache_folder(environ=environ) / f"probe-{fingerprint.device}-{fingerprint.ranks}-{digest}.json"
 
 
 def read_cached_benchmark(
-    fingerprint: Fingerprint, *, environ: Mapping[str, str] = os.environ
+    fingerprint: MachineFingerprint, *, environ: Mapping[str, str] = os.environ
 ) -> HardwareBenchmark | None:
     """Return the stored benchmark with exactly this fingerprint, or None."""
     try:

@@ -12,7 +12,7 @@ import torch
 from paceline.comm.process_group import LaunchInfo, World
 from paceline.errors import PacelineError, raise_all
 from paceline.filesystem.atomic_files import write_json
-from paceline.planner.hardware.benchmark_results import Fingerprint, HardwareBenchmark, Rates
+from paceline.planner.hardware.benchmark_results import HardwareBenchmark, MachineFingerprint, Rates
 from paceline.planner.layout.execution_plan import JobFacts, Resources, choose_backend, choose_threads
 from paceline.profiling.backends import available_backends
 from paceline.profiling.cpu_contention import CpuTimes, max_cpu_contention, read_cpu_times
@@ -25,10 +25,10 @@ _LINKS_SHARE, _COPIES_SHARE, _DISK_SHARE = 0.25, 0.1, 0.05  # of the time limit;
 _MIN_SECONDS = 0.2
 
 
-def measure(payload: Mapping[str, Any]) -> int:
+def run_benchmarks(payload: Mapping[str, Any]) -> int:
     """Measure for about `payload["seconds"]`, and write the `HardwareBenchmark` as JSON to `payload["answer"]`."""
     fingerprint = payload["fingerprint"]
-    fingerprint = Fingerprint(**{**fingerprint, "gpus": tuple(fingerprint["gpus"])})
+    fingerprint = MachineFingerprint(**{**fingerprint, "gpus": tuple(fingerprint["gpus"])})
     world = _join_world(fingerprint)
     try:
         probe = probe_world(
@@ -58,7 +58,7 @@ def load_levels(*, ranks: int, cores: int, device: str) -> list[tuple[int, int]]
     ]
 
 
-def _join_world(fingerprint: Fingerprint) -> World:
+def _join_world(fingerprint: MachineFingerprint) -> World:
     problems: list[PacelineError] = []
     facts = JobFacts(global_batch_size=1, built_in_backends=available_backends())
     backend, _ = choose_backend(Resources(ranks=fingerprint.ranks, device=fingerprint.device), facts, problems)
@@ -83,7 +83,7 @@ class TimeBudget:
 
 
 def probe_world(
-    world: World, fingerprint: Fingerprint, *, seconds: float, folder: Path, ranks_per_node: int
+    world: World, fingerprint: MachineFingerprint, *, seconds: float, folder: Path, ranks_per_node: int
 ) -> HardwareBenchmark:
     """Return what all ranks of a world measure together within about `seconds`. Every rank calls this."""
     start_time, cpu_readings = time.perf_counter(), [read_cpu_times()]
@@ -114,7 +114,7 @@ def probe_world(
 
 
 def _measure_rates(
-    budget: TimeBudget, fingerprint: Fingerprint, ranks_per_node: int, cpu_readings: list[CpuTimes]
+    budget: TimeBudget, fingerprint: MachineFingerprint, ranks_per_node: int, cpu_readings: list[CpuTimes]
 ) -> tuple[Rates, ...]:
     """Return the compute rates for each number of busy ranks, and add CPU readings; rank 0 is always busy.
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.process_group import ALL_GATHER, REDUCE_SCATTER, World
-from paceline.planner.hardware.benchmark_results import Collective
+from paceline.planner.hardware.benchmark_results import CollectiveTimings
 from paceline.profiling.machine_benchmarks.interleaved_timer import BenchmarkFamily, BenchmarkSize, Call, time_families
 
 _MAX_CALL_SECONDS = 0.3  # of one call
@@ -17,11 +17,11 @@ _PAYLOAD_BYTES = (2**8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**25)
 _PAYLOAD_BYTES_GPU = (*_PAYLOAD_BYTES, 2**28)
 
 
-def measure_links(world: World, *, seconds: float, shares_cores: bool = False) -> tuple[Collective, ...]:
+def measure_links(world: World, *, seconds: float, shares_cores: bool = False) -> tuple[CollectiveTimings, ...]:
     """Return the timings of all collectives; empty for one process. Every rank calls this."""
     sizes = group_sizes(world.world_size)
     limit = min(_MAX_CALL_SECONDS, seconds / (max(len(sizes), 1) * len(_COLLECTIVES) * _CALLS_IN_BUDGET))
-    collectives: list[Collective] = []
+    collectives: list[CollectiveTimings] = []
     for size in sizes:
         subgroup = world.subgroup(neighbor_groups(world.world_size, size=size))
         families = list(_benchmarks(subgroup, size=size))
@@ -35,7 +35,7 @@ def measure_links(world: World, *, seconds: float, shares_cores: bool = False) -
             has_untimed_call=True,
             shares_cores=shares_cores,
         )
-        collectives += [Collective(kind=key[0], ranks=size, curve=curve) for key, curve in curves.items()]
+        collectives += [CollectiveTimings(kind=key[0], ranks=size, curve=curve) for key, curve in curves.items()]
     return tuple(collectives)
 
 

@@ -12,7 +12,7 @@ from paceline.filesystem.temporary_folders import scratch_folder
 from paceline.launch.environments import JoinedWorld
 from paceline.launch.launcher import LaunchRequest, failure_screen, start
 from paceline.launch.rendezvous import adopt_launcher_variables
-from paceline.planner.hardware.benchmark_results import Fingerprint, HardwareBenchmark, read_probe
+from paceline.planner.hardware.benchmark_results import HardwareBenchmark, MachineFingerprint, read_probe
 from paceline.planner.layout.host_resources import busy_share
 from paceline.plugins import resolve
 from paceline.profiling.machine_benchmarks.benchmark_cache import (
@@ -22,7 +22,7 @@ from paceline.profiling.machine_benchmarks.benchmark_cache import (
 )
 from paceline.run_folder.run_folder import ROOT, RunFolder
 
-ENTRY = "paceline.profiling.machine_benchmarks.benchmark_worker:measure"
+ENTRY = "paceline.profiling.machine_benchmarks.benchmark_worker:run_benchmarks"
 BENCHMARK_SECONDS = 20.0
 _START_SECONDS = 5.0  # starting processes and importing torch
 _MIN_SHARE = 0.6
@@ -35,7 +35,7 @@ class BenchmarkRequest:
     seconds: float = BENCHMARK_SECONDS
     folder: Path = ROOT
 
-    def payload(self, fingerprint: Fingerprint, *, answer: Path, ranks_per_node: int) -> dict[str, Any]:
+    def payload(self, fingerprint: MachineFingerprint, *, answer: Path, ranks_per_node: int) -> dict[str, Any]:
         """Return the payload for the ranks."""
         return {
             "seconds": max(self.seconds - _START_SECONDS, _MIN_SHARE * self.seconds),
@@ -68,7 +68,7 @@ def probe_machine(
     return probe
 
 
-def _run_benchmark(fingerprint: Fingerprint, benchmark_request: BenchmarkRequest) -> HardwareBenchmark:
+def _run_benchmark(fingerprint: MachineFingerprint, benchmark_request: BenchmarkRequest) -> HardwareBenchmark:
     with scratch_folder("probe") as scratch:
         answer = scratch.path / "answer.json"
         payload = benchmark_request.payload(fingerprint, answer=answer, ranks_per_node=fingerprint.ranks)

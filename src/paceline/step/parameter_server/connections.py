@@ -14,8 +14,8 @@ from paceline.step.parameter_server.transport import (
     Connection,
     ConnectionAcceptor,
     ConnectionLost,
-    Message,
     MessageKind,
+    ServerMessage,
 )
 
 _CLOSE_SECONDS = 5.0
@@ -74,10 +74,12 @@ class WorkerConnections:
         self._state.add_worker(worker, rank=fields["rank"], start_number=fields["start_number"], digest=fields["model"])
         while not self._state.wait_for_first_batch():
             if self._leads:  # a worker waits for the first server first
-                connection.send(Message(kind=MessageKind.WAIT))
+                connection.send(ServerMessage(kind=MessageKind.WAIT))
         with self._state.lock:
             fixed = layout_of(self._state.served.fixed).pack(self._state.served.fixed)
-        connection.send(Message(kind=MessageKind.FIXED, fields={"names": list(self._state.served.names)}, buffer=fixed))
+        connection.send(
+            ServerMessage(kind=MessageKind.FIXED, fields={"names": list(self._state.served.names)}, buffer=fixed)
+        )
 
     def _serve_leases(self, connection: Connection, worker: int) -> None:
         state, buffer = self._state, self._state.weights_buffer()
@@ -85,7 +87,7 @@ class WorkerConnections:
             granted = state.lease_share(worker, buffer=buffer)
             if granted is None:
                 if not state.is_over:
-                    connection.send(Message(kind=MessageKind.WAIT))
+                    connection.send(ServerMessage(kind=MessageKind.WAIT))
                 continue
             lease, location = granted
             lease_fields = {
@@ -94,9 +96,9 @@ class WorkerConnections:
                 "number": lease.share.number,
                 "of": lease.share.num_shares,
             }
-            connection.send(Message(kind=MessageKind.LEASE, fields={**location, **lease_fields}, buffer=buffer))
+            connection.send(ServerMessage(kind=MessageKind.LEASE, fields={**location, **lease_fields}, buffer=buffer))
             state.store_push(lease, self._parse_push(connection.receive()))
-        connection.send(Message(kind=MessageKind.OVER))
+        connection.send(ServerMessage(kind=MessageKind.OVER))
 
     def _serve_parts(self, connection: Connection) -> None:
         buffer = self._state.weights_buffer()
@@ -106,12 +108,12 @@ class WorkerConnections:
                 version = self._state.pack_version(int(message.fields["version"]), buffer=buffer)
                 if version < int(message.fields["version"]) and not self._state.is_over:
                     raise DesyncError("a worker requests the weights after an update that this server has not applied.")
-                connection.send(Message(kind=MessageKind.LEASE, fields={"version": version}, buffer=buffer))
+                connection.send(ServerMessage(kind=MessageKind.LEASE, fields={"version": version}, buffer=buffer))
             elif message.kind is MessageKind.PUSH:
                 self._state.store_part(int(message.fields["lease"]), self._parse_push(message))
-                connection.send(Message(kind=MessageKind.WAIT))
+                connection.send(ServerMessage(kind=MessageKind.WAIT))
 
-    def _parse_push(self, message: Message) -> GradientPush:
+    def _parse_push(self, message: ServerMessage) -> GradientPush:
         fields, buffer = message.fields, message.buffer
         if fields["order"] is not None:
             self._state.check_order(int(fields["epoch"]), *fields["order"])

@@ -39,7 +39,7 @@ class ConnectionLost(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
+class ServerMessage:
     """A message: its kind, its JSON fields, and optionally a buffer of bytes."""
 
     kind: MessageKind
@@ -60,7 +60,7 @@ class Connection:
         except (RuntimeError, dist.DistError) as error:
             raise ConnectionLost(str(error)) from error
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ServerMessage) -> None:
         """Send a message to the other end.
 
         Raises:
@@ -72,7 +72,7 @@ class Connection:
         for part in [*parts, *([] if message.buffer is None or not num_bytes else [message.buffer])]:
             self._complete(self._group.send, part)
 
-    def receive(self, *, buffer: Tensor | None = None) -> Message:
+    def receive(self, *, buffer: Tensor | None = None) -> ServerMessage:
         """Receive the next message; its bytes are read into `row` if the sizes match.
 
         Raises:
@@ -87,7 +87,7 @@ class Connection:
             buffer = torch.empty(num_bytes, dtype=torch.uint8)
         if num_bytes:
             self._complete(self._group.recv, buffer)
-        return Message(
+        return ServerMessage(
             kind=MessageKind(kind), fields=json.loads(bytes(fields.numpy())), buffer=buffer if num_bytes else None
         )
 

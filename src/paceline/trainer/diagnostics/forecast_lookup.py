@@ -11,7 +11,7 @@ from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.mesh import layout_label
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.plugins import resolve
-from paceline.profiling.calibration_store import plan_key, read_plan
+from paceline.profiling.calibration_store import plan_key, read_stored_plan
 from paceline.trainer.setup.prepare import PreparedJob
 
 
@@ -32,7 +32,7 @@ def find_forecast(
         if saved_forecast is not None and _matches_plan(forecast := FallbackLayout(**saved_forecast), plan):
             return forecast
     with suppress(Exception):
-        stored_plan = read_plan(stored_plan_key(prepared_job))
+        stored_plan = read_stored_plan(stored_plan_key(prepared_job))
         if stored_plan is not None:
             # imports the planner only if there is a plan
             forecast = resolve("paceline.measured_planning.plan_cache:estimate_for_run")(
