@@ -123,7 +123,7 @@ if __name__ == "__main__":
     for rank, result in enumerate(found):
         share = f"1/{replica / result['bytes']:.2f} of a replica"
         print(f"rank {rank}            {result['bytes']:9,}   {share}")
-    print(f"and for a moment  {2 * layer:9,}   one whole layer, in backward its whole gradient too")
+    print(f"temporarily       {2 * layer:9,}   one full layer; in backward, also its full gradient")
     shards = zip(*(result["shards"] for result in found), strict=True)
     ours = flatten(flatten(parts)[:size] for parts in shards)  # without the zeros at the end
     alone = flatten(p for one in layers for p in one.parameters())

@@ -81,7 +81,9 @@ def test_verify_has_the_keys_of_the_command(folder: Path) -> None:
     assert found.verdict in ("bitwise", "rounding") and found.exit_code == 0
     assert found.layout == "fsdp" and found.ranks == 2 and found.first_difference is None
     assert json.loads(json.dumps(found.as_json()))["verdict"] == found["verdict"]
-    assert str(found).endswith(("(bit for bit)", "(up to rounding, below the floor of every tensor)"))
+    assert str(found).endswith(
+        ("(bit for bit)", "(equal up to rounding: no tensor differs by more than its noise floor)")
+    )
     with pytest.raises(AttributeError, match="verdict"):
         _ = found.verdct
 

@@ -42,7 +42,7 @@ class StartOptions:
     """single, threads, ddp, zero1, zero2, fsdp, hsdp, pp, tp, cp or ep; several axes: pp=2,dp_shard=2; or auto;
     default: ddp, or what `--update` needs."""
     update: str = "sync"
-    """The update rule: sync; with pp: pipedream or 2bw; with ddp: hogwild or ps; with replicas as sites:
+    """The update rule: sync; with pp: pipedream or 2bw; with ddp: hogwild (train only) or ps; with replicas as sites:
     local,every=8 or diloco,every=500."""
     compress: str = "none"
     """How ddp sends gradients: none, bf16, fp16, int8,block=256, powersgd,rank=4 or topk,ratio=0.01."""
@@ -83,7 +83,7 @@ class VerifyOptions(StartOptions):
     steps: int = 3
     """Number of steps to compare."""
     against: str = "single"
-    """The reference: single, one process written naively."""
+    """The reference: single, a naive training loop in one process."""
 
 
 @dataclass(frozen=True, kw_only=True)

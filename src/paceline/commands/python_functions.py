@@ -109,7 +109,10 @@ def verify(
 ) -> Result:
     """Check that a layout, an update rule or compressed gradients train as their single-process reference does.
 
-    Args are those of `train`, and `steps`: how many steps are compared.
+    Args:
+        steps: how many steps are compared.
+        against: the reference, such as `single`.
+        job, ranks, settings and the others: as in `train`.
 
     Returns:
         `verdict` (`bitwise`, `rounding`, `different` or `undecided`), `exit_code` (4 if it is different, 1 if it is
@@ -159,8 +162,9 @@ def plan(
         settings: values by dotted name, as in `train`.
 
     Returns:
-        `case` (1, 2 or 3), `recommended`, `plans` (each `layout`, `fits`, `peak_bytes`, `step_seconds`, `why`), and
-        `exit_code`: 2 if none of the named layouts is sure to fit.
+        `case` (what fits on one device: 1 the training state and a microbatch, 2 each layer, 3 not even each layer),
+        `recommended`, `plans` (each `layout`, `fits`, `peak_bytes`, `step_seconds`, and `why` it does not fit or what
+        limits its speed), and `exit_code`: 2 if none of the named layouts is sure to fit.
 
     Raises:
         PacelineError: the plan was refused or failed.
@@ -201,14 +205,15 @@ def simulate(
     run_dir: str | Path | None = None,
     settings: Settings | None = None,
 ) -> Result:
-    """Simulate one step on virtual time, and the goodput under failures.
+    """Simulate one step in virtual time, and estimate the goodput under failures.
 
     Args:
         job: as in `plan`, or a plan.json.
         failures: the mean time between two failures of one device, such as `"50000 h"`.
         every: steps between two checkpoints; the best number is reported too.
-        checkpoint_seconds, write_seconds, restart_seconds: how long training stops for a checkpoint, how long after
-        that the checkpoint is safe, and how long a failure stops training.
+        checkpoint_seconds: how long training stops for a checkpoint.
+        write_seconds: how long after that the checkpoint is safe on disk.
+        restart_seconds: how long a failure stops training.
 
     Raises:
         PacelineError: the simulation was refused or failed.

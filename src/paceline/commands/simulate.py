@@ -51,7 +51,7 @@ _MIN_CORRECTION = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    """Simulate one step of a planned layout on virtual time, on any number of ranks, and the goodput under failures."""
+    """Simulate one step of a planned layout in virtual time, and estimate its goodput under failures."""
 
     job: Annotated[str, tyro.conf.Positional]
     """A job, a plan.json, or the folder of one."""
@@ -70,7 +70,7 @@ class SimulateOptions:
     checkpoint_seconds: float = CheckpointCosts.stall_seconds
     """Seconds that training stops for a checkpoint."""
     write_seconds: float = CheckpointCosts.write_seconds
-    """Seconds after that until the checkpoint is safe; training continues meanwhile."""
+    """Seconds from the end of this stop until the checkpoint is safe; training continues meanwhile."""
     restart_seconds: float = CheckpointCosts.restart_seconds
     """Seconds from a failure until training continues."""
     page: Path | None = None
@@ -132,7 +132,7 @@ def simulate(
     common: RunOptions | None = None,
     overrides: Sequence[str] = (),
 ) -> Simulation:
-    """Simulate a step of the recommended layout, or of `layout`, on virtual time; return its parts and its rate.
+    """Simulate a step of the recommended layout, or of `layout`, in virtual time; return its parts and its rate.
 
     `job` is a job, or a plan.json. `failures` is the mean time between failures of one device (`"50000 h"`): with it,
     the goodput is forecast for a checkpoint every `every` steps and for the best interval.

@@ -45,7 +45,7 @@ def job(
         tokenizer: for rows of text; by default the folder's.
         text, target: the columns of the text, and of the answer for seq2seq.
         length: the number of ids to which texts are cut.
-        mask_rate: the fraction of ids that masked-lm hides, drawn again each time a row is read.
+        mask_rate: the fraction of ids that masked-lm hides, with new draws in each epoch.
         new: prefixes of tensors that may be missing in the folder, such as a new head: `("classifier",)`.
         dtype: the dtype of the parameters, whatever the folder has.
         fields: any other field of `Job`; they override those that this function sets.

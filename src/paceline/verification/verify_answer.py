@@ -97,7 +97,11 @@ def _verdict_sentence(answer: dict[str, Any]) -> str:
         return f"DIFFERENT at step {first['step']}, first in {first['parameter']}: {first['cause']}"
     if answer["verdict"] == UNDECIDED:
         return "UNDECIDED: nothing could be compared with one process, for the reason above"
-    meaning = "bit for bit" if answer["verdict"] == "bitwise" else "up to rounding, below the floor of every tensor"
+    meaning = (
+        "bit for bit"
+        if answer["verdict"] == "bitwise"
+        else "equal up to rounding: no tensor differs by more than its noise floor"
+    )
     ranks = plural(answer["ranks"], "rank")
     process = f"one process{_rule_suffix(answer)}"
     if answer["by_micro"]:  # with other microbatches, one process may train differently
