@@ -155,8 +155,8 @@ def test_layouts_are_read_and_written_alike(text: str, kind: LayoutKind, ranks: 
         ("fsdp,tp=-1", "one axis may be -1"),
         ("ddp,schedule=1f1b", "schedule=1f1b is an option of pp, and the layout has no pp"),
         ("pp=2,zero=2", "zero=2 is an option of dp_shard, and the layout has no dp_shard"),
-        ("dp_shard=2,zero=4", "zero=4 is not known"),
-        ("dp_shard=2,offload=disk", "'disk' is not known"),
+        ("dp_shard=2,zero=4", "zero=4 is not valid"),
+        ("dp_shard=2,offload=disk", "'disk' is not valid"),
         ("pp=2,virtual=none", "not a number of stages"),
     ],
 )

@@ -120,8 +120,8 @@ def pipeline_timeline(forecast: CostModel, *, candidate: Candidate) -> Timeline:
     stages = forecast.stages_with_sharding(candidate)
     costs = Costs(
         forward=[stage.forward for stage in stages],
-        input=[stage.input for stage in stages],
-        weight=[stage.weight for stage in stages],
+        backward_input=[stage.backward_input for stage in stages],
+        backward_weight=[stage.backward_weight for stage in stages],
         transfer=forecast.hop_seconds(candidate),
     )
     return simulate(program, costs=costs)

@@ -187,7 +187,7 @@ def test_an_order_that_no_message_could_mend() -> None:
 
 def test_both_ways_of_backward_at_once_are_too_many() -> None:
     program = build("1f1b", ranks=2, micro=2)
-    extra = Action(op=Op.WEIGHT, stage=0, microbatch=1)
+    extra = Action(op=Op.BACKWARD_WEIGHT, stage=0, microbatch=1)
     error = fault_of(broken(program, 0, lambda row: row.append(extra)))
     assert "W0.1 repeats" in error.what
 

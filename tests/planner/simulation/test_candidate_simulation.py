@@ -90,7 +90,7 @@ def test_a_step_by_hand() -> None:
     one, other = drawn.stages_with_sharding(candidate)
     hop = drawn.hop_seconds(candidate)
     assert build_chain(drawn.profile).num_blocks == 8 and hop > 0 and other.seconds > one.seconds
-    first, last = one.forward + hop, one.input + one.weight + hop
+    first, last = one.forward + hop, one.backward_input + one.backward_weight + hop
     ends = drawn.step_end_seconds(candidate).values()
     update = max(end["update"] for end in ends) + drawn.efficiency.step_seconds
     assert step.timeline.makespan == pytest.approx(first + 4 * other.seconds + last)
@@ -102,7 +102,10 @@ def test_a_step_by_hand() -> None:
 
 def test_exposed_is_told_by_name_and_sums() -> None:
     """A message waits at both ends of the pipeline, and twice in its middle, where the third microbatch comes late."""
-    program, costs = build("1f1b", ranks=2, micro=3), Costs(forward=1.0, input=1.0, weight=1.0, transfer=0.25)
+    program, costs = (
+        build("1f1b", ranks=2, micro=3),
+        Costs(forward=1.0, backward_input=1.0, backward_weight=1.0, transfer=0.25),
+    )
     collectives = [
         Collective(name="sums", point=StepPoint.FORWARD, seconds=0.5),
         Collective(name="gradients", point=StepPoint.END, seconds=2.0, overlap=0.5),

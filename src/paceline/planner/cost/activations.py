@@ -1,4 +1,4 @@
-"""Activation memory of one rank at the points of a step that may be its peak, from the cost of each part."""
+"""Estimate the activation memory of one rank at the points of a step that may be its peak, from each part's cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ class ActivationPeak:
     """Activation bytes of one rank at the candidate peaks of a step.
 
     The rank holds at most `num_held` of the `num_total` stage activations of a step at once. They take `held_bytes`,
-    plus `cast_bytes` of weight copies. `tail_bytes` and `tail_cast_bytes` are those of one microbatch in the part after
-    the blocks, which are freed before the blocks run backward.
+    plus `cast_bytes` of weight copies. The tail is the part after the blocks: `tail_bytes` and `tail_cast_bytes` are
+    its share of these for one microbatch, and are freed before the blocks run backward.
 
-    Transient bytes: `tail_transient_bytes` until the backward of that part ends; then, for one block or the part before
+    Transient bytes: `tail_transient_bytes` until the backward of the tail ends; then, for one block or the part before
     the blocks, `recompute_bytes` and `recompute_cast_bytes` of recomputation and `transient_bytes` of other
     temporaries. `end_bytes` is the total in the first block's backward, when all gradients exist. `border_bytes` is the
     message to the next stage.
@@ -35,11 +35,6 @@ class ActivationPeak:
     border_bytes: float
 
     @property
-    def narrow_bytes(self) -> float:
-        """The bytes that are saved for backward, without weight copies."""
-        return self.held_bytes
-
-    @property
     def is_before_gradients(self) -> bool:
         """True if all forwards run before the first backward, so that no gradients exist at the peak."""
         return self.num_held >= self.num_total
@@ -52,13 +47,16 @@ def build_activation_peak(
 
     The remainder goes to the largest stages.
     """
+    # costs 0 and 1 are those of the parts before and after the blocks
     border_bytes = max((work.border_bytes for work in layer_costs[2:]), default=0.0)
     # the message from the previous stage is saved as the input of the first block
     input_bytes = [0.0 if s[0] else border_bytes for s in stages]
     kept_bytes, cast_bytes = [work.kept_bytes for work in layer_costs], [work.cast_bytes for work in layer_costs]
-    stage_bytes = [_stage_bytes(s, kept_bytes) + own for s, own in zip(stages, input_bytes, strict=True)]
+    stage_bytes = [
+        _stage_bytes(s, kept_bytes) + own_input_bytes for s, own_input_bytes in zip(stages, input_bytes, strict=True)
+    ]
     stage_cast_bytes = [_stage_bytes(s, cast_bytes) for s in stages]
-    blocks = [work for place, work in enumerate(layer_costs) if place > 1 and any(s[place] for s in stages)]
+    blocks = [work for part, work in enumerate(layer_costs) if part > 1 and any(s[part] for s in stages)]
     body = [*blocks, *([layer_costs[0]] if any(s[0] for s in stages) else [])] or [layer_costs[1]]
     tail_part = layer_costs[1] if any(s[1] for s in stages) else None
     first_part_bytes = layer_costs[0].kept_bytes if any(s[0] for s in stages) else 0.0
@@ -84,7 +82,7 @@ def _backward_bytes(work: LayerCost) -> float:
 
 
 def _stage_bytes(stage: Counts, part_bytes: Sequence[float]) -> float:
-    return sum(count * one for count, one in zip(stage, part_bytes, strict=True) if count)
+    return sum(count * bytes_per_part for count, bytes_per_part in zip(stage, part_bytes, strict=True) if count)
 
 
 def _held_bytes(stage_bytes: Sequence[float], num_held: int) -> float:

@@ -95,7 +95,7 @@ class Bounds:
             cost_model.activation_peak_on_rank(node, rank, stages),
             cost_model.elements(node, stages),
         )
-        least_bytes = self._with_slack_and_reserve(activations.narrow_bytes)
+        least_bytes = self._with_slack_and_reserve(activations.held_bytes)
         if least_bytes > cost_model.cluster.device.memory_bytes:
             yield least_bytes
             return

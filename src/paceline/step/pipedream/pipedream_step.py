@@ -18,7 +18,7 @@ from paceline.parallel.pipeline.chain.stages import StageOutput
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.schedule.lowering import add_messages
 from paceline.schedule.program import Action, Op
-from paceline.schedule.weight_version_rules import StageVersions, Stream, VersionRule, build_continuous_program
+from paceline.schedule.weight_version_rules import BatchBoundaries, StageProgress, VersionRule, build_continuous_program
 from paceline.step.forward_backward import StandInMicrobatches, loss_for_backward, open_all
 from paceline.step.microbatches import StepBatch
 from paceline.step.pipedream.in_flight_batches import Counts, InFlightBatch, InFlightMicrobatch, sum_over_replicas
@@ -41,8 +41,8 @@ class PipeDreamStep(SynchronousStep):
         self.lag = -(-(version_rule.stages - 1) // num_microbatches)
         self._stage = piped.world.rank
         self._version_rule = version_rule
-        self._stream = Stream()
-        self._stage_order = StageVersions(version_rule=version_rule, stage=self._stage, stream=self._stream)
+        self._stream = BatchBoundaries()
+        self._stage_progress = StageProgress(version_rule=version_rule, stage=self._stage, batches=self._stream)
         self._pipeline = Pipeline(
             build_continuous_program(version_rule, sizes=[1]), world=piped.world, is_continuous=True
         )
@@ -71,7 +71,7 @@ class PipeDreamStep(SynchronousStep):
             self.replica.buffers.stop_comparing_values()
         self._num_checked_steps += 1
         batch = self._add_batch(step_batch)
-        actions = self._with_messages(self._stage_order.batch_actions())
+        actions = self._with_messages(self._stage_progress.batch_actions())
         waited_seconds = 0.0
         if not self._work.reporter.has_names:
             num_first = 1 + next(n for n, action in enumerate(actions) if action.op in self._handover_ops)
@@ -94,8 +94,8 @@ class PipeDreamStep(SynchronousStep):
     def resume(self, step: int, *, ends: Sequence[int], older_weights: Mapping[int, Weights]) -> None:
         """Resume after `step` updates; `older_weights` has older weight versions, by how many updates ago they were."""
         ends = list(ends) or [0] * bool(step)
-        self._stream = Stream(ends=ends, num_dropped=step - len(ends))
-        self._stage_order = StageVersions(version_rule=self._version_rule, stage=self._stage, stream=self._stream)
+        self._stream = BatchBoundaries(ends=ends, num_dropped=step - len(ends))
+        self._stage_progress = StageProgress(version_rule=self._version_rule, stage=self._stage, batches=self._stream)
         self._num_forwards = 0
         self.versions.resume(newest=step, older_weights={step - ago: weights for ago, weights in older_weights.items()})
 
@@ -109,7 +109,7 @@ class PipeDreamStep(SynchronousStep):
 
     def finish_pending(self) -> None:
         """Finish all batches in flight."""
-        self._run_actions(self._with_messages(self._stage_order.remaining_backwards()))
+        self._run_actions(self._with_messages(self._stage_progress.remaining_backwards()))
         self._pipeline.pause()
         self._is_drained = True
 
@@ -144,7 +144,7 @@ class PipeDreamStep(SynchronousStep):
         return batch
 
     def _with_messages(self, order: Iterable[Action]) -> list[Action]:
-        return list(add_messages(order, owner=range(self._version_rule.stages)))
+        return list(add_messages(order, rank_of_stage=range(self._version_rule.stages)))
 
     def _run_actions(self, actions: Sequence[Action]) -> float:
         """Run the actions; return the seconds spent waiting for other ranks."""
@@ -165,7 +165,7 @@ class PipeDreamStep(SynchronousStep):
         return waited_seconds
 
     def _forward(self, action: Action) -> None:
-        version = self._version_rule.version(stage=self._stage, microbatch=action.microbatch, stream=self._stream)
+        version = self._version_rule.version(stage=self._stage, microbatch=action.microbatch, batches=self._stream)
         version = self.versions.available_version(version)
         weights = self.versions.get(version)
         self._versions_in_use[action.microbatch] = version, weights
@@ -199,7 +199,7 @@ class PipeDreamStep(SynchronousStep):
         sum_over_replicas(self._parameters, world=self.replica.worlds.data)
         if batch.counts is None:
             divide_all([p.grad for p in self._parameters if p.grad is not None], batch.totals.divisor())
-        needed = self._version_rule.version(stage=self._stage, microbatch=self._num_forwards, stream=self._stream)
+        needed = self._version_rule.version(stage=self._stage, microbatch=self._num_forwards, batches=self._stream)
         self.versions.before_update(needed=needed)
         self.replica.update.commit(
             step=batch.number + 1, loss=reduced.loss, counts=reduced.counts, nonfinite_terms=reduced.nonfinite_terms
