@@ -15,8 +15,8 @@ import pytest
 from paceline.config.layout import parse_layout
 from paceline.config.loading import read_requested_settings
 from paceline.config.task import Task
-from paceline.planner.layout.axis_products import check_axis_products
 from paceline.planner.layout.mesh import resolve_mesh
+from paceline.planner.layout.pipeline_options import refuse_schedule
 from tests.conftest import Shop, no_process
 from tests.end_to_end import refused_layout_models
 from tests.end_to_end.forked_job_ranks import try_pair
@@ -44,7 +44,7 @@ FILES = {
 }
 EARLY: dict[str, tuple[str, int, tuple[str, ...], str]] = {
     "a product for other ranks": ("pp=2,dp_shard=3,tp=2", 8, (), "pp=2 × dp_shard=3 × tp=2 needs 12 ranks, you have 8"),
-    "a rest that does not divide": ("tp=3,dp=-1", 8, (), "8 ranks do not divide by the 3"),
+    "a rest that does not divide": ("tp=3,dp=-1", 8, (), "8 ranks are not divisible by 3"),
     "two rests": ("tp=-1,dp=-1", 4, (), "one axis may be -1"),
     "hsdp on two ranks": ("hsdp", 2, (), "dp_replicate=2 × dp_shard=2 needs 4 ranks, you have 2"),
     "an axis of another name": ("tpp=2", 2, (), "did you mean 'tp'"),
@@ -256,7 +256,7 @@ def _hints_are_legal(text: str, ranks: int) -> None:
         layout = parse_layout(word.strip(",;"))
         problems: list[Any] = []
         mesh = resolve_mesh(layout, ranks=layout.ranks or ranks, problems=problems)
-        assert not [*problems, *check_axis_products(layout, mesh)], word
+        assert not [*problems, *refuse_schedule(layout, mesh)], word
 
 
 def _sampled(names: Iterable[str]) -> list[Any]:

@@ -18,7 +18,7 @@ from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.profiling.calibration_store import forecast_ratios, plan_key, read_plan, record_forecast_ratio, save_plan
 from paceline.profiling.machine_benchmarks.benchmark_cache import cache_folder
 
-SIZES = Decoder(layers=4, width=1024, hidden=4096, heads=16, kv_heads=16, vocabulary=32000)
+SIZES = Decoder(layers=4, width=1024, mlp_width=4096, heads=16, kv_heads=16, vocabulary=32000)
 FACTS = build_decoder_profile(SIZES, name="small", length=1024, global_batch_size=16)
 MARK = Fingerprint(cpu="a cpu", cores=2, torch="2.13", gpus=(), kernels="default", device="cpu", ranks=4, threads=1)
 

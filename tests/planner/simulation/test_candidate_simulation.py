@@ -30,7 +30,7 @@ from paceline.schedule import Costs, build
 from tests.planner.random_plans import forecast, pipeline_timeline
 
 HOUR = 3600.0
-SIZES = Decoder(layers=8, width=512, hidden=2048, heads=8, vocabulary=1000)
+SIZES = Decoder(layers=8, width=512, mlp_width=2048, heads=8, vocabulary=1000)
 
 
 def made(cluster: str = "2x8xA100-80G", *, batch: int = 64, sizes: Decoder = SIZES) -> CostModel:
@@ -133,7 +133,7 @@ def test_mfu_counts_the_models_operations_once() -> None:
 
 @pytest.mark.clock
 def test_thousands_of_ranks_take_seconds() -> None:
-    sizes = Decoder(layers=126, width=16384, hidden=53248, heads=128, kv_heads=8, vocabulary=128256)
+    sizes = Decoder(layers=126, width=16384, mlp_width=53248, heads=128, kv_heads=8, vocabulary=128256)
     drawn = made("2048x8xH100-80G", batch=2048, sizes=sizes)
     began = process_time()
     step = simulate_candidate(
@@ -214,7 +214,7 @@ def test_a_folder_without_a_plan_is_told(tmp_path: Path) -> None:
 
 
 def test_a_plan_in_which_nothing_fits_says_so(tmp_path: Path) -> None:
-    sizes = Decoder(layers=80, width=8192, hidden=28672, heads=64, kv_heads=8, vocabulary=128256)
+    sizes = Decoder(layers=80, width=8192, mlp_width=28672, heads=64, kv_heads=8, vocabulary=128256)
     folder = told(made("8xT4", sizes=sizes), tmp_path, ["ddp"])
     with pytest.raises(UsageError, match="no layout that fits"):
         simulate(folder)

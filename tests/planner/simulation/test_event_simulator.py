@@ -191,7 +191,7 @@ def test_the_clock_does_not_matter(program: Program, costs: Costs, collectives: 
         assert isinstance(value, float)
         return scale * value
 
-    names = ("forward", "input", "weight", "transfer", "latency")
+    names = ("forward", "backward_input", "backward_weight", "transfer", "latency")
     slower = replace(costs, **{name: times_scale(getattr(costs, name)) for name in names})
     longer = [replace(c, seconds=times_scale(c.seconds)) for c in collectives]
     before = simulate_step(program, costs=costs, collectives=collectives, update_seconds=0.5)

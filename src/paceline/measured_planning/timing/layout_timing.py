@@ -134,7 +134,9 @@ def _memory_groups(timing_trials: Sequence[TimingTrial]) -> Iterator[list[Timing
         extended = [*group, one]
         if (
             group
-            and sum(each.stays for each in extended) + max(each.share - each.stays for each in extended) > _MEMORY_SHARE
+            and sum(each.state_fraction for each in extended)
+            + max(each.peak_fraction - each.state_fraction for each in extended)
+            > _MEMORY_SHARE
         ):
             yield group
             extended = [one]
@@ -285,7 +287,7 @@ def extrapolation_depths(one: TimingTrial, depths: Sequence[int]) -> list[int | 
     The extrapolation to about three times the longer depth multiplies errors by about four. So models with few blocks,
     and pipelines with many stages, are not truncated.
     """
-    min_blocks, depth = -(-one.least_blocks // max(1, len(depths))), min(depths, default=0)
+    min_blocks, depth = -(-one.min_blocks // max(1, len(depths))), min(depths, default=0)
     few, more = max(min_blocks, -(-depth // _SHORTER_DIVISOR)), max(2 * min_blocks, -(-depth // _LONGER_DIVISOR))
     return [few, more] if depth > _SHORTER_DIVISOR and 2 * more <= depth else [None]
 

@@ -1,4 +1,4 @@
-"""The advice of a plan: the memory case, the best layout of each family, the recommended one, and why."""
+"""Build the advice of a plan: the memory case, the best layout of each family, the recommended one, and why."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -31,7 +31,8 @@ from paceline.planner.search.search_space import SearchSpace
 class PlanRow:
     """A layout in a plan, with an explanation of its time. If it does not fit, each of the `changes` makes it fit.
 
-    `replayed` is True if a replay counted its memory. `refused` is the reason if the job refused it after the search.
+    `replayed` is True if a replay counted its memory. `refused` is the reason if the job refused the layout after the
+    search.
     """
 
     family: str

@@ -1,4 +1,4 @@
-"""Order of layouts by simplicity, and search for the simplest layout that ties with the fastest."""
+"""Order layouts by simplicity, and find the simplest layout that ties with the fastest."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -27,7 +27,7 @@ Simplicity = tuple[int, int, int, int, int]
 
 def simplicity_key(candidate: Candidate) -> Simplicity:
     """Return a sort key, smaller for simpler: number of axes, model axes and options, then family and ZeRO stage."""
-    num_options = sum(getattr(candidate, name) != usual for name, usual in _OPTIONS.items())
+    num_options = sum(getattr(candidate, name) != default for name, default in _OPTIONS.items())
     num_model_axes = sum(getattr(candidate, axis) > 1 for axis in MODEL_AXES)
     return len(candidate.mesh.split_axes), num_model_axes, num_options, FAMILIES.index(candidate.family), candidate.zero
 
@@ -42,7 +42,7 @@ def find_simplest_tie(estimates: Sequence[Estimate]) -> Estimate:
 def find_simpler_candidate(cost_model: CostModel, best: Estimate, *, grid: SearchSpace) -> Estimate | None:
     """Return the simplest candidate of the same family that fits and ties with `best`; None if `best` is the simplest.
 
-    The result has fewer options than `best`, or one axis fewer, whose ranks another axis gets.
+    The result has fewer options than `best`, or lacks one of its axes, whose ranks another axis gets.
     """
     best_simplicity, family = simplicity_key(best.candidate), best.candidate.family
     simpler_leaves = {
@@ -65,8 +65,8 @@ def _leaves_without_extras(cost_model: CostModel, best: Candidate, grid: SearchS
         grid,
         schedules=tuple(name for name in grid.schedules if name in ("1f1b", best.schedule)),
         remat=tuple(name for name in grid.remat if name in ("none", best.remat)),
-        offload=tuple(what for what in grid.offload if what in ((), best.offload)),
-        sequence=tuple(one for one in grid.sequence if one in (False, best.sequence)),
+        offload=tuple(state for state in grid.offload if state in ((), best.offload)),
+        sequence=tuple(choice for choice in grid.sequence if choice in (False, best.sequence)),
         zero=tuple(stage for stage in grid.zero if stage <= max(1, best.zero)),
     )
     for model_parallel_node in model_parallel_choices(profile, cluster, smaller_grid):
@@ -86,7 +86,7 @@ def _has_axes_moved(node: Candidate, best: Candidate) -> bool:
     """Return True if the node has the axes of `best`, or lacks some of them and one other axis has their ranks."""
     sizes = [(getattr(node, axis), getattr(best, axis)) for axis in MODEL_AXES if axis != "ep"]
     sizes.append((node.replicas, best.replicas))
-    if any(own > 1 and other == 1 for own, other in sizes) or node.ep not in (1, best.ep):
+    if any(size > 1 and best_size == 1 for size, best_size in sizes) or node.ep not in (1, best.ep):
         return False
     freed_ranks = prod(other for own, other in sizes if own == 1)
     growth_factors = [own // other for own, other in sizes if own not in (1, other)]
@@ -96,4 +96,4 @@ def _has_axes_moved(node: Candidate, best: Candidate) -> bool:
 def _has_no_extra_option(leaf: Candidate, best: Candidate) -> bool:
     if best.dp_shard == 1 and leaf.dp_shard > 1:
         return False
-    return all(getattr(leaf, name) in (usual, getattr(best, name)) for name, usual in _OPTIONS.items())
+    return all(getattr(leaf, name) in (default, getattr(best, name)) for name, default in _OPTIONS.items())

@@ -1,4 +1,4 @@
-"""The candidates of a plan that are timed on the target cluster, and the estimates with their measured seconds."""
+"""Choose the candidates of a plan that are timed on the target cluster, and put measured seconds into estimates."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,16 +25,16 @@ _TUPLE_FIELDS = ("blocks", "between")
 class TimingTrial:
     """A layout to time, as a user would type it, with its settings.
 
-    `share` is its peak as a fraction of the usable memory, `stays` the fraction that persists between steps; `seconds`
-    is the forecast step time, 0 if there is none.
+    `peak_fraction` is the peak as a fraction of the usable memory, `state_fraction` that of the training state;
+    `seconds` is the forecast step time, 0 if there is none.
     """
 
     candidate: str
     layout: str
     micro_batch_size: int
-    least_blocks: int
-    share: float
-    stays: float = 0.0
+    min_blocks: int
+    peak_fraction: float
+    state_fraction: float = 0.0
     seconds: float = 0.0
     stages: str = ""
 
@@ -74,7 +74,7 @@ def shortlist(
     families: dict[str, list[Estimate]] = {}
     for estimate in fitting:
         families.setdefault(estimate.candidate.family, []).append(estimate)
-    chosen = [own[0] for own in families.values()]
+    chosen = [family_estimates[0] for family_estimates in families.values()]
     nearly_as_fast = [one for one in fitting if one.step_seconds <= _NEAR_RATIO * fitting[0].step_seconds]
     for estimate in nearly_as_fast:
         family_estimates = families[estimate.candidate.family]
@@ -113,9 +113,9 @@ def timing_trial(estimate: Estimate) -> TimingTrial:
         candidate=str(candidate),
         layout=str(candidate.layout_spec),
         micro_batch_size=candidate.micro_batch_size,
-        least_blocks=2 * candidate.pp * candidate.virtual if candidate.pp > 1 else 2,
-        share=estimate.peak_bytes / estimate.limit_bytes,
-        stays=estimate.memory.state_bytes / estimate.limit_bytes,
+        min_blocks=2 * candidate.pp * candidate.virtual if candidate.pp > 1 else 2,
+        peak_fraction=estimate.peak_bytes / estimate.limit_bytes,
+        state_fraction=estimate.memory.state_bytes / estimate.limit_bytes,
         seconds=estimate.step_seconds,
         stages=estimate.settings.get("place.stages", ""),
     )
@@ -128,8 +128,8 @@ def parse_measured_times(stored: Mapping[str, Any]) -> dict[str, MeasuredTime]:
         ValueError, KeyError, TypeError: the content is not valid.
     """
     measured_times = {
-        name: MeasuredTime(**{**own, **{pair: tuple(own[pair]) for pair in _TUPLE_FIELDS}})
-        for name, own in stored.items()
+        name: MeasuredTime(**{**fields, **{key: tuple(fields[key]) for key in _TUPLE_FIELDS}})
+        for name, fields in stored.items()
     }
     if not all(
         _MIN_SECONDS < one.seconds < inf and 0 <= one.spread < inf and one.steps > 0 for one in measured_times.values()

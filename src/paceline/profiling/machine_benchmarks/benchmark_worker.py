@@ -57,7 +57,7 @@ def load_levels(*, ranks: int, cores: int, device: str) -> list[tuple[int, int]]
     else:
         numbers = {2**power for power in range(ranks.bit_length()) if 2**power <= ranks} | {ranks}
     return [
-        (number, choose_threads(cluster=Resources(ranks=number, cores=cores), one_thread=False, requested=None))
+        (number, choose_threads(resources=Resources(ranks=number, cores=cores), one_thread=False, requested=None))
         for number in sorted(numbers)
     ]
 

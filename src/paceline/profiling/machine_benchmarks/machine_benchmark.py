@@ -13,7 +13,7 @@ from paceline.launch.environments import JoinedWorld
 from paceline.launch.launcher import LaunchRequest, failure_screen, start
 from paceline.launch.rendezvous import adopt_launcher_variables
 from paceline.planner.hardware.benchmark_results import Fingerprint, HardwareBenchmark, read_probe
-from paceline.planner.layout.host_resources import busy_share
+from paceline.planner.layout.host_resources import busy_fraction
 from paceline.plugins import resolve
 from paceline.profiling.machine_benchmarks.benchmark_cache import (
     machine_fingerprint,
@@ -61,7 +61,7 @@ def probe_machine(
     cached = None if refresh else read_cached_benchmark(fingerprint)
     if cached is not None and cached.is_quiet:
         return cached
-    if cached is not None and not replace(cached, others=busy_share()).is_quiet:
+    if cached is not None and not replace(cached, others=busy_fraction()).is_quiet:
         return cached
     probe = _run_benchmark(fingerprint, request or BenchmarkRequest())
     store_benchmark(probe)
