@@ -93,7 +93,7 @@ class Compression:
 
 def find_method(name: str) -> Method | None:
     """Return the method of this name, or the one that has an option of this name."""
-    return next((one for one in Method if name in (one, *_OPTIONS.get(one, {}))), None)
+    return next((method for method in Method if name in (method, *_OPTIONS.get(method, {}))), None)
 
 
 def parse_compress(text: str) -> Compression:

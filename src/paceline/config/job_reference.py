@@ -66,7 +66,7 @@ def parse_jobref(text: str) -> JobRef:
     if is_file and path.suffix in (".toml", ".json"):
         raise _not_python_error(path)
     if not is_file:
-        suggestion = closest_word(path.stem, (one.stem for one in path.parent.glob("*.py")))
+        suggestion = closest_word(path.stem, (file.stem for file in path.parent.glob("*.py")))
         hint = str(path.with_name(f"{suggestion}.py")) if suggestion else "paceline new text"
         raise UsageError(f"{path_or_module} does not exist.", where=str(Path.cwd()), hint=hint)
     ref = JobRef(path=path, name=name or None)

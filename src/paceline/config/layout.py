@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import prod
 from typing import TypeVar
 
 from paceline.config.activation_checkpointing import parse_remat
@@ -106,10 +107,7 @@ class Layout:
         sizes = [size for axis, size in self.sizes.items() if axis != "ep"]
         if self.kind is LayoutKind.SINGLE or REMAINING_RANKS in sizes or not sizes:
             return None
-        product = 1
-        for size in sizes:
-            product *= size
-        return product
+        return prod(sizes)
 
     def processes(self, *, ranks: int) -> int:
         """Return the number of processes for these ranks: threads are replicas in one process."""

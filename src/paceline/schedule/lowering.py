@@ -64,7 +64,9 @@ def forward_only(*, rank_of_stage: Sequence[int], micro: int) -> Program:
     orders: list[list[Action]] = [[] for _ in range(ranks)]
     while num_done[-1] < micro:
         num_inputs = [micro, *num_done]
-        next_stages = [next((s for s in own if num_done[s] < num_inputs[s]), None) for own in stages_by_rank]
+        next_stages = [
+            next((s for s in rank_stages if num_done[s] < num_inputs[s]), None) for rank_stages in stages_by_rank
+        ]
         for rank, stage in enumerate(next_stages):
             if stage is not None:
                 orders[rank].append(Action(op=Op.FORWARD, stage=stage, microbatch=num_done[stage]))

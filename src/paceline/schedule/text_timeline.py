@@ -45,11 +45,11 @@ def draw_text(timeline: Timeline, *, width: int = 120) -> str:
         )
         num_ticks = max(1, round(span.seconds / tick_seconds))
         line.append(Cell(tick=first_tick, num_ticks=num_ticks, label=action_label(span.action, with_stage=with_stage)))
-    num_ticks_total = max((line[-1].tick + line[-1].num_ticks for line in lines if line), default=0)
+    total_ticks = max((line[-1].tick + line[-1].num_ticks for line in lines if line), default=0)
     ticks_per_panel = max(1, (width - _LABEL_WIDTH) // _cell_width(lines))
     panels = [
-        draw_panel(lines, first=first, last=min(first + ticks_per_panel, num_ticks_total))
-        for first in range(0, num_ticks_total, ticks_per_panel)
+        draw_panel(lines, first=first, last=min(first + ticks_per_panel, total_ticks))
+        for first in range(0, total_ticks, ticks_per_panel)
     ]
     return "\n\n".join([*panels, f"{timeline.name}: bubble {timeline.bubble:.1%}"])
 

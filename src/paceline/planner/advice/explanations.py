@@ -56,7 +56,7 @@ def explain_slower(estimate: Estimate, best: Estimate) -> str:
     differences = {name: estimate.seconds.parts[name] - best.seconds.parts[name] for name in TIME_PART_LABELS}
     worst = max(differences, key=lambda name: differences[name])
     ratio = estimate.step_seconds / best.step_seconds
-    fastest = min(estimate, best, key=lambda one: one.step_seconds)
+    fastest = min(estimate, best, key=lambda e: e.step_seconds)
     tie = " (a tie)" if is_tie(best if fastest is estimate else estimate, fastest) else ""
     if differences[worst] <= 0:
         return f"{ratio:.2f} times as long{tie}"
@@ -115,7 +115,7 @@ def explain_missing_family(family: str, cost_model: CostModel) -> str:
     if family in ("zero3", "fsdp", "hsdp") and profile.optimizer.whole_tensors:
         return f"{family}: {profile.optimizer.name} needs whole tensors"
     sizes = {"tp": profile.tp_sizes, "cp": profile.cp_sizes, "ep": profile.ep_sizes}.get(family, ())
-    size_reasons = [f"{word}: {why}" for word, why in profile.refused.items() if _is_size(word, family)]
+    size_reasons = [f"{key}: {why}" for key, why in profile.refused.items() if _is_size(key, family)]
     if size_reasons:
         return f"{family}: {'; '.join(size_reasons)}"
     if sizes and ranks > 1:

@@ -53,11 +53,11 @@ def _min_layer_bytes(single_device: CostModel, samples: int) -> list[tuple[Layer
         (
             part,
             2 * element_bytes * part.parameters
-            + work.kept_bytes
-            + work.cast_bytes
-            + work.recompute_bytes
-            + work.transient_bytes
+            + cost.kept_bytes
+            + cost.cast_bytes
+            + cost.recompute_bytes
+            + cost.transient_bytes
             + reserve,
         )
-        for part, work in zip(single_device.chain.parts, layer_costs, strict=True)
+        for part, cost in zip(single_device.chain.parts, layer_costs, strict=True)
     ]

@@ -123,7 +123,7 @@ def evaluate_named_layouts(
             if estimate.measured_time is not None
         },
     )
-    by_name = {str(one.candidate): one for one in final_estimates}
-    rows = tuple(build_plan_row(cost_model, by_name[str(one.candidate)]) for one in estimates.values())
+    by_name = {str(estimate.candidate): estimate for estimate in final_estimates}
+    rows = tuple(build_plan_row(cost_model, by_name[str(estimate.candidate)]) for estimate in estimates.values())
     impossible = {text: error.what for text, error in missing.items()}
     return NamedLayouts(case=find_memory_case(cost_model), rows=rows, names=tuple(estimates), missing=impossible)

@@ -81,7 +81,7 @@ def find_numerics_options(cost_model: CostModel, recommended: Estimate, grid: Se
     results = list[NumericsOption]()
     if device.rate("bf16") >= device.rate(profile.precision):
         estimates = search(cost_model, grid=replace(grid, zero=(3,), params=("bf16",))).best.values()
-        options = [one for one in estimates if one.candidate.params == "bf16"]
+        options = [estimate for estimate in estimates if estimate.candidate.params == "bf16"]
         results += _best("params=bf16", _PARAMS_EFFECT, options, seconds)
     if not profile.compiles and any(part.fused_bytes != ZERO for part in profile.blocks or (profile.first,)):
         estimates = search(cost_model.with_profile(with_compiled_blocks(profile)), grid=grid).best.values()

@@ -48,15 +48,15 @@ def build_activation_peak(
     The remainder goes to the largest stages.
     """
     # costs 0 and 1 are those of the parts before and after the blocks
-    border_bytes = max((work.border_bytes for work in layer_costs[2:]), default=0.0)
+    border_bytes = max((cost.border_bytes for cost in layer_costs[2:]), default=0.0)
     # the message from the previous stage is saved as the input of the first block
     input_bytes = [0.0 if s[0] else border_bytes for s in stages]
-    kept_bytes, cast_bytes = [work.kept_bytes for work in layer_costs], [work.cast_bytes for work in layer_costs]
+    kept_bytes, cast_bytes = [cost.kept_bytes for cost in layer_costs], [cost.cast_bytes for cost in layer_costs]
     stage_bytes = [
         _stage_bytes(s, kept_bytes) + own_input_bytes for s, own_input_bytes in zip(stages, input_bytes, strict=True)
     ]
     stage_cast_bytes = [_stage_bytes(s, cast_bytes) for s in stages]
-    blocks = [work for part, work in enumerate(layer_costs) if part > 1 and any(s[part] for s in stages)]
+    blocks = [cost for part, cost in enumerate(layer_costs) if part > 1 and any(s[part] for s in stages)]
     body = [*blocks, *([layer_costs[0]] if any(s[0] for s in stages) else [])] or [layer_costs[1]]
     tail_part = layer_costs[1] if any(s[1] for s in stages) else None
     first_part_bytes = layer_costs[0].kept_bytes if any(s[0] for s in stages) else 0.0
@@ -69,20 +69,20 @@ def build_activation_peak(
         tail_bytes=tail_part.kept_bytes if tail_part else 0.0,
         tail_cast_bytes=tail_part.cast_bytes if tail_part else 0.0,
         tail_transient_bytes=tail_part.recompute_bytes + tail_part.transient_bytes if tail_part else 0.0,
-        recompute_bytes=max(work.recompute_bytes for work in body),
-        recompute_cast_bytes=max(work.recompute_cast_bytes for work in body),
-        transient_bytes=max(work.transient_bytes for work in body),
+        recompute_bytes=max(cost.recompute_bytes for cost in body),
+        recompute_cast_bytes=max(cost.recompute_cast_bytes for cost in body),
+        transient_bytes=max(cost.transient_bytes for cost in body),
         end_bytes=remaining_bytes + first_part_bytes + max(map(_backward_bytes, blocks or body)),
-        border_bytes=max(work.border_bytes for work in [*body, *([tail_part] if tail_part else [])]),
+        border_bytes=max(cost.border_bytes for cost in [*body, *([tail_part] if tail_part else [])]),
     )
 
 
-def _backward_bytes(work: LayerCost) -> float:
-    return work.kept_bytes + work.cast_bytes + work.recompute_bytes + work.recompute_cast_bytes + work.transient_bytes
+def _backward_bytes(cost: LayerCost) -> float:
+    return cost.kept_bytes + cost.cast_bytes + cost.recompute_bytes + cost.recompute_cast_bytes + cost.transient_bytes
 
 
-def _stage_bytes(stage: Counts, part_bytes: Sequence[float]) -> float:
-    return sum(count * bytes_per_part for count, bytes_per_part in zip(stage, part_bytes, strict=True) if count)
+def _stage_bytes(stage: Counts, bytes_by_part: Sequence[float]) -> float:
+    return sum(count * part_bytes for count, part_bytes in zip(stage, bytes_by_part, strict=True) if count)
 
 
 def _held_bytes(stage_bytes: Sequence[float], num_held: int) -> float:

@@ -98,24 +98,22 @@ class CostModel:
     def with_memory_limit(self, limit_bytes: float) -> "CostModel":
         """Return a cost model whose devices have at most `limit_bytes`, for use after a run was out of memory."""
         device = replace(self.cluster.device, memory_bytes=min(limit_bytes, self.cluster.device.memory_bytes))
-        cluster = replace(self.cluster, device=device)
-        return CostModel(
-            profile=self.profile, cluster=cluster, efficiency=self.efficiency, device_bytes=self.device_bytes
-        )
+        return self._with(cluster=replace(self.cluster, device=device))
 
     def with_profile(self, profile: ModelProfile) -> "CostModel":
         """Return a cost model on the same cluster for another profile of the model."""
-        return CostModel(
-            profile=profile, cluster=self.cluster, efficiency=self.efficiency, device_bytes=self.device_bytes
-        )
+        return self._with(profile=profile)
 
     def with_memory_ratio(self, family: str, ratio: float) -> "CostModel":
         """Return a cost model that forecasts `ratio` times the memory of this one for the layouts of a family."""
         memory_ratios = {**self.cluster.fuller, family: ratio * max(1.0, family_ratio(self.cluster.fuller, family))}
-        cluster = replace(self.cluster, fuller=memory_ratios)
+        return self._with(cluster=replace(self.cluster, fuller=memory_ratios))
+
+    def _with(self, *, profile: ModelProfile | None = None, cluster: Cluster | None = None) -> "CostModel":
         return CostModel(
-            profile=self.profile, cluster=cluster, efficiency=self.efficiency, device_bytes=self.device_bytes
-        )
+            profile=profile or self.profile, cluster=cluster or self.cluster, efficiency=self.efficiency,
+            device_bytes=self.device_bytes,
+        )  # fmt: skip
 
     @property
     def host_limit_bytes(self) -> float | None:
@@ -192,7 +190,7 @@ class CostModel:
         if candidate.pp == 1:
             return 0.0
         return self.groups(candidate).next_stage.send(
-            max(work.border_bytes for work in self.layer_costs(candidate)[2:])
+            max(cost.border_bytes for cost in self.layer_costs(candidate)[2:])
         )
 
     def layer_costs(self, candidate: Candidate) -> tuple[LayerCost, ...]:
@@ -228,8 +226,8 @@ class CostModel:
         key = (c.micro_batch_size, c.cp, c.tp, c.ep, c.sequence, c.remat, c.pp * c.virtual)
         if key not in self._stages:
             layer_costs, counts = self.layer_costs(c), self._stage_counts(c)[0]
-            stages_by_counts = {own: build_stage(layer_costs, own) for own in set(counts)}
-            self._stages[key] = tuple(stages_by_counts[own] for own in counts)
+            stages_by_counts = {stage_counts: build_stage(layer_costs, stage_counts) for stage_counts in set(counts)}
+            self._stages[key] = tuple(stages_by_counts[stage_counts] for stage_counts in counts)
         return self._stages[key]
 
     def activation_peaks(self, candidate: Candidate) -> tuple[ActivationPeak, ...]:

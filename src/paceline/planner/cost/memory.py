@@ -12,6 +12,7 @@ from paceline.planner.hardware.efficiency import Efficiency
 from paceline.planner.model_costs.layer_chain import Chain, Counts
 from paceline.planner.model_costs.model_profile import LayerProfile, ModelProfile
 
+# the bucket sizes of `parallel/module_access/parameters.py`; a tensor above LARGE_BYTES is sent without a bucket
 _BUCKET_BYTES = 25 << 20
 _FIRST_BUCKET_BYTES = 1 << 20
 _CPU_BUCKET_BYTES = 10 << 20
@@ -47,7 +48,7 @@ class Memory:
         return state + self.activations + self.gathered + self.buffers + self.temporaries + self.slack + self.reserve
 
     def scaled_by(self, factor: float) -> "Memory":
-        """Return this memory scaled by `factor`, if it is above 1, with the additional bytes as slack."""
+        """Return this memory with `factor` times the bytes, the additional ones as slack; it is never reduced."""
         extra_bytes = max(0.0, factor - 1) * (self.peak_bytes - self.reserve)
         return replace(self, slack=self.slack + extra_bytes) if extra_bytes else self
 

@@ -113,19 +113,19 @@ def build_stage(layer_costs: Sequence[LayerCost], counts: Counts) -> Stage:
     forward = messages_forward = backward = messages_backward = weight = recompute = tensor = context = experts = (
         overlappable_forward
     ) = overlappable_backward = 0.0
-    for count, work in zip(counts, layer_costs, strict=True):
+    for count, cost in zip(counts, layer_costs, strict=True):
         if count:
-            forward, messages_forward = forward + count * work.forward, messages_forward + count * work.messages_forward
+            forward, messages_forward = forward + count * cost.forward, messages_forward + count * cost.messages_forward
             backward, messages_backward = (
-                backward + count * (work.backward_input + work.recompute),
-                messages_backward + count * work.messages_backward,
+                backward + count * (cost.backward_input + cost.recompute),
+                messages_backward + count * cost.messages_backward,
             )
-            weight, recompute = weight + count * work.backward_weight, recompute + count * work.recompute
-            tensor, context = tensor + count * work.tensor, context + count * work.context
-            experts = experts + count * work.experts
+            weight, recompute = weight + count * cost.backward_weight, recompute + count * cost.recompute
+            tensor, context = tensor + count * cost.tensor, context + count * cost.context
+            experts = experts + count * cost.experts
             overlappable_forward, overlappable_backward = (
-                overlappable_forward + count * work.overlappable_seconds[0],
-                overlappable_backward + count * work.overlappable_seconds[1],
+                overlappable_forward + count * cost.overlappable_seconds[0],
+                overlappable_backward + count * cost.overlappable_seconds[1],
             )
     return Stage(
         forward=forward + messages_forward,

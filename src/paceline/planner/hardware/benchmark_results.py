@@ -128,12 +128,12 @@ class HardwareBenchmark:
         """
         if ranks == 1:
             return 0.0
-        same_kind = [each for each in self.collectives if each.kind == kind]
+        same_kind = [collective for collective in self.collectives if collective.kind == kind]
         if not same_kind:
             raise MachineError(
                 f"the probe has no {kind}.", cause=_available_text([c.kind for c in self.collectives]), hint=_RERUN_HINT
             )
-        nearest = min(same_kind, key=lambda each: (abs(log(each.ranks / ranks)), each.ranks))
+        nearest = min(same_kind, key=lambda collective: (abs(log(collective.ranks / ranks)), collective.ranks))
         sent_fraction = SHARES[kind]
         scaled_bytes = num_bytes * sent_fraction(ranks) / sent_fraction(nearest.ranks)
         rounds = 1.0 if kind == "send" else (ranks - 1) / (nearest.ranks - 1)
@@ -157,7 +157,7 @@ def read_probe(stored: Mapping[str, Any]) -> HardwareBenchmark:
     fields["fingerprint"] = Fingerprint(**{**fingerprint, "gpus": tuple(fingerprint["gpus"])})
     fields["rates"] = tuple(map(_read_rates, fields["rates"]))
     fields["collectives"] = tuple(
-        Collective(**{**each, "curve": read_curve(each["curve"])}) for each in fields["collectives"]
+        Collective(**{**collective, "curve": read_curve(collective["curve"])}) for collective in fields["collectives"]
     )
     fields["copies"] = _read_curves(fields["copies"])
     fields["disk"] = None if fields["disk"] is None else Disk(**fields["disk"])

@@ -161,7 +161,7 @@ def _cost(points: Sequence[Point], p: float, q: float) -> float:
     """Return the total error; it is infinite if a parameter of the line is extreme."""
     if max(abs(p), abs(q)) > _MAX_LOG:
         return inf
-    return sum(hypot(log((exp(p) + exp(q) * each.amount) / each.seconds), _SMALL_RESIDUAL) for each in points)
+    return sum(hypot(log((exp(p) + exp(q) * point.amount) / point.seconds), _SMALL_RESIDUAL) for point in points)
 
 
 def _newton_step(points: Sequence[Point], p: float, q: float, damping: float) -> tuple[float, float]:

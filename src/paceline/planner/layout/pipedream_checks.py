@@ -70,7 +70,7 @@ class PipeDreamPlanning(RulePlanning):
         sizes = [num_rounds] * (2 * mesh.pp + 4)
         usage = weight_versions_used(build_continuous_program(version_rule, sizes=sizes), version_rule)
         versions = ", ".join(str(stage_use.num_versions) for stage_use in usage)
-        staleness = ", ".join(str(max(one.staleness)) for one in usage)
+        staleness = ", ".join(str(max(stage_use.staleness)) for stage_use in usage)
         yield (
             f"update: {update}, never flushed; {plural(num_rounds, 'microbatch')} per update; by stage: "
             f"{versions} versions of its weights, at most {staleness} updates late"

@@ -62,9 +62,9 @@ class Bounds:
             num_in_flight = min(num_in_flight, node.pp - 0.5)
         least_bytes = min(
             sum(
-                count * work.kept_bytes
+                count * cost.kept_bytes
                 for stage in cost_model.distinct_ranks(placement)[0][1]
-                for count, work in zip(stage, layer_costs, strict=True)
+                for count, cost in zip(stage, layer_costs, strict=True)
             )
             for placement in self._stage_placements(node)
         )
@@ -137,7 +137,7 @@ class Bounds:
     def _model_seconds(self, node: Candidate) -> float:
         """Return the seconds of one microbatch through the whole model, on one rank of each stage."""
         counted_costs = zip(self._cost_model.chain.full_counts, self._cost_model.layer_costs(node), strict=True)
-        return sum(count * work.seconds for count, work in counted_costs)
+        return sum(count * cost.seconds for count, cost in counted_costs)
 
     def _with_one_microbatch(self, node: Candidate) -> Candidate:
         return node.replace(micro_batch_size=-(-self._global_batch_size // node.replicas))

@@ -35,8 +35,8 @@ def simplicity_key(candidate: Candidate) -> Simplicity:
 def find_simplest_tie(estimates: Sequence[Estimate]) -> Estimate:
     """Return the simplest of the estimates that tie with the fastest; of equally simple ones, the fastest."""
     fastest = min(estimates, key=sort_key)
-    ties = [one for one in estimates if one is fastest or is_tie(one, fastest)]
-    return min(ties, key=lambda one: (simplicity_key(one.candidate), sort_key(one)))
+    ties = [estimate for estimate in estimates if estimate is fastest or is_tie(estimate, fastest)]
+    return min(ties, key=lambda estimate: (simplicity_key(estimate.candidate), sort_key(estimate)))
 
 
 def find_simpler_candidate(cost_model: CostModel, best: Estimate, *, grid: SearchSpace) -> Estimate | None:
@@ -52,7 +52,7 @@ def find_simpler_candidate(cost_model: CostModel, best: Estimate, *, grid: Searc
     }
     same_family = sorted((leaf for leaf in simpler_leaves if leaf.family == family), key=simplicity_key)
     for _, group in groupby(same_family, key=simplicity_key):
-        ties = [one for one in map(cost_model.estimate, group) if one.fits and is_tie(one, best)]
+        ties = [estimate for estimate in map(cost_model.estimate, group) if estimate.fits and is_tie(estimate, best)]
         if ties:
             return min(ties, key=sort_key)
     return None
@@ -88,8 +88,8 @@ def _has_axes_moved(node: Candidate, best: Candidate) -> bool:
     sizes.append((node.replicas, best.replicas))
     if any(size > 1 and best_size == 1 for size, best_size in sizes) or node.ep not in (1, best.ep):
         return False
-    freed_ranks = prod(other for own, other in sizes if own == 1)
-    growth_factors = [own // other for own, other in sizes if own not in (1, other)]
+    freed_ranks = prod(best_size for size, best_size in sizes if size == 1)
+    growth_factors = [size // best_size for size, best_size in sizes if size not in (1, best_size)]
     return not growth_factors if freed_ranks == 1 else growth_factors == [freed_ranks]
 
 

@@ -42,15 +42,12 @@ def cheapest_changes(cost_model: CostModel, estimate: Estimate, *, grid: SearchS
             for change, neighbor in neighbors(candidate, cost_model, grid)
             if neighbor not in visited and not visited.add(neighbor)  # type: ignore[func-returns-value]
         ]
-        estimates = [(says, cost_model.estimate(other)) for says, other in frontier]
-        fitting = sorted(
-            ((says, new_estimate) for says, new_estimate in estimates if new_estimate.fits),
-            key=lambda pair: pair[1].step_seconds,
-        )
+        changed = [(description, cost_model.estimate(candidate)) for description, candidate in frontier]
+        fitting = sorted((pair for pair in changed if pair[1].fits), key=lambda pair: pair[1].step_seconds)
         if fitting:
             return tuple(
-                Change(description=says, estimate=one, seconds=one.step_seconds - estimate.step_seconds)
-                for says, one in fitting[:_MAX_CHANGES]
+                Change(description=description, estimate=new, seconds=new.step_seconds - estimate.step_seconds)
+                for description, new in fitting[:_MAX_CHANGES]
             )
     return ()
 

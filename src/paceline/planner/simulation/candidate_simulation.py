@@ -159,15 +159,15 @@ def _stage_times(cost_model: CostModel, c: Candidate, stage: int) -> _StageTimes
         cost_model.stages_with_sharding(c)[stage],
     )
     forward = backward = tensor = experts = 0.0
-    for part, (count, work) in enumerate(zip(cost_model.part_counts(c)[stage], cost_model.layer_costs(c), strict=True)):
+    for part, (count, cost) in enumerate(zip(cost_model.part_counts(c)[stage], cost_model.layer_costs(c), strict=True)):
         if count:
             is_block = part >= 2  # parts 0 and 1 are the layers before and after the blocks
             # a pass: forward, backward and, with full remat, the recomputed forward of a block
             num_passes = 3 if c.remat == "full" and is_block else 2
-            forward += count * work.forward
-            backward += count * (work.backward_input + work.recompute)
-            tensor += count * work.tensor / num_passes
-            experts += count * work.experts / num_passes
+            forward += count * cost.forward
+            backward += count * (cost.backward_input + cost.recompute)
+            tensor += count * cost.tensor / num_passes
+            experts += count * cost.experts / num_passes
     context, time_ratio = without_sharding.forward - forward - tensor - experts, cost_model.time_ratio(c.family)
     messages = {
         "tensor": (tensor, without_sharding.tensor - tensor),

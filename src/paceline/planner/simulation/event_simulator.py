@@ -148,7 +148,8 @@ def _group_by_replica(slow_ranks: Iterable[SlowRank]) -> dict[int, tuple[SlowRan
     for slow_rank in slow_ranks:
         by_replica.setdefault(slow_rank.replica, set()).add(replace(slow_rank, replica=0))
     return {
-        replica: tuple(sorted(ranks, key=lambda one: (one.rank, one.factor))) for replica, ranks in by_replica.items()
+        replica: tuple(sorted(ranks, key=lambda slow_rank: (slow_rank.rank, slow_rank.factor)))
+        for replica, ranks in by_replica.items()
     }
 
 
@@ -156,11 +157,11 @@ def finish_time(walks: Sequence[WalkResult], collectives: Sequence[Collective]) 
     """Return the time at which the last rank has finished, with gradient collectives over these replicas."""
     program = walks[0].program
     last_computes = [_last_computes(walk) for walk in walks]
-    finish = max(max(found.end_times) for found in walks)
+    finish = max(max(walk.end_times) for walk in walks)
     for rank in range(program.num_ranks):
         link_free_time = 0.0
         times = [
-            (max(one[s][1] for one in last_computes), max(one[s][0] for one in last_computes), s)
+            (max(computes[s][1] for computes in last_computes), max(computes[s][0] for computes in last_computes), s)
             for s in program.stages_of(rank)
         ]
         for stop, start, stage in sorted(times):

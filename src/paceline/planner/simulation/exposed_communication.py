@@ -21,9 +21,9 @@ def exposed_seconds_by_name(program: Program, *, costs: Costs, collectives: Sequ
     walk = walk_actions(program, costs=free_costs)
     previous, exposed, included = finish_time([walk], ()), dict[str, float](), list[Collective]()
     for name in dict.fromkeys([STAGE_MESSAGES, *(collective.name for collective in collectives)]):
-        same_name = [one for one in collectives if one.name == name]
+        same_name = [collective for collective in collectives if collective.name == name]
         included += same_name
-        if name == STAGE_MESSAGES or any(one.point is not StepPoint.END for one in same_name):
+        if name == STAGE_MESSAGES or any(collective.point is not StepPoint.END for collective in same_name):
             walk = walk_actions(program, costs=with_collectives(program, costs=costs, collectives=included))
         finish = finish_time([walk], included)
         exposed[name], previous = finish - previous, finish

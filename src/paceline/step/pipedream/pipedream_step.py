@@ -41,8 +41,10 @@ class PipeDreamStep(SynchronousStep):
         self.lag = -(-(version_rule.stages - 1) // num_microbatches)
         self._stage = piped.world.rank
         self._version_rule = version_rule
-        self._stream = BatchBoundaries()
-        self._stage_progress = StageProgress(version_rule=version_rule, stage=self._stage, batches=self._stream)
+        self._batch_boundaries = BatchBoundaries()
+        self._stage_progress = StageProgress(
+            version_rule=version_rule, stage=self._stage, batches=self._batch_boundaries
+        )
         self._pipeline = Pipeline(
             build_continuous_program(version_rule, sizes=[1]), world=piped.world, is_continuous=True
         )
@@ -89,13 +91,15 @@ class PipeDreamStep(SynchronousStep):
 
     def batch_ends(self) -> dict[str, list[int]]:
         """Return the state for a checkpoint: the ends of recent batches, in microbatches relative to the next one."""
-        return {"ends": [end - self._stream.num_microbatches for end in self._stream.ends]}
+        return {"ends": [end - self._batch_boundaries.num_microbatches for end in self._batch_boundaries.ends]}
 
     def resume(self, step: int, *, ends: Sequence[int], older_weights: Mapping[int, Weights]) -> None:
         """Resume after `step` updates; `older_weights` has older weight versions, by how many updates ago they were."""
         ends = list(ends) or [0] * bool(step)
-        self._stream = BatchBoundaries(ends=ends, num_dropped=step - len(ends))
-        self._stage_progress = StageProgress(version_rule=self._version_rule, stage=self._stage, batches=self._stream)
+        self._batch_boundaries = BatchBoundaries(ends=ends, num_dropped=step - len(ends))
+        self._stage_progress = StageProgress(
+            version_rule=self._version_rule, stage=self._stage, batches=self._batch_boundaries
+        )
         self._num_forwards = 0
         self.versions.resume(newest=step, older_weights={step - ago: weights for ago, weights in older_weights.items()})
 
@@ -131,7 +135,7 @@ class PipeDreamStep(SynchronousStep):
         batch = InFlightBatch(
             number=self.steps_done, step_batch=step_batch, counts=counts, num_left=len(microbatches) + num_missing
         )
-        self._batches[self._stream.num_batches] = batch
+        self._batches[self._batch_boundaries.num_batches] = batch
         indices_and_sizes = [(micro.index, micro.num_samples) for micro in step_batch.micro] + [
             (step_batch.num_micro, 0)
         ] * num_missing
@@ -139,8 +143,8 @@ class PipeDreamStep(SynchronousStep):
             zip(indices_and_sizes, [*microbatches, *stand_ins], strict=True)
         ):
             micro = InFlightMicrobatch(batch=batch, index=index, num_samples=samples, local_microbatch=local_microbatch)
-            self._work.micro[self._stream.num_microbatches + offset] = micro
-        self._stream.add(batch.num_left)
+            self._work.micro[self._batch_boundaries.num_microbatches + offset] = micro
+        self._batch_boundaries.add(batch.num_left)
         return batch
 
     def _with_messages(self, order: Iterable[Action]) -> list[Action]:
@@ -165,7 +169,9 @@ class PipeDreamStep(SynchronousStep):
         return waited_seconds
 
     def _forward(self, action: Action) -> None:
-        version = self._version_rule.version(stage=self._stage, microbatch=action.microbatch, batches=self._stream)
+        version = self._version_rule.version(
+            stage=self._stage, microbatch=action.microbatch, batches=self._batch_boundaries
+        )
         version = self.versions.available_version(version)
         weights = self.versions.get(version)
         self._versions_in_use[action.microbatch] = version, weights
@@ -183,7 +189,7 @@ class PipeDreamStep(SynchronousStep):
                 parameter.grad = None
             self._starts_batch = False
         version, weights = self._versions_in_use.pop(action.microbatch)
-        staleness = self._stream.batch_of(action.microbatch) - version
+        staleness = self._batch_boundaries.batch_of(action.microbatch) - version
         self._staleness_counts[staleness] = self._staleness_counts.get(staleness, 0) + 1
         self.versions.prepare_backward(weights)
         self.versions.run_with(weights, lambda: self._pipeline.run_action(action, self._work))
@@ -191,7 +197,7 @@ class PipeDreamStep(SynchronousStep):
 
     def _update(self, action: Action) -> None:
         """Update with the batch's gradients, summed over this stage's replicas and divided by the global count."""
-        batch = self._batches.pop(self._stream.batch_of(action.microbatch))
+        batch = self._batches.pop(self._batch_boundaries.batch_of(action.microbatch))
         assert batch.totals is not None and batch.result is not None
         reduced = batch.totals.reduced()
         if reduced.buffers_changed:
@@ -199,7 +205,9 @@ class PipeDreamStep(SynchronousStep):
         sum_over_replicas(self._parameters, world=self.replica.worlds.data)
         if batch.counts is None:
             divide_all([p.grad for p in self._parameters if p.grad is not None], batch.totals.divisor())
-        needed = self._version_rule.version(stage=self._stage, microbatch=self._num_forwards, batches=self._stream)
+        needed = self._version_rule.version(
+            stage=self._stage, microbatch=self._num_forwards, batches=self._batch_boundaries
+        )
         self.versions.before_update(needed=needed)
         self.replica.update.commit(
             step=batch.number + 1, loss=reduced.loss, counts=reduced.counts, nonfinite_terms=reduced.nonfinite_terms
@@ -210,7 +218,7 @@ class PipeDreamStep(SynchronousStep):
             self._max_versions, len(self.versions.numbers | {number for number, _ in self._versions_in_use.values()})
         )
         self._starts_batch = True
-        self._stream.drop_old_batches(num_kept=2 * self._version_rule.stages + 2)
+        self._batch_boundaries.drop_old_batches(num_kept=2 * self._version_rule.stages + 2)
 
     def _buffer_write_error(self) -> JobError:
         names = self.replica.buffers.changed_names()
