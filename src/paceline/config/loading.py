@@ -51,7 +51,7 @@ class RequestedSettings:
 @cache
 def known_settings() -> Mapping[str, Any]:
     """Return every dotted name with its type."""
-    return MappingProxyType(dict(_leaves(Settings, "")))
+    return MappingProxyType(dict(_setting_types(Settings, "")))
 
 
 def range_text(name: str) -> str:
@@ -159,12 +159,14 @@ def _normalize_value(name: str, value: Any) -> Any:
     return _split_items(value) if isinstance(value, str) and _is_list_setting(name) else value
 
 
-def _leaves(cls: type, prefix: str) -> list[tuple[str, Any]]:
+def _setting_types(cls: type, prefix: str) -> list[tuple[str, Any]]:
     settings: list[tuple[str, Any]] = []
     hints = get_type_hints(cls, include_extras=True)
     for item in fields(cls):
         name, kind = prefix + item.name, hints[item.name]
-        settings += _leaves(kind, f"{name}.") if is_dataclass(kind) and isinstance(kind, type) else [(name, kind)]
+        settings += (
+            _setting_types(kind, f"{name}.") if is_dataclass(kind) and isinstance(kind, type) else [(name, kind)]
+        )
     return [entry for entry in settings if entry[0] != JOB]
 
 

@@ -129,10 +129,10 @@ def fit_line(points: Sequence[Point]) -> Line:
     if len(points) == 1:
         return _line(points, 0.0, slope)
     starts = ((first.seconds / 2, slope / 2), (first.seconds, slope * _MIN_RATIO), (first.seconds * _MIN_RATIO, slope))
-    fits = [_fit_from(points, log(fixed), log(slope_start)) for fixed, slope_start in starts]
-    _, fixed, slope_value = min(fits)
+    fits = [_fit_from(points, log(start_intercept), log(start_slope)) for start_intercept, start_slope in starts]
+    _, intercept, fitted_slope = min(fits)
     min_slope = _MIN_RATIO * min(point.seconds / point.amount for point in points)
-    return _line(points, fixed if fixed > _MIN_RATIO * first.seconds else 0.0, max(slope_value, min_slope))
+    return _line(points, intercept if intercept > _MIN_RATIO * first.seconds else 0.0, max(fitted_slope, min_slope))
 
 
 def _line(points: Sequence[Point], intercept: float, slope: float) -> Line:

@@ -66,7 +66,7 @@ def _refuse_exact(mesh: Mesh) -> Iterator[PacelineError]:
     axes = [axis for axis in _INEXACT_REASONS if mesh.size(axis) > 1]
     if axes:
         yield UsageError(
-            f"exact mode with {', '.join(axes)} is not supported: it splits sums within a microbatch.",
+            f"exact mode with {', '.join(axes)} is not supported: sums within a microbatch are split over ranks.",
             cause="; ".join(_INEXACT_REASONS[axis] for axis in axes),
             hint="exact mode works with ddp, zero1, zero2, fsdp, hsdp, pp and their combinations: --layout fsdp",
         )

@@ -70,7 +70,7 @@ def _leaves_without_extras(cost_model: CostModel, best: Candidate, grid: SearchS
         zero=tuple(stage for stage in grid.zero if stage <= max(1, best.zero)),
     )
     for model_parallel_node in model_parallel_choices(profile, cluster, smaller_grid):
-        if not _has_axes_moved(model_parallel_node, best):
+        if not _has_no_extra_axis(model_parallel_node, best):
             continue
         for recompute_node in recompute_choices(model_parallel_node, profile, smaller_grid):
             for microbatch_node in microbatch_choices(recompute_node, profile, smaller_grid):
@@ -82,8 +82,8 @@ def _leaves_without_extras(cost_model: CostModel, best: Candidate, grid: SearchS
                     )
 
 
-def _has_axes_moved(node: Candidate, best: Candidate) -> bool:
-    """Return True if the node has the axes of `best`, or lacks some of them and one other axis has their ranks."""
+def _has_no_extra_axis(node: Candidate, best: Candidate) -> bool:
+    """Return True if the node has the axes of `best`, or lacks some of them, whose ranks one other axis has."""
     sizes = [(getattr(node, axis), getattr(best, axis)) for axis in MODEL_AXES if axis != "ep"]
     sizes.append((node.replicas, best.replicas))
     if any(size > 1 and best_size == 1 for size, best_size in sizes) or node.ep not in (1, best.ep):
