@@ -112,8 +112,8 @@ def costs_of(program: Program, seconds: Seconds) -> Costs:
     others = program.num_stages - 1
     return Costs(
         forward=seconds[0],
-        input=[0.0] + [seconds[1]] * others,
-        weight=[seconds[1] + seconds[2]] + [seconds[2]] * others,
+        backward_input=[0.0] + [seconds[1]] * others,
+        backward_weight=[seconds[1] + seconds[2]] + [seconds[2]] * others,
     )
 
 
@@ -200,7 +200,7 @@ def line(program: Program, rows: Sequence[Row], *, seconds: Seconds) -> tuple[st
     schedule = SCHEDULES[program.name]
     case = PipelineCase(
         ranks=program.num_ranks, micro=program.num_micro, virtual=program.num_stages // program.num_ranks,
-        forward=seconds[0], input=seconds[1], weight=seconds[2],
+        forward=seconds[0], backward_input=seconds[1], backward_weight=seconds[2],
     )  # fmt: skip
     planned = simulate(program, costs=costs_of(program, seconds))
     theory = bubble_fraction(schedule.makespan, case)

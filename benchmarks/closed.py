@@ -172,7 +172,7 @@ def replayed_of(ready: PreparedJob, candidate: Candidate, forecast: CostModel) -
     plan = make_execution_plan(
         layout=candidate.layout_spec,
         update=parse_update("sync"),
-        cluster=Resources(ranks=candidate.ranks, device=forecast.cluster.device.kind),
+        resources=Resources(ranks=candidate.ranks, device=forecast.cluster.device.kind),
         facts=JobFacts(global_batch_size=facts.global_batch_size, micro_batch_size=candidate.micro_batch_size),
     )
     settings = set_stages(ready.settings, forecast.estimate(candidate).stages)

@@ -70,7 +70,7 @@ def their_seconds(row: Row) -> float:
 def _facts(name: str, length: int, batch: int, precision: str, source: str, is_compiled: bool) -> ModelProfile:
     model = _FOUND["models"][name]
     sizes = Decoder(
-        layers=model["layers"], width=model["hidden"], hidden=model["ffn"], heads=model["heads"],
+        layers=model["layers"], width=model["hidden"], mlp_width=model["ffn"], heads=model["heads"],
         kv_heads=model["kv_heads"], vocabulary=model["vocab"], is_gated=model["ffn_products"] == 3,
         is_tied=model["tied"], has_dropout=source in _MEGATRON,
     )  # fmt: skip

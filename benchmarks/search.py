@@ -22,10 +22,10 @@ from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_
 from paceline.planner.search.branch_and_bound import SearchResult, search, search_exhaustively, sort_key
 from paceline.planner.search.search_space import SearchSpace
 
-LLAMA_8B = Decoder(layers=32, width=4096, hidden=14336, heads=32, kv_heads=8, vocabulary=128256)
-LLAMA_70B = Decoder(layers=80, width=8192, hidden=28672, heads=64, kv_heads=8, vocabulary=128256)
-LLAMA_405B = Decoder(layers=126, width=16384, hidden=53248, heads=128, kv_heads=8, vocabulary=128256)
-SMALL = Decoder(layers=6, width=384, hidden=1536, heads=6, vocabulary=65, is_gated=False)
+LLAMA_8B = Decoder(layers=32, width=4096, mlp_width=14336, heads=32, kv_heads=8, vocabulary=128256)
+LLAMA_70B = Decoder(layers=80, width=8192, mlp_width=28672, heads=64, kv_heads=8, vocabulary=128256)
+LLAMA_405B = Decoder(layers=126, width=16384, mlp_width=53248, heads=128, kv_heads=8, vocabulary=128256)
+SMALL = Decoder(layers=6, width=384, mlp_width=1536, heads=6, vocabulary=65, is_gated=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ class Loop:
         plan = make_execution_plan(
             layout=parse_layout(layout),
             update=UpdateRule(),
-            cluster=Resources(ranks=1 if layout == "single" else replicas, cores=replicas),
+            resources=Resources(ranks=1 if layout == "single" else replicas, cores=replicas),
             facts=JobFacts(global_batch_size=32, micro_batch_size=-(-32 // replicas)),
         )
         own = world if layout == "ddp" else World.alone()

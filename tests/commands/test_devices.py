@@ -41,7 +41,7 @@ def test_gpus_are_counted_as_cuda_counts_them(
     folder = tmp_path / "gpus"
     for number in range(there or 0):
         (folder / str(number)).mkdir(parents=True)
-    assert machine.visible_gpus(folder=folder, drivers=()) == expected
+    assert machine.visible_gpus(folder=folder, driver_files=()) == expected
 
 
 def test_where_there_is_no_home_there_is_a_cache_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,8 +155,8 @@ def test_layouts_are_read_and_written_alike(text: str, kind: LayoutKind, ranks: 
         ("fsdp,tp=-1", "one axis may be -1"),
         ("ddp,schedule=1f1b", "schedule=1f1b is an option of pp, and the layout has no pp"),
         ("pp=2,zero=2", "zero=2 is an option of dp_shard, and the layout has no dp_shard"),
-        ("dp_shard=2,zero=4", "zero=4 is not known"),
-        ("dp_shard=2,offload=disk", "'disk' is not known"),
+        ("dp_shard=2,zero=4", "zero=4 is not valid"),
+        ("dp_shard=2,offload=disk", "'disk' is not valid"),
         ("pp=2,virtual=none", "not a number of stages"),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_layout_becomes_a_mesh(text: str, ranks: int, mesh: str, name: str) ->
     ("text", "ranks", "words"),
     [
         ("pp=2,dp_shard=3,tp=2", 8, "pp=2 × dp_shard=3 × tp=2 needs 12 ranks, you have 8."),
-        ("pp=2,dp_shard=-1,tp=3", 8, "8 ranks do not divide by the 6 ranks of the other axes"),
+        ("pp=2,dp_shard=-1,tp=3", 8, "8 ranks are not divisible by 6, the product of the other axes"),
         ("hsdp", 2, "dp_replicate=2 × dp_shard=2 needs 4 ranks, you have 2."),
         ("single", 2, "layout single is one process, you have 2 ranks."),
         ("threads=2", 3, "threads=2 needs 2 ranks, you have 3."),
@@ -253,10 +253,10 @@ def test_sizes_are_bounded_before_anything_is_made_of_them(text: str) -> None:
 def test_threads_are_replicas_of_one_process() -> None:
     facts = JobFacts(global_batch_size=64)
     cluster = Resources(ranks=3, cores=8)
-    plan = make_execution_plan(layout=parse_layout("threads"), update=UpdateRule(), cluster=cluster, facts=facts)
+    plan = make_execution_plan(layout=parse_layout("threads"), update=UpdateRule(), resources=cluster, facts=facts)
     assert (plan.processes, plan.replicas, plan.backend, plan.threads, plan.num_micro) == (1, 3, "none", 2, 3)
     with pytest.raises(LayoutError, match="threads=2 needs 2 ranks, you have 3") as caught:
-        make_execution_plan(layout=parse_layout("threads=2"), update=UpdateRule(), cluster=cluster, facts=facts)
+        make_execution_plan(layout=parse_layout("threads=2"), update=UpdateRule(), resources=cluster, facts=facts)
     assert caught.value.hint == "--ranks 2, or --layout threads=3"
 
 
@@ -264,7 +264,7 @@ def test_micro_batches_are_derived_and_disagreement_is_refused() -> None:
     plan = make_execution_plan(
         layout=parse_layout("ddp"),
         update=UpdateRule(),
-        cluster=Resources(ranks=3, cores=8),
+        resources=Resources(ranks=3, cores=8),
         facts=JobFacts(global_batch_size=64),
     )
     assert (plan.micro_batch_size, plan.num_micro, plan.replicas, plan.threads) == (22, 3, 3, 2)
@@ -272,7 +272,7 @@ def test_micro_batches_are_derived_and_disagreement_is_refused() -> None:
         make_execution_plan(
             layout=parse_layout("ddp"),
             update=UpdateRule(),
-            cluster=Resources(ranks=3),
+            resources=Resources(ranks=3),
             facts=JobFacts(global_batch_size=64, micro_batch_size=8, accumulation=2),
         )
 
@@ -281,7 +281,7 @@ def _planned(total: int, ranks: int, rounds: int, micro: int | None = None) -> t
     """Return the microbatch size and the microbatches per replica."""
     facts = JobFacts(global_batch_size=total, micro_batch_size=micro, accumulation=rounds)
     plan = make_execution_plan(
-        layout=parse_layout("ddp"), update=UpdateRule(), cluster=Resources(ranks=ranks), facts=facts
+        layout=parse_layout("ddp"), update=UpdateRule(), resources=Resources(ranks=ranks), facts=facts
     )
     return plan.micro_batch_size, -(-plan.num_micro // plan.replicas)
 
@@ -526,7 +526,7 @@ def test_replicas_without_samples_are_told_what_would_help(batch: int, micro: in
     plan = make_execution_plan(
         layout=parse_layout("ddp"),
         update=UpdateRule(),
-        cluster=Resources(ranks=2, device="cpu", cores=2),
+        resources=Resources(ranks=2, device="cpu", cores=2),
         facts=JobFacts(global_batch_size=batch, micro_batch_size=micro, built_in_backends=("gloo",)),
     )
     (note,) = [note for note in plan.notes if "get no samples" in note]

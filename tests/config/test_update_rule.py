@@ -172,6 +172,6 @@ def test_a_run_that_is_over_before_its_sites_meet_is_told_so() -> None:
         update = parse_update(text)
         return "".join(rule_planning(update).length_notes(update, total_steps=total))
 
-    assert told("diloco,lr=0.5", 200).endswith("they do so every 500; --update diloco,every=20,lr=0.5")
+    assert told("diloco,lr=0.5", 200).endswith("they do so every 500 updates; --update diloco,every=20,lr=0.5")
     assert told("diloco,fragments=4,delay=1", 9).endswith("--update diloco,every=4,fragments=4,delay=1")
     assert told("local", 8) == told("diloco", None) == told("diloco", 500) == told("sync", 3) == ""

@@ -121,7 +121,7 @@ def test_a_setting_of_another_layout_is_told_of() -> None:
     plan = make_execution_plan(
         layout=parse_layout("ddp"),
         update=parse_update("sync"),
-        cluster=Resources(ranks=2),
+        resources=Resources(ranks=2),
         facts=JobFacts(global_batch_size=4),
     )
     told = unused_placement_notes(PlacementSettings(units=("Block",), stages=(1, 2)), plan)

@@ -63,7 +63,7 @@ def test_facts_are_read_back_with_what_was_seen(known: Known) -> None:
 def test_a_replay_does_not_count_the_model_that_it_copies(known: Known) -> None:
     ready, _ = known
     plan = make_execution_plan(
-        layout=parse_layout("ddp"), update=parse_update("sync"), cluster=Resources(ranks=2, device="cuda"),
+        layout=parse_layout("ddp"), update=parse_update("sync"), resources=Resources(ranks=2, device="cuda"),
         facts=JobFacts(global_batch_size=8, micro_batch_size=2),
     )  # fmt: skip
     jobs = (llama(**SIZES), build_once(llama(**SIZES), seed=ready.settings.seed))

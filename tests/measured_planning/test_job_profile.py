@@ -44,7 +44,7 @@ def test_a_decoder_is_traced_to_the_numbers_of_its_formulas(llama: ModelProfile)
     sizes = Decoder(
         layers=layers,
         width=config.hidden_size,
-        hidden=config.intermediate_size,
+        mlp_width=config.intermediate_size,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         vocabulary=config.vocab_size,

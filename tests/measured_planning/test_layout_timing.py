@@ -73,9 +73,9 @@ def one(
         candidate=candidate,
         layout=layout,
         micro_batch_size=micro,
-        least_blocks=2,
-        share=share,
-        stays=share / 2,
+        min_blocks=2,
+        peak_fraction=share,
+        state_fraction=share / 2,
         seconds=seconds,
     )
 
@@ -106,7 +106,7 @@ def test_blocks_that_are_not_alike_all_stay() -> None:
     ],
 )
 def test_two_lengths_that_are_shorter_or_the_whole(least: int, depths: list[int], kept: list[int | None]) -> None:
-    tried = TimingTrial(candidate="", layout="", micro_batch_size=1, least_blocks=least, share=0.1)
+    tried = TimingTrial(candidate="", layout="", micro_batch_size=1, min_blocks=least, peak_fraction=0.1)
     assert extrapolation_depths(tried, depths) == kept
 
 

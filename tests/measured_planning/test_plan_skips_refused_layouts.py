@@ -279,7 +279,7 @@ def test_a_stage_in_which_all_is_frozen_is_replayed() -> None:
     plan = make_execution_plan(
         layout=layout,
         update=parse_update("sync"),
-        cluster=Resources(ranks=4),
+        resources=Resources(ranks=4),
         facts=JobFacts(global_batch_size=8, micro_batch_size=2),
     )
     settings: Settings = replace(found.ready.settings)

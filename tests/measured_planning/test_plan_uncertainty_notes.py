@@ -46,7 +46,7 @@ def test_what_is_not_known_of_the_recommended_layout_is_said(rows: tuple[PlanRow
 
 
 def test_a_small_model_is_tried_with_its_numbers() -> None:
-    sizes = Decoder(layers=4, width=256, hidden=1024, heads=4, vocabulary=1000)
+    sizes = Decoder(layers=4, width=256, mlp_width=1024, heads=4, vocabulary=1000)
     facts = build_decoder_profile(sizes, name="small", length=8192, global_batch_size=64)
     assert is_small_enough(facts.parameters) and not is_small_enough(FORECAST.profile.parameters)
     assert list(_unverified_lines((row(PARTS),), facts)) == []

@@ -14,7 +14,7 @@ from paceline.schedule.registry import build
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "gpipe"])
 def test_what_was_simulated_comes_back(name: str) -> None:
     program = build(name, ranks=3, micro=5)
-    given = Costs(forward=[1.0, 2.0, 3.0], input=[2.0, 1.0, 2.0], weight=[1.0, 2.0, 1.0])
+    given = Costs(forward=[1.0, 2.0, 3.0], backward_input=[2.0, 1.0, 2.0], backward_weight=[1.0, 2.0, 1.0])
     found = simulate(program, costs=given)
     heard = [
         [

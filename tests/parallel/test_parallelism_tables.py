@@ -37,7 +37,7 @@ CANDIDATES = {
     "zero2": Candidate(dp_shard=8, zero=2),
     "ddp": Candidate(dp_replicate=8),
 }
-MIXTURE = Decoder(layers=32, width=4096, hidden=14336, heads=32, kv_heads=8, vocabulary=128256, experts=8, active=2)
+MIXTURE = Decoder(layers=32, width=4096, mlp_width=14336, heads=32, kv_heads=8, vocabulary=128256, experts=8, active=2)
 OTHERS = {"single", "threads", "axes"}
 """One process, threads of one process (`parallelize_thread_replica`), and products of the others."""
 

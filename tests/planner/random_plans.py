@@ -26,7 +26,7 @@ def decoder(draw: random.Random) -> ModelProfile:
     heads = draw.choice([2, 4, 6, 8])
     width = heads * draw.choice([32, 64, 128])
     sizes = Decoder(
-        layers=draw.randint(2, 10), width=width, hidden=draw.choice([2, 3, 4]) * width, heads=heads,
+        layers=draw.randint(2, 10), width=width, mlp_width=draw.choice([2, 3, 4]) * width, heads=heads,
         kv_heads=draw.choice([0, 2]), vocabulary=draw.choice([64, 1000, 32000]), is_gated=draw.random() < 0.5,
         is_tied=draw.random() < 0.4, has_dropout=draw.random() < 0.4,
         **draw.choice([{}, {}, {"experts": 4, "active": 2}]),
@@ -120,8 +120,8 @@ def pipeline_timeline(forecast: CostModel, *, candidate: Candidate) -> Timeline:
     stages = forecast.stages_with_sharding(candidate)
     costs = Costs(
         forward=[stage.forward for stage in stages],
-        input=[stage.input for stage in stages],
-        weight=[stage.weight for stage in stages],
+        backward_input=[stage.backward_input for stage in stages],
+        backward_weight=[stage.backward_weight for stage in stages],
         transfer=forecast.hop_seconds(candidate),
     )
     return simulate(program, costs=costs)

@@ -20,7 +20,7 @@ from paceline.comm.process_group import World
 from paceline.errors import MachineError
 from paceline.planner.hardware.benchmark_results import HardwareBenchmark, MachineFingerprint
 from paceline.planner.hardware.timing_curve import TimingCurve
-from paceline.planner.layout.host_resources import busy_share
+from paceline.planner.layout.host_resources import busy_fraction
 from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, machine_fingerprint
 from paceline.profiling.machine_benchmarks.benchmark_worker import load_levels, probe_world
 from paceline.profiling.machine_benchmarks.collective_benchmarks import KINDS, group_sizes, neighbor_groups
@@ -252,7 +252,7 @@ def test_it_is_kept_for_next_time(
     found, home, took = measured
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     monkeypatch.setattr(
-        "paceline.profiling.machine_benchmarks.machine_benchmark.busy_share", lambda: 1.0
+        "paceline.profiling.machine_benchmarks.machine_benchmark.busy_fraction", lambda: 1.0
     )  # however quiet it is by now
     file = cache_file(found.fingerprint)
     assert json.loads(file.read_text())["fingerprint"]["cpu"] == found.fingerprint.cpu
@@ -274,7 +274,7 @@ def test_what_was_measured_on_a_busy_machine_holds_until_it_is_quiet(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("paceline.profiling.machine_benchmarks.machine_benchmark._run_benchmark", fake)
-    monkeypatch.setattr("paceline.profiling.machine_benchmarks.machine_benchmark.busy_share", lambda: share[0])
+    monkeypatch.setattr("paceline.profiling.machine_benchmarks.machine_benchmark.busy_fraction", lambda: share[0])
     first = probe_machine(ranks=2)
     assert not first.is_quiet and probe_machine(ranks=2) == first and len(calls) == 1
     share[0] = 0.05
@@ -301,7 +301,7 @@ def test_what_others_do_meanwhile_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
 def test_how_busy_the_machine_is() -> None:
     spin = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        assert 0.5 / (os.cpu_count() or 1) < busy_share() <= 1
+        assert 0.5 / (os.cpu_count() or 1) < busy_fraction() <= 1
     finally:
         spin.kill()
         spin.wait()

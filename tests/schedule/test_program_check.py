@@ -187,9 +187,9 @@ def test_an_order_that_no_message_could_mend() -> None:
 
 def test_both_ways_of_backward_at_once_are_too_many() -> None:
     program = build("1f1b", ranks=2, micro=2)
-    extra = Action(op=Op.WEIGHT, stage=0, microbatch=1)
+    extra = Action(op=Op.BACKWARD_WEIGHT, stage=0, microbatch=1)
     error = fault_of(broken(program, 0, lambda row: row.append(extra)))
-    assert "W0.1 repeats" in error.what
+    assert "W0.1: this rank's line already has the backward as B" in error.what
 
 
 def test_weights_without_their_gradient() -> None:

@@ -43,7 +43,9 @@ def test_every_compute_is_drawn_with_its_letter_and_within_the_frame(name: str, 
 
 
 def test_a_measured_timeline_lies_under_the_planned_one_on_the_same_axis() -> None:
-    planned = simulate(build("1f1b", ranks=2, micro=4), costs=Costs(forward=0.02, input=0.02, weight=0.02))
+    planned = simulate(
+        build("1f1b", ranks=2, micro=4), costs=Costs(forward=0.02, backward_input=0.02, backward_weight=0.02)
+    )
     slower = tuple(replace(s, start=7 + 1.5 * s.start, stop=7 + 1.5 * s.stop) for s in planned.spans)
     measured = replace(planned, name="measured", spans=slower)
     picture = draw(planned, measured=measured, unit="s")

@@ -31,7 +31,7 @@ def program_of(name: str, ranks: int, micro: int, virtual: int) -> Program:
 
 
 def splits_backward(program: Program) -> bool:
-    return any(a.op in (Op.INPUT, Op.WEIGHT) for row in program for a in row)
+    return any(a.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) for row in program for a in row)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -39,11 +39,13 @@ def splits_backward(program: Program) -> bool:
 @given(ranks=RANKS, micro=MICRO, virtual=VIRTUAL)
 def test_any_size_is_complete_and_ends(name: str, ranks: int, micro: int, virtual: int) -> None:
     program = program_of(name, ranks, micro, virtual)
-    timeline = simulate(program, costs=Costs(forward=0.7, input=1.1, weight=0.4, latency=0.2, transfer=0.1))
+    timeline = simulate(
+        program, costs=Costs(forward=0.7, backward_input=1.1, backward_weight=0.4, latency=0.2, transfer=0.1)
+    )
     assert program.num_ranks == ranks and program.num_micro == micro
     for rank in range(ranks):
         kinds = [(a.op, a.stage, a.microbatch) for a in program.compute_actions(rank)]
-        backward = [Op.INPUT, Op.WEIGHT] if splits_backward(program) else [Op.BACKWARD]
+        backward = [Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT] if splits_backward(program) else [Op.BACKWARD]
         wanted = {(op, s, m) for op in (Op.FORWARD, *backward) for s in program.stages_of(rank) for m in range(micro)}
         assert len(kinds) == len(wanted) and set(kinds) == wanted
     assert len(timeline.spans) == program.num_actions
@@ -57,9 +59,11 @@ def test_the_simulation_equals_the_closed_form(
 ) -> None:
     program = program_of(name, ranks, micro, virtual)
     each = program.num_stages // ranks
-    case = PipelineCase(ranks=ranks, micro=micro, virtual=each, forward=forward, input=inputs, weight=weight)
+    case = PipelineCase(
+        ranks=ranks, micro=micro, virtual=each, forward=forward, backward_input=inputs, backward_weight=weight
+    )
     makespan = SCHEDULES[name].makespan(case)
-    timeline = simulate(program, costs=Costs(forward=forward, input=inputs, weight=weight))
+    timeline = simulate(program, costs=Costs(forward=forward, backward_input=inputs, backward_weight=weight))
     if makespan is not None:
         assert timeline.makespan == pytest.approx(makespan, rel=1e-12)
         assert timeline.bubble == pytest.approx(bubble_fraction(SCHEDULES[name].makespan, case), abs=1e-12)
@@ -127,7 +131,7 @@ def test_a_stages_gradients_are_added_in_the_order_of_one_process(ranks: int, mi
         program = program_of(name, ranks, micro, virtual)
         for row in program:
             for stage in {a.stage for a in row}:
-                added = [a.microbatch for a in row if a.stage == stage and a.op in (Op.BACKWARD, Op.WEIGHT)]
+                added = [a.microbatch for a in row if a.stage == stage and a.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)]
                 assert added == list(range(micro))
 
 

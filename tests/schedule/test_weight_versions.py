@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from paceline.schedule import Costs, Op, ScheduleError, check, simulate
 from paceline.schedule.program import Action, Program
 from paceline.schedule.weight_version_rules import (
+    BatchBoundaries,
     Rule,
-    Stream,
     VersionRule,
     build_continuous_program,
     weight_versions_used,
@@ -74,7 +74,7 @@ def test_the_versions_and_the_staleness_of_the_papers(stages: int) -> None:
 @pytest.mark.parametrize(("rule", "size"), [(Rule.NEWEST, 1), (Rule.ENTRY, 1), (Rule.DOUBLE, 4)])
 def test_it_has_no_bubble_but_at_its_ends(rule: Rule, size: int) -> None:
     program = build_continuous_program(VersionRule(stages=4, rule=rule), sizes=[size] * (120 // size))
-    timeline = simulate(program, costs=Costs(forward=1.0, input=1.0, weight=1.0))
+    timeline = simulate(program, costs=Costs(forward=1.0, backward_input=1.0, backward_weight=1.0))
     middle = [s for s in timeline.compute_spans if 60 <= s.start < 300 and s.seconds]
     busy = sum(min(s.stop, 300.0) - s.start for s in middle) / (4 * 240)
     assert busy > 0.995
@@ -99,14 +99,14 @@ def test_weights_that_are_not_there_yet_are_told() -> None:
 
 
 def test_a_stream_that_forgets_answers_as_before() -> None:
-    whole, short = Stream(), Stream()
+    whole, short = BatchBoundaries(), BatchBoundaries()
     for size in (2, 1, 3, 1, 2, 2, 1):
         whole.add(size)
         short.add(size)
     short.drop_old_batches(num_kept=3)
     for k in range(whole.ends[3], whole.num_microbatches):
         assert (short.batch_of(k), short.is_end(k)) == (whole.batch_of(k), whole.is_end(k))
-        assert short.whole_batches(k) == whole.whole_batches(k)
+        assert short.num_complete_batches(k) == whole.num_complete_batches(k)
     assert short.num_batches == whole.num_batches == 7
 
 

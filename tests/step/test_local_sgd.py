@@ -203,13 +203,13 @@ def test_another_number_of_sites_is_refused_unless_it_is_allowed(bench: Shop) ->
 
 BAD = {
     "has no option 'evry'": ("--update", "local,evry=3"),
-    "every is an integer from 1": ("--update", "local,every=0"),
-    "momentum is a number from 0 to below 1": ("--update", "diloco,momentum=1"),
-    "mix is a number from 0 to 1": ("--update", "diloco,mix=nan"),
+    "every must be an integer from 1": ("--update", "local,every=0"),
+    "momentum must be a number from 0 to below 1": ("--update", "diloco,momentum=1"),
+    "mix must be a number from 0 to 1": ("--update", "diloco,mix=nan"),
     "needs several sites, but layout fsdp has one": ("--update", "local", "--layout", "fsdp"),
     "needs processes, not threads": ("--update", "local", "--layout", "threads"),
     "a delay of 4 updates in a round of 4": ("--update", "diloco,every=4,delay=4"),
-    "fragments is an integer from 1 to 1,000": ("--update", "diloco,every=2000000,fragments=1000000"),
+    "fragments must be an integer from 1 to 1,000": ("--update", "diloco,every=2000000,fragments=1000000"),
     "9 fragments in a round of 4": ("--update", "diloco,every=4,fragments=9"),
     "one site would never train": ("--update", "local", "--train.micro_batch_size", "8"),
     "--train.exact with --update local": ("--update", "local", "--train.exact"),

@@ -68,7 +68,7 @@ def built(job: Job, replicas: int) -> TrainingSetup:
     plan = make_execution_plan(
         layout=parse_layout("threads" if replicas > 1 else "single"),
         update=UpdateRule(),
-        cluster=Resources(ranks=replicas, cores=1),
+        resources=Resources(ranks=replicas, cores=1),
         facts=JobFacts(global_batch_size=BATCH, micro_batch_size=MICRO),
     )
     return build_training_setup(job=job, settings=Settings(), plan=plan, world=World.alone())
@@ -154,7 +154,7 @@ def test_it_is_refused_where_no_rank_has_whole_weights(layout: str, update: str,
     plan = make_execution_plan(
         layout=parse_layout(layout),
         update=parse_update(update),
-        cluster=Resources(ranks=2, cores=1),
+        resources=Resources(ranks=2, cores=1),
         facts=JobFacts(global_batch_size=BATCH, micro_batch_size=MICRO),
     )
     with pytest.raises((JobError, LayoutError), match=said):

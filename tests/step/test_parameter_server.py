@@ -634,8 +634,8 @@ def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypa
 BAD = {
     "no worker is left": ("--ranks", "1", "--update", "ps"),
     "with 2 ranks: no worker is left": ("--ranks", "2", "--update", "ps,servers=2"),
-    "staleness is an integer from 0, or none": ("--ranks", "3", "--update", "ps,staleness=-1"),
-    "servers is an integer from 1": ("--ranks", "3", "--update", "ps,servers=0"),
+    "staleness must be an integer from 0, or none": ("--ranks", "3", "--update", "ps,staleness=-1"),
+    "servers must be an integer from 1": ("--ranks", "3", "--update", "ps,servers=0"),
     "ps has no option 'bound'": ("--ranks", "3", "--update", "ps,bound=3"),
     "9 servers, but the model has 6 parameters": ("--ranks", "11", "--update", "ps,servers=9"),
     "--update ps needs ddp, not pp": ("--ranks", "3", "--layout", "pp", "--update", "ps"),

@@ -101,7 +101,7 @@ def built(job: Job, replicas: int, *, micro: int | None = None, **train: Any) ->
     plan = make_execution_plan(
         layout=parse_layout("threads"),
         update=UpdateRule(),
-        cluster=Resources(ranks=replicas, cores=1),
+        resources=Resources(ranks=replicas, cores=1),
         facts=JobFacts(global_batch_size=job.global_batch_size, micro_batch_size=micro),
     )
     settings = Settings(train=Train(max_grad_norm=job.max_grad_norm, **train))

@@ -18,8 +18,8 @@ from paceline.errors import PacelineError, UsageError, raise_all
 from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.filesystem.temporary_folders import scratch_folder
 from paceline.launch.environments import detect_world
-from paceline.planner.layout.axis_products import check_axis_products
 from paceline.planner.layout.mesh import resolve_mesh
+from paceline.planner.layout.pipeline_options import refuse_schedule
 from paceline.run_folder.run_folder import RunFolder, find_run, newest_checkpoint, read_task
 
 ENTRY = "paceline.trainer.entrypoints:evaluate"
@@ -85,7 +85,7 @@ def build_evaluation_task(task: Task, common: RunOptions) -> Task:
         ranks = common.ranks or parse_layout(layout_text).ranks or task.ranks
     layout, problems = parse_layout(layout_text), list[PacelineError]()
     mesh = resolve_mesh(layout, ranks=ranks, problems=problems, update=UpdateRule())
-    problems += check_axis_products(layout, mesh)
+    problems += refuse_schedule(layout, mesh)
     raise_all(problems)
     unused_settings = {"train.exact"} if mesh.tp * mesh.cp * mesh.ep > 1 else set()
     unused_settings |= {"train.compile"} if mesh.tp > 1 else set()

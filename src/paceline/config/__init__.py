@@ -1,1 +1,1 @@
-"""User configuration: settings, layout, update rule, compression and job reference, read and checked."""
+"""Read and check what the user asked for: settings, layout, update rule, compression and job reference."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing as requested by the user, read without torch."""
+"""Parse the activation checkpointing that the user requests; works without torch."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,7 +8,7 @@ from paceline.errors import LayoutError
 
 
 class RematKind(StrEnum):
-    """The policies: the activations that a repeated block keeps for its backward."""
+    """The policies: which activations a block keeps for its backward."""
 
     NONE = "none"
     FULL = "full"
@@ -20,7 +20,8 @@ class RematKind(StrEnum):
 class Remat:
     """An activation checkpointing policy.
 
-    `every`: of this many blocks, one keeps only its input. `keep`: operations whose outputs are kept; () is our list.
+    `every`: one of this many blocks keeps only its input. `keep`: operations whose outputs `selective` keeps; () means
+    Paceline's default list.
     """
 
     kind: RematKind = RematKind.NONE
@@ -54,7 +55,7 @@ def parse_remat(text: str) -> Remat:
         )
     kind = RematKind(word)
     if kind is RematKind.EVERY:
-        return Remat(kind=kind, every=_count(text, options))
+        return Remat(kind=kind, every=_parse_every(text, options))
     names = tuple(name.strip() for name in options.split("+")) if colon else ()
     if colon and (kind is not RematKind.SELECTIVE or not all(names)):
         raise LayoutError(
@@ -63,10 +64,10 @@ def parse_remat(text: str) -> Remat:
     return Remat(kind=kind, keep=names)
 
 
-def _count(text: str, size: str) -> int:
-    if not size.isdigit() or int(size) < 1:
+def _parse_every(text: str, count: str) -> int:
+    if not count.isdigit() or int(count) < 1:
         raise LayoutError(
-            f"remat={text}: every needs a count of blocks, got {size!r}.",
+            f"remat={text}: every needs a count of blocks, got {count!r}.",
             hint="remat=every:2 recomputes every second block, remat=full all of them",
         )
-    return int(size)
+    return int(count)

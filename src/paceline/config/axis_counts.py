@@ -1,4 +1,4 @@
-"""Counts in a layout, with upper bounds, so that a typing error does not start processes or a search of that size."""
+"""Read the counts in a layout, with upper bounds, so that a typing error does not start 80,000 processes."""
 
 from paceline.errors import LayoutError, PacelineError
 
@@ -7,19 +7,19 @@ MAX_RANKS = 100_000
 _MAX_STAGES = 1_000  # of one rank
 
 
-def read_size(part: str, value: str, problems: list[PacelineError]) -> int:
+def read_size(item: str, value: str, problems: list[PacelineError]) -> int:
     """Return the count of an axis, or `REMAINING_RANKS`; an invalid count is added to `problems`."""
     if value == str(REMAINING_RANKS):
         return REMAINING_RANKS
-    axis = part.partition("=")[0].strip()
+    axis = item.partition("=")[0].strip()
     example = "dp=2,ep=2" if axis == "ep" else f"{axis}=2"
     if not value.isdecimal() or not value.strip("0"):
         problems.append(
-            LayoutError(f"{part.strip()!r}: an axis needs a count, got {value!r}.", hint=f"--layout {example}")
+            LayoutError(f"{item.strip()!r}: an axis needs a count, got {value!r}.", hint=f"--layout {example}")
         )
         return 1
     if _exceeds(value, MAX_RANKS):
-        problems.append(_too_many(axis, value, MAX_RANKS, hint=f"--layout {example}"))
+        problems.append(_too_many_error(axis, value, MAX_RANKS, hint=f"--layout {example}"))
         return 1
     return int(value)
 
@@ -31,7 +31,7 @@ def read_virtual(value: str | None, problems: list[PacelineError]) -> int | None
     if value.isdecimal() and value.strip("0"):
         if not _exceeds(value, _MAX_STAGES):
             return int(value)
-        problems.append(_too_many("virtual", value, _MAX_STAGES, hint="virtual=2"))
+        problems.append(_too_many_error("virtual", value, _MAX_STAGES, hint="virtual=2"))
         return None
     problems.append(LayoutError(f"virtual={value} is not a number of stages per rank.", hint="virtual=2"))
     return None
@@ -47,6 +47,6 @@ def _exceeds(digits: str, limit: int) -> bool:
     return len(digits.lstrip("0")) > len(str(limit)) or int(digits) > limit
 
 
-def _too_many(name: str, digits: str, limit: int, *, hint: str) -> LayoutError:
+def _too_many_error(name: str, digits: str, limit: int, *, hint: str) -> LayoutError:
     shown_digits = digits if len(digits) <= 30 else f"{digits[:27]}..."
     return LayoutError(f"{name}={shown_digits} is too many: {limit:,} at most.", cause="one digit too many", hint=hint)

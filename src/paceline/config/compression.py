@@ -1,4 +1,4 @@
-"""Gradient compression as requested by `--compress`: the method and its options."""
+"""Parse the gradient compression that `--compress` requests: a method and its options."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -57,7 +57,8 @@ _OPTIONS: dict[Method, dict[str, _Option]] = {
 class Compression:
     """The requested compression.
 
-    `block`: numbers that share a scale; `rank`: columns of a factor; `ratio`: the fraction of elements sent.
+    `block`: how many elements share a scale (int8); `rank`: the columns of a factor (powersgd); `ratio`: the fraction
+    of elements that is sent (topk).
     """
 
     method: Method = Method.NONE
@@ -92,7 +93,7 @@ class Compression:
 
 def find_method(name: str) -> Method | None:
     """Return the method of this name, or the one that has an option of this name."""
-    return next((one for one in Method if name in (one, *_OPTIONS.get(one, {}))), None)
+    return next((method for method in Method if name in (method, *_OPTIONS.get(method, {}))), None)
 
 
 def parse_compress(text: str) -> Compression:
@@ -101,15 +102,15 @@ def parse_compress(text: str) -> Compression:
     Raises:
         LayoutError: no such method, or an option that it does not have.
     """
-    word, *options = (part.strip().lower() for part in text.split(","))
-    if word not in set(Method):
-        near = closest_word(word, list(Method))
+    name, *options = (part.strip().lower() for part in text.split(","))
+    if name not in set(Method):
+        suggestion = closest_word(name, list(Method))
         raise LayoutError(
             f"{text!r} is not a compression method.",
-            cause=did_you_mean(word, list(Method)) or f"the methods: {', '.join(list(Method)[1:])}",
-            hint=f"--compress {Compression(method=Method(near or Method.BF16))}",
+            cause=did_you_mean(name, list(Method)) or f"the methods: {', '.join(list(Method)[1:])}",
+            hint=f"--compress {Compression(method=Method(suggestion or Method.BF16))}",
         )
-    method = Method(word)
+    method = Method(name)
     return Compression(method=method, **_parse_method_options(method, options))
 
 
@@ -130,7 +131,7 @@ def _parse_method_options(method: Method, options: Sequence[str]) -> dict[str, A
             values[name] = options_of_method[name].parse(value)
         except ValueError:
             raise LayoutError(
-                f"--compress {method},{option}: {name} is {options_of_method[name].allowed_values}.",
+                f"--compress {method},{option}: {name} must be {options_of_method[name].allowed_values}.",
                 hint=f"--compress {Compression(method=method)}",
             ) from None
     return values

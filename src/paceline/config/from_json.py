@@ -1,4 +1,4 @@
-"""Conversion of a plan file's JSON to the types it was written from."""
+"""Convert a plan file's JSON to the types that it was written from."""
 
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ def convert_json(tree: Any, kind: type[_Kind], *, part: str) -> _Kind:
     """Convert a tree of JSON to a dataclass, or another type; `part` says for messages which part of the plan it is.
 
     Raises:
-        UsageError: something is missing or is of another kind.
+        UsageError: a value is missing or has another type.
     """
     try:
         return msgspec.convert(tree, kind, strict=False)

@@ -1,4 +1,4 @@
-"""References to a job: `job.py`, `job.py:name` or `pkg.module:name`; checked early, without importing it."""
+"""Parse a reference to a job (`job.py`, `job.py:name` or `pkg.module:name`) and check it without importing the job."""
 
 import ast
 import sys
@@ -29,7 +29,7 @@ class JobRef:
 
     @property
     def short(self) -> str:
-        """Return the name of its run folder."""
+        """Return the job's short name, after which its run folders are named."""
         return self.path.stem if self.path is not None else short_name(str(self.module))
 
 
@@ -66,7 +66,7 @@ def parse_jobref(text: str) -> JobRef:
     if is_file and path.suffix in (".toml", ".json"):
         raise _not_python_error(path)
     if not is_file:
-        suggestion = closest_word(path.stem, (one.stem for one in path.parent.glob("*.py")))
+        suggestion = closest_word(path.stem, (file.stem for file in path.parent.glob("*.py")))
         hint = str(path.with_name(f"{suggestion}.py")) if suggestion else "paceline new text"
         raise UsageError(f"{path_or_module} does not exist.", where=str(Path.cwd()), hint=hint)
     ref = JobRef(path=path, name=name or None)
@@ -109,13 +109,13 @@ def _not_python_error(path: Path) -> UsageError:
     if path.suffix == ".toml":
         return UsageError(f"{path} is a settings file, not a job.", hint=f"paceline train JOB --config {path}")
     return UsageError(
-        f"{path} is not a Python file; a job is one, with data, a loss and an optimizer.",
+        f"{path} is not a Python file; a job is a Python file with data, a loss and an optimizer.",
         hint=f"paceline new hf writes a job for a model's folder; paceline plan {path} needs no data",
     )
 
 
 def split_jobref(text: str) -> tuple[str, str, str]:
-    """Return the place, the colon if there is one, and the name; a path may contain colons."""
+    """Return the file or module, the colon if there is one, and the name; a path may contain colons."""
     if text.startswith(f"{OBJECT_PREFIX}:"):
         return text.partition(":")
     if text.endswith(".py"):
@@ -125,7 +125,7 @@ def split_jobref(text: str) -> tuple[str, str, str]:
 
 
 def file_name(text: str) -> str:
-    """Return a job's name by its file or module; an empty string for a Python object, which any script may give."""
+    """Return the job's short name; an empty string for a Python object, whose name says nothing about its source."""
     return "" if split_jobref(text)[0] == OBJECT_PREFIX else short_name(text)
 
 
@@ -153,9 +153,9 @@ def parameter_sources(ref: JobRef) -> dict[str, tuple[str, str]] | None:
     function = next((f for f in _functions(_parse_file(ref.path)) if f.name == (ref.name or FACTORY)), None)
     if function is None or function.args.kwarg is not None or function.decorator_list:
         return None
-    named = [*function.args.posonlyargs, *function.args.args]
-    defaults = [None] * (len(named) - len(function.args.defaults)) + function.args.defaults
-    pairs = zip([*named, *function.args.kwonlyargs], [*defaults, *function.args.kw_defaults], strict=True)
+    positional = [*function.args.posonlyargs, *function.args.args]
+    defaults = [None] * (len(positional) - len(function.args.defaults)) + function.args.defaults
+    pairs = zip([*positional, *function.args.kwonlyargs], [*defaults, *function.args.kw_defaults], strict=True)
     return {a.arg: (_source_of(a.annotation), _source_of(default)) for a, default in pairs}
 
 

@@ -1,8 +1,9 @@
-"""The layout: how the model is placed, as requested on the command line, read without torch."""
+"""Parse a layout: how the model is placed on the ranks, as requested on the command line; works without torch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import prod
 from typing import TypeVar
 
 from paceline.config.activation_checkpointing import parse_remat
@@ -32,9 +33,9 @@ class LayoutKind(StrEnum):
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 OPTIONS = ("zero", "schedule", "virtual", "remat", "offload", "sequence", "params")
-_WORDS = [str(kind) for kind in LayoutKind if kind is not LayoutKind.AXES]
+_KIND_NAMES = [str(kind) for kind in LayoutKind if kind is not LayoutKind.AXES]
 _ALIASES = {"dp": "dp_replicate", "zero3": "fsdp", "fsdp2": "fsdp", "deepspeed": "fsdp"}
-_AXIS_OF = {
+_AXIS_AND_ZERO_STAGE = {
     LayoutKind.DDP: ("dp_replicate", 0),
     LayoutKind.ZERO1: ("dp_shard", 1),
     LayoutKind.ZERO2: ("dp_shard", 2),
@@ -50,9 +51,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A layout. `sizes` are the requested axes; a size of `REMAINING_RANKS` follows from the number of ranks.
+    """A layout. `sizes` has the size of each requested axis; `REMAINING_RANKS` takes what the other axes leave.
 
-    `zero`: the ZeRO stage of `dp_shard` (3 is FSDP). `threads`: replicas as threads, None for one per rank.
+    `zero`: the ZeRO stage of `dp_shard` (3 is FSDP). `threads`: the number of replicas as threads, None for one per
+    rank. `virtual`: the number of pipeline stages on each rank. `params`: the dtype in which fsdp gathers parameters.
     """
 
     kind: LayoutKind
@@ -70,14 +72,22 @@ class Layout:
         """Return text that `parse_layout` parses to the same layout."""
         if self.kind is LayoutKind.THREADS and self.threads is not None:
             return f"threads={self.threads}"
-        word = [] if self.kind is LayoutKind.AXES else [str(self.kind)]
-        rest = _AXIS_OF.get(self.kind, ("", 0))[0]
-        axes = [f"{axis}={n}" for axis in AXES if (n := self.sizes.get(axis)) and (axis, n) != (rest, REMAINING_RANKS)]
-        return ",".join([*word, *axes, *self.options()])
+        kind_name = [] if self.kind is LayoutKind.AXES else [str(self.kind)]
+        implied_axis = _AXIS_AND_ZERO_STAGE.get(self.kind, ("", 0))[0]
+        axes = [
+            f"{axis}={n}"
+            for axis in AXES
+            if (n := self.sizes.get(axis)) and (axis, n) != (implied_axis, REMAINING_RANKS)
+        ]
+        return ",".join([*kind_name, *axes, *self.options()])
 
     def options(self) -> list[str]:
         """Return the options that differ from their defaults, as text."""
-        zero = self.zero if _AXIS_OF.get(self.kind, ("", 3))[1] != self.zero and "dp_shard" in self.sizes else 3
+        zero = (
+            self.zero
+            if _AXIS_AND_ZERO_STAGE.get(self.kind, ("", 3))[1] != self.zero and "dp_shard" in self.sizes
+            else 3
+        )
         values = {
             "zero": zero if zero != 3 else "",
             "schedule": self.schedule if self.schedule != "1f1b" else "",
@@ -97,10 +107,7 @@ class Layout:
         sizes = [size for axis, size in self.sizes.items() if axis != "ep"]
         if self.kind is LayoutKind.SINGLE or REMAINING_RANKS in sizes or not sizes:
             return None
-        product = 1
-        for size in sizes:
-            product *= size
-        return product
+        return prod(sizes)
 
     def processes(self, *, ranks: int) -> int:
         """Return the number of processes for these ranks: threads are replicas in one process."""
@@ -111,7 +118,7 @@ def parse_layout(text: str) -> Layout:
     """Parse `ddp`, `threads=4`, `dp=4`, `fsdp,remat=full`, `pp=2,dp_shard=-1,tp=2,schedule=zb_h1`.
 
     Raises:
-        LayoutError, Problems: unknown, mistyped, or `auto`, which only `train`, `verify` and `pl.Run` accept.
+        LayoutError, Problems: the text is no layout, or is `auto`, which only `train`, `verify` and `pl.Run` accept.
     """
     problems: list[PacelineError] = []
     kind, sizes, options = LayoutKind.AXES, dict[str, int](), dict[str, str]()
@@ -137,22 +144,22 @@ def parse_layout(text: str) -> Layout:
 
 def _parse_kind(text: str, name: str, problems: list[PacelineError]) -> LayoutKind:
     if name == AUTO:
-        what = f"{text!r}: auto can't be combined, and only train, verify and pl.Run accept it."
+        message = f"{text!r}: auto can't be combined, and only train, verify and pl.Run accept it."
         hint = "paceline plan JOB --ranks 2 shows what train would choose; pass that to --layout"
-        problems.append(LayoutError(what, cause="every other verb needs one given layout", hint=hint))
-    elif name not in _WORDS:
-        what, known_layouts = f"{text!r} is not a layout.", [*_WORDS, AUTO]
+        problems.append(LayoutError(message, cause="other commands need a certain layout", hint=hint))
+    elif name not in _KIND_NAMES:
+        message, known_layouts = f"{text!r} is not a layout.", [*_KIND_NAMES, AUTO]
         if name in set(Rule):
-            raise LayoutError(what, cause="it is an update rule", hint=f"--update {text.strip()}")
-        hint = f"--layout {' | '.join(_WORDS)} | threads=N | axes: dp_shard=2,tp=2"
-        problems.append(LayoutError(what, cause=did_you_mean(name, known_layouts), hint=hint))
-    return LayoutKind(name) if name in _WORDS else LayoutKind.AXES
+            raise LayoutError(message, cause="it is an update rule", hint=f"--update {text.strip()}")
+        hint = f"--layout {' | '.join(_KIND_NAMES)} | threads=N | axes: dp_shard=2,tp=2"
+        problems.append(LayoutError(message, cause=did_you_mean(name, known_layouts), hint=hint))
+    return LayoutKind(name) if name in _KIND_NAMES else LayoutKind.AXES
 
 
-def _repeated_error(text: str, part: str, name: str) -> LayoutError:
-    once = ",".join(piece for piece in text.split(",") if piece.strip() != part) or text.split(",")[0]
+def _repeated_error(text: str, item: str, name: str) -> LayoutError:
+    without_repeat = ",".join(piece for piece in text.split(",") if piece.strip() != item) or text.split(",")[0]
     cause = "dp is short for dp_replicate" if name == "dp_replicate" else "each axis and each option may be given once"
-    return LayoutError(f"{text!r} has {name} twice.", cause=cause, hint=f"--layout {once}")
+    return LayoutError(f"{text!r} has {name} twice.", cause=cause, hint=f"--layout {without_repeat}")
 
 
 def _unknown_axis_error(text: str, position: int, name: str, value: str) -> LayoutError:
@@ -163,10 +170,10 @@ def _unknown_axis_error(text: str, position: int, name: str, value: str) -> Layo
             "--layout threads=2, or --layout dp=2",
         )
         return LayoutError(f"{text!r} combines threads with another layout.", cause=cause, hint=hint)
-    if name in _WORDS:
-        what = f"is a layout name and takes no count, got {value!r}" if value else "has no count"
+    if name in _KIND_NAMES:
+        problem = f"is a layout name and takes no count, got {value!r}" if value else "has no count"
         return LayoutError(
-            f"{name!r} in {text!r} {what}.",
+            f"{name!r} in {text!r} {problem}.",
             cause="a layout name comes first; anything else is written as axes",
             hint=f"--layout {_as_axes(text, position, LayoutKind(name), value if is_count(value) else '2')}",
         )
@@ -178,8 +185,8 @@ def _unknown_axis_error(text: str, position: int, name: str, value: str) -> Layo
 
 
 def _as_axes(text: str, position: int, kind: LayoutKind, count: str) -> str:
-    """Return the layout with this word written as axes; if that is invalid, the axes alone."""
-    axis, zero = _AXIS_OF.get(kind, ("dp_shard", 0))
+    """Return the layout text with the name at `position` written as axes; if that is invalid, the axes alone."""
+    axis, zero = _AXIS_AND_ZERO_STAGE.get(kind, ("dp_shard", 0))
     axes = f"{axis}={count}{f',zero={zero}' if zero in (1, 2) else ''}"
     if kind is LayoutKind.HSDP:
         axes = f"dp_replicate=2,dp_shard={count}"
@@ -212,8 +219,8 @@ def _build_layout(
     if not has_no_axes:
         if kind is LayoutKind.HSDP:
             sizes = {**sizes} if {"dp_replicate", "dp_shard"} & set(sizes) else {**sizes, "dp_shard": REMAINING_RANKS}
-        elif kind in _AXIS_OF:
-            sizes.setdefault(_AXIS_OF[kind][0], REMAINING_RANKS)
+        elif kind in _AXIS_AND_ZERO_STAGE:
+            sizes.setdefault(_AXIS_AND_ZERO_STAGE[kind][0], REMAINING_RANKS)
         if list(sizes.values()).count(REMAINING_RANKS) > 1:
             first_axis, *other_axes = (axis for axis, size in sizes.items() if size == REMAINING_RANKS)
             example = ",".join(f"{axis}={2 if axis in other_axes else size}" for axis, size in sizes.items())
@@ -223,16 +230,16 @@ def _build_layout(
                     f"{text!r}: at most one axis may be {REMAINING_RANKS}.", cause=cause, hint=f"--layout {example}"
                 )
             )
-    zero = _AXIS_OF.get(kind, ("", 3))[1] or 3
+    zero = _AXIS_AND_ZERO_STAGE.get(kind, ("", 3))[1] or 3
     layout = Layout(
         kind=kind,
         sizes=sizes,
         threads=None if threads == REMAINING_RANKS else threads,
         zero=_parse_choice("zero", options.get("zero", str(zero)), ("1", "2", "3"), problems, int, zero),
-        schedule=_schedule(options.get("schedule", "1f1b")),
+        schedule=_normalize_schedule(options.get("schedule", "1f1b")),
         virtual=read_virtual(options.get("virtual"), problems),
-        remat=_remat(options.get("remat", "none"), problems),
-        offload=_offload(options.get("offload", ""), problems),
+        remat=_normalize_remat(options.get("remat", "none"), problems),
+        offload=_parse_offload(options.get("offload", ""), problems),
         sequence=_parse_choice(
             "sequence", options.get("sequence", "false"), ("true", "false"), problems, _is_true, False
         ),
@@ -253,7 +260,7 @@ def _parse_choice(
 ) -> _T:
     if value.lower() in choices:
         return convert(value.lower())
-    problems.append(LayoutError(f"{name}={value} is not known.", hint=f"{name}= {' | '.join(choices)}"))
+    problems.append(LayoutError(f"{name}={value} is not valid.", hint=f"{name}= {' | '.join(choices)}"))
     return default
 
 
@@ -261,7 +268,7 @@ def _is_true(text: str) -> bool:
     return text == "true"
 
 
-def _remat(text: str, problems: list[PacelineError]) -> str:
+def _normalize_remat(text: str, problems: list[PacelineError]) -> str:
     try:
         return str(parse_remat(text))
     except LayoutError as error:
@@ -269,17 +276,17 @@ def _remat(text: str, problems: list[PacelineError]) -> str:
         return "none"
 
 
-def _schedule(text: str) -> str:
+def _normalize_schedule(text: str) -> str:
     """Return a schedule's name in lower case, or the path of a file unchanged."""
     return text if "/" in text or "." in text else text.lower()
 
 
-def _offload(value: str, problems: list[PacelineError]) -> tuple[str, ...]:
+def _parse_offload(value: str, problems: list[PacelineError]) -> tuple[str, ...]:
     requested = tuple(part.strip().lower() for part in value.split("+") if part.strip() and part.strip() != "none")
     unknown = [part for part in requested if part not in _OFFLOADS]
     if unknown:
         problems.append(
-            LayoutError(f"offload={value}: {unknown[0]!r} is not known.", hint="offload=optimizer+parameters")
+            LayoutError(f"offload={value}: {unknown[0]!r} is not valid.", hint="offload=optimizer+parameters")
         )
     return tuple(part for part in _OFFLOADS if part in requested)
 
@@ -298,7 +305,7 @@ def _options_without_axis(layout: Layout, options: dict[str, str]) -> list[Pacel
 
 def _zero_stage_conflicts(layout: Layout, options: dict[str, str]) -> Iterator[LayoutError]:
     """Yield errors for options that contradict the ZeRO stage, or that require stage 3."""
-    if (stage := _AXIS_OF.get(layout.kind, ("", 0))[1]) and layout.zero != stage:
+    if (stage := _AXIS_AND_ZERO_STAGE.get(layout.kind, ("", 0))[1]) and layout.zero != stage:
         yield LayoutError(
             f"{layout.kind} is ZeRO stage {stage}, which contradicts zero={layout.zero}.",
             cause="zero= is for dp_shard and hsdp, whose names imply no stage",
@@ -306,13 +313,13 @@ def _zero_stage_conflicts(layout: Layout, options: dict[str, str]) -> Iterator[L
         )
     elif layout.zero != 3 and "params" in options and layout.params != "fp32":
         yield LayoutError(
-            f"params={layout.params} with ZeRO stage {layout.zero} is not supported: no parameters are gathered there.",
-            cause="it is the dtype in which fsdp gathers parameters",
+            f"params={layout.params} with ZeRO stage {layout.zero} is not supported: only stage 3 gathers parameters.",
+            cause="params= is the dtype in which fsdp gathers parameters",
             hint=f"--layout fsdp,params={layout.params}, or --train.precision bf16",
         )
     elif layout.zero != 3 and "parameters" in layout.offload:
         yield LayoutError(
-            f"offload=parameters with ZeRO stage {layout.zero} is not supported: ranks keep whole parameters.",
-            cause="only parameters that fsdp gathers and frees can be offloaded in between",
+            f"offload=parameters with ZeRO stage {layout.zero} is not supported: each rank keeps all parameters.",
+            cause="only parameters that fsdp frees after use can be offloaded until the next use",
             hint="--layout fsdp,offload=parameters, or offload=optimizer",
         )

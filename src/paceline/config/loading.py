@@ -1,4 +1,4 @@
-"""Settings merged from defaults < job < file < command line, with each value's origin; reports all problems at once."""
+"""Merge settings from defaults < job < file < command line, with each value's origin; report all problems at once."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from paceline.config.secret_settings import is_mask
-from paceline.config.settings import MOST, Settings
+from paceline.config.settings import MAX_COUNT, Settings
 from paceline.config.text_file import read_user_text
 from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError, raise_all
@@ -51,7 +51,7 @@ class RequestedSettings:
 @cache
 def known_settings() -> Mapping[str, Any]:
     """Return every dotted name with its type."""
-    return MappingProxyType(dict(_leaves(Settings, "")))
+    return MappingProxyType(dict(_setting_types(Settings, "")))
 
 
 def range_text(name: str) -> str:
@@ -60,7 +60,7 @@ def range_text(name: str) -> str:
     bounds = next((m for part in (kind, *get_args(kind)) for m in getattr(part, "__metadata__", ())), None)
     if bounds is None:
         return ""
-    maximum = f"{bounds.le:,.12g}" if bounds.le not in (None, MOST) else ""
+    maximum = f"{bounds.le:,.12g}" if bounds.le not in (None, MAX_COUNT) else ""
     if bounds.gt is not None:
         return f"above {bounds.gt}" + (f", at most {maximum}" if maximum else "")
     return f"{bounds.ge} to {maximum}" if maximum else f"{bounds.ge} or more"
@@ -133,7 +133,7 @@ def _read_layer(
     tree: Mapping[str, Any], origin: str, problems: list[PacelineError], *, is_job_built: bool = False
 ) -> dict[str, Any]:
     """Return values by dotted name, normalized: text with commas becomes a list, a path becomes text."""
-    values = {name: _normalize_value(name, value) for name, value in _flat(tree, "")}
+    values = {name: _normalize_value(name, value) for name, value in _flat_items(tree, "")}
     found_problems = [_find_problem(name, value, origin, is_job_built=is_job_built) for name, value in values.items()]
     problems += [problem for problem in found_problems if problem is not None]
     return values
@@ -141,7 +141,7 @@ def _read_layer(
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested settings by their dotted names; names that are already dotted do not change."""
-    return dict(_flat(tree, ""))
+    return dict(_flat_items(tree, ""))
 
 
 def settings_from_text(values: Mapping[str, str]) -> dict[str, Any]:
@@ -156,15 +156,17 @@ def as_command_text(value: Any) -> str:
 
 def _normalize_value(name: str, value: Any) -> Any:
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
-    return _items(value) if isinstance(value, str) and _is_list(name) else value
+    return _split_items(value) if isinstance(value, str) and _is_list_setting(name) else value
 
 
-def _leaves(cls: type, prefix: str) -> list[tuple[str, Any]]:
+def _setting_types(cls: type, prefix: str) -> list[tuple[str, Any]]:
     settings: list[tuple[str, Any]] = []
     hints = get_type_hints(cls, include_extras=True)
     for item in fields(cls):
         name, kind = prefix + item.name, hints[item.name]
-        settings += _leaves(kind, f"{name}.") if is_dataclass(kind) and isinstance(kind, type) else [(name, kind)]
+        settings += (
+            _setting_types(kind, f"{name}.") if is_dataclass(kind) and isinstance(kind, type) else [(name, kind)]
+        )
     return [entry for entry in settings if entry[0] != JOB]
 
 
@@ -188,11 +190,11 @@ def _from_file(file: Path | None, problems: list[PacelineError]) -> dict[str, An
     return tree
 
 
-def _flat(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+def _flat_items(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
     values: list[tuple[str, Any]] = []
     for key, value in tree.items():
         is_group = isinstance(value, Mapping)
-        values += _flat(value, f"{prefix}{key}.") if is_group else [(f"{prefix}{key}", value)]
+        values += _flat_items(value, f"{prefix}{key}.") if is_group else [(f"{prefix}{key}", value)]
     return values
 
 
@@ -213,11 +215,11 @@ def _from_arguments(arguments: Sequence[str], problems: list[PacelineError]) -> 
     return values
 
 
-def _is_list(name: str) -> bool:
+def _is_list_setting(name: str) -> bool:
     return get_origin(known_settings().get(name)) is tuple
 
 
-def _items(text: str) -> list[str]:
+def _split_items(text: str) -> list[str]:
     return [item for item in text.replace(" ", "").split(",") if item]
 
 
@@ -248,11 +250,11 @@ def _find_problem(name: str, value: Any, origin: str, *, is_job_built: bool) -> 
         return UsageError(f"{name} is a parameter of make_job, but this job is already built.", where=origin, hint=hint)
     known_types = known_settings()
     if name not in known_types:
-        nearest = did_you_mean(name, known_types)
+        suggestion = did_you_mean(name, known_types)
         return UsageError(
             f"there is no setting {name!r}.",
             where=origin,
-            cause=nearest,
+            cause=suggestion,
             hint=_related_settings(name) if is_job_built else "paceline config JOB lists all",
         )
     try:
@@ -260,23 +262,23 @@ def _find_problem(name: str, value: Any, origin: str, *, is_job_built: bool) -> 
     except msgspec.ValidationError as error:
         default = default_value(name)
         return UsageError(
-            f"{name} = {_shown(value)}: {_expected(name, value, error)}.",
+            f"{name} = {_short_repr(value)}: {_expected_text(name, value, error)}.",
             where=origin,
             hint="leave it out" if default is None else f"the default is {default!r}",
         )
     if name == "seed" and not -(2**63) <= converted < 2**64:
-        return UsageError(f"seed = {_shown(value)}: expected a 64-bit integer.", where=origin, hint="--seed 1")
+        return UsageError(f"seed = {_short_repr(value)}: expected a 64-bit integer.", where=origin, hint="--seed 1")
     return None
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     return (
         text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}... ({len(text):,} characters)"
     )
 
 
-def _expected(name: str, value: Any, error: msgspec.ValidationError) -> str:
+def _expected_text(name: str, value: Any, error: msgspec.ValidationError) -> str:
     """Return the valid values of a setting: its range, or the words to choose from."""
     if limits := range_text(name):
         return f"expected a number, {limits}"

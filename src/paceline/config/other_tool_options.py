@@ -1,4 +1,4 @@
-"""Options of other tools, and their equivalents here."""
+"""Map the options of other training tools to their equivalents in Paceline."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The layout `auto`, which is chosen automatically."""
+"""Recognize the layout `auto`, for which Paceline chooses the layout."""
 
 AUTO = "auto"
 

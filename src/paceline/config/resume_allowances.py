@@ -1,4 +1,4 @@
-"""The names that `--allow` accepts, and how a resume treats each setting that differs from the checkpoint's.
+"""Define the names that `--allow` accepts, and how a resume treats each setting that differs from the checkpoint's.
 
 Every setting is in exactly one of three tables: a resume compares it and refuses another value, reports the change, or
 accepts it silently because the training stays the same.
@@ -14,7 +14,7 @@ ALLOWED_DIFFERENCES = (
     "ema", "job", "exact", "kernels", "precision", "buffers", "drop_last", "sample_seeds", "update", "compress",
 )  # fmt: skip
 
-COMPARED_SETTINGS: Mapping[str, str | None] = {  # the allowance that accepts another value; None: none does
+COMPARED_SETTINGS: Mapping[str, str | None] = {  # the `--allow` name that accepts another value; None if there is none
     "seed": "seed",
     "train.global_batch_size": "global_batch_size",
     "train.micro_batch_size": "micro_batch_size",

@@ -1,4 +1,4 @@
-"""Secret settings: hidden on pages and screens, and stored in files that only the owner can read."""
+"""Recognize secret settings, which are hidden on screens and stored in files that only the owner can read."""
 
 import re
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ _MASK = re.compile(r"[*•●·]{2,}|[\[(<{]?(redacted|masked|hidden|secret)[\])
 
 
 def is_mask(name: str, value: Any) -> bool:
-    """Return whether the value is a mask: our dots, or, for a secret, a placeholder that other tools print."""
+    """Return whether the value is a mask: `HIDDEN` or, for a secret, a placeholder that other tools print."""
     if not isinstance(value, str):
         return False
     return value == HIDDEN or bool(_SECRET.search(name) and _MASK.fullmatch(value))

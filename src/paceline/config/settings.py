@@ -1,4 +1,4 @@
-"""Settings: each with its one dotted name, its type and range, and its default."""
+"""Define all settings: the dotted name, type, range and default of each."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -9,9 +9,9 @@ Backend = Literal["auto", "nccl", "gloo", "mpi", "ucc"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Buffers = Literal["fold", "broadcast", "mean", "sync_bn"]
 
-MOST = 10**18
-Count = Annotated[int, Meta(ge=1, le=MOST)]
-CountOrZero = Annotated[int, Meta(ge=0, le=MOST)]
+MAX_COUNT = 10**18
+Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+CountOrZero = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Norm = Annotated[float, Meta(gt=0)]
 Epochs = Annotated[float, Meta(gt=0, le=1_000_000)]
 Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
@@ -98,8 +98,9 @@ class Init:
 class PlacementSettings:
     """Settings for the placement of the model, in addition to the layout.
 
-    `units` are class names, FQN patterns, or one number of elements; `blocks` FQNs in the order of the forward;
-    `stages` blocks in each stage; `cut` the way to cut them; `replicate` FQN patterns of what tp keeps whole.
+    `units` are class names, FQN patterns, or the least number of elements of a unit; `blocks` are FQNs in the order of
+    the forward; `stages` has the number of blocks of each stage; `cut` is how the model is cut into stages; `replicate`
+    are FQN patterns of modules that tp does not split.
     """
 
     units: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The task of a worker: the interface between the command and the processes it starts. Plain JSON."""
+"""Define the task that a command passes, as plain JSON, to the worker processes that it starts."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -10,7 +10,7 @@ from paceline.config.job_reference import short_name, split_jobref
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A verb on one job. Paths are text; `settings` are dotted names as they were requested."""
+    """A verb on one job. Paths are text; `settings` are requested values by dotted name, `origins` their sources."""
 
     verb: str
     job: str
@@ -50,7 +50,7 @@ class Task:
 
     @property
     def short_job(self) -> str:
-        """Return the job's short name: the name of its run folders."""
+        """Return the job's short name, after which its run folders are named."""
         return short_name(self.job)
 
     def as_json(self) -> dict[str, Any]:
@@ -59,5 +59,5 @@ class Task:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> "Task":
-        """Return the task from that file's dict."""
+        """Return the task from the dict that `as_json` returned."""
         return Task(**{**value, "allow": tuple(value.get("allow", ()))})

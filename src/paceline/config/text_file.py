@@ -1,4 +1,4 @@
-"""Reading of text files that a user gives."""
+"""Read text files that a user gives, with errors that name the problem."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""The update rule: how a batch becomes an update of the weights.
+"""Parse the update rule, which decides how a batch becomes an update of the weights.
 
-A new rule is a member of `UpdateKind` and a row of `RULE_SPECS`.
+To add a rule, add a member to `UpdateKind` and a row to `RULE_SPECS`.
 """
 
 import math
@@ -41,19 +41,19 @@ def _parse_integer(text: str, *, minimum: int, maximum: float = math.inf) -> int
     return int(text)
 
 
-def _parse_number(text: str, *, low: float, high: float) -> float:
+def _parse_number(text: str, *, minimum: float, maximum: float) -> float:
     value = float(text)
-    if not low <= value <= high:
+    if not minimum <= value <= maximum:
         raise ValueError(text)
     return value
 
 
 _POSITIVE_NUMBER = _Option(
-    "a number above 0, at most 1,000,000", lambda text: _parse_number(text, low=math.ulp(0.0), high=1e6)
+    "a number above 0, at most 1,000,000", lambda text: _parse_number(text, minimum=math.ulp(0.0), maximum=1e6)
 )
-_FRACTION = _Option("a number from 0 to 1", lambda text: _parse_number(text, low=0.0, high=1.0))
+_FRACTION = _Option("a number from 0 to 1", lambda text: _parse_number(text, minimum=0.0, maximum=1.0))
 _COUNT = _Option("an integer from 1", lambda text: _parse_integer(text, minimum=1))
-_FROM_ZERO = _Option("an integer from 0", lambda text: _parse_integer(text, minimum=0))
+_COUNT_OR_ZERO = _Option("an integer from 0", lambda text: _parse_integer(text, minimum=0))
 _STALENESS_BOUND = _Option(
     f"an integer from 0, or {UNBOUNDED}",
     lambda text: math.inf if text == UNBOUNDED else _parse_integer(text, minimum=0),
@@ -64,8 +64,8 @@ _STALENESS_BOUND = _Option(
 class RuleSpec:
     """The facts about an update rule that a command needs before it imports torch.
 
-    `options` are the rule's options with a value, `flags` those without, and `defaults` the values of options that the
-    user omits. `UpdateRule` explains the other fields.
+    `options` take a value, `flags` take none, and `defaults` has the values of options that the user omits.
+    `UpdateRule` explains the other fields.
     """
 
     options: Mapping[str, _Option] = field(default_factory=dict)
@@ -82,9 +82,11 @@ _DILOCO = RuleSpec(
     options={
         "every": _COUNT,
         "lr": _POSITIVE_NUMBER,
-        "momentum": _Option("a number from 0 to below 1", lambda text: _parse_number(text, low=0.0, high=1.0 - 1e-9)),
+        "momentum": _Option(
+            "a number from 0 to below 1", lambda text: _parse_number(text, minimum=0.0, maximum=1.0 - 1e-9)
+        ),
         "fragments": _Option("an integer from 1 to 1,000", lambda text: _parse_integer(text, minimum=1, maximum=1_000)),
-        "delay": _FROM_ZERO,
+        "delay": _COUNT_OR_ZERO,
         "mix": _FRACTION,
     },
     defaults={"every": 500, "lr": 0.7, "momentum": 0.9, "mix": 0.5},
@@ -109,7 +111,7 @@ class UpdateRule:
     PipeDream: with `vertical`, every stage uses the weight version of the first stage.
     Local SGD: sites synchronise after `every` updates. The mean of their changes is one step of an outer SGD with `lr`
     and Nesterov `momentum`. `fragments` of the model are synchronised in turn. The result is applied `delay` updates
-    after it was sent; `mix` is the share of the site's own newer weights in it.
+    after it was sent; `mix` is the fraction of the site's own newer weights in it.
     Parameter server: the first `servers` ranks hold the parameters, the others compute gradients on weights that are at
     most `staleness` updates old (infinity without a bound).
     """
@@ -148,7 +150,7 @@ class UpdateRule:
     def __str__(self) -> str:
         """Return the text that requests this rule: `every` and `staleness` always, others only if not the default."""
         spec = RULE_SPECS[self.kind]
-        defaults = {one.name: one.default for one in fields(self)} | dict(spec.defaults)
+        defaults = {f.name: f.default for f in fields(self)} | dict(spec.defaults)
         options = [
             f"{name}={_number_text(getattr(self, name))}"
             for name in spec.options
@@ -177,14 +179,16 @@ def parse_update(text: str) -> UpdateRule:
     """Parse `sync`, `pipedream`, `pipedream,vertical`, `2bw`, `hogwild`, `local,every=8`, `diloco,every=500`, `ps`.
 
     Raises:
-        LayoutError: unknown, or not in this version.
+        LayoutError: the rule does not exist, or does not have such an option.
     """
-    word, *options = (part.strip().lower() for part in text.split(","))
-    if word not in set(UpdateKind):
-        near = closest_word(word, [*UpdateKind])
-        cause = did_you_mean(word, [*UpdateKind]) or f"the rules: {', '.join(UpdateKind)}"
-        raise LayoutError(f"{text!r} is not an update rule.", cause=cause, hint=f"--update {near or UpdateKind.SYNC}")
-    kind = UpdateKind(word)
+    name, *options = (part.strip().lower() for part in text.split(","))
+    if name not in set(UpdateKind):
+        suggestion = closest_word(name, [*UpdateKind])
+        cause = did_you_mean(name, [*UpdateKind]) or f"the rules: {', '.join(UpdateKind)}"
+        raise LayoutError(
+            f"{text!r} is not an update rule.", cause=cause, hint=f"--update {suggestion or UpdateKind.SYNC}"
+        )
+    kind = UpdateKind(name)
     return UpdateRule(kind=kind, **(dict(RULE_SPECS[kind].defaults) | _parse_rule_options(kind, options)))
 
 
@@ -203,7 +207,7 @@ def _parse_rule_options(kind: UpdateKind, options: Sequence[str]) -> dict[str, A
             except ValueError:
                 example = RULE_SPECS[kind].defaults.get(name, 1)
                 raise LayoutError(
-                    f"--update {kind},{option}: {name} is {options_of_rule[name].allowed_values}.",
+                    f"--update {kind},{option}: {name} must be {options_of_rule[name].allowed_values}.",
                     hint=f"--update {kind},{name}={example}",
                 ) from None
         else:

@@ -27,8 +27,8 @@ from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.parallel.parallelize import parallelize
 from paceline.parallel.placement import PlacementRequest
 from paceline.parallel.trace_example_forward import Result
-from paceline.planner.layout.axis_products import check_axis_products
 from paceline.planner.layout.mesh import Mesh, resolve_mesh
+from paceline.planner.layout.pipeline_options import refuse_schedule
 from paceline.torch_internals.private_api import guard_hooks
 from paceline.torch_internals.rng import stream_key
 from paceline.trainer.setup.initial_model import build_initial_model
@@ -179,6 +179,6 @@ def _mesh(layout: Layout, ranks: int) -> Mesh:
         problems.append(LayoutError(f"pl.place has no {name}.", cause=reason, hint=hint))
     raise_all(problems)
     mesh = resolve_mesh(layout, ranks=ranks, problems=problems)
-    problems += check_axis_products(layout, mesh)
+    problems += refuse_schedule(layout, mesh)
     raise_all(problems)
     return mesh

@@ -25,7 +25,7 @@ def check_split_model(prepared_job: PreparedJob, *, cp: int, ep: int, elements: 
     plan = make_execution_plan(
         layout=parse_layout("single"),
         update=parse_update("sync"),
-        cluster=Resources(ranks=1),
+        resources=Resources(ranks=1),
         facts=JobFacts(global_batch_size=SMALL_BATCH_SIZE, micro_batch_size=SMALL_BATCH_SIZE),
     )
     with preserve_rng():

@@ -1,1 +1,1 @@
-"""Planning without a device: memory, step time, search and advice from a model's profile."""
+"""Plan a training without a device: forecast memory and step time, search layouts and advise, from a model profile."""

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data, without torch: functions that build, read, check, simulate and draw them."""
+"""Build, read, check, simulate and draw pipeline schedules, as data and without torch."""
 
 from paceline.schedule.action_walk import Costs
 from paceline.schedule.lowering import forward_only, lower

@@ -1,4 +1,4 @@
-"""A walk through a program in virtual time: each rank runs its actions in order, and waits only at receives."""
+"""Walk through a program in virtual time: each rank runs its actions in order and waits only at receives."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,22 +8,22 @@ from paceline.schedule.program import Action, Op, Program
 from paceline.schedule.timeline import Span
 
 PerStage = float | Sequence[float]
-FinishedAction = tuple[int, int, float, float]
-_Key = tuple[int, int | None, bool, int, int]  # receiver, sender, is an activation, sending stage, microbatch
+FinishedAction = tuple[int, int, float, float]  # rank, index in the rank's actions, start, stop
+_MessageKey = tuple[int, int | None, bool, int, int]  # receiver, sender, is an activation, sending stage, microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """The seconds of each operation: one value for all stages, or one for each stage.
 
-    `backward` defaults to `input + weight`. A message occupies its link for `transfer` seconds (one link per ordered
-    pair of ranks; `transfer[s]` is for messages between stages s and s + 1) and arrives `latency` seconds later. No
-    compute of a stage begins before `ready`.
+    `backward` defaults to `backward_input + backward_weight`. A message occupies its link for `transfer` seconds (one
+    link per ordered pair of ranks; `transfer[s]` is for messages between stages s and s + 1) and arrives `latency`
+    seconds later. No compute of a stage begins before `ready`.
     """
 
     forward: PerStage = 1.0
-    input: PerStage = 1.0
-    weight: PerStage = 1.0
+    backward_input: PerStage = 1.0
+    backward_weight: PerStage = 1.0
     backward: PerStage | None = None
     update: PerStage = 0.0
     transfer: PerStage = 0.0
@@ -36,14 +36,18 @@ class Costs:
             return value_for_stage(self.forward, action.stage)
         if action.op is Op.BACKWARD and self.backward is not None:
             return value_for_stage(self.backward, action.stage)
-        by_op = {Op.INPUT: self.input, Op.WEIGHT: self.weight, Op.UPDATE: self.update}
-        parts = (by_op[action.op],) if action.op in by_op else (self.input, self.weight)
+        by_op = {
+            Op.BACKWARD_INPUT: self.backward_input,
+            Op.BACKWARD_WEIGHT: self.backward_weight,
+            Op.UPDATE: self.update,
+        }
+        parts = (by_op[action.op],) if action.op in by_op else (self.backward_input, self.backward_weight)
         return sum(value_for_stage(part, action.stage) for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WalkResult:
-    """The result of a walk: (rank, index in the rank's actions, start, stop) of each `finished` action, in order.
+    """The result of a walk: each `finished` action, in the order of the walk (by time within a rank, not over ranks).
 
     `num_finished[rank]` is the number of actions that the rank finished; `end_times[rank]` is the time at which it
     finished the last of them.
@@ -57,15 +61,16 @@ class WalkResult:
     @property
     def is_complete(self) -> bool:
         """Return True if every rank finished all its actions."""
-        return all(reached == len(row) for reached, row in zip(self.num_finished, self.program.actions, strict=True))
+        return all(
+            num_finished == len(row) for num_finished, row in zip(self.num_finished, self.program.actions, strict=True)
+        )
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """Return the finished actions as spans."""
-        lines = self.program.actions
         return tuple(
-            Span(rank=rank, action=lines[rank][place], start=start, stop=stop)
-            for rank, place, start, stop in self.finished
+            Span(rank=rank, action=self.program.actions[rank][index], start=start, stop=stop)
+            for rank, index, start, stop in self.finished
         )
 
 
@@ -93,7 +98,7 @@ class _ProgramWalk:
         self.times = [0.0] * program.num_ranks
         self.ready_time, self.transfer_seconds = _lookup(costs.ready), _lookup(costs.transfer)
         self.compute_seconds: dict[tuple[Op, int], float] = {}
-        self.arrival_times: dict[_Key, float] = {}
+        self.arrival_times: dict[_MessageKey, float] = {}
         self.link_free_times: dict[tuple[int, int | None], float] = {}
 
     def advance(self) -> bool:
@@ -124,13 +129,15 @@ class _ProgramWalk:
         self.num_finished[rank], self.times[rank] = index, now
 
     def _send(self, rank: int, action: Action, now: float) -> None:
-        peer, forward = action.peer, action.op is _SEND_F
-        boundary = action.stage if forward else action.stage - 1
+        peer, is_activation = action.peer, action.op is _SEND_F
+        earlier_stage = action.stage if is_activation else action.stage - 1
         link = (rank, peer)
-        departure = max(now, self.link_free_times.get(link, 0.0)) + self.transfer_seconds(boundary)
+        departure = max(now, self.link_free_times.get(link, 0.0)) + self.transfer_seconds(earlier_stage)
         self.link_free_times[link] = departure
         if peer is not None:
-            self.arrival_times[peer, rank, forward, action.stage, action.microbatch] = departure + self.costs.latency
+            self.arrival_times[peer, rank, is_activation, action.stage, action.microbatch] = (
+                departure + self.costs.latency
+            )
 
     def _compute_seconds(self, action: Action) -> float:
         key = (action.op, action.stage)

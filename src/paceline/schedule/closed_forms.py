@@ -1,6 +1,6 @@
-"""Closed forms of the papers for the time of a step, if all stages are equal and messages take no time.
+"""Compute step times with the closed forms of the papers, for equal stages and messages that take no time.
 
-A form returns None for cases that it does not cover; for all others, `simulate` returns the same value.
+A closed form returns None for cases that it does not cover; for all others, `simulate` returns the same value.
 """
 
 from collections.abc import Callable
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCase:
-    """The input of a form: `ranks` p, `micro` m, `virtual` v stages per rank.
+    """The input of a closed form: p `ranks`, m microbatches (`micro`), and v stages per rank (`virtual`).
 
-    The times are the seconds of F, I and W of one stage (B = I + W).
+    `forward`, `backward_input` and `backward_weight` are the seconds F, I and W of one stage.
     """
 
     ranks: int
     micro: int
     virtual: int = 1
     forward: float = 1.0
-    input: float = 1.0
-    weight: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
 
     @property
     def microbatch_seconds(self) -> float:
         """Return the compute seconds of one microbatch in one stage."""
-        return self.forward + self.input + self.weight
+        return self.forward + self.backward_input + self.backward_weight
 
 
 MakespanForm = Callable[[PipelineCase], float | None]
@@ -46,15 +46,15 @@ def one_f_one_b_makespan(case: PipelineCase) -> float | None:
 
 def zero_bubble_makespan(case: PipelineCase) -> float | None:
     """Return the makespan of ZB-H1 with (p - 1) (F + I - W) of idle time, for m >= p and W no longer than F and I."""
-    if case.micro < case.ranks or case.weight > min(case.forward, case.input):
+    if case.micro < case.ranks or case.backward_weight > min(case.forward, case.backward_input):
         return None
-    idle = (case.ranks - 1) * (case.forward + case.input - case.weight)
+    idle = (case.ranks - 1) * (case.forward + case.backward_input - case.backward_weight)
     return case.micro * case.virtual * case.microbatch_seconds + idle
 
 
 def zbv_makespan(case: PipelineCase) -> float | None:
     """Return the makespan of ZB-V with (p - 1) F of idle time, for F = I = W and m >= 2 (p - 1)."""
-    if case.micro < 2 * (case.ranks - 1) or not case.forward == case.input == case.weight:
+    if case.micro < 2 * (case.ranks - 1) or not case.forward == case.backward_input == case.backward_weight:
         return None
     return case.micro * case.virtual * case.microbatch_seconds + (case.ranks - 1) * case.forward
 

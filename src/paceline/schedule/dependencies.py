@@ -1,4 +1,4 @@
-"""Dependency rules for the actions of one rank that can be checked without the other ranks."""
+"""Check the dependencies between the actions of one rank, which need no knowledge of the other ranks."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ Requirements = dict[Action, list[Action]]
 
 
 def find_rank_faults(program: Program, rank: int) -> Iterator[ScheduleFault]:
-    """Yield one rank's faults: foreign or duplicate actions, then missing ones, then actions before their inputs."""
+    """Yield one rank's faults: foreign or duplicate actions, then missing ones, then those before their inputs."""
     row = program.actions[rank]
     requirements = find_requirements(program, rank)
     positions: dict[Action, int] = {}
@@ -31,7 +31,7 @@ def find_rank_faults(program: Program, rank: int) -> Iterator[ScheduleFault]:
             position = (
                 first_uses[action]
                 if action in first_uses
-                else max((positions[b] for b in predecessors if b in positions), default=len(row))
+                else max((positions[before] for before in predecessors if before in positions), default=len(row))
             )
             message = f"{action} is missing."
             yield ScheduleFault(
@@ -60,25 +60,25 @@ def _first_uses(requirements: Requirements, positions: dict[Action, int]) -> dic
 
 def find_requirements(program: Program, rank: int) -> Requirements:
     """Return every action that a rank must run, each with the actions of the same rank that must come before it."""
-    owner = program.rank_of_stage
+    rank_of_stage = program.rank_of_stage
     backward = _backward_actions(program, rank)
     requirements: Requirements = {}
     for stage in program.stages_of(rank):
         for micro in range(program.num_micro):
             forward = Action(op=Op.FORWARD, stage=stage, microbatch=micro)
             inputs = [Action(op=Op.FORWARD, stage=stage - 1, microbatch=micro)] if stage else []
-            _add_requirement(requirements, forward, local_inputs=inputs, owner=owner, rank=rank)
+            _add_requirement(requirements, forward, local_inputs=inputs, rank_of_stage=rank_of_stage, rank=rank)
             if (backward_action := backward.get((stage, micro))) is not None:
                 _add_requirement(
                     requirements,
                     backward_action,
                     local_inputs=[b for b in [backward.get((stage + 1, micro))] if b],
-                    owner=owner,
+                    rank_of_stage=rank_of_stage,
                     rank=rank,
                 )
                 requirements[backward_action].insert(0, forward)
-                if backward_action.op is Op.INPUT:
-                    requirements[Action(op=Op.WEIGHT, stage=stage, microbatch=micro)] = [backward_action]
+                if backward_action.op is Op.BACKWARD_INPUT:
+                    requirements[Action(op=Op.BACKWARD_WEIGHT, stage=stage, microbatch=micro)] = [backward_action]
         requirements |= _update_requirements(program, stage=stage, backward=backward)
     return requirements
 
@@ -89,18 +89,20 @@ def _update_requirements(program: Program, *, stage: int, backward: dict[tuple[i
     start = 0
     for last in program.update_microbatches:
         backwards = [backward[stage, micro] for micro in range(start, last + 1) if (stage, micro) in backward]
-        weights = [replace(back, op=Op.WEIGHT) if back.op is Op.INPUT else back for back in backwards]
-        requirements[Action(op=Op.UPDATE, stage=stage, microbatch=last)] = weights
+        weight_gradients = [
+            replace(back, op=Op.BACKWARD_WEIGHT) if back.op is Op.BACKWARD_INPUT else back for back in backwards
+        ]
+        requirements[Action(op=Op.UPDATE, stage=stage, microbatch=last)] = weight_gradients
         start = last + 1
     return requirements
 
 
 def _add_requirement(
-    requirements: Requirements, action: Action, *, local_inputs: list[Action], owner: tuple[int, ...], rank: int
+    requirements: Requirements, action: Action, *, local_inputs: list[Action], rank_of_stage: tuple[int, ...], rank: int
 ) -> None:
     """Add a compute, its input (a message, or `local_inputs` of the same rank), and the message that it sends."""
-    receive, send = find_messages(action, owner=owner)
-    requirements[action] = [before for before in local_inputs if owner[before.stage] == rank]
+    receive, send = find_messages(action, rank_of_stage=rank_of_stage)
+    requirements[action] = [predecessor for predecessor in local_inputs if rank_of_stage[predecessor.stage] == rank]
     if receive is not None:
         requirements[receive] = []
         requirements[action] = [receive]
@@ -109,14 +111,16 @@ def _add_requirement(
 
 
 def _backward_actions(program: Program, rank: int) -> dict[tuple[int, int], Action]:
-    """Return B for each stage and microbatch, or I if the rank splits that backward; empty without backward."""
+    """Return the backward of each stage and microbatch: B, or I if the rank splits it; empty without backward."""
     if not program.has_backward:
         return {}
     row = program.actions[rank]
     unsplit = {(a.stage, a.microbatch) for a in row if a.op is Op.BACKWARD}
-    split = {(a.stage, a.microbatch) for a in row if a.op in (Op.INPUT, Op.WEIGHT)} - unsplit
+    split = {(a.stage, a.microbatch) for a in row if a.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)} - unsplit
     return {
-        (stage, micro): Action(op=Op.INPUT if (stage, micro) in split else Op.BACKWARD, stage=stage, microbatch=micro)
+        (stage, micro): Action(
+            op=Op.BACKWARD_INPUT if (stage, micro) in split else Op.BACKWARD, stage=stage, microbatch=micro
+        )
         for stage in program.stages_of(rank)
         for micro in range(program.num_micro)
     }
@@ -125,9 +129,9 @@ def _backward_actions(program: Program, rank: int) -> dict[tuple[int, int], Acti
 _MISSING_CAUSES = {
     Op.FORWARD: "every microbatch goes forward through every stage once",
     Op.BACKWARD: "every microbatch goes backward through every stage once, as B or as I and later W",
-    Op.INPUT: "W completes what I left",
-    Op.WEIGHT: "without it the stage's weights get no gradient from this microbatch",
-    Op.UPDATE: "every stage takes every step, otherwise its weights differ in version from other stages'",
+    Op.BACKWARD_INPUT: "W completes what I left",
+    Op.BACKWARD_WEIGHT: "without it the stage's weights get no gradient from this microbatch",
+    Op.UPDATE: "every stage takes every step; otherwise the stages would have different weight versions",
     Op.SEND_F: "the next stage waits for this stage's output",
     Op.RECV_F: "the stage computes on the output of the previous stage",
     Op.SEND_B: "the previous stage waits for the gradient of its output",
@@ -137,11 +141,13 @@ _MISSING_CAUSES = {
 
 def _foreign_action_text(program: Program, rank: int, action: Action) -> str:
     if not 0 <= action.stage < program.num_stages:
-        return f"{action}: there is no stage {action.stage}, they are 0 to {program.num_stages - 1}."
+        return f"{action}: there is no stage {action.stage}; the stages are 0 to {program.num_stages - 1}."
     if not 0 <= action.microbatch < program.num_micro:
-        return f"{action}: there is no microbatch {action.microbatch}, they are 0 to {program.num_micro - 1}."
+        return f"{action}: there is no microbatch {action.microbatch}; the last one is {program.num_micro - 1}."
     if program.rank_of_stage[action.stage] != rank:
         return f"{action}: stage {action.stage} is on rank {program.rank_of_stage[action.stage]}."
     if action.op.is_compute:
-        return f"{action} repeats what this line computes as {'B' if action.op is not Op.BACKWARD else 'I, W'}."
-    return f"{action} is not a message that stage {action.stage} of these ranks sends or receives there."
+        return (
+            f"{action}: this rank's line already has the backward as {'I and W' if action.op is Op.BACKWARD else 'B'}."
+        )
+    return f"{action} is not a message between stage {action.stage} and a neighbouring stage on another rank."

@@ -16,8 +16,8 @@ class Op(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"  # the gradients of input and weights together
-    INPUT = "I"  # the gradient of the stage's input only
-    WEIGHT = "W"  # the gradients of its weights only, any time after INPUT
+    BACKWARD_INPUT = "I"  # the gradient of the stage's input only
+    BACKWARD_WEIGHT = "W"  # the gradients of its weights only, any time after I
     UPDATE = "U"  # an optimizer step with the gradients up to this microbatch, while later ones are in flight
     SEND_F = "SF"  # this stage's output, to the next stage
     RECV_F = "RF"  # this stage's input, from the stage before
@@ -42,10 +42,10 @@ class Op(StrEnum):
     @property
     def computes_input_gradient(self) -> bool:
         """Return True if the previous stage can run its backward after this action."""
-        return self in (Op.BACKWARD, Op.INPUT)
+        return self in (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
-COMPUTE_OPS = (Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT, Op.UPDATE)
+COMPUTE_OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.UPDATE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +76,11 @@ class Action:
     @property
     def message(self) -> Message:
         """Return the message that the action sends or receives; it is equal on both ranks."""
-        kind, shift = _MESSAGES[self.op]
-        return Message(kind=kind, stage=self.stage + shift, microbatch=self.microbatch)
+        kind, stage_offset = _MESSAGE_KINDS[self.op]
+        return Message(kind=kind, stage=self.stage + stage_offset, microbatch=self.microbatch)
 
 
-_MESSAGES = {
+_MESSAGE_KINDS = {
     Op.SEND_F: (Op.FORWARD, 0),
     Op.RECV_F: (Op.FORWARD, -1),
     Op.SEND_B: (Op.BACKWARD, 0),

@@ -1,4 +1,4 @@
-"""Checks that a program is complete, in order and free of deadlock."""
+"""Check that a program is complete, in order and free of deadlock."""
 
 from collections.abc import Iterator
 
@@ -18,8 +18,8 @@ def check(program: Program) -> Program:
     _check_sizes(program)
     faults = [fault for rank in range(program.num_ranks) for fault in find_rank_faults(program, rank)]
     if faults:
-        faults.sort(key=lambda found: (found.severity, not found.action.op.is_compute))
-        raise ScheduleError(program, faults[0], more=len(faults) - 1)
+        faults.sort(key=lambda fault: (fault.severity, not fault.action.op.is_compute))
+        raise ScheduleError(program, faults[0], num_more=len(faults) - 1)
     walk = walk_actions(program, costs=Costs())
     if not walk.is_complete:
         raise ScheduleError(program, _deadlock_fault(program, walk))
@@ -27,20 +27,20 @@ def check(program: Program) -> Program:
 
 
 def _check_sizes(program: Program) -> None:
-    """Raise `LayoutError` if the numbers of ranks, stages, owners and lines contradict each other."""
-    owner = program.rank_of_stage
+    """Raise `LayoutError` if the sizes of the program's fields contradict each other."""
+    ranks = program.rank_of_stage
     problem = ""
     if program.num_micro < 1 or program.num_stages < 1:
         problem = f"{program.num_stages} stages and {program.num_micro} microbatches: at least 1 of each is needed."
-    elif len(owner) != program.num_stages or len(program.actions) != program.num_ranks:
+    elif len(ranks) != program.num_stages or len(program.actions) != program.num_ranks:
         problem = (
-            f"{program.num_stages} stages and {program.num_ranks} ranks, but places for {len(owner)} stages "
-            f"and lines for {len(program.actions)} ranks."
+            f"{program.num_stages} stages and {program.num_ranks} ranks, but rank_of_stage has {len(ranks)} entries "
+            f"and actions has {len(program.actions)}."
         )
-    elif set(owner) != set(range(program.num_ranks)):
+    elif set(ranks) != set(range(program.num_ranks)):
         problem = (
-            f"stages are on ranks {sorted(set(owner))} of {program.num_ranks}: every rank needs a stage, "
-            "and no other rank exists."
+            f"the stages are on ranks {sorted(set(ranks))}: each of the ranks 0 to {program.num_ranks - 1} needs a "
+            "stage, and no other rank exists."
         )
     if problem:
         raise LayoutError(f"schedule {program.name!r}: {problem}")
@@ -49,7 +49,7 @@ def _check_sizes(program: Program) -> None:
 def _deadlock_fault(program: Program, walk: WalkResult) -> ScheduleFault:
     """Return the fault of a deadlock: a cycle of ranks that wait for each other.
 
-    Each rank waits at a receive; the next rank of the cycle sends the message later than where it waits itself.
+    Each rank waits at a receive, and the next rank of the cycle sends that message only after its own receive.
     """
     cycle = list(_find_wait_cycle(program, walk))
     waiting = {rank: program.actions[rank][walk.num_finished[rank]] for rank in cycle}
@@ -83,4 +83,4 @@ def _find_wait_cycle(program: Program, walk: WalkResult) -> Iterator[int]:
 
 def _find_send(program: Program, receive: Action) -> int:
     row = program.actions[receive.peer or 0]
-    return next(place for place, a in enumerate(row) if a.op.is_send and a.message == receive.message)
+    return next(index for index, a in enumerate(row) if a.op.is_send and a.message == receive.message)

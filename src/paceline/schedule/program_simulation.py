@@ -1,4 +1,4 @@
-"""Simulation of a program in virtual time."""
+"""Simulate a program in virtual time, after a check that it can be run."""
 
 from paceline.schedule.action_walk import Costs, walk_actions
 from paceline.schedule.program import Program

@@ -1,4 +1,4 @@
-"""Timelines as one self-contained SVG, readable on light and dark backgrounds and without colours."""
+"""Draw timelines as one self-contained SVG, readable on light and dark backgrounds and without colours."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,13 @@ from paceline.schedule.program import Action, Op
 from paceline.schedule.text_timeline import needs_stage_labels
 from paceline.schedule.timeline import Span, Timeline
 
-_HEAD, _TAIL, _ROW, _CELL, _TITLE, _FOOT = 58, 128, 32, 28, 34, 52
+_LEFT, _RIGHT = 58, 128  # pixels for the text left and right of the plot
+_TITLE, _ROW, _CELL, _FOOT = 34, 32, 28, 52  # heights in pixels
 _OP_LABELS = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
-    Op.INPUT: "gradient of the input",
-    Op.WEIGHT: "gradient of the weights",
+    Op.BACKWARD_INPUT: "gradient of the input",
+    Op.BACKWARD_WEIGHT: "gradient of the weights",
     Op.UPDATE: "update of the weights",
 }
 
@@ -46,25 +47,25 @@ def draw(timeline: Timeline, *, measured: Timeline | None = None, unit: str = ""
 class _Scale:
     """The scale from seconds to pixels, the same for all panels."""
 
-    seconds: float
-    per_second: float
+    total_seconds: float
+    pixels_per_second: float
 
     @staticmethod
     def for_panels(panels: Sequence[Timeline]) -> "_Scale":
         seconds = max(panel.makespan for panel in panels) or 1.0
         without_updates = [span for span in panels[0].compute_spans if span.action.op is not Op.UPDATE]
-        lengths = sorted(span.seconds for span in without_updates if span.seconds > 0) or [seconds]
-        plot_width = min(max(seconds / lengths[len(lengths) // 10] * 17, 560), 4200)
-        return _Scale(seconds=seconds, per_second=plot_width / seconds)
+        durations = sorted(span.seconds for span in without_updates if span.seconds > 0) or [seconds]
+        plot_width = min(max(seconds / durations[len(durations) // 10] * 17, 560), 4200)
+        return _Scale(total_seconds=seconds, pixels_per_second=plot_width / seconds)
 
     @property
     def width(self) -> float:
         """Return the width of the picture."""
-        return _HEAD + self.seconds * self.per_second + _TAIL
+        return _LEFT + self.total_seconds * self.pixels_per_second + _RIGHT
 
     def x(self, seconds: float) -> float:
         """Return the x coordinate of a time."""
-        return _HEAD + seconds * self.per_second
+        return _LEFT + seconds * self.pixels_per_second
 
 
 def _panel(timeline: Timeline, scale: _Scale) -> str:
@@ -73,12 +74,12 @@ def _panel(timeline: Timeline, scale: _Scale) -> str:
     stage_numbers = {stage: n for row in rows for n, stage in enumerate(sorted({action.stage for action in row}))}
     peak_activations = timeline.peak_activations()
     heading = f"{timeline.name} · {plural(timeline.num_ranks, 'rank')} · bubble {timeline.bubble:.1%}"
-    shapes = [f'<text class="t" x="{_HEAD}" y="20">{escape(heading)}</text>']
-    end = scale.x(scale.seconds)
+    shapes = [f'<text class="t" x="{_LEFT}" y="20">{escape(heading)}</text>']
+    end = scale.x(scale.total_seconds)
     for rank in range(timeline.num_ranks):
         y = _TITLE + rank * _ROW
-        shapes.append(f'<text class="s" x="{_HEAD - 8}" y="{y + 18}" text-anchor="end">rank {rank}</text>')
-        shapes.append(f'<rect class="idle" x="{_HEAD}" y="{y}" width="{end - _HEAD:.1f}" height="{_CELL}"/>')
+        shapes.append(f'<text class="s" x="{_LEFT - 8}" y="{y + 18}" text-anchor="end">rank {rank}</text>')
+        shapes.append(f'<rect class="idle" x="{_LEFT}" y="{y}" width="{end - _LEFT:.1f}" height="{_CELL}"/>')
         label = f"idle {timeline.bubbles[rank]:.1%}" + (
             f" · holds {peak_activations[rank]:g}" if any(peak_activations) else ""
         )
@@ -95,7 +96,7 @@ def _rows(timeline: Timeline) -> list[list[Action]]:
 
 def _cell(span: Span, start: float, scale: _Scale, *, with_stage: bool, shade: str) -> Iterator[str]:
     action = span.action
-    x, width = scale.x(span.start - start), span.seconds * scale.per_second
+    x, width = scale.x(span.start - start), span.seconds * scale.pixels_per_second
     y = _TITLE + span.rank * _ROW
     kind = f"{action.op}{shade}"
     tooltip = f"{action} on rank {span.rank}: {span.start - start:.4g} to {span.stop - start:.4g}"
@@ -110,9 +111,9 @@ def _cell(span: Span, start: float, scale: _Scale, *, with_stage: bool, shade: s
 
 
 def _axis(scale: _Scale, unit: str) -> str:
-    step = _round_step(scale.seconds / 8)
-    count = floor(scale.seconds / step + 1e-9)
-    shapes = [f'<path class="axis" d="M{_HEAD} 4H{scale.x(scale.seconds):.1f}"/>']
+    step = _round_step(scale.total_seconds / 8)
+    count = floor(scale.total_seconds / step + 1e-9)
+    shapes = [f'<path class="axis" d="M{_LEFT} 4H{scale.x(scale.total_seconds):.1f}"/>']
     for n in range(count + 1):
         x = scale.x(n * step)
         shapes.append(f'<path class="axis" d="M{x:.1f} 4v4"/>')
@@ -128,7 +129,7 @@ def _round_step(step: float) -> float:
 
 
 def _legend(ops: Sequence[Op], *, with_stage: bool) -> str:
-    x = float(_HEAD)
+    x = float(_LEFT)
     shapes = []
     for op in ops:
         shapes.append(f'<rect class="{op}a" x="{x:.0f}" y="31" width="16" height="16" rx="2"/>')
@@ -145,8 +146,8 @@ _DARK_TEXT, _WHITE = "#14181c", "#fff"
 _COLORS = {  # the letters show the same information
     Op.FORWARD: (("#0b62a4", _WHITE), ("#8cc4ea", _DARK_TEXT)),
     Op.BACKWARD: (("#b34d00", _WHITE), ("#f3b48c", _DARK_TEXT)),
-    Op.INPUT: (("#e0a100", _DARK_TEXT), ("#f4da96", _DARK_TEXT)),
-    Op.WEIGHT: (("#00745a", _WHITE), ("#8fd3bf", _DARK_TEXT)),
+    Op.BACKWARD_INPUT: (("#e0a100", _DARK_TEXT), ("#f4da96", _DARK_TEXT)),
+    Op.BACKWARD_WEIGHT: (("#00745a", _WHITE), ("#8fd3bf", _DARK_TEXT)),
     Op.UPDATE: (("#7b3fa0", _WHITE), ("#cdb0e0", _DARK_TEXT)),
 }
 _STYLE = (

@@ -1,6 +1,6 @@
-"""The table of schedules by name, with the properties of each.
+"""Find and build schedules by name, from a table with the properties of each.
 
-To add one, write its function in `schedules.py` and add a row here.
+To add a schedule, write its function in `schedules.py` and add a row here.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from paceline.schedule.schedules import (
 
 
 def loop_placement(*, ranks: int, virtual: int) -> tuple[int, ...]:
-    """Return the rank of each stage: 0 1 2 3 0 1 2 3."""
+    """Return the rank of each stage; for 4 ranks with 2 stages each: 0 1 2 3 0 1 2 3."""
     return tuple(range(ranks)) * virtual
 
 
@@ -153,7 +153,7 @@ def find_schedule(name: str) -> Schedule:
 
 
 def build(name: str, *, ranks: int, micro: int, virtual: int | None = None) -> Program:
-    """Return the program of schedule `name` on `ranks` ranks for `micro` microbatches; any numbers work.
+    """Return the program of schedule `name` on `ranks` ranks for any number `micro` of microbatches.
 
     Each rank holds `virtual` stages; the default is that of the schedule.
 
@@ -162,7 +162,7 @@ def build(name: str, *, ranks: int, micro: int, virtual: int | None = None) -> P
     """
     schedule = find_schedule(name)
     stages_per_rank = schedule.virtual if virtual is None else virtual
-    _refuse_bad_numbers(schedule, ranks=ranks, micro=micro, virtual=stages_per_rank)
+    _check_numbers(schedule, ranks=ranks, micro=micro, virtual=stages_per_rank)
     return lower(
         schedule.orders(ranks=ranks, micro=micro, virtual=stages_per_rank),
         name=schedule.name,
@@ -171,10 +171,10 @@ def build(name: str, *, ranks: int, micro: int, virtual: int | None = None) -> P
     )
 
 
-def _refuse_bad_numbers(schedule: Schedule, *, ranks: int, micro: int, virtual: int) -> None:
-    for word, value in (("ranks", ranks), ("microbatches", micro), ("stages per rank", virtual)):
+def _check_numbers(schedule: Schedule, *, ranks: int, micro: int, virtual: int) -> None:
+    for label, value in (("ranks", ranks), ("microbatches", micro), ("stages per rank", virtual)):
         if value < 1:
-            raise LayoutError(f"schedule {schedule.name!r} with {value} {word}: at least 1 is needed.")
+            raise LayoutError(f"schedule {schedule.name!r} with {value} {label}: at least 1 is needed.")
     if virtual != schedule.virtual and not schedule.any_virtual:
         raise LayoutError(
             f"schedule {schedule.name!r} has {plural(schedule.virtual, 'stage')} on each rank, "

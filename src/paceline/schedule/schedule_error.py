@@ -1,4 +1,4 @@
-"""Errors for faults in a program, with their position and a picture of the timeline."""
+"""Raise an error for a fault in a program, with its position and a picture of the timeline."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,28 +11,28 @@ from paceline.schedule.text_timeline import draw_marked_panel
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleFault:
-    """A fault in a program; `position` is the index in the rank's actions, or their number for a fault at the end."""
+    """A fault in a program; `position` is the index in the rank's actions, or `len(actions)` for a fault at the end."""
 
     rank: int
     position: int
-    action: Action  # the foreign, duplicate, missing, early or waiting action
+    action: Action  # the action that is duplicate, missing, too early, waiting, or that does not belong to this rank
     message: str
     cause: str = ""
-    severity: int = 0  # the order in which faults are reported: 0 foreign or duplicate, 1 missing, 2 too early
-    other_positions: tuple[tuple[int, int], ...] = ()  # further (rank, position) to mark
+    severity: int = 0  # the fault with the lowest value is reported: 0 extra action, 1 missing, 2 too early
+    other_positions: tuple[tuple[int, int], ...] = ()  # further (rank, position) pairs to mark
 
 
 class ScheduleError(LayoutError):
     """The error for a pipeline program that cannot be run: incomplete, out of order, or deadlocking."""
 
-    def __init__(self, program: Program, fault: ScheduleFault, *, more: int = 0) -> None:
+    def __init__(self, program: Program, fault: ScheduleFault, *, num_more: int = 0) -> None:
         row = program.actions[fault.rank] if fault.rank < len(program.actions) else ()
         position = (
             f"action {fault.position + 1} of {len(row)}: {row[fault.position]}"
             if fault.position < len(row)
             else "at the end"
         )
-        more_note = f" (and {more} more after it)" if more else ""
+        more_note = f" (and {num_more} more after it)" if num_more else ""
         super().__init__(
             f"schedule {program.name!r}: {fault.message}{more_note}",
             where=f"rank {fault.rank}, {position}",
@@ -40,14 +40,16 @@ class ScheduleError(LayoutError):
             hint="fix that rank's line; `paceline.schedule.build` returns valid orders",
         )
         self.fault = fault
-        self.timeline = draw_schedule_text(program, marks={fault.rank: fault.position, **dict(fault.other_positions)})
+        self.timeline = draw_schedule_text(
+            program, marked_positions={fault.rank: fault.position, **dict(fault.other_positions)}
+        )
 
     def __str__(self) -> str:
         return f"{super().__str__()}\n{self.timeline}"
 
 
-def draw_schedule_text(program: Program, *, marks: Mapping[int, int]) -> str:
-    """Draw the part of the program that can run, with one tick per compute, then the remaining actions, with marks."""
+def draw_schedule_text(program: Program, *, marked_positions: Mapping[int, int]) -> str:
+    """Draw the computes that can run, one tick each, then the others; `marked_positions[rank]` is one to underline."""
     walk = walk_actions(program, costs=Costs(backward=1.0, update=1.0))
     order: dict[int, list[tuple[int, Action]]] = {}
     marked_computes: dict[int, int] = {}
@@ -58,8 +60,8 @@ def draw_schedule_text(program: Program, *, marks: Mapping[int, int]) -> str:
         remaining = list(row[len(finished) :])
         ticks = [*finished, *((now + _count_computes(remaining[:n]), action) for n, action in enumerate(remaining))]
         order[rank] = [pair for pair in ticks if pair[1].op.is_compute]
-        if rank in marks:
-            marked_computes[rank] = find_compute_index(row, position=marks[rank])
+        if rank in marked_positions:
+            marked_computes[rank] = find_compute_index(row, position=marked_positions[rank])
     return draw_marked_panel(program, order=order, marks=marked_computes)
 
 
@@ -72,7 +74,7 @@ def find_compute_index(row: Sequence[Action], *, position: int) -> int:
     if position >= len(row):
         return max(0, _count_computes(row) - 1)
     if not (action := row[position]).op.is_compute:
-        ops = (Op.FORWARD,) if action.op in (Op.SEND_F, Op.RECV_F) else (Op.BACKWARD, Op.INPUT)
+        ops = (Op.FORWARD,) if action.op in (Op.SEND_F, Op.RECV_F) else (Op.BACKWARD, Op.BACKWARD_INPUT)
         matching = [
             n for n, a in enumerate(row) if (a.stage, a.microbatch) == (action.stage, action.microbatch) and a.op in ops
         ]

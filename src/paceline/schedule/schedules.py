@@ -1,7 +1,7 @@
-"""The built-in schedules: functions that return the *compute* order of every rank, without messages.
+"""Build the compute orders of the built-in schedules: each function returns one order per rank, without messages.
 
-To add one, write a function here and add a row in `registry.py`. Sends, checks, bubble, memory, picture and runtime
-follow from it. Each rank has `virtual` stages; by default, stage s is on rank s mod ranks.
+To add a schedule, write a function here and add a row in `registry.py`. Sends, checks, bubble, memory, picture and
+runtime follow from it. Each rank has `virtual` stages; by default, stage s is on rank s mod ranks.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ def breadth_first(*, ranks: int, micro: int, virtual: int) -> list[Order]:
     """Run all microbatches through a rank's first stage, then its second; backwards alike (arXiv 2211.05953)."""
     orders = []
     for rank in range(ranks):
-        forwards, backwards = _sequences(rank, groups=[micro], ranks=ranks, virtual=virtual)
+        forwards, backwards = _forwards_and_backwards(rank, groups=[micro], ranks=ranks, virtual=virtual)
         orders.append(_alternate(forwards, backwards, num_warmup=len(forwards)))
     return orders
 
@@ -53,9 +53,9 @@ def interleaved(*, ranks: int, micro: int, virtual: int) -> list[Order]:
     groups = _groups(micro, ranks=ranks)
     orders = []
     for rank in range(ranks):
-        forwards, backwards = _sequences(rank, groups=groups, ranks=ranks, virtual=virtual)
-        num_later_ranks = (ranks - 1 - rank) * (2 if virtual > 1 else 1)
-        orders.append(_alternate(forwards, backwards, num_warmup=(virtual - 1) * groups[0] + num_later_ranks))
+        forwards, backwards = _forwards_and_backwards(rank, groups=groups, ranks=ranks, virtual=virtual)
+        num_until_backward = (ranks - 1 - rank) * (2 if virtual > 1 else 1)
+        orders.append(_alternate(forwards, backwards, num_warmup=(virtual - 1) * groups[0] + num_until_backward))
     return orders
 
 
@@ -78,10 +78,10 @@ def _groups(micro: int, *, ranks: int) -> list[int]:
     """Return the group sizes, larger groups first, because in 1F1B a group waits for the previous one."""
     rounds = max(1, micro // ranks)
     group_size, remainder = divmod(micro, rounds)
-    return [group_size + (place < remainder) for place in range(rounds)]
+    return [group_size + (index < remainder) for index in range(rounds)]
 
 
-def _sequences(rank: int, *, groups: Sequence[int], ranks: int, virtual: int) -> tuple[Order, Order]:
+def _forwards_and_backwards(rank: int, *, groups: Sequence[int], ranks: int, virtual: int) -> tuple[Order, Order]:
     """Return a rank's forwards and backwards. Each group of microbatches passes all stages of the rank in turn."""
     orders: dict[Op, Order] = {Op.FORWARD: [], Op.BACKWARD: []}
     for op, order in orders.items():
@@ -109,15 +109,15 @@ def _delay_weight_gradients(order: Order, *, delay: int) -> Order:
         if action.op is Op.FORWARD:
             delayed.append(action)
             continue
-        delayed.append(Action(op=Op.INPUT, stage=action.stage, microbatch=action.microbatch))
-        pending.append(Action(op=Op.WEIGHT, stage=action.stage, microbatch=action.microbatch))
+        delayed.append(Action(op=Op.BACKWARD_INPUT, stage=action.stage, microbatch=action.microbatch))
+        pending.append(Action(op=Op.BACKWARD_WEIGHT, stage=action.stage, microbatch=action.microbatch))
         if len(pending) > delay:
             delayed.append(pending.pop(0))
     return delayed + pending
 
 
 def v_placement(*, ranks: int, virtual: int) -> tuple[int, ...]:
-    """Return the rank of each stage: 0 1 2 3 3 2 1 0."""
+    """Return the rank of each stage; for 4 ranks: 0 1 2 3 3 2 1 0."""
     assert virtual == 2
     return (*range(ranks), *reversed(range(ranks)))
 
@@ -127,7 +127,7 @@ def zbv(*, ranks: int, micro: int, virtual: int) -> list[Order]:
 
     No rank holds more than `2 * ranks` activations of its half-size stages, which is as much as the first rank of 1F1B.
     An activation is held until its weight gradients are computed; the paper frees a part of it after I. If F, I and W
-    take equal time and `micro >= 2 * (ranks - 1)`, each rank is idle for only `ranks - 1` of them.
+    take the same time and `micro >= 2 * (ranks - 1)`, each rank is idle for only `ranks - 1` times that time.
     """
     return [_zbv_order(rank, ranks=ranks, micro=micro) for rank in range(ranks)]
 
@@ -146,7 +146,7 @@ def _zbv_order(rank: int, *, ranks: int, micro: int) -> Order:
 
     append("F0", 2 * (ranks - rank) - 1)  # until the first microbatch reaches the rank's second stage
     append("F1 F0", rank)
-    append("F1 I1 W1", ranks - rank)  # until its gradient reaches the rank's first stage
+    append("F1 I1 W1", ranks - rank)  # until the first gradient reaches the rank's first stage
     while min(num_done["F0"], num_done["F1"]) < micro:
         append("F0 I0 W0 F1 I1 W1", 1)
     append("I0 I1", rank)  # first the gradients that other ranks wait for

@@ -1,6 +1,6 @@
-"""The text format of schedules, for schedules of users and for reading and editing any program.
+"""Read and write schedules as text, for custom schedules and for inspecting any program.
 
-    # one line a rank; what follows # is for people
+    # one line per rank; text after # is a comment
     name: mine
     rank 0: F0 F1 F2 B0 F3 B1 B2 B3
     rank 1: F0 B0 F1 B1 F2 B2 F3 B3
@@ -29,6 +29,8 @@ _LINE = re.compile(r"(?P<key>name|rank\s+(?P<rank>\d+))\s*:(?P<rest>.*)", re.I |
 
 @dataclass(frozen=True, kw_only=True)
 class _Word:
+    """A word of the text, with its position."""
+
     text: str
     line: int
     column: int
@@ -81,12 +83,12 @@ def write(program: Program) -> str:
     orders = [program.compute_actions(rank) for rank in range(program.num_ranks)]
     derived = lower(orders, name=program.name, rank_of_stage=program.rank_of_stage, num_micro=program.num_micro)
     rows: Sequence[Sequence[Action]] = orders if derived == program else program.actions
-    short = (
+    can_omit_stages = (
         not needs_stage_labels(orders) and program.rank_of_stage == tuple(range(program.num_ranks)) and rows is orders
     )
     lines = [f"name: {program.name}"]
     for rank, row in enumerate(rows):
-        words = [f"{a.op}{a.microbatch}" if short else str(a) for a in row]
+        words = [f"{a.op}{a.microbatch}" if can_omit_stages else str(a) for a in row]
         lines.append(f"rank {rank}: {' '.join(words)}")
     return "\n".join(lines) + "\n"
 
@@ -98,7 +100,9 @@ def _logical_lines(text: str, file: str) -> Iterator[tuple[int, str]]:
         line = raw.split("#")[0].rstrip()
         if line[:1].isspace() and line.strip():
             if not pending:
-                raise _parse_error(file, _Word(text=line.strip(), line=number, column=1), "continues no line")
+                raise _parse_error(
+                    file, _Word(text=line.strip(), line=number, column=1), "is indented, but continues no line"
+                )
             pending += "\n" * (number - start - pending.count("\n")) + line
         elif line:
             if pending:
@@ -108,9 +112,9 @@ def _logical_lines(text: str, file: str) -> Iterator[tuple[int, str]]:
         yield start, pending
 
 
-def _parse_words(rest: str, *, line: int, start_column: int) -> Iterator[_Word]:
-    for line_offset, part in enumerate(rest.split("\n")):
-        for match in re.finditer(r"\S+", part):
+def _parse_words(text: str, *, line: int, start_column: int) -> Iterator[_Word]:
+    for line_offset, line_text in enumerate(text.split("\n")):
+        for match in re.finditer(r"\S+", line_text):
             yield _Word(
                 text=match[0], line=line + line_offset, column=match.start() + 1 + (0 if line_offset else start_column)
             )
@@ -124,24 +128,24 @@ def _build_program(rows: dict[int, list[_Word]], *, file: str, name: str) -> Pro
             hint="rank 0: F0 B0",
         )
     parsed = [[(word, _parse_action(word, rank=rank, file=file)) for word in rows[rank]] for rank in range(len(rows))]
-    owner = _find_owners(parsed, file=file)
+    rank_of_stage = _find_rank_of_stage(parsed, file=file)
     microbatches = {action.microbatch for row in parsed for _, action in row}
-    if (gap := _first_missing(microbatches)) is not None:
+    if (missing := _first_missing(microbatches)) is not None:
         raise UsageError(
-            f"{file}: no rank computes microbatch {gap}.",
+            f"{file}: no rank computes microbatch {missing}.",
             cause="microbatches are counted from 0",
-            hint=f"F{gap} and B{gap} on every line",
+            hint=f"F{missing} and B{missing} on every line",
         )
     num_micro = len(microbatches)
     orders = [[action for _, action in row] for row in parsed]
-    program = lower(orders, name=name, rank_of_stage=owner, num_micro=num_micro)
+    program = lower(orders, name=name, rank_of_stage=rank_of_stage, num_micro=num_micro)
     if any(not action.op.is_compute for row in orders for action in row):
         return Program(
             name=name,
             num_ranks=len(orders),
-            num_stages=len(owner),
+            num_stages=len(rank_of_stage),
             num_micro=num_micro,
-            rank_of_stage=owner,
+            rank_of_stage=rank_of_stage,
             actions=tuple(tuple(row) for row in orders),
         )
     return program
@@ -159,18 +163,20 @@ def _parse_action(word: _Word, *, rank: int, file: str) -> Action:
     return Action(op=op, stage=stage, microbatch=int(match["micro"]), peer=peer)
 
 
-def _find_owners(parsed: list[list[tuple[_Word, Action]]], *, file: str) -> tuple[int, ...]:
+def _find_rank_of_stage(parsed: list[list[tuple[_Word, Action]]], *, file: str) -> tuple[int, ...]:
     """Return the rank of each stage: the rank whose line has the computes of the stage."""
-    owner: dict[int, int] = {}
+    rank_of_stage: dict[int, int] = {}
     for rank, row in enumerate(parsed):
         for word, action in row:
-            if owner.setdefault(action.stage, rank) != rank:
-                raise _parse_error(file, word, f"is in stage {action.stage}, which is on rank {owner[action.stage]}")
-    if (gap := _first_missing(owner)) is not None or not owner:
+            if rank_of_stage.setdefault(action.stage, rank) != rank:
+                raise _parse_error(
+                    file, word, f"is in stage {action.stage}, which is on rank {rank_of_stage[action.stage]}"
+                )
+    if (missing := _first_missing(rank_of_stage)) is not None or not rank_of_stage:
         raise UsageError(
-            f"{file}: no rank computes stage {gap or 0}.", cause="stages are counted from 0", hint="rank 0: F0 B0"
+            f"{file}: no rank computes stage {missing or 0}.", cause="stages are counted from 0", hint="rank 0: F0 B0"
         )
-    return tuple(owner[stage] for stage in range(len(owner)))
+    return tuple(rank_of_stage[stage] for stage in range(len(rank_of_stage)))
 
 
 def _first_missing(numbers: Iterable[int]) -> int | None:

@@ -1,4 +1,4 @@
-"""Timelines as lines of text, for terminals and errors: one line per rank, one column per tick."""
+"""Draw timelines as text, for terminals and errors: one line per rank, one column per tick."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,11 +45,11 @@ def draw_text(timeline: Timeline, *, width: int = 120) -> str:
         )
         num_ticks = max(1, round(span.seconds / tick_seconds))
         line.append(Cell(tick=first_tick, num_ticks=num_ticks, label=action_label(span.action, with_stage=with_stage)))
-    ticks = max((line[-1].tick + line[-1].num_ticks for line in lines if line), default=0)
+    total_ticks = max((line[-1].tick + line[-1].num_ticks for line in lines if line), default=0)
     ticks_per_panel = max(1, (width - _LABEL_WIDTH) // _cell_width(lines))
     panels = [
-        draw_panel(lines, first=first, last=min(first + ticks_per_panel, ticks))
-        for first in range(0, ticks, ticks_per_panel)
+        draw_panel(lines, first=first, last=min(first + ticks_per_panel, total_ticks))
+        for first in range(0, total_ticks, ticks_per_panel)
     ]
     return "\n\n".join([*panels, f"{timeline.name}: bubble {timeline.bubble:.1%}"])
 
@@ -69,12 +69,12 @@ def draw_panel(lines: Sequence[Sequence[Cell]], *, first: int, last: int) -> str
 def draw_marked_panel(
     program: Program, *, order: Mapping[int, Sequence[tuple[int, Action]]], marks: Mapping[int, int], width: int = 118
 ) -> str:
-    """Draw the timeline around its marks: `order[rank]` are (tick, compute) pairs, `marks[rank]` is one index."""
+    """Draw the timeline around its marks: `order[rank]` has (tick, compute) pairs, `marks[rank]` is an index in it."""
     with_stage = needs_stage_labels([[action for _, action in row] for row in order.values()])
     lines = [
         [
-            Cell(tick=tick, label=action_label(action, with_stage=with_stage), is_marked=marks.get(rank) == place)
-            for place, (tick, action) in enumerate(order[rank])
+            Cell(tick=tick, label=action_label(action, with_stage=with_stage), is_marked=marks.get(rank) == index)
+            for index, (tick, action) in enumerate(order[rank])
         ]
         for rank in range(program.num_ranks)
     ]

@@ -1,4 +1,4 @@
-"""Timelines of the actions of each rank, in the same form for simulated and measured runs."""
+"""Describe when each rank ran its actions, in the same form for simulated and measured runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class Timeline:
     def peak_activations(self, *, stage_sizes: Sequence[float] | None = None) -> tuple[float, ...]:
         """Return each rank's peak of stage activations, which it holds from the start of F to the end of B or W.
 
-        `stage_sizes` are their sizes (bytes); by default each counts 1. A program without backward holds none.
+        `stage_sizes[stage]` are the bytes of one activation; the default is 1. A program without backward holds none.
         """
         changes: list[list[tuple[float, float]]] = [[] for _ in range(self.num_ranks)]
         if any(span.action.op is not Op.FORWARD for span in self.compute_spans):
@@ -74,13 +74,13 @@ class Timeline:
                 size = 1 if stage_sizes is None else stage_sizes[span.action.stage]
                 if span.action.op is Op.FORWARD:
                     changes[span.rank].append((span.start, size))
-                elif span.action.op in (Op.BACKWARD, Op.WEIGHT):
+                elif span.action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
                     changes[span.rank].append((span.stop, -size))
-        return tuple(_highest_sum(found) for found in changes)
+        return tuple(_highest_sum(rank_changes) for rank_changes in changes)
 
 
 def _highest_sum(changes: list[tuple[float, float]]) -> float:
-    """Return the highest running sum; at equal times, ends are counted before starts."""
+    """Return the highest running sum of (time, change) pairs; at equal times, ends are counted before starts."""
     level = highest = 0.0
     for _, change in sorted(changes):
         level += change

@@ -1,12 +1,12 @@
-"""Weight-version rules of pipelines that are never flushed.
+"""Decide by a rule which weight version each microbatch uses, in pipelines that are never flushed.
 
 A stage updates after each batch, while later batches are in flight. A *rule*, not timing, must therefore determine the
 weights that a microbatch's forward and backward use. A rule counts updates, so pausing, saving and resuming a pipeline
-change no weight. In 1F1B, d = stages - 1 - stage microbatches are in flight in the stages after a stage.
+change no weight. In 1F1B, the stages after a stage hold d microbatches in flight, where d = stages - 1 - stage.
 
-- `NEWEST`: microbatch k uses the weights after all complete batches among the first k - d microbatches, which are the
-  newest in the order of 1F1B: weight stashing (Narayanan et al., "PipeDream", SOSP 2019). Early stages use older
-  weights than late ones.
+- `NEWEST`: before the forward of microbatch k, 1F1B has run the backwards of the first k - d microbatches. The forward
+  uses the weights after every batch that is complete by then, the newest that exist: weight stashing (Narayanan et
+  al., "PipeDream", SOSP 2019). Early stages use older weights than late ones.
 - `ENTRY`: every stage uses the version that the first stage uses: PipeDream with vertical sync.
 - `DOUBLE`: every stage uses the weights of one batch earlier, so that two versions suffice (Narayanan et al.,
   "PipeDream-2BW", ICML 2021).
@@ -29,7 +29,7 @@ class Rule(StrEnum):
     DOUBLE = "double"
 
 
-_NAMES = {Rule.NEWEST: "pipedream", Rule.ENTRY: "pipedream,vertical", Rule.DOUBLE: "2bw"}
+_PROGRAM_NAMES = {Rule.NEWEST: "pipedream", Rule.ENTRY: "pipedream,vertical", Rule.DOUBLE: "2bw"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,24 +39,24 @@ class VersionRule:
     stages: int
     rule: Rule
 
-    def depth(self, stage: int) -> int:
-        """Return the number of microbatches that a stage forwards in 1F1B before its first backward."""
+    def num_warmup_forwards(self, stage: int) -> int:
+        """Return the number of warm-up forwards of a stage in 1F1B, before its forwards and backwards alternate."""
         return self.stages - 1 - stage
 
     def needs_no_stash(self, stage: int) -> bool:
         """Return True if each microbatch finishes before the weights that it uses change."""
-        return self.rule is Rule.NEWEST and not self.depth(stage)
+        return self.rule is Rule.NEWEST and not self.num_warmup_forwards(stage)
 
-    def version(self, *, stage: int, microbatch: int, stream: "Stream") -> int:
+    def version(self, *, stage: int, microbatch: int, batches: "BatchBoundaries") -> int:
         """Return the number of updates in the weights that a microbatch uses in a stage."""
         if self.rule is Rule.DOUBLE:
-            return max(0, stream.batch_of(microbatch) - 1)
-        depth = self.depth(stage if self.rule is Rule.NEWEST else 0)
-        return stream.whole_batches(microbatch - depth)
+            return max(0, batches.batch_of(microbatch) - 1)
+        num_in_flight = self.num_warmup_forwards(stage if self.rule is Rule.NEWEST else 0)
+        return batches.num_complete_batches(microbatch - num_in_flight)
 
 
 @dataclass(kw_only=True)
-class Stream:
+class BatchBoundaries:
     """The batches of a run: the end of each batch, counted in microbatches of one replica since the start.
 
     `ends` omits the first `num_dropped` batches.
@@ -79,7 +79,7 @@ class Stream:
         """Append a batch of `size` microbatches."""
         self.ends.append(self.num_microbatches + size)
 
-    def whole_batches(self, microbatches: int) -> int:
+    def num_complete_batches(self, microbatches: int) -> int:
         """Return the number of complete batches among the first `microbatches` microbatches."""
         return self.num_dropped + bisect_right(self.ends, microbatches)
 
@@ -99,12 +99,12 @@ class Stream:
 
 
 @dataclass(kw_only=True)
-class StageVersions:
-    """The position of a stage in a stream: its finished forwards and backwards, and its computes for each batch."""
+class StageProgress:
+    """The progress of a stage: its finished forwards and backwards. It yields the computes for each batch."""
 
     version_rule: VersionRule
     stage: int
-    stream: Stream
+    batches: BatchBoundaries
     num_forwards: int = 0
     num_backwards: int = 0
 
@@ -114,15 +114,15 @@ class StageVersions:
         If a forward needs an update that 1F1B reaches later (the batch is shorter than the pipeline), the backwards for
         that update come first.
         """
-        depth = self.version_rule.depth(self.stage)
-        while self.num_forwards < self.stream.num_microbatches:
+        num_warmup = self.version_rule.num_warmup_forwards(self.stage)
+        while self.num_forwards < self.batches.num_microbatches:
             while self.num_updates < self.version_rule.version(
-                stage=self.stage, microbatch=self.num_forwards, stream=self.stream
+                stage=self.stage, microbatch=self.num_forwards, batches=self.batches
             ):
                 yield from self._backward()
             yield self._action(Op.FORWARD, self.num_forwards)
             self.num_forwards += 1
-            while self.num_forwards - self.num_backwards > depth:
+            while self.num_forwards - self.num_backwards > num_warmup:
                 yield from self._backward()
 
     def remaining_backwards(self) -> Iterator[Action]:
@@ -133,13 +133,13 @@ class StageVersions:
     @property
     def num_updates(self) -> int:
         """Return the number of updates that the stage has made."""
-        return self.stream.whole_batches(self.num_backwards)
+        return self.batches.num_complete_batches(self.num_backwards)
 
     def _backward(self) -> Iterator[Action]:
         microbatch = self.num_backwards
         yield self._action(Op.BACKWARD, microbatch)
         self.num_backwards += 1
-        if self.stream.is_end(microbatch):
+        if self.batches.is_end(microbatch):
             yield self._action(Op.UPDATE, microbatch)
 
     def _action(self, op: Op, microbatch: int) -> Action:
@@ -155,15 +155,15 @@ def build_continuous_program(
     """
     orders = []
     for stage in range(version_rule.stages):
-        stage_versions = StageVersions(version_rule=version_rule, stage=stage, stream=Stream())
+        progress = StageProgress(version_rule=version_rule, stage=stage, batches=BatchBoundaries())
         order: list[Action] = []
         for number, size in enumerate(sizes):
-            stage_versions.stream.add(size)
-            order += stage_versions.batch_actions()
-            order += stage_versions.remaining_backwards() if number in drained_after else ()
-        orders.append([*order, *stage_versions.remaining_backwards()])
-    owner = range(version_rule.stages)
-    return lower(orders, name=_NAMES[version_rule.rule], rank_of_stage=owner, num_micro=sum(sizes))
+            progress.batches.add(size)
+            order += progress.batch_actions()
+            order += progress.remaining_backwards() if number in drained_after else ()
+        orders.append([*order, *progress.remaining_backwards()])
+    rank_of_stage = range(version_rule.stages)
+    return lower(orders, name=_PROGRAM_NAMES[version_rule.rule], rank_of_stage=rank_of_stage, num_micro=sum(sizes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,15 +187,17 @@ def weight_versions_used(program: Program, version_rule: VersionRule) -> tuple[W
     Raises:
         ValueError: a microbatch needs weights that its stage has not computed yet.
     """
-    stream = Stream(ends=[last + 1 for last in program.update_microbatches])
+    batches = BatchBoundaries(ends=[last + 1 for last in program.update_microbatches])
     return tuple(
-        _stage_version_use(program, version_rule, stage=stage, stream=stream) for stage in range(program.num_stages)
+        _stage_version_use(program, version_rule, stage=stage, batches=batches) for stage in range(program.num_stages)
     )
 
 
-def _stage_version_use(program: Program, version_rule: VersionRule, *, stage: int, stream: Stream) -> WeightVersionUse:
+def _stage_version_use(
+    program: Program, version_rule: VersionRule, *, stage: int, batches: BatchBoundaries
+) -> WeightVersionUse:
     row = [a for a in program.compute_actions(program.rank_of_stage[stage]) if a.stage == stage]
-    versions = [version_rule.version(stage=stage, microbatch=k, stream=stream) for k in range(program.num_micro)]
+    versions = [version_rule.version(stage=stage, microbatch=k, batches=batches) for k in range(program.num_micro)]
     num_updates, last_use = 0, {}
     for index, action in enumerate(row):
         if action.op is Op.FORWARD and versions[action.microbatch] > num_updates:
@@ -208,7 +210,7 @@ def _stage_version_use(program: Program, version_rule: VersionRule, *, stage: in
     return WeightVersionUse(
         stage=stage,
         versions=tuple(versions),
-        staleness=tuple(stream.batch_of(k) - version for k, version in enumerate(versions)),
+        staleness=tuple(batches.batch_of(k) - version for k, version in enumerate(versions)),
         num_versions=_max_versions_held(row, last_use),
     )
 

@@ -91,4 +91,4 @@ def count_processes(task: Task) -> int:
 def count_threads(task: Task, *, exact: bool) -> int:
     """Return how many threads each rank uses."""
     cluster = Resources(ranks=task.ranks, cores=usable_cores())
-    return choose_threads(cluster=cluster, one_thread=exact, requested=task.settings.get("train.threads"))
+    return choose_threads(resources=cluster, one_thread=exact, requested=task.settings.get("train.threads"))

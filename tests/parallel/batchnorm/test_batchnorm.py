@@ -298,7 +298,7 @@ def built(job: Job, replicas: int, *, micro: int, buffers: Any = "fold") -> Trai
     plan = make_execution_plan(
         layout=parse_layout("threads" if replicas > 1 else "single"),
         update=UpdateRule(),
-        cluster=Resources(ranks=replicas, cores=1),
+        resources=Resources(ranks=replicas, cores=1),
         facts=JobFacts(global_batch_size=BATCH, micro_batch_size=micro),
     )
     return build_training_setup(

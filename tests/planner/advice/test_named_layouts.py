@@ -27,7 +27,7 @@ from paceline.planner.search.search_space import candidates
 from paceline.reporting.plan_report import plan_page
 from tests.planner.random_plans import forecast
 
-LLAMA_8B = Decoder(layers=32, width=4096, hidden=14336, heads=32, kv_heads=8, vocabulary=128256)
+LLAMA_8B = Decoder(layers=32, width=4096, mlp_width=14336, heads=32, kv_heads=8, vocabulary=128256)
 
 
 def made(cluster: str = "8xH100-80G", *, batch: int = 64) -> CostModel:
@@ -83,8 +83,8 @@ def test_named_layouts_are_judged_in_their_order_with_what_keeps_the_others_out(
 def test_what_a_plan_does_not_tell_apart_is_not_judged_as_another() -> None:
     found = evaluate_named_layouts(made(), ["fsdp,remat=every:2", "fsdp,remat=full"])
     assert [row["layout"] for row in found.as_json()["plans"]] == ["fsdp,remat=full", "fsdp,remat=every:2"]
-    assert "every:2 is between none and full" in found.missing["fsdp,remat=every:2"]
-    with pytest.raises(LayoutError, match="remat=none, selective and full") as caught:
+    assert "does not forecast remat=every:2" in found.missing["fsdp,remat=every:2"]
+    with pytest.raises(LayoutError, match="does not forecast remat=every:2") as caught:
         evaluate_named_layouts(made(), ["fsdp,remat=every:2"])
     assert caught.value.hint == "--layouts fsdp,remat=none fsdp,remat=full"
 

@@ -16,7 +16,7 @@ from paceline.planner.search.evaluate_named_layout import estimate_named
 from paceline.planner.search.search_space import SearchSpace
 from tests.planner.cost.test_forecast_by_hand import BLOCK, FACTS, FLEET, made
 
-LLAMA_8B = Decoder(layers=32, width=4096, hidden=14336, heads=32, kv_heads=8, vocabulary=128256)
+LLAMA_8B = Decoder(layers=32, width=4096, mlp_width=14336, heads=32, kv_heads=8, vocabulary=128256)
 FEW = SearchSpace(schedules=("1f1b",), virtual=(), offload=((),), micro_batch_size=1)
 
 

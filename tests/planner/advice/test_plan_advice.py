@@ -21,9 +21,9 @@ from paceline.planner.search.neighbors import cheapest_changes
 from paceline.planner.search.search_space import SearchSpace
 from tests.planner.random_plans import forecast
 
-SMALL = Decoder(layers=4, width=256, hidden=1024, heads=4, vocabulary=1000)
-LLAMA_8B = Decoder(layers=32, width=4096, hidden=14336, heads=32, kv_heads=8, vocabulary=128256)
-LLAMA_405B = Decoder(layers=126, width=16384, hidden=53248, heads=128, kv_heads=8, vocabulary=128256)
+SMALL = Decoder(layers=4, width=256, mlp_width=1024, heads=4, vocabulary=1000)
+LLAMA_8B = Decoder(layers=32, width=4096, mlp_width=14336, heads=32, kv_heads=8, vocabulary=128256)
+LLAMA_405B = Decoder(layers=126, width=16384, mlp_width=53248, heads=128, kv_heads=8, vocabulary=128256)
 
 
 def facts_of(sizes: Decoder, *, length: int = 8192, batch: int = 64) -> ModelProfile:
@@ -38,8 +38,8 @@ def made(sizes: Decoder, cluster: str, *, length: int = 8192, batch: int = 64) -
     ("sizes", "cluster", "length", "case", "says"),
     [
         (SMALL, "8xH100-80G", 512, 1, "fit on one device"),
-        (LLAMA_8B, "8xH100-80G", 8192, 2, "every layer fits"),
-        (LLAMA_405B, "128x8xH100-80G", 8192, 2, "do not fit on one device, nor"),
+        (LLAMA_8B, "8xH100-80G", 8192, 2, "Every layer fits"),
+        (LLAMA_405B, "128x8xH100-80G", 8192, 2, "do not fit on one device"),
         (LLAMA_405B, "1024xRTX-4090", 8192, 3, "tensors must be split"),
         (LLAMA_8B, "8xH100-80G", 1 << 20, 3, "tensors must be split"),
     ],

@@ -15,8 +15,8 @@ from paceline.planner.cost.layout_candidate import Candidate, candidate_from_lay
 from paceline.planner.cost.memory import static_bytes
 from paceline.planner.hardware.cluster import Cluster, Device, Link
 from paceline.planner.hardware.efficiency import Efficiency
-from paceline.planner.layout.axis_products import check_axis_products
 from paceline.planner.layout.mesh import resolve_mesh
+from paceline.planner.layout.pipeline_options import refuse_schedule
 from paceline.planner.model_costs.layer_chain import build_chain
 from paceline.planner.model_costs.model_profile import ModelProfile
 from paceline.planner.search.search_space import candidates
@@ -76,7 +76,7 @@ def test_every_candidate_is_legal_and_reads_back_as_it_was_written(seed: int) ->
         layout = parse_layout(candidate.layout)
         problems: list[object] = []
         mesh = resolve_mesh(layout, ranks=made.cluster.ranks, problems=problems)  # type: ignore[arg-type]
-        assert not problems and not check_axis_products(layout, mesh), candidate.layout
+        assert not problems and not refuse_schedule(layout, mesh), candidate.layout
         size, precision = candidate.micro_batch_size, candidate.precision
         assert candidate_from_layout(layout, mesh, micro_batch_size=size, precision=precision) == candidate
         assert candidate.ranks == made.cluster.ranks

@@ -59,7 +59,7 @@ def test_the_programs_own_line_holds_what_its_simulation_holds(name: str) -> Non
 def test_equal_stages_take_what_the_simulation_takes(name: str, seed: int) -> None:
     draw, ranks, micro, virtual = _drawn(name, seed)
     forward, back = draw.uniform(0.5, 2), draw.uniform(1, 1.4)
-    seconds = {"forward": forward, "input": forward * back, "weight": forward * draw.uniform(0.8, 1)}
+    seconds = {"forward": forward, "backward_input": forward * back, "backward_weight": forward * draw.uniform(0.8, 1)}
     found = simulate(build(name, ranks=ranks, micro=micro, virtual=virtual), costs=Costs(**seconds)).makespan
     turns = StageTimes(**{part: [each] * (ranks * virtual) for part, each in seconds.items()})
     assert makespan(name, turns, ranks=ranks, micro=micro, virtual=virtual) == pytest.approx(found)
@@ -71,7 +71,11 @@ def test_uneven_stages_and_messages_are_near_the_simulation(name: str, seed: int
     draw, ranks, micro, virtual = _drawn(name, 100 + seed)
     blocks = [draw.choice([4, 5]) for _ in range(ranks * virtual)]
     back, weight = draw.uniform(1, 1.4), draw.uniform(0.7, 1)
-    costs = {"forward": blocks, "input": [back * n for n in blocks], "weight": [weight * n for n in blocks]}
+    costs = {
+        "forward": blocks,
+        "backward_input": [back * n for n in blocks],
+        "backward_weight": [weight * n for n in blocks],
+    }
     hop = draw.uniform(0, 1)
     program = build(name, ranks=ranks, micro=micro, virtual=virtual)
     found = simulate(program, costs=Costs(**costs, transfer=hop)).makespan
@@ -84,12 +88,19 @@ def test_no_stage_that_gets_slower_makes_the_pipeline_quicker(name: str) -> None
     for seed in range(20):
         draw, ranks, micro, virtual = _drawn(name, 200 + seed)
         stages = ranks * virtual
-        seconds = {part: [draw.uniform(1, 2) for _ in range(stages)] for part in ("forward", "input", "weight")}
-        hop, place, part = draw.uniform(0, 1), draw.randrange(stages), draw.choice(["forward", "input"])
+        seconds = {
+            part: [draw.uniform(1, 2) for _ in range(stages)]
+            for part in ("forward", "backward_input", "backward_weight")
+        }
+        hop, place, part = draw.uniform(0, 1), draw.randrange(stages), draw.choice(["forward", "backward_input"])
 
         def total(found: dict[str, list[float]], hop: float = hop, ranks: int = ranks, m: int = micro) -> float:
             return makespan(
-                name, StageTimes(**found, hop_seconds=hop), ranks=ranks, micro=m, virtual=len(found["input"]) // ranks
+                name,
+                StageTimes(**found, hop_seconds=hop),
+                ranks=ranks,
+                micro=m,
+                virtual=len(found["backward_input"]) // ranks,
             )
 
         before = total(seconds)

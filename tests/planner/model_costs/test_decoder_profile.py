@@ -8,16 +8,16 @@ from paceline.planner.model_costs.decoder_profile import Decoder, build_decoder_
 from paceline.planner.model_costs.model_profile import model_profile_from_json
 
 _PUBLISHED = {
-    "Llama-3 8B": (Decoder(layers=32, width=4096, hidden=14336, heads=32, kv_heads=8, vocabulary=128256), 8_030_261_248),
-    "Llama-3 70B": (Decoder(layers=80, width=8192, hidden=28672, heads=64, kv_heads=8, vocabulary=128256), 70_553_706_496),
-    "Llama-3 405B": (Decoder(layers=126, width=16384, hidden=53248, heads=128, kv_heads=8, vocabulary=128256), 405_853_388_800),
-    "Llama-2 7B": (Decoder(layers=32, width=4096, hidden=11008, heads=32, vocabulary=32000), 6_738_415_616),
+    "Llama-3 8B": (Decoder(layers=32, width=4096, mlp_width=14336, heads=32, kv_heads=8, vocabulary=128256), 8_030_261_248),
+    "Llama-3 70B": (Decoder(layers=80, width=8192, mlp_width=28672, heads=64, kv_heads=8, vocabulary=128256), 70_553_706_496),
+    "Llama-3 405B": (Decoder(layers=126, width=16384, mlp_width=53248, heads=128, kv_heads=8, vocabulary=128256), 405_853_388_800),
+    "Llama-2 7B": (Decoder(layers=32, width=4096, mlp_width=11008, heads=32, vocabulary=32000), 6_738_415_616),
     "Llama-3.2 1B": (
-        Decoder(layers=16, width=2048, hidden=8192, heads=32, kv_heads=8, vocabulary=128256, is_tied=True),
+        Decoder(layers=16, width=2048, mlp_width=8192, heads=32, kv_heads=8, vocabulary=128256, is_tied=True),
         1_235_814_400,
     ),
     "Mixtral 8x7B": (
-        Decoder(layers=32, width=4096, hidden=14336, heads=32, kv_heads=8, vocabulary=32000, experts=8, active=2),
+        Decoder(layers=32, width=4096, mlp_width=14336, heads=32, kv_heads=8, vocabulary=32000, experts=8, active=2),
         46_702_792_704,
     ),
 }  # fmt: skip
@@ -36,7 +36,7 @@ def test_parameters_are_those_that_were_published(name: str) -> None:
 )
 def test_activations_are_those_of_korthikanti(width: int, heads: int, length: int, samples: int) -> None:
     sizes = Decoder(
-        layers=1, width=width, hidden=4 * width, heads=heads, vocabulary=10, is_gated=False, has_dropout=True
+        layers=1, width=width, mlp_width=4 * width, heads=heads, vocabulary=10, is_gated=False, has_dropout=True
     )
     block = build_decoder_profile(sizes, name="x", length=length, global_batch_size=1, residual_bytes=2).blocks[0]
     kept = block.saved_bytes.evaluate(samples=samples, length=length)
@@ -64,8 +64,8 @@ def test_sizes_that_tp_cp_and_ep_can_have() -> None:
 
 
 def test_experts_cost_what_their_active_ones_do() -> None:
-    dense = Decoder(layers=1, width=64, hidden=256, heads=4, vocabulary=10)
-    routed = Decoder(layers=1, width=64, hidden=256, heads=4, vocabulary=10, experts=8, active=1)
+    dense = Decoder(layers=1, width=64, mlp_width=256, heads=4, vocabulary=10)
+    routed = Decoder(layers=1, width=64, mlp_width=256, heads=4, vocabulary=10, experts=8, active=1)
     one, other = (build_decoder_profile(s, name="x", length=8, global_batch_size=1).blocks[0] for s in (dense, routed))
     assert other.expert_parameters == 8 * 3 * 64 * 256
     router = 2 * 64 * 8 * 8

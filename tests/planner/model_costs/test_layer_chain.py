@@ -16,7 +16,7 @@ from paceline.planner.model_costs.stage_balance import balance_stages, slowest_b
 from paceline.planner.search.branch_and_bound import search
 from tests.planner.random_plans import pipeline_timeline, some
 
-LLAMA_405B = Decoder(layers=126, width=16384, hidden=53248, heads=128, kv_heads=8, vocabulary=128256)
+LLAMA_405B = Decoder(layers=126, width=16384, mlp_width=53248, heads=128, kv_heads=8, vocabulary=128256)
 
 
 def chain(weights: list[float], ends: tuple[float, float]) -> Chain:
@@ -77,7 +77,7 @@ def test_a_pipeline_that_is_followed_is_near_its_closed_form() -> None:
 
 
 def test_a_lower_precision_is_faster_and_is_a_setting_of_its_layout() -> None:
-    sizes = Decoder(layers=8, width=1024, hidden=4096, heads=8, vocabulary=32000)
+    sizes = Decoder(layers=8, width=1024, mlp_width=4096, heads=8, vocabulary=32000)
     fleet = parse_cluster("4xA100-80G")
     each = {
         name: CostModel(
@@ -93,7 +93,7 @@ def test_a_lower_precision_is_faster_and_is_a_setting_of_its_layout() -> None:
 
 
 def test_a_compiled_model_moves_less() -> None:
-    sizes = Decoder(layers=1, width=64, hidden=128, heads=4, vocabulary=10)
+    sizes = Decoder(layers=1, width=64, mlp_width=128, heads=4, vocabulary=10)
     plain, fused = (
         build_decoder_profile(sizes, name="x", length=8, global_batch_size=8, is_fused=is_fused).blocks[0]
         for is_fused in (False, True)

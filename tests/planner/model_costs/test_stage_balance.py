@@ -31,9 +31,9 @@ def test_memory_is_kept_to(seed: int) -> None:
     fit = [c for c in cuts if all(sum(sizes[a:b]) <= limit for (a, b), limit in zip(c, limits, strict=True))]
     if not fit:
         with pytest.raises(LayoutError, match="no cut keeps every stage within its memory"):
-            balance_stages(num_stages=3, seconds=seconds, bytes_each=sizes, limit_bytes=limits)
+            balance_stages(num_stages=3, seconds=seconds, block_bytes=sizes, limit_bytes=limits)
         return
-    found = balance_stages(num_stages=3, seconds=seconds, bytes_each=sizes, limit_bytes=limits)
+    found = balance_stages(num_stages=3, seconds=seconds, block_bytes=sizes, limit_bytes=limits)
     assert list(found.bounds) in fit
     assert found.slowest == pytest.approx(min(max(sum(seconds[a:b]) for a, b in c) for c in fit))
 

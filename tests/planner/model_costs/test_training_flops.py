@@ -17,10 +17,10 @@ from paceline.planner.model_costs.model_profile import BatchScaling, LayerProfil
 from paceline.planner.model_costs.training_flops import model_flops
 
 LLAMA_3 = {
-    "8B": Decoder(layers=32, width=4096, hidden=14336, heads=32, kv_heads=8, vocabulary=128256),
-    "70B": Decoder(layers=80, width=8192, hidden=28672, heads=64, kv_heads=8, vocabulary=128256),
+    "8B": Decoder(layers=32, width=4096, mlp_width=14336, heads=32, kv_heads=8, vocabulary=128256),
+    "70B": Decoder(layers=80, width=8192, mlp_width=28672, heads=64, kv_heads=8, vocabulary=128256),
 }
-SMALL = Decoder(layers=2, width=64, hidden=256, heads=4, vocabulary=1000)
+SMALL = Decoder(layers=2, width=64, mlp_width=256, heads=4, vocabulary=1000)
 
 
 def on(cluster: str, sizes: Decoder, *, length: int, batch: int) -> CostModel:

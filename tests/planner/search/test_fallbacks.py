@@ -24,7 +24,7 @@ from paceline.profiling.calibration_store import (
 )
 from paceline.profiling.machine_benchmarks.benchmark_cache import cache_folder
 
-SIZES = Decoder(layers=4, width=1024, hidden=4096, heads=16, kv_heads=16, vocabulary=32000)
+SIZES = Decoder(layers=4, width=1024, mlp_width=4096, heads=16, kv_heads=16, vocabulary=32000)
 FACTS = build_decoder_profile(SIZES, name="small", length=1024, global_batch_size=16)
 MARK = MachineFingerprint(
     cpu="a cpu", cores=2, torch="2.13", gpus=(), kernels="default", device="cpu", ranks=4, threads=1

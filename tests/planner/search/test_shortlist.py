@@ -101,9 +101,9 @@ def test_every_stage_of_what_is_tried_has_two_blocks_and_its_layout_can_be_typed
     drawn, grid = forecast(seed)
     for one in shortlist(drawn, grid=grid):
         told = timing_trial(one)
-        assert told.least_blocks >= 2 * one.candidate.pp * one.candidate.virtual
+        assert told.min_blocks >= 2 * one.candidate.pp * one.candidate.virtual
         assert parse_layout(told.layout).sizes == one.candidate.layout_spec.sizes
-        assert 0 < told.share <= 1
+        assert 0 < told.peak_fraction <= 1
 
 
 @pytest.mark.parametrize("seed", SEEDS)

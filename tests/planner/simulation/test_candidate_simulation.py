@@ -30,7 +30,7 @@ from paceline.schedule import Costs, build
 from tests.planner.random_plans import forecast, pipeline_timeline
 
 HOUR = 3600.0
-SIZES = Decoder(layers=8, width=512, hidden=2048, heads=8, vocabulary=1000)
+SIZES = Decoder(layers=8, width=512, mlp_width=2048, heads=8, vocabulary=1000)
 
 
 def made(cluster: str = "2x8xA100-80G", *, batch: int = 64, sizes: Decoder = SIZES) -> CostModel:
@@ -90,7 +90,7 @@ def test_a_step_by_hand() -> None:
     one, other = drawn.stages_with_sharding(candidate)
     hop = drawn.hop_seconds(candidate)
     assert build_chain(drawn.profile).num_blocks == 8 and hop > 0 and other.seconds > one.seconds
-    first, last = one.forward + hop, one.input + one.weight + hop
+    first, last = one.forward + hop, one.backward_input + one.backward_weight + hop
     ends = drawn.step_end_seconds(candidate).values()
     update = max(end["update"] for end in ends) + drawn.efficiency.step_seconds
     assert step.timeline.makespan == pytest.approx(first + 4 * other.seconds + last)
@@ -102,7 +102,10 @@ def test_a_step_by_hand() -> None:
 
 def test_exposed_is_told_by_name_and_sums() -> None:
     """A message waits at both ends of the pipeline, and twice in its middle, where the third microbatch comes late."""
-    program, costs = build("1f1b", ranks=2, micro=3), Costs(forward=1.0, input=1.0, weight=1.0, transfer=0.25)
+    program, costs = (
+        build("1f1b", ranks=2, micro=3),
+        Costs(forward=1.0, backward_input=1.0, backward_weight=1.0, transfer=0.25),
+    )
     collectives = [
         Collective(name="sums", point=StepPoint.FORWARD, seconds=0.5),
         Collective(name="gradients", point=StepPoint.END, seconds=2.0, overlap=0.5),
@@ -130,7 +133,7 @@ def test_mfu_counts_the_models_operations_once() -> None:
 
 @pytest.mark.clock
 def test_thousands_of_ranks_take_seconds() -> None:
-    sizes = Decoder(layers=126, width=16384, hidden=53248, heads=128, kv_heads=8, vocabulary=128256)
+    sizes = Decoder(layers=126, width=16384, mlp_width=53248, heads=128, kv_heads=8, vocabulary=128256)
     drawn = made("2048x8xH100-80G", batch=2048, sizes=sizes)
     began = process_time()
     step = simulate_candidate(
@@ -211,7 +214,7 @@ def test_a_folder_without_a_plan_is_told(tmp_path: Path) -> None:
 
 
 def test_a_plan_in_which_nothing_fits_says_so(tmp_path: Path) -> None:
-    sizes = Decoder(layers=80, width=8192, hidden=28672, heads=64, kv_heads=8, vocabulary=128256)
+    sizes = Decoder(layers=80, width=8192, mlp_width=28672, heads=64, kv_heads=8, vocabulary=128256)
     folder = told(made("8xT4", sizes=sizes), tmp_path, ["ddp"])
     with pytest.raises(UsageError, match="no layout that fits"):
         simulate(folder)

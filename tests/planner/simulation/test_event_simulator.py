@@ -33,7 +33,7 @@ def programs(draw: st.DrawFn) -> Program:
 def times(draw: st.DrawFn) -> Costs:
     positive = st.sampled_from([0.25, 0.5, 1.0, 1.75])
     one, two, three = draw(positive), draw(positive), draw(positive)
-    return Costs(forward=one, input=two, weight=three, transfer=draw(SECONDS), latency=draw(SECONDS))
+    return Costs(forward=one, backward_input=two, backward_weight=three, transfer=draw(SECONDS), latency=draw(SECONDS))
 
 
 @st.composite
@@ -50,9 +50,14 @@ def exchanges(draw: st.DrawFn) -> list[Collective]:
 def test_with_free_communication_it_is_the_closed_form(name: str, ranks: int, micro: int, forward: float) -> None:
     program = build(name, ranks=ranks, micro=micro)
     case = PipelineCase(
-        ranks=ranks, micro=micro, virtual=program.num_stages // ranks, forward=forward, input=forward, weight=forward
+        ranks=ranks,
+        micro=micro,
+        virtual=program.num_stages // ranks,
+        forward=forward,
+        backward_input=forward,
+        backward_weight=forward,
     )
-    found = simulate_step(program, costs=Costs(forward=forward, input=forward, weight=forward))
+    found = simulate_step(program, costs=Costs(forward=forward, backward_input=forward, backward_weight=forward))
     makespan = SCHEDULES[name].makespan(case)
     if makespan is not None:
         assert found.step_seconds == pytest.approx(makespan, rel=1e-12)
@@ -186,7 +191,7 @@ def test_the_clock_does_not_matter(program: Program, costs: Costs, collectives: 
         assert isinstance(value, float)
         return scale * value
 
-    names = ("forward", "input", "weight", "transfer", "latency")
+    names = ("forward", "backward_input", "backward_weight", "transfer", "latency")
     slower = replace(costs, **{name: times_scale(getattr(costs, name)) for name in names})
     longer = [replace(c, seconds=times_scale(c.seconds)) for c in collectives]
     before = simulate_step(program, costs=costs, collectives=collectives, update_seconds=0.5)
@@ -341,5 +346,5 @@ def test_a_program_that_deadlocks_says_where() -> None:
 
 
 def test_nothing_takes_no_time() -> None:
-    found = simulate_step(PROGRAM, costs=Costs(forward=0.0, input=0.0, weight=0.0))
+    found = simulate_step(PROGRAM, costs=Costs(forward=0.0, backward_input=0.0, backward_weight=0.0))
     assert isinstance(found, SimulatedStep) and found.step_seconds == found.bubble == found.exposed == 0

@@ -43,12 +43,12 @@ from paceline.launch.launcher import (
     torch_imported_error,
 )
 from paceline.launch.rendezvous import adopt_launcher_variables
-from paceline.planner.layout.axis_products import check_axis_products
 from paceline.planner.layout.compression_checks import refuse_compression
 from paceline.planner.layout.execution_plan import Resources, choose_threads
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.planner.layout.layout_checks import check_layout_settings, refuse_unused_place_settings
 from paceline.planner.layout.mesh import resolve_mesh
+from paceline.planner.layout.pipeline_options import refuse_schedule
 from paceline.planner.layout.update_rule_checks import check_update_settings, rule_planning
 from paceline.plugins import resolve
 from paceline.reporting.sinks.log_tail import LogTail
@@ -189,7 +189,7 @@ def _layout_problems(
     rule = rule_planning(update)
     workers = rule.num_workers(update, ranks=ranks, problems=problems)
     mesh = resolve_mesh(layout, ranks=workers, problems=problems, update=update)
-    problems += [*check_axis_products(layout, mesh), *rule.refuse_layout(update, layout, mesh)]
+    problems += [*refuse_schedule(layout, mesh), *rule.refuse_layout(update, layout, mesh)]
     if settings is not None:
         typed_settings = [
             name for name, origin in requested.origins.items() if origin == COMMAND_LINE and verb != "compare"
@@ -245,7 +245,7 @@ def execute(
         entry=entry,
         payload=task.as_json(),
         threads=choose_threads(
-            cluster=Resources(ranks=task.ranks, cores=usable_cores()),
+            resources=Resources(ranks=task.ranks, cores=usable_cores()),
             one_thread=exact,
             requested=settings.train.threads,
         ),
@@ -310,7 +310,7 @@ def _execute_joined(
     replicas = task.ranks // joined.world_size
     per_node = joined.local_world_size * replicas
     cluster = Resources(ranks=task.ranks, cores=usable_cores(), ranks_per_node=per_node)
-    threads = choose_threads(cluster=cluster, one_thread=exact, requested=settings.train.threads)
+    threads = choose_threads(resources=cluster, one_thread=exact, requested=settings.train.threads)
     knows_folder = task.verb == "train" and (
         joined.rank == 0 or is_folder_named
     )  # rank 0 alone knows a folder that it chose

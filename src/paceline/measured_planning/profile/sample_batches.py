@@ -46,7 +46,7 @@ def make_profiling_plan(settings: Settings, layout: str, ranks: int, *, samples:
     return make_execution_plan(
         layout=parse_layout(layout),
         update=parse_update("sync"),
-        cluster=Resources(ranks=ranks),
+        resources=Resources(ranks=ranks),
         facts=JobFacts(global_batch_size=samples, micro_batch_size=samples, backend=settings.train.backend),
     )
 

@@ -104,7 +104,7 @@ def median_costs(measured: Timeline, program: Program) -> Costs:
     has_full_backward = any(span.action.op is Op.BACKWARD for span in measured.compute_spans)
     return Costs(
         forward=median_seconds(Op.FORWARD),
-        input=median_seconds(Op.INPUT),
-        weight=median_seconds(Op.WEIGHT),
+        backward_input=median_seconds(Op.BACKWARD_INPUT),
+        backward_weight=median_seconds(Op.BACKWARD_WEIGHT),
         backward=median_seconds(Op.BACKWARD) if has_full_backward else None,
     )

@@ -1,1 +1,1 @@
-"""The text of a plan: recommendations, explanations, differences between plans."""
+"""Write the text of a plan: recommendations, explanations, differences between plans."""

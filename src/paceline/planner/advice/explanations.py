@@ -1,4 +1,4 @@
-"""One-line explanations of the layouts of a plan, and the error if no layout fits."""
+"""Explain each layout of a plan in one line, and build the error if no layout fits."""
 
 from dataclasses import replace
 
@@ -31,7 +31,10 @@ _CLUSTER_FACTORS = (2, 4, 8, 16, 32)
 
 def explain_recommended(estimate: Estimate) -> str:
     """Return the largest parts of the step's time."""
-    return _time_shares(estimate)
+    parts = estimate.seconds.parts
+    ordered = sorted(TIME_PART_LABELS, key=lambda name: -parts[name])
+    shown = [name for name in ordered if parts[name] >= _MIN_SHARE * estimate.step_seconds][:4]
+    return ", ".join(f"{TIME_PART_LABELS[name]} {parts[name] / estimate.step_seconds:.0%}" for name in shown)
 
 
 def free_memory_text(estimate: Estimate) -> str:
@@ -49,11 +52,11 @@ def explain_simpler(estimate: Estimate, fastest: Estimate) -> str:
 
 
 def explain_slower(estimate: Estimate, best: Estimate) -> str:
-    """Return how much slower than the recommended layout it is, and which part takes longer."""
+    """Return how much slower the layout is than the recommended one, and which part of the step takes longer."""
     differences = {name: estimate.seconds.parts[name] - best.seconds.parts[name] for name in TIME_PART_LABELS}
     worst = max(differences, key=lambda name: differences[name])
     ratio = estimate.step_seconds / best.step_seconds
-    fastest = min(estimate, best, key=lambda one: one.step_seconds)
+    fastest = min(estimate, best, key=lambda e: e.step_seconds)
     tie = " (a tie)" if is_tie(best if fastest is estimate else estimate, fastest) else ""
     if differences[worst] <= 0:
         return f"{ratio:.2f} times as long{tie}"
@@ -102,9 +105,9 @@ def find_bottlenecks(cost_model: CostModel, best: Estimate, grid: SearchSpace) -
 def explain_missing_family(family: str, cost_model: CostModel) -> str:
     """Return why the search space has no candidate of a family; empty if there is nothing to explain."""
     profile, ranks = cost_model.profile, cost_model.cluster.ranks
-    for word in (family, f"{FAMILY}={family}"):
-        if word in profile.refused:
-            return f"{family}: {profile.refused[word]}"
+    for key in (family, f"{FAMILY}={family}"):
+        if key in profile.refused:
+            return f"{family}: {profile.refused[key]}"
     if family in ("ddp", "zero1", "zero2", "fsdp", "hsdp") and ranks > profile.global_batch_size:
         return (
             f"{family}: {plural(ranks, 'replica')} for a global batch of {plural(profile.global_batch_size, 'sample')}"
@@ -112,7 +115,7 @@ def explain_missing_family(family: str, cost_model: CostModel) -> str:
     if family in ("fsdp", "hsdp") and profile.optimizer.whole_tensors:
         return f"{family}: {profile.optimizer.name} needs whole tensors"
     sizes = {"tp": profile.tp_sizes, "cp": profile.cp_sizes, "ep": profile.ep_sizes}.get(family, ())
-    size_reasons = [f"{word}: {why}" for word, why in profile.refused.items() if _is_size(word, family)]
+    size_reasons = [f"{key}: {why}" for key, why in profile.refused.items() if _is_size(key, family)]
     if size_reasons:
         return f"{family}: {'; '.join(size_reasons)}"
     if sizes and ranks > 1:
@@ -122,9 +125,9 @@ def explain_missing_family(family: str, cost_model: CostModel) -> str:
     return ""
 
 
-def _is_size(word: str, family: str) -> bool:
+def _is_size(key: str, family: str) -> bool:
     """Return True if the key names a size of that axis, like `tp=4`."""
-    return word.startswith(f"{family}=") and word.removeprefix(f"{family}=").isdigit()
+    return key.startswith(f"{family}=") and key.removeprefix(f"{family}=").isdigit()
 
 
 def no_layout_fits_error(cost_model: CostModel, grid: SearchSpace, nearest: Estimate | None) -> LayoutError:
@@ -134,7 +137,7 @@ def no_layout_fits_error(cost_model: CostModel, grid: SearchSpace, nearest: Esti
     if nearest is None:
         samples = plural(profile.global_batch_size, "sample")
         reasons = [
-            f"{word}: {why}" for word, why in profile.refused.items() if cluster.ranks <= profile.global_batch_size
+            f"{key}: {why}" for key, why in profile.refused.items() if cluster.ranks <= profile.global_batch_size
         ]
         return LayoutError(
             f"there is no layout of {name} on {cluster}.",
@@ -159,8 +162,8 @@ def _larger_cluster_hint(cost_model: CostModel, grid: SearchSpace, nearest: Esti
         larger = replace(cluster, nodes=cluster.nodes * factor)
         if cluster.nodes == 1 and cluster.devices * factor <= 8:
             larger = replace(cluster, devices=cluster.devices * factor)
-        other = CostModel(profile=cost_model.profile, cluster=larger, efficiency=cost_model.efficiency)
-        estimate = find_least_memory(other, grid=grid)
+        larger_cost_model = CostModel(profile=cost_model.profile, cluster=larger, efficiency=cost_model.efficiency)
+        estimate = find_least_memory(larger_cost_model, grid=grid)
         if estimate is not None and estimate.fits:
             counts = f"{larger.nodes}x{larger.devices}" if larger.nodes > 1 else str(larger.devices)
             return f"--cluster {counts}x{cluster.device.name}, where {estimate.layout} fits; or shorter samples"
@@ -170,10 +173,3 @@ def _larger_cluster_hint(cost_model: CostModel, grid: SearchSpace, nearest: Esti
 def _largest_time_part(estimate: Estimate) -> str:
     parts = estimate.seconds.parts
     return max(TIME_PART_LABELS, key=lambda name: parts[name])
-
-
-def _time_shares(estimate: Estimate) -> str:
-    parts = estimate.seconds.parts
-    ordered = sorted(TIME_PART_LABELS, key=lambda name: -parts[name])
-    shown = [name for name in ordered if parts[name] >= _MIN_SHARE * estimate.step_seconds][:4]
-    return ", ".join(f"{TIME_PART_LABELS[name]} {parts[name] / estimate.step_seconds:.0%}" for name in shown)

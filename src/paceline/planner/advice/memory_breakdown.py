@@ -1,11 +1,10 @@
-"""The memory case of a model: everything fits on one device, only single layers do, or a layer does not fit."""
+"""Decide the memory case of a model: everything fits on one device, only single layers fit, or a layer does not."""
 
 from dataclasses import dataclass, replace
 
 from paceline.console.formatting import format_size
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import Candidate
-from paceline.planner.cost.memory import Memory
 from paceline.planner.model_costs.model_profile import LayerProfile
 from paceline.planner.search.search_space import SearchSpace
 
@@ -26,31 +25,21 @@ def find_memory_case(cost_model: CostModel, *, grid: SearchSpace | None = None) 
         profile=profile, cluster=replace(cluster, nodes=1, devices=1), efficiency=cost_model.efficiency
     )
     memory = single_device.memory(Candidate(micro_batch_size=samples, precision=profile.precision))
-    device_text = f"a device ({cluster.device.name}) has {format_size(round(limit))}"
+    device_text, peak = f"{cluster.device.name}, {format_size(round(limit))}", format_size(round(memory.peak_bytes))
     if memory.peak_bytes <= limit:
-        peak = format_size(round(memory.peak_bytes))
-        description = f"model, training state and a microbatch fit on one device: {peak}, {device_text}."
+        description = f"model, training state and a microbatch ({peak}) fit on one device ({device_text})."
         return MemoryCase(number=1, description=f"{description} More devices are for speed.")
     part, needed = max(_min_layer_bytes(single_device, samples), key=lambda pair: pair[1])
     if needed > limit:
-        description = (
-            f"{part.name} alone needs {format_size(round(needed))} and {device_text}: tensors must be split (tp, cp)."
-        )
-        return MemoryCase(number=3, description=description)
+        description = f"{part.name} alone needs {format_size(round(needed))}, more than one device ({device_text}) has."
+        return MemoryCase(number=3, description=f"{description} Its tensors must be split (tp, cp).")
+    fit = "fit" if memory.parameters <= limit else "do not fit"
     return MemoryCase(
         number=2,
-        description=f"{_state_text(memory, limit)}, {device_text}, but every layer fits: "
-        "shard it (fsdp) or cut it (pp).",
+        description=f"the parameters ({format_size(round(memory.parameters))}) {fit} on one device ({device_text}). "
+        f"With training state ({format_size(round(memory.state_bytes))}) and a microbatch, {peak} are needed. "
+        "Every layer fits alone: shard the model (fsdp) or cut it into stages (pp).",
     )
-
-
-def _state_text(memory: Memory, limit: float) -> str:
-    parameters, state = format_size(round(memory.parameters)), format_size(round(memory.state_bytes))
-    total = format_size(round(memory.peak_bytes))
-    if memory.parameters <= limit:
-        needed = f"with their training state ({state}) and a microbatch it is {total}"
-        return f"parameters ({parameters}) fit on one device, {needed}"
-    return f"parameters ({parameters}) do not fit on one device, nor does their training state ({state})"
 
 
 def _min_layer_bytes(single_device: CostModel, samples: int) -> list[tuple[LayerProfile, float]]:
@@ -64,11 +53,11 @@ def _min_layer_bytes(single_device: CostModel, samples: int) -> list[tuple[Layer
         (
             part,
             2 * element_bytes * part.parameters
-            + work.kept_bytes
-            + work.cast_bytes
-            + work.recompute_bytes
-            + work.transient_bytes
+            + cost.kept_bytes
+            + cost.cast_bytes
+            + cost.recompute_bytes
+            + cost.transient_bytes
             + reserve,
         )
-        for part, work in zip(single_device.chain.parts, layer_costs, strict=True)
+        for part, cost in zip(single_device.chain.parts, layer_costs, strict=True)
     ]

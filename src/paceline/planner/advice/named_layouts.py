@@ -1,4 +1,4 @@
-"""Evaluation of the layouts that a user names, and the differences between them."""
+"""Evaluate the layouts that a user names, and describe the differences between them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,9 +83,9 @@ class NamedLayouts:
                 yield f"fastest that fits{replay_note}: --layout {best.layout}{options}"
             if self.tie is not None:
                 yield f"  {explain_simpler(best, self.tie)}"
-        for title, *said in self.differences:
+        for title, *lines in self.differences:
             yield title
-            yield from (f"  {line}" for line in said)
+            yield from (f"  {line}" for line in lines)
 
 
 def evaluate_named_layouts(
@@ -106,9 +106,9 @@ def evaluate_named_layouts(
     estimates, missing = dict[str, Estimate](), dict[str, PacelineError]()
     for text in layouts:
         try:
-            largest = (max_micro_batch_sizes or {}).get(text)
+            max_size = (max_micro_batch_sizes or {}).get(text)
             estimates[text] = estimate_named(
-                cost_model, text, micro_batch_size=micro_batch_size, max_micro_batch_size=largest
+                cost_model, text, micro_batch_size=micro_batch_size, max_micro_batch_size=max_size
             )
         except PacelineError as error:
             missing[text] = next(iter(getattr(error, "problems", [error])))
@@ -117,9 +117,13 @@ def evaluate_named_layouts(
         raise LayoutError(first.what, cause=first.cause, hint=first.hint)
     final_estimates = apply_measured_times(
         [*estimates.values()],
-        {str(one.candidate): one.measured_time for one in timed_estimates if one.measured_time is not None},
+        {
+            str(estimate.candidate): estimate.measured_time
+            for estimate in timed_estimates
+            if estimate.measured_time is not None
+        },
     )
-    by_name = {str(one.candidate): one for one in final_estimates}
-    rows = tuple(build_plan_row(cost_model, by_name[str(one.candidate)]) for one in estimates.values())
+    by_name = {str(estimate.candidate): estimate for estimate in final_estimates}
+    rows = tuple(build_plan_row(cost_model, by_name[str(estimate.candidate)]) for estimate in estimates.values())
     impossible = {text: error.what for text, error in missing.items()}
     return NamedLayouts(case=find_memory_case(cost_model), rows=rows, names=tuple(estimates), missing=impossible)

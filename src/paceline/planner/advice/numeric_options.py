@@ -1,4 +1,4 @@
-"""Options that change the numerics of training, with the gain of each: shown in a plan, never recommended.
+"""Find options that change the numerics of training, with the gain of each: shown in a plan, never recommended.
 
 The layouts of a plan train like a single process, up to the rounding of sums. These options change more, so only the
 user can choose them: `params=bf16` rounds every weight before use, and compiled blocks fuse operations, which round
@@ -16,10 +16,10 @@ from paceline.planner.model_costs.model_profile import ZERO, ModelProfile
 from paceline.planner.search.branch_and_bound import search, sort_key
 from paceline.planner.search.search_space import SearchSpace
 
-_PARAMS = "weights are gathered and used in bfloat16, but one process uses them in float32"
-_COMPILE = "fused operations round less often, and the first step waits for the compiler"
-_SMALL = 0.005
-_COMPILED_REMAT = "a compiled block is recomputed as a whole"
+_PARAMS_EFFECT = "weights are gathered and used in bfloat16, but one process uses them in float32"
+_COMPILE_EFFECT = "fused operations round less often, and the first step waits for the compiler"
+_MIN_SPEED_DIFFERENCE = 0.005
+_NO_SELECTIVE = "a compiled block is recomputed as a whole"
 _NO_TP = "torch.compile does not support tensors that tp shards over the ranks"
 
 
@@ -61,7 +61,7 @@ class NumericsOption:
         """Yield two lines of text."""
         estimate, ratio = self.estimate, self.recommended_seconds / self.estimate.step_seconds
         speed = f"{ratio:.2f} times as fast as" if ratio >= 1 else f"{1 / ratio:.2f} times as long as"
-        speed = speed if abs(ratio - 1) >= _SMALL else "as fast as"
+        speed = speed if abs(ratio - 1) >= _MIN_SPEED_DIFFERENCE else "as fast as"
         peak, seconds = format_size(round(estimate.peak_bytes)), format_precise_duration(estimate.step_seconds)
         summary = f"{peak}, {seconds} per step, MFU {estimate.mfu:.1%}"
         yield f"with {self.option}: {self.command}"
@@ -70,7 +70,7 @@ class NumericsOption:
 
 def with_compiled_blocks(profile: ModelProfile) -> ModelProfile:
     """Return the profile of the same model with its blocks compiled."""
-    refused = {**profile.refused, "tp": profile.refused.get("tp", _NO_TP), "remat=selective": _COMPILED_REMAT}
+    refused = {**profile.refused, "tp": profile.refused.get("tp", _NO_TP), "remat=selective": _NO_SELECTIVE}
     return replace(profile, compiles=True, refused=refused)
 
 
@@ -81,11 +81,11 @@ def find_numerics_options(cost_model: CostModel, recommended: Estimate, grid: Se
     results = list[NumericsOption]()
     if device.rate("bf16") >= device.rate(profile.precision):
         estimates = search(cost_model, grid=replace(grid, zero=(3,), params=("bf16",))).best.values()
-        options = [one for one in estimates if one.candidate.params == "bf16"]
-        results += _best("params=bf16", _PARAMS, options, seconds)
+        options = [estimate for estimate in estimates if estimate.candidate.params == "bf16"]
+        results += _best("params=bf16", _PARAMS_EFFECT, options, seconds)
     if not profile.compiles and any(part.fused_bytes != ZERO for part in profile.blocks or (profile.first,)):
         estimates = search(cost_model.with_profile(with_compiled_blocks(profile)), grid=grid).best.values()
-        results += _best("--train.compile true", _COMPILE, list(estimates), seconds)
+        results += _best("--train.compile true", _COMPILE_EFFECT, list(estimates), seconds)
     return results
 
 

@@ -1,4 +1,4 @@
-"""Comparison of two plan.json files: their inputs, and the layouts that they recommend."""
+"""Describe how two plan.json files differ: in their inputs, and in the layouts that they recommend."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,17 +15,19 @@ def diff_plan_files(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iter
         UsageError: a plan recommends no layout, or does not state its model and cluster.
     """
     cost_model_before, cost_model_after = cost_model_from_json(before), cost_model_from_json(after)
-    for name, one, other in zip(_NAMES, _input_texts(cost_model_before), _input_texts(cost_model_after), strict=True):
-        if one != other:
-            yield f"{name}: {one} -> {other}"
+    for name, text_before, text_after in zip(
+        _INPUT_NAMES, _input_texts(cost_model_before), _input_texts(cost_model_after), strict=True
+    ):
+        if text_before != text_after:
+            yield f"{name}: {text_before} -> {text_after}"
     estimates = [
-        estimate_from_row(made, find_row(told))
-        for made, told in ((cost_model_before, before), (cost_model_after, after))
+        estimate_from_row(cost_model, find_row(plan))
+        for cost_model, plan in ((cost_model_before, before), (cost_model_after, after))
     ]
     yield from layout_differences(*estimates)
 
 
-_NAMES = ("cluster", "parameters", "length", "global batch", "precision")
+_INPUT_NAMES = ("cluster", "parameters", "length", "global batch", "precision")
 
 
 def _input_texts(cost_model: CostModel) -> tuple[str, ...]:

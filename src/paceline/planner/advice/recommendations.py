@@ -1,4 +1,4 @@
-"""The advice of a plan: the memory case, the best layout of each family, the recommended one, and why."""
+"""Build the advice of a plan: the memory case, the best layout of each family, the recommended one, and why."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -31,7 +31,8 @@ from paceline.planner.search.search_space import SearchSpace
 class PlanRow:
     """A layout in a plan, with an explanation of its time. If it does not fit, each of the `changes` makes it fit.
 
-    `replayed` is True if a replay counted its memory. `refused` is the reason if the job refused it after the search.
+    `replayed` is True if a replay counted its memory. `refused` is the reason if the job refused the layout after the
+    search.
     """
 
     family: str
@@ -201,9 +202,9 @@ def advise(cost_model: CostModel, *, grid: SearchSpace | None = None) -> Advice:
     """
     grid = grid or SearchSpace()
     best = [*search(cost_model, grid=grid).best.values()]
-    ties = [one for one in best if is_tie(one, min(best, key=sort_key))]
-    simpler_estimates = [find_simpler_candidate(cost_model, one, grid=grid) for one in ties]
-    return build_advice(cost_model, [*best, *(one for one in simpler_estimates if one is not None)], grid=grid)
+    ties = [estimate for estimate in best if is_tie(estimate, min(best, key=sort_key))]
+    simpler_estimates = [find_simpler_candidate(cost_model, estimate, grid=grid) for estimate in ties]
+    return build_advice(cost_model, [*best, *filter(None, simpler_estimates)], grid=grid)
 
 
 def build_advice(cost_model: CostModel, estimates: Iterable[Estimate], *, grid: SearchSpace | None = None) -> Advice:
@@ -256,8 +257,8 @@ def _build_rows(best: Sequence[Estimate], fastest: Estimate) -> Iterator[PlanRow
     explanation = explain_recommended(first) if first is fastest else explain_simpler(first, fastest)
     yield PlanRow(family=first.candidate.family, estimate=first, time_explanation=explanation)
     yield from (
-        PlanRow(family=one.candidate.family, estimate=one, time_explanation=explain_slower(one, first))
-        for one in others
+        PlanRow(family=estimate.candidate.family, estimate=estimate, time_explanation=explain_slower(estimate, first))
+        for estimate in others
     )
 
 

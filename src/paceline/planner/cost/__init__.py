@@ -1,1 +1,1 @@
-"""The cost model: memory and seconds of one step for a layout."""
+"""Estimate the memory and the seconds of one step for a layout: the cost model."""

@@ -1,4 +1,4 @@
-"""Activation memory of one rank at the points of a step that may be its peak, from the cost of each part."""
+"""Estimate the activation memory of one rank at the points of a step that may be its peak, from each part's cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ class ActivationPeak:
     """Activation bytes of one rank at the candidate peaks of a step.
 
     The rank holds at most `num_held` of the `num_total` stage activations of a step at once. They take `held_bytes`,
-    plus `cast_bytes` of weight copies. `tail_bytes` and `tail_cast_bytes` are those of one microbatch in the part after
-    the blocks, which are freed before the blocks run backward.
+    plus `cast_bytes` of weight copies. The tail is the part after the blocks: `tail_bytes` and `tail_cast_bytes` are
+    its share of these for one microbatch, and are freed before the blocks run backward.
 
-    Transient bytes: `tail_transient_bytes` until the backward of that part ends; then, for one block or the part before
+    Transient bytes: `tail_transient_bytes` until the backward of the tail ends; then, for one block or the part before
     the blocks, `recompute_bytes` and `recompute_cast_bytes` of recomputation and `transient_bytes` of other
     temporaries. `end_bytes` is the total in the first block's backward, when all gradients exist. `border_bytes` is the
     message to the next stage.
@@ -47,13 +47,16 @@ def build_activation_peak(
 
     The remainder goes to the largest stages.
     """
-    border_bytes = max((work.border_bytes for work in layer_costs[2:]), default=0.0)
+    # costs 0 and 1 are those of the parts before and after the blocks
+    border_bytes = max((cost.border_bytes for cost in layer_costs[2:]), default=0.0)
     # the message from the previous stage is saved as the input of the first block
     input_bytes = [0.0 if s[0] else border_bytes for s in stages]
-    kept_bytes, cast_bytes = [work.kept_bytes for work in layer_costs], [work.cast_bytes for work in layer_costs]
-    stage_bytes = [_stage_bytes(s, kept_bytes) + own for s, own in zip(stages, input_bytes, strict=True)]
+    kept_bytes, cast_bytes = [cost.kept_bytes for cost in layer_costs], [cost.cast_bytes for cost in layer_costs]
+    stage_bytes = [
+        _stage_bytes(s, kept_bytes) + own_input_bytes for s, own_input_bytes in zip(stages, input_bytes, strict=True)
+    ]
     stage_cast_bytes = [_stage_bytes(s, cast_bytes) for s in stages]
-    blocks = [work for place, work in enumerate(layer_costs) if place > 1 and any(s[place] for s in stages)]
+    blocks = [cost for part, cost in enumerate(layer_costs) if part > 1 and any(s[part] for s in stages)]
     body = [*blocks, *([layer_costs[0]] if any(s[0] for s in stages) else [])] or [layer_costs[1]]
     tail_part = layer_costs[1] if any(s[1] for s in stages) else None
     first_part_bytes = layer_costs[0].kept_bytes if any(s[0] for s in stages) else 0.0
@@ -66,20 +69,20 @@ def build_activation_peak(
         tail_bytes=tail_part.kept_bytes if tail_part else 0.0,
         tail_cast_bytes=tail_part.cast_bytes if tail_part else 0.0,
         tail_transient_bytes=tail_part.recompute_bytes + tail_part.transient_bytes if tail_part else 0.0,
-        recompute_bytes=max(work.recompute_bytes for work in body),
-        recompute_cast_bytes=max(work.recompute_cast_bytes for work in body),
-        transient_bytes=max(work.transient_bytes for work in body),
+        recompute_bytes=max(cost.recompute_bytes for cost in body),
+        recompute_cast_bytes=max(cost.recompute_cast_bytes for cost in body),
+        transient_bytes=max(cost.transient_bytes for cost in body),
         end_bytes=remaining_bytes + first_part_bytes + max(map(_backward_bytes, blocks or body)),
-        border_bytes=max(work.border_bytes for work in [*body, *([tail_part] if tail_part else [])]),
+        border_bytes=max(cost.border_bytes for cost in [*body, *([tail_part] if tail_part else [])]),
     )
 
 
-def _backward_bytes(work: LayerCost) -> float:
-    return work.kept_bytes + work.cast_bytes + work.recompute_bytes + work.recompute_cast_bytes + work.transient_bytes
+def _backward_bytes(cost: LayerCost) -> float:
+    return cost.kept_bytes + cost.cast_bytes + cost.recompute_bytes + cost.recompute_cast_bytes + cost.transient_bytes
 
 
-def _stage_bytes(stage: Counts, part_bytes: Sequence[float]) -> float:
-    return sum(count * one for count, one in zip(stage, part_bytes, strict=True) if count)
+def _stage_bytes(stage: Counts, bytes_by_part: Sequence[float]) -> float:
+    return sum(count * part_bytes for count, part_bytes in zip(stage, bytes_by_part, strict=True) if count)
 
 
 def _held_bytes(stage_bytes: Sequence[float], num_held: int) -> float:

@@ -1,4 +1,4 @@
-"""The cost model: closed forms for a candidate's memory, step time and price on a cluster."""
+"""Estimate a candidate's memory, step time and price on a cluster, by closed forms: the cost model."""
 
 from collections.abc import Hashable
 from dataclasses import replace
@@ -98,24 +98,22 @@ class CostModel:
     def with_memory_limit(self, limit_bytes: float) -> "CostModel":
         """Return a cost model whose devices have at most `limit_bytes`, for use after a run was out of memory."""
         device = replace(self.cluster.device, memory_bytes=min(limit_bytes, self.cluster.device.memory_bytes))
-        cluster = replace(self.cluster, device=device)
-        return CostModel(
-            profile=self.profile, cluster=cluster, efficiency=self.efficiency, device_bytes=self.device_bytes
-        )
+        return self._with(cluster=replace(self.cluster, device=device))
 
     def with_profile(self, profile: ModelProfile) -> "CostModel":
         """Return a cost model on the same cluster for another profile of the model."""
-        return CostModel(
-            profile=profile, cluster=self.cluster, efficiency=self.efficiency, device_bytes=self.device_bytes
-        )
+        return self._with(profile=profile)
 
     def with_memory_ratio(self, family: str, ratio: float) -> "CostModel":
         """Return a cost model that forecasts `ratio` times the memory of this one for the layouts of a family."""
         memory_ratios = {**self.cluster.fuller, family: ratio * max(1.0, family_ratio(self.cluster.fuller, family))}
-        cluster = replace(self.cluster, fuller=memory_ratios)
+        return self._with(cluster=replace(self.cluster, fuller=memory_ratios))
+
+    def _with(self, *, profile: ModelProfile | None = None, cluster: Cluster | None = None) -> "CostModel":
         return CostModel(
-            profile=self.profile, cluster=cluster, efficiency=self.efficiency, device_bytes=self.device_bytes
-        )
+            profile=profile or self.profile, cluster=cluster or self.cluster, efficiency=self.efficiency,
+            device_bytes=self.device_bytes,
+        )  # fmt: skip
 
     @property
     def host_limit_bytes(self) -> float | None:
@@ -150,7 +148,9 @@ class CostModel:
     def seconds(self, candidate: Candidate) -> StepTime:
         """Return the time of one optimizer step."""
         stages, hop = self.stages_with_sharding(candidate), self.hop_seconds(candidate)
-        end_seconds = max(self.step_end_seconds(candidate).values(), key=lambda found: sum(found.values()))
+        end_seconds = max(
+            self.step_end_seconds(candidate).values(), key=lambda seconds_by_part: sum(seconds_by_part.values())
+        )
         step_time = build_step_time(
             candidate, stages, micro=self.num_micro(candidate), hop=hop, end_seconds=end_seconds
         )
@@ -183,14 +183,14 @@ class CostModel:
                     stage, self.elements(candidate, (stage_counts,)), units=units, candidate=candidate,
                     profile=self.profile, groups=groups, efficiency=self.efficiency,
                 )  # fmt: skip
-        return tuple(stages_by_counts[own] for own in counts)
+        return tuple(stages_by_counts[stage_counts] for stage_counts in counts)
 
     def hop_seconds(self, candidate: Candidate) -> float:
         """Return the seconds to send one microbatch's activations from a stage to the next."""
         if candidate.pp == 1:
             return 0.0
         return self.groups(candidate).next_stage.send(
-            max(work.border_bytes for work in self.layer_costs(candidate)[2:])
+            max(cost.border_bytes for cost in self.layer_costs(candidate)[2:])
         )
 
     def layer_costs(self, candidate: Candidate) -> tuple[LayerCost, ...]:
@@ -226,12 +226,12 @@ class CostModel:
         key = (c.micro_batch_size, c.cp, c.tp, c.ep, c.sequence, c.remat, c.pp * c.virtual)
         if key not in self._stages:
             layer_costs, counts = self.layer_costs(c), self._stage_counts(c)[0]
-            stages_by_counts = {own: build_stage(layer_costs, own) for own in set(counts)}
-            self._stages[key] = tuple(stages_by_counts[own] for own in counts)
+            stages_by_counts = {stage_counts: build_stage(layer_costs, stage_counts) for stage_counts in set(counts)}
+            self._stages[key] = tuple(stages_by_counts[stage_counts] for stage_counts in counts)
         return self._stages[key]
 
     def activation_peaks(self, candidate: Candidate) -> tuple[ActivationPeak, ...]:
-        """Return the activation peak of each distinct rank, in the order of `ranks`."""
+        """Return the activation peak of each distinct rank, in the order of `distinct_ranks`."""
         c = candidate
         num_micro = self.num_micro(c)
         key = (c.micro_batch_size, c.cp, c.tp, c.ep, c.sequence, c.remat, c.pp, c.virtual, c.schedule, num_micro)
@@ -255,12 +255,14 @@ class CostModel:
         key = (c.pp, c.virtual, c.schedule == "zbv")
         if key not in self._ranks:
             counts = self._stage_counts(c)[0]
-            owner = find_schedule(c.schedule).placement(ranks=c.pp, virtual=c.virtual) if c.pp > 1 else (0,)
+            rank_of_stage = find_schedule(c.schedule).placement(ranks=c.pp, virtual=c.virtual) if c.pp > 1 else (0,)
             first_ranks: dict[tuple[Counts, ...], int] = {}
             for rank in range(c.pp):
-                rank_stages = tuple(stage for stage, place in zip(counts, owner, strict=True) if place == rank)
+                rank_stages = tuple(
+                    stage for stage, stage_rank in zip(counts, rank_of_stage, strict=True) if stage_rank == rank
+                )
                 first_ranks.setdefault(rank_stages, rank)
-            self._ranks[key] = tuple((rank, own) for own, rank in first_ranks.items())
+            self._ranks[key] = tuple((rank, rank_stages) for rank_stages, rank in first_ranks.items())
         return self._ranks[key]
 
     def elements(self, candidate: Candidate, stages: tuple[Counts, ...]) -> Elements:

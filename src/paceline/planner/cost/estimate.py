@@ -1,4 +1,4 @@
-"""The `Estimate` of a candidate: its forecast memory, step time and price in one value."""
+"""Define the `Estimate` of a candidate: its forecast memory, step time and price in one value."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class MeasuredTime:
 class Estimate:
     """The forecast of a candidate: bytes of its fullest rank, seconds of its step, and its price if known.
 
-    `stages` are the blocks of each stage. `limit_bytes` is the usable part of a device's `device_bytes`;
+    `stages` has the number of blocks of each stage. `limit_bytes` is the usable part of a device's `device_bytes`;
     `host_limit_bytes` is a rank's share of its host's memory, None if unknown. `margin_bytes` is the error of the peak.
     `price` is that of one step. If the layout has a `measured_time`, `seconds` are scaled to it. A step has `samples`
     of `length` positions and needs `model_flops` over all ranks, each with a peak of `peak_flops_per_second` in the

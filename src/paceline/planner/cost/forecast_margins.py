@@ -1,8 +1,8 @@
-"""Error margins of a forecast, in bytes and in seconds: within them, a layout is `tight`, or two layouts tie.
+"""Compute the error margins of a forecast: within them, a layout is `tight`, or two layouts are equally fast.
 
-The numbers are mean errors in the benchmarks: 4.3 % for the bytes of closed forms relative to replays, 2.1 % at most
-for replays relative to the allocator, 6 % for the resident size of a process on CPUs, 10.6 % for the seconds of closed
-forms and 2.2 % for timed steps.
+The constants follow from mean errors in the benchmarks: 4.3 % for the bytes of closed forms relative to replays, 2.1 %
+at most for replays relative to the allocator, 6 % for the resident size of a process on CPUs, 10.6 % for the seconds of
+closed forms and 2.2 % for timed steps.
 """
 
 from math import sqrt
@@ -16,7 +16,7 @@ REPLAY_BYTES_ERROR = 0.02
 PROCESS_BYTES_ERROR = 0.06
 FORECAST_SECONDS_ERROR = 0.10
 TIMED_SECONDS_ERROR = 0.02
-_MEDIAN_ERROR = 1.86  # error of a median of n steps = _MEDIAN × spread / √n
+_MEDIAN_ERROR = 1.86  # error of a median of n steps = _MEDIAN_ERROR × spread / √n
 _NUM_SIGMAS = 2
 
 

@@ -1,4 +1,4 @@
-"""Roofline cost of one part of the model for one rank and microbatch: compute, messages and memory.
+"""Estimate the cost of one part of the model for one rank and microbatch: compute, messages and memory.
 
 In the roofline model (Williams et al., 2009), matmuls run at a fraction of the device's peak rate or, with few rows, at
 the speed of reading the weights; everything else runs at a fraction of the memory bandwidth. Backward costs twice the
@@ -18,7 +18,7 @@ _ATTENTION_BACKWARD_RATIO = 2.5
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlacement:
-    """The microbatch of a rank, how the layer is split over ranks, and the groups that communicate inside the layer."""
+    """The microbatch of a rank, the options of the layout, and the groups of ranks that split a layer."""
 
     samples: int
     length: int
@@ -34,8 +34,8 @@ class LayerPlacement:
 class LayerCost:
     """The cost of one part for one microbatch on one rank.
 
-    Seconds: `forward`, the gradients of inputs (`input`) and of weights (`weight`), and the recomputed forward
-    (`recompute`); then the exposed messages inside the part, by axis and by direction. `overlappable_seconds` are the
+    Seconds: `forward`, the backward for inputs and for weights, and the recomputed forward (`recompute`); then the
+    exposed messages inside the part, by axis and by direction. `overlappable_seconds` are the
     forward and backward compute that can overlap other messages; compute that already overlaps the exchange of keys and
     values is excluded.
 
@@ -45,8 +45,8 @@ class LayerCost:
     """
 
     forward: float
-    input: float
-    weight: float
+    backward_input: float
+    backward_weight: float
     recompute: float
     tensor: float
     context: float
@@ -64,7 +64,14 @@ class LayerCost:
     @property
     def seconds(self) -> float:
         """The seconds of forward and backward, with all exposed messages."""
-        return self.forward + self.input + self.weight + self.recompute + self.messages_forward + self.messages_backward
+        return (
+            self.forward
+            + self.backward_input
+            + self.backward_weight
+            + self.recompute
+            + self.messages_forward
+            + self.messages_backward
+        )
 
 
 def layer_cost(
@@ -80,19 +87,22 @@ def layer_cost(
     remat = placement.remat if is_block else "none"
     measured_remat = placement.remat if part.ways else remat
     part = replace(part, moved_bytes=part.fused_bytes) if is_compiled and part.fused_bytes != ZERO else part
-    forward, attention, other = _compute_seconds(part, placement, device, efficiency, is_block=is_block)
-    trained = 1 - part.frozen_parameters / part.parameters if part.parameters else 0.0
-    start = efficiency.part_seconds
+    matmul, attention, other = _compute_seconds(part, placement, device, efficiency, is_block=is_block)
+    trained_fraction = 1 - part.frozen_parameters / part.parameters if part.parameters else 0.0
+    launch = efficiency.part_seconds
     tensor, context, experts = _message_seconds(part, placement, attention, efficiency)
     recompute_messages = (tensor[0] + experts[0]) if remat == "full" else 0.0
     recompute_context = context[0] if remat != "none" else 0.0  # ring attention saves no scores
-    kept_bytes, cast_bytes, recompute_bytes, recompute_cast_bytes = (_measured_bytes if part.ways else _modeled_bytes)(
-        part, placement, device, measured_remat
-    )
+    kept_bytes, cast_bytes, recompute_bytes, recompute_cast_bytes = (
+        _measured_bytes if part.ways else _estimated_bytes
+    )(part, placement, device, measured_remat)
     overlapped_attention = attention if placement.cp.size > 1 else 0.0
-    recompute = {"none": 0.0, "selective": other + start}.get(remat, forward + attention + other + start)
+    recompute = {"none": 0.0, "selective": other + launch}.get(remat, matmul + attention + other + launch)
     backward = (
-        forward * (1 + trained) + _ATTENTION_BACKWARD_RATIO * (attention - overlapped_attention) + 2 * other + start
+        matmul * (1 + trained_fraction)
+        + _ATTENTION_BACKWARD_RATIO * (attention - overlapped_attention)
+        + 2 * other
+        + launch
     )
     border_bytes = part.output_bytes.evaluate(samples=placement.samples, length=placement.length, cp=placement.cp.size)
     ring_bytes = _ring_bytes(part, placement) if placement.cp.size > 1 else 0.0
@@ -102,11 +112,11 @@ def layer_cost(
     if part.ways:
         peak_bytes = 0.0
     return LayerCost(
-        forward=forward + attention + other + start,
-        input=forward + _ATTENTION_BACKWARD_RATIO * attention + 2 * other + start,
-        weight=forward * trained,
+        forward=matmul + attention + other + launch,
+        backward_input=matmul + _ATTENTION_BACKWARD_RATIO * attention + 2 * other + launch,
+        backward_weight=matmul * trained_fraction,
         recompute=recompute,
-        overlappable_seconds=(forward + attention - overlapped_attention + other + start, backward + recompute),
+        overlappable_seconds=(matmul + attention - overlapped_attention + other + launch, backward + recompute),
         tensor=sum(tensor) + (tensor[0] if remat == "full" else 0.0),
         context=sum(context) + recompute_context,
         experts=sum(experts) + (experts[0] if remat == "full" else 0.0),
@@ -152,7 +162,7 @@ def _compute_seconds(
     rank_parameters = part.whole_parameters + part.split_parameters / tp
     rank_parameters += part.expert_parameters / (placement.ep.size if placement.ep.size > 1 else tp)
     read_seconds = rank_parameters * compute_bytes(placement.precision) / bandwidth if matmul_flops else 0.0
-    forward = max(
+    matmul = max(
         ((matmul_flops - expert_flops) * tp_fraction + expert_flops) / (rate * efficiency.matmul), read_seconds
     )
     attention = (
@@ -165,7 +175,7 @@ def _compute_seconds(
         / bandwidth
         * (rank_bytes / (replicated_bytes + split_bytes) if replicated_bytes + split_bytes else 1.0)
     )
-    return forward, attention, other
+    return matmul, attention, other
 
 
 def _message_seconds(
@@ -189,17 +199,17 @@ def _message_seconds(
 
 
 def _ring_bytes(part: LayerProfile, placement: LayerPlacement) -> float:
-    """Return the bytes of keys and values of a rank's positions; without `cp_bytes`, assume one head per query head."""
+    """Return the bytes of a rank's keys and values; without `cp_bytes`, assume one key head per query head."""
     shape = {"samples": placement.samples, "length": placement.length, "cp": placement.cp.size}
     if not part.attention_flops.evaluate(**shape):
         return 0.0
     return (part.cp_bytes.evaluate(**shape) or 2 * part.output_bytes.evaluate(**shape)) / placement.tp.size
 
 
-def _modeled_bytes(
+def _estimated_bytes(
     part: LayerProfile, placement: LayerPlacement, device: Device, remat: str
 ) -> tuple[float, float, float, float]:
-    """Return the bytes saved for backward and the weight copies, then the same two numbers for recomputation."""
+    """Return `kept_bytes`, `cast_bytes`, `recompute_bytes` and `recompute_cast_bytes` of a `LayerCost`."""
     shape = {"samples": placement.samples, "length": placement.length, "cp": placement.cp.size}
     tp = placement.tp.size
     cast_bytes = (part.saved_bytes.fixed + part.split_saved_bytes.fixed / tp) * (placement.precision in _SHORT_BYTES)
@@ -234,10 +244,10 @@ def _modeled_bytes(
 def _measured_bytes(
     part: LayerProfile, placement: LayerPlacement, device: Device, remat: str
 ) -> tuple[float, float, float, float]:
-    """Return the numbers of `_modeled_bytes` for a part whose memory was measured.
+    """Return the values of `_estimated_bytes` for a part whose memory was measured.
 
-    The recomputation counts as transient memory. Bytes that do not scale with the microbatch are weight copies; in
-    transient memory they are the gradients of the copies.
+    What recomputation holds was measured as transient memory (`moment`). Bytes that do not scale with the microbatch
+    are weight copies; in transient memory they are the gradients of the copies.
     """
     measured, shape = part.ways.get(remat, part.ways["none"]), _placement_shape(placement)
     kept_without_remat = part.ways["none"].kept

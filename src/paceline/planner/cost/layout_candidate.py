@@ -1,4 +1,4 @@
-"""A candidate: a layout with its microbatch size, which the planner estimates and a user can type."""
+"""Define a candidate: a layout with its microbatch size, which the planner estimates and a user can type."""
 
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -16,7 +16,7 @@ MICRO_BATCH_KEY = "micro_batch_size"
 class Candidate:
     """A candidate: the mesh axes, the options and the microbatch size.
 
-    `params` is the type in which fsdp gathers parameters; `precision` is that of matmuls; with `compiles`, blocks are
+    `params` is the dtype in which fsdp gathers parameters; `precision` is that of matmuls; with `compiles`, blocks are
     compiled. `micro_batch_size` is in samples of one forward of one replica; `virtual` is the number of stages per
     rank.
     """

@@ -1,4 +1,4 @@
-"""Peak memory of one rank, which is reached in backward or during the optimizer step."""
+"""Estimate the peak memory of one rank, which is reached in backward or during the optimizer step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,6 +12,7 @@ from paceline.planner.hardware.efficiency import Efficiency
 from paceline.planner.model_costs.layer_chain import Chain, Counts
 from paceline.planner.model_costs.model_profile import LayerProfile, ModelProfile
 
+# the bucket sizes of `parallel/module_access/parameters.py`; a tensor above LARGE_BYTES is sent without a bucket
 _BUCKET_BYTES = 25 << 20
 _FIRST_BUCKET_BYTES = 1 << 20
 _CPU_BUCKET_BYTES = 10 << 20
@@ -23,8 +24,9 @@ _LARGEST_TENSOR_FRACTION = 1 / 3  # the assumed fraction of a block's parameters
 class Memory:
     """The bytes of one rank at its peak, by purpose; `host_bytes` are on the host and not part of the sum.
 
-    `master` are copies of parameters in a wider type. They are always 0: parameters keep their own type, and matmuls
-    use cast copies (in `activations`) or gathered ones (`gathered`). `temporaries` live within one operation.
+    `master` would be float32 master weights, and is always 0: parameters keep their own type, and matmuls use cast
+    copies (in `activations`) or gathered ones (`gathered`). `temporaries` live within one operation. `slack` is held
+    by the allocator beyond requests; `reserve` is not available to the model. The names are keys of plan.json.
     """
 
     parameters: float = 0.0
@@ -46,7 +48,7 @@ class Memory:
         return state + self.activations + self.gathered + self.buffers + self.temporaries + self.slack + self.reserve
 
     def scaled_by(self, factor: float) -> "Memory":
-        """Return this memory scaled by `factor`, if it is above 1, with the additional bytes as slack."""
+        """Return this memory with `factor` times the bytes, the additional ones as slack; it is never reduced."""
         extra_bytes = max(0.0, factor - 1) * (self.peak_bytes - self.reserve)
         return replace(self, slack=self.slack + extra_bytes) if extra_bytes else self
 
@@ -71,7 +73,7 @@ class Elements:
     `dense` may be sharded; `experts` are never sharded. `outside_blocks` are the dense ones that are in no block,
     `largest_block` those of the largest block, `last_reduced` those whose gradients come last: the first part's or a
     block's. `trained` is the fraction that has gradients, `large` are in tensors that are sent without a bucket,
-    `largest_block_tensor` and `largest_end_tensor` are in the largest tensor inside and outside of blocks.
+    `largest_block_tensor` and `largest_end_tensor` are those of the largest tensor inside and outside of blocks.
     """
 
     dense: float
@@ -92,7 +94,11 @@ class Elements:
 
 
 def count_elements(profile: ModelProfile, chain: Chain, counts: Counts, *, tp: int, ep: int) -> Elements:
-    """Return the elements of these parts on one of `tp` × `ep` ranks. Weights that both ends share count once."""
+    """Return the elements of these parts on one of `tp` × `ep` ranks.
+
+    `counts` says how often the rank holds each part of the chain; parts 0 and 1 are those before and after the blocks.
+    Weights that these two share (tied) count once.
+    """
     rank_parameters = [part.rank_parameters(tp=tp, ep=ep) for part in chain.parts]
     tied_elements = (
         profile.tied / (tp if profile.last.split_parameters >= profile.tied else 1) if counts[0] and counts[1] else 0.0
@@ -116,10 +122,12 @@ def count_elements(profile: ModelProfile, chain: Chain, counts: Counts, *, tp: i
         trained=1 - frozen / total if total else 0.0,
         large=_unbucketed_elements(profile, parts, tp=tp),
         largest_block_tensor=max(
-            (_largest_tensor(part, _LARGEST_TENSOR_FRACTION) for count, part in parts[2:] if count), default=0.0
+            (_largest_tensor_elements(part, _LARGEST_TENSOR_FRACTION) for count, part in parts[2:] if count),
+            default=0.0,
         )
         / tp,
-        largest_end_tensor=max((_largest_tensor(part, 1.0) for count, part in parts[:2] if count), default=0.0) / tp,
+        largest_end_tensor=max((_largest_tensor_elements(part, 1.0) for count, part in parts[:2] if count), default=0.0)
+        / tp,
         buffer_bytes=sum(count * part.buffer_bytes for count, part in parts),
     )
 
@@ -147,8 +155,8 @@ def _unbucketed_elements(profile: ModelProfile, parts: Sequence[tuple[int, Layer
     return elements
 
 
-def _largest_tensor(part: LayerProfile, share: float) -> float:
-    return max(part.tensors, default=0) or share * part.parameters
+def _largest_tensor_elements(part: LayerProfile, assumed_fraction: float) -> float:
+    return max(part.tensors, default=0) or assumed_fraction * part.parameters
 
 
 def static_bytes(elements: Elements, candidate: Candidate, profile: ModelProfile) -> tuple[float, float, float]:
@@ -156,8 +164,8 @@ def static_bytes(elements: Elements, candidate: Candidate, profile: ModelProfile
 
     The ZeRO stage decides which of them are sharded (Rajbhandari et al., "ZeRO", 2020).
     """
-    zero, shard, element_bytes = candidate.zero, candidate.dp_shard, profile.element_bytes
-    rank_elements = [elements.dense / (shard if zero >= stage else 1) + elements.experts for stage in (3, 2, 1)]
+    zero, shard_size, element_bytes = candidate.zero, candidate.dp_shard, profile.element_bytes
+    rank_elements = [elements.dense / (shard_size if zero >= stage else 1) + elements.experts for stage in (3, 2, 1)]
     parameters, gradients, optimizer = rank_elements
     return (
         element_bytes * parameters,
@@ -202,7 +210,7 @@ def estimate_memory(
 def _optimizer_step_phase(
     candidate: Candidate, profile: ModelProfile, elements: Elements, device: Device
 ) -> dict[str, float]:
-    """Return the bytes during the optimizer step, and while updated parameters are gathered two units at a time."""
+    """Return the bytes during the optimizer step; with ZeRO, updated parameters are gathered two units at a time."""
     transient_bytes = profile.optimizer.moment_bytes * elements.trained
     transient_bytes *= elements.dense / (candidate.dp_shard if candidate.zero else 1) + elements.experts
     phase = {"temporaries": transient_bytes * ("parameters" not in candidate.offload)}
@@ -242,10 +250,10 @@ def _backward_phases(
             elements.largest_end_tensor, gradient_bytes * elements.outside_blocks, gradient_bytes, device
         )
         # gloo holds inputs and copies of a reduction until wait(); other backends hold only the results of two units
-        share = 1 / candidate.dp_shard if device.is_accelerator else 2 + 1 / candidate.dp_shard
+        held_ratio = 1 / candidate.dp_shard if device.is_accelerator else 2 + 1 / candidate.dp_shard
         pending_bytes, reduction_bytes = (
-            min(dense, end_bytes + unit_bytes) * share,
-            min(dense, unit_bytes) * (1 + 2 * share),
+            min(dense, end_bytes + unit_bytes) * held_ratio,
+            min(dense, unit_bytes) * (1 + 2 * held_ratio),
         )
     cast_bytes = peak.cast_bytes * has_casts
     yield {
@@ -292,7 +300,7 @@ def _slack_bytes(phase: Mapping[str, float], efficiency: Efficiency) -> float:
 def _peak_bytes(
     state: Mapping[str, float], phase: Mapping[str, float], efficiency: Efficiency, reserve: float
 ) -> float:
-    """Return `Memory.peak_bytes` for a phase, without building a `Memory`."""
+    """Return the `Memory.peak_bytes` of a phase, without building a `Memory`, because the search calls it often."""
     phase_bytes = phase.get
     state_bytes = (
         state["parameters"]

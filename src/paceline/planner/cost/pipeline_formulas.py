@@ -1,4 +1,4 @@
-"""Closed forms for a schedule's activations in flight and its makespan, for programs too long to simulate.
+"""Compute a schedule's activations in flight and its makespan by closed forms, for programs too long to simulate.
 
 `max_in_flight` equals the count in the `Program`. `makespan` equals the simulation if all stages are equal and messages
 take no time; otherwise it is approximate, and tests state the error.
@@ -20,7 +20,7 @@ def count_in_flight(program: Program, rank: int) -> int:
     for action in program.compute_actions(rank):
         in_flight += action.op is Op.FORWARD
         highest = max(highest, in_flight)
-        in_flight -= action.op in (Op.BACKWARD, Op.WEIGHT)
+        in_flight -= action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)
     return highest
 
 
@@ -36,8 +36,8 @@ def max_in_flight(schedule: str, *, ranks: int, micro: int, virtual: int, rank: 
     rounds = max(1, micro // ranks)
     group = -(-micro // rounds)
     warmup = (ranks - 1 - rank) * (2 if virtual > 1 else 1)
-    delayed_weights = rank if schedule in SPLIT_BACKWARD_SCHEDULES else 0
-    return min(total, (virtual - 1) * group + warmup + 1 + delayed_weights)
+    num_delayed_weights = rank if schedule in SPLIT_BACKWARD_SCHEDULES else 0
+    return min(total, (virtual - 1) * group + warmup + 1 + num_delayed_weights)
 
 
 def has_reliable_makespan(schedule: str, *, ranks: int, micro: int) -> bool:
@@ -52,8 +52,8 @@ class StageTimes:
     """The seconds of every stage, in the model's order; `hop_seconds` is the time of a message to the next stage."""
 
     forward: Sequence[float]
-    input: Sequence[float]
-    weight: Sequence[float]
+    backward_input: Sequence[float]
+    backward_weight: Sequence[float]
     hop_seconds: float = 0.0
 
 
@@ -61,11 +61,13 @@ def makespan(schedule: str, stage_times: StageTimes, *, ranks: int, micro: int, 
     """Return the seconds from the start of the first compute to the end of the last.
 
     The busiest rank always computes, except while the pipeline fills and drains. If too few microbatches are in flight
-    to hide a message, every round waits until the message has arrived.
+    to hide a message, every round waits until the message has arrived. The letters are those of the papers: p ranks, m
+    microbatches, v stages per rank.
     """
     p, m, v, hop = ranks, micro, virtual, stage_times.hop_seconds
     stage_seconds = [
-        f + i + w for f, i, w in zip(stage_times.forward, stage_times.input, stage_times.weight, strict=True)
+        f + i + w
+        for f, i, w in zip(stage_times.forward, stage_times.backward_input, stage_times.backward_weight, strict=True)
     ]
     total = sum(stage_seconds)
     slowest_rank = slowest_rank_seconds(stage_seconds, schedule=schedule, ranks=p)
@@ -75,21 +77,23 @@ def makespan(schedule: str, stage_times: StageTimes, *, ranks: int, micro: int, 
     if schedule == "gpipe":
         forward, backward = (
             max(stage_times.forward),
-            max(i + w for i, w in zip(stage_times.input, stage_times.weight, strict=True)),
+            max(i + w for i, w in zip(stage_times.backward_input, stage_times.backward_weight, strict=True)),
         )
         return total + 2 * (p - 1) * hop + (m - 1) * (max(forward, hop) + max(backward, hop))
     if schedule in ("zb_h1", "zb_interleaved", "zbv"):
         return _zero_bubble_makespan(schedule, stage_times, slowest_rank, p=p, m=m, v=v)
     fill = (total - slowest_rank) / v
-    loop_bounds = (slowest_rank, v * hop)
+    cycle_bounds = (slowest_rank, v * hop)
     if schedule == "1f1b":
-        cycle = max(*loop_bounds, (total + 2 * (p - 1) * hop) / p)  # p microbatches are in flight, forward and backward
+        cycle = max(
+            *cycle_bounds, (total + 2 * (p - 1) * hop) / p
+        )  # p microbatches are in flight, forward and backward
         return slowest_rank + fill + 2 * (p - 1) * hop + (m - 1) * cycle
-    max_under_way = (v + 1) * p - 1 if schedule == "interleaved" else num_stages
+    num_in_flight = (v + 1) * p - 1 if schedule == "interleaved" else num_stages
     cycle = (
-        max(*loop_bounds, v * (total + 2 * (num_stages - 1) * hop) / max_under_way)
+        max(*cycle_bounds, v * (total + 2 * (num_stages - 1) * hop) / num_in_flight)
         if schedule == "interleaved"
-        else max(loop_bounds)
+        else max(cycle_bounds)
     )
     idle = max(0, p - m) * (v - 1) / v * slowest_rank
     return m * cycle + idle + fill + 2 * (num_stages - 1) * hop
@@ -100,7 +104,7 @@ def _zero_bubble_makespan(
 ) -> float:
     """Return the makespan of a zero-bubble schedule, in which weight gradients fill gaps of at most their length."""
     n, hop = p * v, stage_times.hop_seconds
-    f, i, w = (sum(part) / n for part in (stage_times.forward, stage_times.input, stage_times.weight))
+    f, i, w = (sum(s) / n for s in (stage_times.forward, stage_times.backward_input, stage_times.backward_weight))
     if schedule == "zbv":
         idle = max(f, i, w, 2 * (i - w))
         cycle = max(slowest_rank, v * hop, 2 * (f + i) + 4 * (p - 1) / p * hop)

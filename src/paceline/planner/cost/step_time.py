@@ -1,4 +1,4 @@
-"""Seconds of one optimizer step: the pipeline, exposed messages and the update."""
+"""Estimate the seconds of one optimizer step: the pipeline, exposed messages and the update."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -19,7 +19,7 @@ class StepTime:
 
     `again` is recomputation. `tensor`, `context` and `experts` are the exposed messages over tp, cp and ep, `gather`
     those of sharded parameters and gradients in every microbatch, `gradients` the reduction at the end of the step.
-    `bubble` is the idle time in the pipeline.
+    `bubble` is the idle time in the pipeline; `start` is the fixed cost of a step. The names are keys of plan.json.
     """
 
     compute: float = 0.0
@@ -42,8 +42,17 @@ class StepTime:
     @property
     def step_seconds(self) -> float:
         """The sum of all parts."""
-        once = self.gradients + self.update + self.offload + self.start
-        return self.compute + self.again + self.tensor + self.context + self.experts + self.gather + self.bubble + once
+        once_per_step = self.gradients + self.update + self.offload + self.start
+        return (
+            self.compute
+            + self.again
+            + self.tensor
+            + self.context
+            + self.experts
+            + self.gather
+            + self.bubble
+            + once_per_step
+        )
 
     def scaled_by(self, factor: float) -> "StepTime":
         """Return a copy with every part multiplied by `factor`."""
@@ -79,14 +88,14 @@ class CommGroups:
 class Stage:
     """The seconds of one stage for one microbatch.
 
-    `forward` and `input` include the recomputation (`again`) and the messages. `overlappable_seconds` are the forward
-    and backward compute that can overlap data-parallel messages.
+    `backward_input` includes the recomputation (`recompute`), and both directions include their messages.
+    `overlappable_seconds` are the forward and backward compute that can overlap data-parallel messages.
     """
 
     forward: float
-    input: float
-    weight: float
-    again: float = 0.0
+    backward_input: float
+    backward_weight: float
+    recompute: float = 0.0
     tensor: float = 0.0
     context: float = 0.0
     experts: float = 0.0
@@ -96,7 +105,7 @@ class Stage:
     @property
     def seconds(self) -> float:
         """The seconds of forward and backward."""
-        return self.forward + self.input + self.weight
+        return self.forward + self.backward_input + self.backward_weight
 
 
 def build_stage(layer_costs: Sequence[LayerCost], counts: Counts) -> Stage:
@@ -104,25 +113,25 @@ def build_stage(layer_costs: Sequence[LayerCost], counts: Counts) -> Stage:
     forward = messages_forward = backward = messages_backward = weight = recompute = tensor = context = experts = (
         overlappable_forward
     ) = overlappable_backward = 0.0
-    for count, work in zip(counts, layer_costs, strict=True):
+    for count, cost in zip(counts, layer_costs, strict=True):
         if count:
-            forward, messages_forward = forward + count * work.forward, messages_forward + count * work.messages_forward
+            forward, messages_forward = forward + count * cost.forward, messages_forward + count * cost.messages_forward
             backward, messages_backward = (
-                backward + count * (work.input + work.recompute),
-                messages_backward + count * work.messages_backward,
+                backward + count * (cost.backward_input + cost.recompute),
+                messages_backward + count * cost.messages_backward,
             )
-            weight, recompute = weight + count * work.weight, recompute + count * work.recompute
-            tensor, context = tensor + count * work.tensor, context + count * work.context
-            experts = experts + count * work.experts
+            weight, recompute = weight + count * cost.backward_weight, recompute + count * cost.recompute
+            tensor, context = tensor + count * cost.tensor, context + count * cost.context
+            experts = experts + count * cost.experts
             overlappable_forward, overlappable_backward = (
-                overlappable_forward + count * work.overlappable_seconds[0],
-                overlappable_backward + count * work.overlappable_seconds[1],
+                overlappable_forward + count * cost.overlappable_seconds[0],
+                overlappable_backward + count * cost.overlappable_seconds[1],
             )
     return Stage(
         forward=forward + messages_forward,
-        input=backward + messages_backward,
-        weight=weight,
-        again=recompute,
+        backward_input=backward + messages_backward,
+        backward_weight=weight,
+        recompute=recompute,
         tensor=tensor,
         context=context,
         experts=experts,
@@ -153,7 +162,7 @@ def add_sharding_communication(
         blocks = elements.dense - elements.outside_blocks
         first_gather = shard.all_gather(gathered_element_bytes * elements.largest_block)
         backward_gather = gather = shard.all_gather(gathered_element_bytes * blocks, calls=units)
-        root = shard.all_gather(gathered_element_bytes * elements.outside_blocks) if candidate.pp == 1 else 0.0
+        root_gather = shard.all_gather(gathered_element_bytes * elements.outside_blocks) if candidate.pp == 1 else 0.0
         hook_seconds = units * efficiency.unit_seconds
         if "parameters" in candidate.offload:
             host_bandwidth = groups.host.bytes_per_second * candidate.dp_shard
@@ -162,13 +171,13 @@ def add_sharding_communication(
                 backward_gather + gathered_element_bytes * blocks / host_bandwidth,
             )
             scatter += gradient_bytes * elements.dense / host_bandwidth
-        exposed_forward = hook_seconds + root + max(first_gather, gather - hidden_seconds[0])
+        exposed_forward = hook_seconds + root_gather + max(first_gather, gather - hidden_seconds[0])
     exposed_backward = hook_seconds + max(first_gather + last_scatter, backward_gather + scatter - hidden_seconds[1])
     return Stage(
         **{
             **vars(stage),
             "forward": stage.forward + exposed_forward,
-            "input": stage.input + exposed_backward,
+            "backward_input": stage.backward_input + exposed_backward,
             "gather": exposed_forward + exposed_backward,
         }
     )
@@ -180,8 +189,8 @@ def pipeline_seconds(candidate: Candidate, stages: Sequence[Stage], *, micro: in
         return micro * stages[0].seconds
     stage_times = StageTimes(
         forward=[stage.forward for stage in stages],
-        input=[stage.input for stage in stages],
-        weight=[stage.weight for stage in stages],
+        backward_input=[stage.backward_input for stage in stages],
+        backward_weight=[stage.backward_weight for stage in stages],
         hop_seconds=hop,
     )
     return makespan(candidate.schedule, stage_times, ranks=candidate.pp, micro=micro, virtual=candidate.virtual)
@@ -193,22 +202,26 @@ def build_step_time(
     """Return the step time of these stages; `end_seconds` are those of the work at the end of the step."""
     total = pipeline_seconds(candidate, stages, micro=micro, hop=hop)
     busiest = _busiest_rank_stages(stages, schedule=candidate.schedule, ranks=candidate.pp)
-    messages = {
-        name: micro * sum(getattr(stage, name) for stage in busiest)
-        for name in ("again", "tensor", "context", "experts", "gather")
+    separate_seconds = {
+        key: micro * sum(getattr(stage, name) for stage in busiest)
+        for key, name in (
+            ("again", "recompute"),
+            *((kind, kind) for kind in ("tensor", "context", "experts", "gather")),
+        )
     }
     busy_seconds = micro * sum(stage.seconds for stage in busiest)
     return StepTime(
-        compute=busy_seconds - sum(messages.values()), bubble=total - busy_seconds, **messages, **end_seconds
-    )
+        compute=busy_seconds - sum(separate_seconds.values()), bubble=total - busy_seconds, **separate_seconds,
+        **end_seconds,
+    )  # fmt: skip
 
 
 def _busiest_rank_stages(stages: Sequence[Stage], *, schedule: str, ranks: int) -> Sequence[Stage]:
     """Return the stages of the rank with the most work."""
-    owned = [stages[rank::ranks] for rank in range(ranks)]
+    stages_by_rank = [stages[rank::ranks] for rank in range(ranks)]
     if schedule == "zbv":
-        owned = [[stages[rank], stages[2 * ranks - 1 - rank]] for rank in range(ranks)]
-    return max(owned, key=lambda own: sum(stage.seconds for stage in own))
+        stages_by_rank = [[stages[rank], stages[2 * ranks - 1 - rank]] for rank in range(ranks)]
+    return max(stages_by_rank, key=lambda rank_stages: sum(stage.seconds for stage in rank_stages))
 
 
 def estimate_step_end(
@@ -228,7 +241,7 @@ def estimate_step_end(
             element_bytes * profile.tied / candidate.tp
         )  # both ends hold part of its gradient
     rank_bytes = element_bytes * trained * (elements.dense / (candidate.dp_shard if zero else 1) + elements.experts)
-    moved_bytes = 3 * rank_bytes + 2 * optimizer
+    moved_bytes = 3 * rank_bytes + 2 * optimizer  # reads and writes state and parameters, reads gradients
     bandwidth = device.bytes_per_second * efficiency.memory
     host_bandwidth = groups.host.bytes_per_second
     offload = 2 * optimizer / host_bandwidth if "optimizer" in candidate.offload else 0.0

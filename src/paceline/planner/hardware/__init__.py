@@ -1,1 +1,1 @@
-"""Clusters, devices and links: catalogue, benchmark results, efficiency."""
+"""Describe clusters, devices and links: from a catalogue, a file or benchmark results, with their efficiency."""

@@ -1,4 +1,4 @@
-"""The assumptions of a forecast about the cluster: links, reserved memory and peak rates, each with its source."""
+"""List what a forecast assumes about the cluster: links, reserved memory and peak rates, each with its source."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Results of a machine benchmark (probe): rates of devices, links and disk, and times derived from them."""
+"""Store the results of a machine benchmark (probe): rates of devices, links and disk, and times derived from them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,10 +11,7 @@ from paceline.planner.hardware.timing_curve import TimingCurve, read_curve
 
 FORMAT = 1
 HEAD_WIDTH = 64  # the measured width; other widths are converted to a number of such heads
-ATTENTION_FLOPS, TRAINED_ATTENTION_FLOPS = (
-    4,
-    14,
-)  # FLOPs of a head, forward and with backward, in units of length² × width
+ATTENTION_FLOPS, TRAINED_ATTENTION_FLOPS = 4, 14  # of a head, forward and with backward, divided by length² × width
 _MAX_OTHER_LOAD = 0.2
 _RERUN_HINT = "probe_here(ranks=N, again=True) measures again"
 
@@ -48,10 +45,11 @@ class MatmulTimings:
 class Rates:
     """The rates of each of `busy` processes that compute on a machine at the same time, with `threads` threads each.
 
-    `attention` and `attention_trained` (forward and backward) are the seconds of a head by its FLOPs. `streams` are the
-    seconds of memory-bound operations (`copy` into existing memory; `add`, `gelu` and `norm` into new memory) by bytes
-    read and written. `optimizers` are the seconds of an update by bytes read and written for one tensor.
-    `operation_seconds` is the time of an operation on almost no data, `trained_operation_seconds` with its backward.
+    `products` are matmuls by precision. `attention` and `attention_trained` (forward and backward) are the seconds of a
+    head by its FLOPs. `streams` are the seconds of memory-bound operations (`copy` into existing memory; `add`, `gelu`
+    and `norm` into new memory) by bytes read and written. `optimizers` are the seconds of an update by bytes read and
+    written for one tensor. `operation_seconds` is the time of an operation on almost no data,
+    `trained_operation_seconds` with its backward.
     """
 
     busy: int
@@ -95,9 +93,10 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareBenchmark:
-    """The results of a probe. `copies` (`to_device`, `to_host`) are seconds by bytes of pinned memory, if it has GPUs.
+    """The results of a probe, with the names of its file.
 
-    `others` is the fraction of the machine's cores that other programs used during the probe, None if unknown.
+    `copies` (`to_device`, `to_host`) are seconds by bytes of pinned memory, if the machine has GPUs. `others` is the
+    fraction of the machine's cores that other programs used during the probe, None if unknown.
     """
 
     fingerprint: MachineFingerprint
@@ -116,12 +115,10 @@ class HardwareBenchmark:
 
     def rates_for(self, busy: int) -> Rates:
         """Return the rates of the smallest measured number of processes that is at least `busy`, or of the largest."""
-        large_enough = [each for each in self.rates if each.busy >= busy]
-        return (
-            min(large_enough, key=lambda each: each.busy)
-            if large_enough
-            else max(self.rates, key=lambda each: each.busy)
-        )
+        large_enough = [rates for rates in self.rates if rates.busy >= busy]
+        if large_enough:
+            return min(large_enough, key=lambda rates: rates.busy)
+        return max(self.rates, key=lambda rates: rates.busy)
 
     def collective_seconds(self, kind: str, *, num_bytes: float, ranks: int) -> float:
         """Return the seconds of a collective of `num_bytes`, scaled from the nearest measured group size.
@@ -131,12 +128,12 @@ class HardwareBenchmark:
         """
         if ranks == 1:
             return 0.0
-        same_kind = [each for each in self.collectives if each.kind == kind]
+        same_kind = [collective for collective in self.collectives if collective.kind == kind]
         if not same_kind:
             raise MachineError(
                 f"the probe has no {kind}.", cause=_available_text([c.kind for c in self.collectives]), hint=_RERUN_HINT
             )
-        nearest = min(same_kind, key=lambda each: (abs(log(each.ranks / ranks)), each.ranks))
+        nearest = min(same_kind, key=lambda collective: (abs(log(collective.ranks / ranks)), collective.ranks))
         sent_fraction = SHARES[kind]
         scaled_bytes = num_bytes * sent_fraction(ranks) / sent_fraction(nearest.ranks)
         rounds = 1.0 if kind == "send" else (ranks - 1) / (nearest.ranks - 1)

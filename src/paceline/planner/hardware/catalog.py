@@ -1,4 +1,4 @@
-"""Catalogue of well-known accelerators and links, from their makers' data sheets: dense rates, not sparse ones.
+"""List well-known accelerators and links, with the dense (not sparse) rates of their makers' data sheets.
 
 Memory is that of the data sheet. `reserve_bytes`, which driver, context and communication use of it, is an assumption,
 and so are latencies, which data sheets do not state. A probe of the machine replaces all these numbers.
@@ -12,16 +12,10 @@ from paceline.planner.hardware.cluster import Cluster, Device, Link
 
 _GIB = float(1 << 30)
 _RESERVE = 2 * _GIB  # CUDA context about 0.5 GiB, NCCL 0.5 to 1 GiB, cuBLAS workspaces and driver
-_HOST_MEMORY_GIB = {
-    "nvlink5": 256,
-    "nvlink4": 256,
-    "nvlink3": 128,
-    "nvlink2": 64,
-    "xgmi3": 64,
-    "xgmi4": 256,
-}  # per device (DGX)
+# host memory per device in machines with these links, such as DGX
+_HOST_MEMORY_GIB = {"nvlink5": 256, "nvlink4": 256, "nvlink3": 128, "nvlink2": 64, "xgmi3": 64, "xgmi4": 256}
 _TERA, _GIGA = 1e12, 1e9
-_US = 1e-6
+_MICRO = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +61,7 @@ def _gpu(
     )
 
 
-_USUAL_LINKS = {
+_USUAL_LINKS = {  # inside a node, between nodes, to the host
     "A100": ("nvlink3", "ib-hdr", "pcie4"),
     "H100": ("nvlink4", "ib-ndr", "pcie5"),
     "B200": ("nvlink5", "ib-ndr", "pcie5"),
@@ -167,7 +161,7 @@ def sheet_rates(gpu: str) -> dict[str, float]:
 def _link(name: str, microseconds: float, gigabytes: float, source: str, *, is_shared: bool = False) -> Link:
     return Link(
         name=name,
-        latency_seconds=microseconds * _US,
+        latency_seconds=microseconds * _MICRO,
         bytes_per_second=gigabytes * _GIGA,
         is_shared=is_shared,
         source=source,

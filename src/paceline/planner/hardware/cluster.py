@@ -1,4 +1,4 @@
-"""Numbers of a cluster: its devices, the links between them and its size, each with the source of the numbers."""
+"""Describe a cluster: its devices, the links between them and its size, each with the source of the numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -62,7 +62,8 @@ class Cluster:
     """A cluster of `nodes` machines with `devices` each, and its links: inside a node, between nodes, and to the host.
 
     `host_bytes`, `disk_bytes` and `price_per_hour` (in `currency`) are those of one node. `longer` and `fuller` are the
-    ratios of measured to forecast step time and memory in earlier runs on this machine, by family of layouts.
+    ratios of measured to forecast step time and memory in earlier runs on this machine, by family of layouts. The names
+    are keys of plan.json.
     """
 
     device: Device

@@ -1,4 +1,4 @@
-"""Reader of the TOML file of a cluster, which reports all mistakes at once."""
+"""Read the TOML file of a cluster, and report all its mistakes at once."""
 
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -101,6 +101,7 @@ class _ClusterFileReader:
         kind = str(value.get("kind", "cuda"))
         if kind not in _KINDS:
             self._add_problem(f"device.kind = {kind!r} is unknown.", "device.kind", hint=f"kind = {' | '.join(_KINDS)}")
+        # the entry gives the links and the reserve, where the file does not: an L40S has PCIe links
         entry = find_device("cpu" if kind == "cpu" else "L40S", problems=[])
         if "memory" in quantities and quantities.get("reserve", 0.0) >= quantities["memory"]:
             cause = f"the reserve is what a process needs before it has a model, out of {value['memory']}"
@@ -171,8 +172,8 @@ class _ClusterFileReader:
         for name in tree:
             if name not in known_keys:
                 hint = f"one of {', '.join(f'{prefix}{other}' for other in known_keys)}"
-                what = f"a cluster file has no key {prefix}{name}."
-                self._add_problem(what, f"{prefix}{name}", cause=did_you_mean(name, known_keys), hint=hint)
+                message = f"a cluster file has no key {prefix}{name}."
+                self._add_problem(message, f"{prefix}{name}", cause=did_you_mean(name, known_keys), hint=hint)
 
     def _add_problem(self, message: str, key: str, *, cause: str = "", hint: str = "") -> None:
         where = f"{self.path}, {key}" if key else str(self.path)
@@ -184,7 +185,7 @@ def _load_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(read_user_text(path, expected="a cluster file", hint=_EXAMPLE))
     except FileNotFoundError:
         raise UsageError(
-            f"{path} does not exist.", cause="this names a cluster file", hint="--cluster 8xH100-80G, or here"
+            f"{path} does not exist.", cause="a name with .toml or / is a file", hint="--cluster 8xH100-80G, or here"
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} can't be read: {error}.", where=str(path), hint=_EXAMPLE) from None

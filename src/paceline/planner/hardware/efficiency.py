@@ -1,4 +1,4 @@
-"""Efficiency constants of the forecast: the fractions of a data sheet's rates that training reaches."""
+"""Define the efficiency constants of the forecast: the fractions of a data sheet's rates that training reaches."""
 
 from dataclasses import asdict, dataclass
 

@@ -1,4 +1,4 @@
-"""This machine as a cluster to plan for: one device per rank and the link between them, measured by a probe."""
+"""Describe this machine as a cluster to plan for: one device per rank, and the link between them, from a probe."""
 
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def host_memory() -> int:
 
 def _total_memory() -> int:
     try:
-        line = next(one for one in Path("/proc/meminfo").read_text().splitlines() if one.startswith("MemTotal"))
+        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
     except (OSError, StopIteration):
         return 16 << 30
     return int(line.split()[1]) << 10

@@ -1,4 +1,4 @@
-"""Parser of the cluster to plan for: `here`, `8xH100-80G`, `4x8xH100-80G@ib-ndr`, or a TOML file."""
+"""Parse the cluster to plan for: `here`, `8xH100-80G`, `4x8xH100-80G@ib-ndr`, or a TOML file."""
 
 import re
 from dataclasses import replace
@@ -29,9 +29,9 @@ def parse_cluster(text: str, *, local_cluster: Cluster | None = None) -> Cluster
         return read_cluster_file(Path(text))
     match = _CLUSTER_TEXT.fullmatch(text)
     if match is None:
-        raise UsageError(f"--cluster {text!r} can't be read.", cause="nodes x devices x name", hint=_EXAMPLE)
+        raise UsageError(f"--cluster {text!r} can't be read.", cause="it is not NODESxDEVICESxNAME@LINK", hint=_EXAMPLE)
     problems: list[PacelineError] = []
-    counts = [_parse_count(text, part, problems) for part in match.groups()[:2] if part]
+    counts = [_parse_count(text, digits, problems) for digits in match.groups()[:2] if digits]
     entry = find_device(match[3], problems=problems)
     between = replace(find_link(match[4], problems=problems), origin="given") if match[4] else None
     nodes, devices = ([1, *counts] if len(counts) < 2 else counts) if counts else (1, 1)
@@ -45,6 +45,6 @@ def parse_cluster(text: str, *, local_cluster: Cluster | None = None) -> Cluster
 def _parse_count(text: str, digits: str, problems: list[PacelineError]) -> int:
     if digits.strip("0") and len(digits) <= len(str(MAX_RANKS)):
         return int(digits)
-    cause = "one digit too many" if digits.strip("0") else "at least one node with one device"
+    cause = "one digit too many" if digits.strip("0") else "at least one node with one device is needed"
     problems.append(UsageError(f"--cluster {text!r}: {digits} is not a valid count.", cause=cause, hint=_EXAMPLE))
     return 1

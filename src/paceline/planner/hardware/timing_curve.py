@@ -1,4 +1,4 @@
-"""Measured timing curves: seconds by amount, interpolated between points, and a fitted line with its error."""
+"""Interpolate measured times: a curve gives the seconds of an amount (such as bytes), and a fitted line its error."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ _MIN_RATIO = 1e-3
 _MIN_END_RATIO = 0.1
 _SMALL_RESIDUAL = 0.03  # smaller residuals count by their squares, so that no single point determines the line
 _MIN_GAIN = 1e-9
-_MOST_DAMPING = 1e9
+_MAX_DAMPING = 1e9
 _MAX_LOG = 200.0
 
 
@@ -29,7 +29,7 @@ class Point:
 class Line:
     """A line `fixed_seconds + amount * each_seconds`, with its largest error (`residual`) and median error (`middle`).
 
-    An error of 0.2 means that line and measurement differ by a factor of 1.2.
+    An error of 0.2 means that line and measurement differ by a factor of 1.2. The names are keys of the probe's file.
     """
 
     fixed_seconds: float
@@ -122,17 +122,17 @@ def fit_line(points: Sequence[Point]) -> Line:
     """Return the line with the smallest relative error, robust against outliers.
 
     Damped least squares (Marquardt, "An algorithm for least-squares estimation of nonlinear parameters", 1963) minimise
-    the logarithms of line over measurement, with weights by which outliers count by their distance, not its square.
+    the logarithms of line over measurement. Weights make an outlier count by its distance, not by the square of it.
     """
     first, last = points[0], points[-1]
     slope = last.seconds / last.amount
     if len(points) == 1:
         return _line(points, 0.0, slope)
     starts = ((first.seconds / 2, slope / 2), (first.seconds, slope * _MIN_RATIO), (first.seconds * _MIN_RATIO, slope))
-    fits = [_fit_from(points, log(fixed), log(each)) for fixed, each in starts]
-    _, fixed, slope_value = min(fits)
+    fits = [_fit_from(points, log(start_intercept), log(start_slope)) for start_intercept, start_slope in starts]
+    _, intercept, fitted_slope = min(fits)
     min_slope = _MIN_RATIO * min(point.seconds / point.amount for point in points)
-    return _line(points, fixed if fixed > _MIN_RATIO * first.seconds else 0.0, max(slope_value, min_slope))
+    return _line(points, intercept if intercept > _MIN_RATIO * first.seconds else 0.0, max(fitted_slope, min_slope))
 
 
 def _line(points: Sequence[Point], intercept: float, slope: float) -> Line:
@@ -148,7 +148,7 @@ def _fit_from(points: Sequence[Point], p: float, q: float) -> tuple[float, float
         new_cost = _cost(points, p + dp, q + dq)
         if new_cost >= cost:
             damping *= 5
-            if damping > _MOST_DAMPING:
+            if damping > _MAX_DAMPING:
                 break
             continue
         p, q, improvement, cost, damping = p + dp, q + dq, cost - new_cost, new_cost, damping / 3
@@ -161,18 +161,19 @@ def _cost(points: Sequence[Point], p: float, q: float) -> float:
     """Return the total error; it is infinite if a parameter of the line is extreme."""
     if max(abs(p), abs(q)) > _MAX_LOG:
         return inf
-    return sum(hypot(log((exp(p) + exp(q) * each.amount) / each.seconds), _SMALL_RESIDUAL) for each in points)
+    return sum(hypot(log((exp(p) + exp(q) * point.amount) / point.seconds), _SMALL_RESIDUAL) for point in points)
 
 
 def _newton_step(points: Sequence[Point], p: float, q: float, damping: float) -> tuple[float, float]:
-    fixed, each = exp(p), exp(q)
+    """Return the changes of `p` and `q` in one damped step, from the weighted 2 × 2 normal equations."""
+    intercept, slope = exp(p), exp(q)
     uu, uv, vv, ur, vr = damping, 0.0, damping, 0.0, 0.0
     for point in points:
-        line = fixed + each * point.amount
-        r, u, v = log(line / point.seconds), fixed / line, each * point.amount / line
-        weight = 1 / hypot(r, _SMALL_RESIDUAL)
+        line = intercept + slope * point.amount
+        residual, u, v = log(line / point.seconds), intercept / line, slope * point.amount / line
+        weight = 1 / hypot(residual, _SMALL_RESIDUAL)
         uu, uv, vv = uu + weight * u * u, uv + weight * u * v, vv + weight * v * v
-        ur, vr = ur + weight * u * r, vr + weight * v * r
+        ur, vr = ur + weight * u * residual, vr + weight * v * residual
     determinant = uu * vv - uv * uv
     return (uv * vr - vv * ur) / determinant, (uv * ur - uu * vr) / determinant
 

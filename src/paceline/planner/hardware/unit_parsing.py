@@ -1,4 +1,4 @@
-"""Parser of quantities with units: `80 GiB`, `400 Gbit/s`, `2 us`, `989 TFLOP/s`, `98.32 USD/h`."""
+"""Parse quantities with units: `80 GiB`, `400 Gbit/s`, `2 us`, `989 TFLOP/s`, `98.32 USD/h`."""
 
 import re
 from enum import StrEnum
@@ -11,9 +11,9 @@ _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?([eE][+-]?[0-9]+
 _MIN_VALUE, _MAX_VALUE = 1e-12, 1e24
 _DECIMAL_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY_PREFIXES = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
-_BYTES = {f"{step}B": size for step, size in (_DECIMAL_PREFIXES | _BINARY_PREFIXES).items()}
+_BYTES = {f"{prefix}B": factor for prefix, factor in (_DECIMAL_PREFIXES | _BINARY_PREFIXES).items()}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_BITS = {f"{step}bit": size / 8 for step, size in _DECIMAL_PREFIXES.items()}
+_BITS = {f"{prefix}bit": factor / 8 for prefix, factor in _DECIMAL_PREFIXES.items()}
 
 
 class QuantityKind(StrEnum):
@@ -30,10 +30,10 @@ class QuantityKind(StrEnum):
 
 UNITS: dict[QuantityKind, dict[str, float]] = {
     QuantityKind.BYTES: _BYTES,
-    QuantityKind.BYTES_PER_SECOND: {f"{unit}/s": size for unit, size in (_BYTES | _BITS).items()},
+    QuantityKind.BYTES_PER_SECOND: {f"{unit}/s": factor for unit, factor in (_BYTES | _BITS).items()},
     QuantityKind.SECONDS: _SECONDS,
     QuantityKind.TIME: _SECONDS | {"min": 60.0, "h": 3600.0, "d": 86_400.0},
-    QuantityKind.FLOPS: {f"{step}FLOP/s": size for step, size in _DECIMAL_PREFIXES.items()},
+    QuantityKind.FLOPS: {f"{prefix}FLOP/s": factor for prefix, factor in _DECIMAL_PREFIXES.items()},
     QuantityKind.WATTS: {"W": 1.0, "kW": 1e3},
     QuantityKind.MONEY: {"USD/h": 1.0, "EUR/h": 1.0, "GBP/h": 1.0, "CHF/h": 1.0},
 }
@@ -60,23 +60,23 @@ def parse_quantity(text: object, *, kind: QuantityKind, name: str, where: str = 
     match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     if match is None or not match[2]:
         problem = "has no unit" if match or isinstance(text, int | float) else "is not a number with a unit"
-        raise UsageError(f"{name} = {text!r} {problem}.", where=where, cause=f"it is in {kind}", hint=hint)
-    size = UNITS[kind].get(match[2])
-    if size is None:
+        raise UsageError(f"{name} = {text!r} {problem}.", where=where, cause=f"a value in {kind} is needed", hint=hint)
+    factor = UNITS[kind].get(match[2])
+    if factor is None:
         raise UsageError(
             f"{name} = {text!r}: {match[2]!r} is not a unit of {kind}.",
             where=where,
-            cause=_unit_hint(match[2], kind),
+            cause=_unit_cause(match[2], kind),
             hint=hint,
         )
     if "," in match[1] and not _THOUSANDS.fullmatch(match[1]):
         cause = "use a comma between thousands and a point before decimals"
         raise UsageError(f"{name} = {text!r} is not a number.", where=where, cause=cause, hint=hint)
-    value = float(match[1].replace(",", "").replace("_", "")) * size
+    value = float(match[1].replace(",", "").replace("_", "")) * factor
     if not (value > 0 or (allow_zero and value == 0)) or value == float("inf"):
         raise UsageError(f"{name} = {text!r} is not positive.", where=where, hint=hint)
     if value and not _MIN_VALUE <= value <= _MAX_VALUE:
-        cause = f"it is {value:g} {kind}: a wrong unit, or an exponent"
+        cause = f"that is {value:g} {kind}: the unit or the exponent is wrong"
         raise UsageError(f"{name} = {text!r} is not plausible.", where=where, cause=cause, hint=hint)
     return value
 
@@ -88,7 +88,7 @@ def parse_currency(text: str) -> str:
     return match[2].removesuffix("/h")
 
 
-def _unit_hint(unit: str, expected_kind: QuantityKind) -> str:
+def _unit_cause(unit: str, expected_kind: QuantityKind) -> str:
     other_kind = next((str(kind) for kind, units in UNITS.items() if unit in units), "")
     if other_kind:
         return f"that is a unit of {other_kind}"

@@ -1,1 +1,1 @@
-"""Execution plans from a layout and a cluster, and checks of which combinations cannot work."""
+"""Make execution plans from a layout and a cluster, and refuse combinations that cannot work."""

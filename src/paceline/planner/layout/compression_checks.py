@@ -1,4 +1,4 @@
-"""Checks of the layouts, update rules and settings that gradient compression can be combined with."""
+"""Refuse layouts, update rules and settings that gradient compression cannot be combined with."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from paceline.errors import LayoutError, PacelineError, UsageError
 from paceline.planner.layout.mesh import Mesh, resolve_mesh
 
 _SHARDED = "each rank reduces its own rows there, and most of the traffic is parameters, which are not compressed"
-_PARTS = "most of the traffic between these ranks is activations or partial sums, which are not compressed"
+_SPLIT_MODEL = "most of the traffic between these ranks is activations or partial sums, which are not compressed"
 _THREADS = "replicas as threads share memory and send nothing"
 
 
@@ -40,7 +40,7 @@ def refuse_compressed_layout(
         errors.append(
             LayoutError(
                 f"--compress {compress.method} needs ddp, not {layout}.",
-                cause=_THREADS if uses_threads else _SHARDED if is_sharded else _PARTS,
+                cause=_THREADS if uses_threads else _SHARDED if is_sharded else _SPLIT_MODEL,
                 hint=f"{command}, or --layout fsdp,params=bf16" if is_sharded and mesh.zero == 3 else command,
             )
         )
@@ -56,7 +56,7 @@ def refuse_compressed_layout(
         errors.append(
             LayoutError(
                 f"--compress {compress.method} needs --update sync, not {update}.",
-                cause="it changes how one step's gradients are reduced, and that rule does not reduce them",
+                cause="compression changes how a step's gradients are reduced; this update rule does not reduce any",
                 hint=f"--update sync --compress {compress}",
             )
         )

@@ -1,4 +1,4 @@
-"""The execution plan: ranks, replicas, microbatches, backend and threads, with a line of explanation for each."""
+"""Make the execution plan: ranks, replicas, microbatches, backend and threads, with a line of explanation for each."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -9,18 +9,17 @@ from paceline.config.layout import Layout, LayoutKind
 from paceline.config.update_rule import UpdateRule, parse_update
 from paceline.console.formatting import plural
 from paceline.errors import PacelineError, UsageError, raise_all
-from paceline.planner.layout.axis_products import check_axis_products
 from paceline.planner.layout.compression_checks import refuse_compressed_layout
 from paceline.planner.layout.mesh import Mesh, layout_label, resolve_mesh
-from paceline.planner.layout.pipeline_options import pipeline_notes
+from paceline.planner.layout.pipeline_options import pipeline_notes, refuse_schedule
 from paceline.planner.layout.update_rule_checks import rule_planning
 
-_DEVICES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "mpi": ("cpu", "cuda"), "ucc": ("cpu", "cuda")}
+_BACKEND_DEVICES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "mpi": ("cpu", "cuda"), "ucc": ("cpu", "cuda")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """The number of ranks, and the resources of each rank."""
+    """The ranks of a run and their machine, whose `cores` are shared by `ranks_per_node` ranks (None: by all)."""
 
     ranks: int
     device: str = "cpu"
@@ -35,7 +34,6 @@ class JobFacts:
     global_batch_size: int
     micro_batch_size: int | None = None
     accumulation: int | None = None
-    num_samples: int | None = None
     one_thread: bool = False
     threads: int | None = None
     backend: str = "auto"
@@ -46,7 +44,11 @@ class JobFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionPlan:
-    """The plan that every rank follows. `layout` is the name of the layout that was `asked` for, on this `mesh`."""
+    """The plan that every rank follows, with the names of plan.json.
+
+    `asked` is the requested layout; `layout` is its name on this `mesh`. `num_micro` counts the microbatches of a step
+    over all replicas.
+    """
 
     layout: str
     asked: Layout
@@ -79,28 +81,28 @@ class ExecutionPlan:
 
 
 def make_execution_plan(
-    *, layout: Layout, update: UpdateRule, cluster: Resources, facts: JobFacts, compress: Compression | None = None
+    *, layout: Layout, update: UpdateRule, resources: Resources, facts: JobFacts, compress: Compression | None = None
 ) -> ExecutionPlan:
-    """Return the plan.
+    """Return the execution plan of a run.
 
     Raises:
         LayoutError, UsageError, Problems: the layout, the update rule, the batch or the backend is impossible. All
             problems are raised at once.
     """
     problems: list[PacelineError] = []
-    processes, rule = layout.processes(ranks=cluster.ranks), rule_planning(update)
-    workers = rule.num_workers(update, ranks=cluster.ranks, problems=problems)
+    processes, rule = layout.processes(ranks=resources.ranks), rule_planning(update)
+    workers = rule.num_workers(update, ranks=resources.ranks, problems=problems)
     mesh = rule.order_ranks(resolve_mesh(layout, ranks=workers, problems=problems, update=update))
     compression = compress or Compression()
-    problems += [*check_axis_products(layout, mesh), *rule.refuse_layout(update, layout, mesh)]
+    problems += [*refuse_schedule(layout, mesh), *rule.refuse_layout(update, layout, mesh)]
     problems += refuse_compressed_layout(compression, update, layout, mesh)
     replicas = mesh.replicas
     micro_batch_size = _choose_micro_batch_size(facts, replicas, problems)
-    backend, backend_reason = choose_backend(replace(cluster, ranks=processes), facts, problems)
+    backend, backend_reason = choose_backend(replace(resources, ranks=processes), facts, problems)
     num_micro = -(-facts.global_batch_size // micro_batch_size)
     problems += rule.refuse_batch(update, mesh, num_micro=num_micro)
     raise_all(problems)
-    threads = choose_threads(cluster=cluster, one_thread=facts.one_thread, requested=facts.threads)
+    threads = choose_threads(resources=resources, one_thread=facts.one_thread, requested=facts.threads)
     rule_notes = [*rule.notes(update, mesh, num_micro=num_micro)]
     if rule.flushes_pipeline:
         rule_notes += pipeline_notes(layout, mesh, num_micro=num_micro, micro_batch_size=micro_batch_size)
@@ -112,24 +114,24 @@ def make_execution_plan(
         compress=str(compression),
         processes=processes,
         replicas=replicas,
-        device=cluster.device,
+        device=resources.device,
         backend=backend,
         threads=threads,
         global_batch_size=facts.global_batch_size,
         micro_batch_size=micro_batch_size,
         num_micro=num_micro,
         notes=(
-            *_notes(layout, mesh, cluster, facts, backend_reason, threads, micro_batch_size, num_micro),
+            *_notes(layout, mesh, resources, facts, backend_reason, threads, micro_batch_size, num_micro),
             *rule_notes,
         ),
     )
 
 
-def choose_threads(*, cluster: Resources, one_thread: bool, requested: int | None) -> int:
+def choose_threads(*, resources: Resources, one_thread: bool, requested: int | None) -> int:
     """Return the threads per rank: the `requested` number, or the usable cores divided by the ranks of this machine."""
     if one_thread:
         return 1
-    return requested or max(1, cluster.cores // (cluster.ranks_per_node or cluster.ranks))
+    return requested or max(1, resources.cores // (resources.ranks_per_node or resources.ranks))
 
 
 def refuse_backend(requested: str, built_in: Sequence[str]) -> list[PacelineError]:
@@ -140,61 +142,61 @@ def refuse_backend(requested: str, built_in: Sequence[str]) -> list[PacelineErro
     return [UsageError(message, hint="leave --train.backend out: the device decides it")]
 
 
-def choose_backend(cluster: Resources, facts: JobFacts, problems: list[PacelineError]) -> tuple[str, str]:
+def choose_backend(resources: Resources, facts: JobFacts, problems: list[PacelineError]) -> tuple[str, str]:
     """Return the backend, and the reason for the choice.
 
     GPUs use NCCL, or Gloo if the build lacks NCCL; CPUs use Gloo; a single process needs no backend.
     """
     requested = facts.backend
-    if cluster.ranks == 1:
+    if resources.ranks == 1:
         return "none", "none, because there is one process"
     if requested == "auto":
-        if cluster.device == "cpu":
+        if resources.device == "cpu":
             return "gloo", "gloo, because the ranks compute on CPUs"
         if "nccl" in facts.built_in_backends:
             return "nccl", "nccl, because each rank has a GPU"
         return "gloo", "gloo, because this build of torch has no nccl: slower, because tensors go through the host"
     missing = refuse_backend(requested, facts.built_in_backends)
     problems += missing
-    if not missing and cluster.device not in _DEVICES[requested]:
+    if not missing and resources.device not in _BACKEND_DEVICES[requested]:
         problems.append(
             UsageError(
-                f"the {requested} backend can't send tensors of a {cluster.device}.", hint="--train.backend gloo"
+                f"the {requested} backend can't send tensors of a {resources.device}.", hint="--train.backend gloo"
             )
         )
     return requested, f"{requested}, because --train.backend asks for it"
 
 
 def _choose_micro_batch_size(facts: JobFacts, replicas: int, problems: list[PacelineError]) -> int:
-    total, requested, accumulation = facts.global_batch_size, facts.micro_batch_size, facts.accumulation
-    if total < 1:
-        problems.append(UsageError(f"global_batch_size is {total}, expected at least 1."))
-    if requested is not None and not 1 <= requested <= max(total, 1):
+    global_batch_size, requested, accumulation = facts.global_batch_size, facts.micro_batch_size, facts.accumulation
+    if global_batch_size < 1:
+        problems.append(UsageError(f"global_batch_size is {global_batch_size}, expected at least 1."))
+    if requested is not None and not 1 <= requested <= max(global_batch_size, 1):
         problems.append(
             UsageError(
-                f"micro_batch_size {requested} is not between 1 and global_batch_size {total}.",
+                f"micro_batch_size {requested} is not between 1 and global_batch_size {global_batch_size}.",
                 cause="a microbatch is a part of the global batch",
-                hint=f"--train.micro_batch_size {max(1, min(requested, total))}",
+                hint=f"--train.micro_batch_size {max(1, min(requested, global_batch_size))}",
             )
         )
         return 1
     if accumulation is not None and accumulation < 1:
         problems.append(UsageError(f"gradient_accumulation_steps is {accumulation}, expected at least 1."))
         return 1
-    if requested is not None and accumulation is not None and requested * replicas * accumulation != total:
+    if requested is not None and accumulation is not None and requested * replicas * accumulation != global_batch_size:
         problems.append(
             UsageError(
                 f"micro_batch_size {requested} × {replicas} replicas × {accumulation} accumulation steps = "
-                f"{requested * replicas * accumulation}, but global_batch_size is {total}.",
+                f"{requested * replicas * accumulation}, but global_batch_size is {global_batch_size}.",
                 hint="leave --train.gradient_accumulation_steps out: it is derived",
             )
         )
     if requested is not None:
         return requested
-    micro_batch_size = -(-max(total, 1) // (replicas * (accumulation or 1)))
-    if accumulation is not None and total >= 1:
+    micro_batch_size = -(-max(global_batch_size, 1) // (replicas * (accumulation or 1)))
+    if accumulation is not None and global_batch_size >= 1:
         problems += _refuse_accumulation(
-            accumulation, total=total, replicas=replicas, micro_batch_size=micro_batch_size
+            accumulation, total=global_batch_size, replicas=replicas, micro_batch_size=micro_batch_size
         )
     return micro_batch_size
 
@@ -231,13 +233,13 @@ def _describe_axes(mesh: Mesh) -> list[str]:
         "tp": f"large weights in {mesh.tp} pieces",
         "ep": f"experts over {mesh.ep} ranks",
     }
-    return [said for axis, said in descriptions.items() if axis in mesh.split_axes]
+    return [description for axis, description in descriptions.items() if axis in mesh.split_axes]
 
 
 def _notes(
     layout: Layout,
     mesh: Mesh,
-    cluster: Resources,
+    resources: Resources,
     facts: JobFacts,
     backend_reason: str,
     threads: int,
@@ -265,10 +267,10 @@ def _notes(
     return (
         f"layout: {layout_label(layout, mesh)}, {plural(replicas, 'replica')}"
         + (" in one process" if layout.kind is LayoutKind.THREADS else "")
-        + "".join(f"; {said}" for said in _describe_axes(mesh)),
+        + "".join(f"; {description}" for description in _describe_axes(mesh)),
         f"backend: {backend_reason}",
         f"batch: {plural(facts.global_batch_size, 'sample')} per step in {plural(num_micro, 'microbatch')} of "
         f"{micro_batch_size} ({per_rank} per replica)",
         *([idle_warning] if num_idle else []),
-        f"threads: {threads} per {unit} ({'pinned' if facts.one_thread else plural(cluster.cores, 'usable core')})",
+        f"threads: {threads} per {unit} ({'pinned' if facts.one_thread else plural(resources.cores, 'usable core')})",
     )

@@ -1,10 +1,9 @@
-"""Checks of the layouts and settings that Hogwild can be combined with."""
+"""Refuse layouts and settings that Hogwild cannot be combined with."""
 
 from collections.abc import Iterator
 from types import MappingProxyType
 
-from paceline.config.layout import Layout
-from paceline.config.layout import LayoutKind as LayoutKind
+from paceline.config.layout import Layout, LayoutKind
 from paceline.config.update_rule import UpdateRule
 from paceline.errors import LayoutError, PacelineError
 from paceline.planner.layout.mesh import Mesh
@@ -41,12 +40,12 @@ class HogwildPlanning(RulePlanning):
             errors.append(
                 LayoutError(
                     "--update hogwild with one rank: no other worker races with it.",
-                    cause="it would equal a single process",
+                    cause="a single worker trains as a single process does",
                     hint="--ranks 2, or --update sync",
                 )
             )
         return errors
 
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
-        """Yield the line on Hogwild."""
+        """Yield the line about Hogwild."""
         yield f"update: hogwild, {mesh.ranks} workers write to one model without locks, each with its own gradient"

@@ -1,4 +1,4 @@
-"""Detection of this machine's CPUs and GPUs without torch."""
+"""Detect this machine's CPUs and GPUs without torch."""
 
 import os
 import platform
@@ -10,26 +10,26 @@ from itertools import takewhile
 from pathlib import Path
 
 _SMI_SECONDS = 20
-_IDLE = 3
+_IDLE_COLUMN = 3  # in the first line of /proc/stat
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _GPU_ID = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")  # CUDA ignores the list from the first entry that does not match
-_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/kfd")
+_DRIVER_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/kfd")
 
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use: its affinity, limited by the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _quota(Path("/sys/fs/cgroup/cpu.max"))
+    quota = _cpu_quota(Path("/sys/fs/cgroup/cpu.max"))
     return max(1, min(cores, quota) if quota else cores)
 
 
-def visible_gpus(*, folder: Path = _GPUS, drivers: Sequence[str] = _DRIVERS) -> int:
+def visible_gpus(*, folder: Path = _GPUS, driver_files: Sequence[str] = _DRIVER_FILES) -> int:
     """Return the number of GPUs that this process may use, without initializing CUDA."""
     num_installed = len(list(folder.iterdir())) if folder.is_dir() else None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return num_installed or 0
-    if num_installed is None and not any(Path(file).exists() for file in drivers):
+    if num_installed is None and not any(Path(file).exists() for file in driver_files):
         return 0
     num_listed = len(list(takewhile(_GPU_ID.fullmatch, (part.strip() for part in visible.split(",")))))
     return (
@@ -78,13 +78,13 @@ def _query_nvidia_smi(field: str) -> list[str]:
     return [*filter(None, map(str.strip, result.stdout.splitlines()))]
 
 
-def busy_share(*, seconds: float = 0.3) -> float:
+def busy_fraction(*, seconds: float = 0.3) -> float:
     """Return the fraction of all cores that is in use, measured for `seconds`; 0 if it is unknown."""
     before = _ticks()
     time.sleep(seconds)
     elapsed = [after - first for first, after in zip(before, _ticks(), strict=False)]
     total = float(sum(elapsed))
-    return 1 - elapsed[_IDLE] / total if total and len(elapsed) > _IDLE else 0.0
+    return 1 - elapsed[_IDLE_COLUMN] / total if total and len(elapsed) > _IDLE_COLUMN else 0.0
 
 
 def _ticks() -> list[int]:
@@ -95,7 +95,7 @@ def _ticks() -> list[int]:
         return []
 
 
-def _quota(path: Path) -> int | None:
+def _cpu_quota(path: Path) -> int | None:
     try:
         limit, period = path.read_text().split()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Checks of settings that a layout does not support, for any job, before the ranks start."""
+"""Refuse settings that a layout does not support, for any job, before the ranks start."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -35,7 +35,7 @@ def refuse_unused_place_settings(
     layout: Layout, mesh: Mesh, settings: Settings, *, requested: Collection[str]
 ) -> list[PacelineError]:
     """Return an error for each `requested` `place` setting that has no effect in this layout."""
-    blocks = mesh.pp > 1 or layout.remat != "none" or settings.train.compile
+    uses_blocks = mesh.pp > 1 or layout.remat != "none" or settings.train.compile
     uses = {
         "units": (mesh.zero == 3, "which modules are gathered together", "--layout fsdp"),
         "reshard": (mesh.zero == 3, "when gathered parameters are freed", "--layout fsdp"),
@@ -45,16 +45,16 @@ def refuse_unused_place_settings(
         "cut": (mesh.pp > 1, "how stages are cut", "--layout pp"),
         "tensor_plan": (mesh.tp > 1, "which weights are split", "--layout tp"),
         "replicate": (mesh.tp > 1, "which weights are not split", "--layout tp"),
-        "blocks": (blocks, "what is split, recomputed or compiled", f"--layout {_with_remat(layout)}"),
+        "blocks": (uses_blocks, "what is split, recomputed or compiled", f"--layout {_with_remat(layout)}"),
     }
     return [
         UsageError(
-            f"--place.{name} sets {says}, but layout {layout} does not use it.",
+            f"--place.{name} sets {effect}, but layout {layout} does not use it.",
             cause="a different layout was meant, or the setting belongs to an earlier layout",
             hint=f"{hint}, or leave --place.{name} out",
         )
-        for name, (has_home, says, hint) in uses.items()
-        if f"place.{name}" in requested and not has_home
+        for name, (is_used, effect, hint) in uses.items()
+        if f"place.{name}" in requested and not is_used
     ]
 
 
@@ -66,7 +66,7 @@ def _refuse_exact(mesh: Mesh) -> Iterator[PacelineError]:
     axes = [axis for axis in _INEXACT_REASONS if mesh.size(axis) > 1]
     if axes:
         yield UsageError(
-            f"exact mode with {', '.join(axes)} is not supported: it splits sums within a microbatch.",
+            f"exact mode with {', '.join(axes)} is not supported: sums within a microbatch are split over ranks.",
             cause="; ".join(_INEXACT_REASONS[axis] for axis in axes),
             hint="exact mode works with ddp, zero1, zero2, fsdp, hsdp, pp and their combinations: --layout fsdp",
         )

@@ -1,11 +1,10 @@
-"""Local SGD: when sites synchronize, which parameters they send, and the layouts and settings it supports."""
+"""Plan local SGD: when sites synchronize, which parameters they send, and which layouts and settings it supports."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from paceline.config.layout import Layout
-from paceline.config.layout import LayoutKind as LayoutKind
+from paceline.config.layout import Layout, LayoutKind
 from paceline.config.update_rule import UpdateRule
 from paceline.console.formatting import plural
 from paceline.errors import LayoutError, PacelineError, UsageError
@@ -97,12 +96,12 @@ class LocalSgdPlanning(RulePlanning):
             )
 
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
-        """Yield the line on local SGD."""
+        """Yield the line about local SGD."""
         ranks = mesh.ranks // mesh.dp_replicate
         sites = f"{plural(mesh.dp_replicate, 'site')} of {plural(ranks, 'rank')}"
         averaging = f"an outer step along their mean change (lr {update.lr:g}, momentum {update.momentum:g})"
         averaging = "their mean" if update.lr == 1.0 and not update.momentum else averaging
-        parts = f", in {update.fragments} fragments" if update.fragments > 1 else ""
+        fragments_text = f", in {update.fragments} fragments" if update.fragments > 1 else ""
         delay = (
             f", applied {plural(update.delay, 'update')} later, mixed with {update.mix:g} of its own"
             if update.delay
@@ -110,7 +109,7 @@ class LocalSgdPlanning(RulePlanning):
         )
         yield (
             f"update: {update.kind}, {sites} synchronise every {plural(update.every, 'update')}: "
-            f"{averaging}{parts}{delay}"
+            f"{averaging}{fragments_text}{delay}"
         )
 
     def length_notes(self, update: UpdateRule, *, total_steps: int | None) -> Iterator[str]:
@@ -118,9 +117,8 @@ class LocalSgdPlanning(RulePlanning):
         if total_steps is not None and total_steps < update.every:
             shorter_rule = replace(update, every=max(update.fragments, update.delay + 1, total_steps // 10))
             yield (
-                f"warning: the run ends after {plural(total_steps, 'update')}, before its sites have "
-                "synchronised: they do so every "
-                f"{update.every:,}; --update {shorter_rule}"
+                f"warning: the run ends after {plural(total_steps, 'update')}, before its sites have synchronised: "
+                f"they do so every {plural(update.every, 'update')}; --update {shorter_rule}"
             )
 
     def shorten_for_check(self, update: UpdateRule, *, steps: int) -> tuple[UpdateRule, int]:

@@ -1,4 +1,4 @@
-"""The mesh: the number of ranks on each axis, the coordinates of each rank, and which products are legal."""
+"""Build the mesh of a layout: the ranks on each axis, the coordinates of each rank, and which sizes fit the ranks."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ _MAX_NEAREST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The ranks per axis, outermost first; `ep` uses the ranks of the data axes, so it adds no ranks.
+    """The number of ranks on each axis, outermost first; `ep` uses the ranks of the data axes, so it adds no ranks.
 
     `zero` is the ZeRO stage of `dp_shard`, 0 if nothing is sharded. `sites` is the number of local SGD sites, each on
     neighbouring ranks; 0 if all replicas take the same steps.
@@ -107,7 +107,7 @@ _SYNCHRONOUS = UpdateRule()
 def resolve_mesh(
     layout: Layout, *, ranks: int, problems: list[PacelineError], update: UpdateRule = _SYNCHRONOUS
 ) -> Mesh:
-    """Return the mesh of a layout on `ranks` ranks, without parameter servers; add errors to `problems`."""
+    """Return the mesh of a layout on `ranks` ranks, which exclude parameter servers; add errors to `problems`."""
     if layout.kind is LayoutKind.THREADS:
         if layout.threads not in (None, ranks):
             text = f"{layout} needs {plural(layout.threads or 0, 'rank')}, you have {ranks}."
@@ -121,21 +121,21 @@ def resolve_mesh(
     if layout.kind is LayoutKind.HSDP and "dp_replicate" not in layout.sizes:
         _set_hsdp_sizes(layout, sizes, ranks, problems)
     product = math.prod(size for axis, size in sizes.items() if size != REMAINING_RANKS and axis != "ep")
-    open_axis = next((axis for axis, size in sizes.items() if size == REMAINING_RANKS), None)
-    if open_axis == "ep":
+    remaining_axis = next((axis for axis, size in sizes.items() if size == REMAINING_RANKS), None)
+    if remaining_axis == "ep":
         sizes["ep"] = sizes["dp_replicate"] * sizes["dp_shard"]
         if sizes["ep"] == 1:  # only `ep` was given: spread experts over replicas
             sizes["dp_replicate"] = sizes["ep"] = ranks
             product = ranks
-    elif open_axis is not None:
-        sizes[open_axis] = max(1, ranks // product)
-        product *= sizes[open_axis]
+    elif remaining_axis is not None:
+        sizes[remaining_axis] = max(1, ranks // product)
+        product *= sizes[remaining_axis]
     mesh = Mesh(**sizes, zero=layout.zero if sizes["dp_shard"] > 1 else 0)
     if product != ranks:
         problems.append(
             _misfit_with_servers_error(mesh, ranks, update)
             if update.servers
-            else _misfit_error(layout, mesh, ranks, open_axis)
+            else _misfit_error(layout, mesh, ranks, remaining_axis)
         )
     replicas = mesh.replicas
     if replicas % mesh.ep:
@@ -149,8 +149,8 @@ def resolve_mesh(
 
 def layout_label(layout: Layout, mesh: Mesh) -> str:
     """Return the name of a layout in plans: its short name or its axes, with the options that differ from defaults."""
-    named_axes = [axis for axis in layout.sizes if axis != "ep"]
-    if layout.kind is not LayoutKind.AXES and len(named_axes) <= 1:
+    requested_axes = [axis for axis in layout.sizes if axis != "ep"]
+    if layout.kind is not LayoutKind.AXES and len(requested_axes) <= 1:
         return ",".join([str(layout.kind), *layout.options()])
     names = {("dp_replicate",): "ddp", ("tp",): "tp", ("pp",): "pp", ("cp",): "cp", (): "single"}
     zero_names = {1: "zero1", 2: "zero2", 3: "fsdp"}
@@ -160,7 +160,7 @@ def layout_label(layout: Layout, mesh: Mesh) -> str:
 
 
 def nearest_meshes(mesh: Mesh, *, ranks: int) -> list[Mesh]:
-    """Return the legal meshes with this many ranks that are nearest to `mesh`, nearest first."""
+    """Return the possible meshes with this many ranks that are nearest to `mesh`, nearest first."""
     split_axes = [axis for axis in AXIS_ORDER if mesh.size(axis) > 1] or ["dp_replicate"]
     meshes = {str(other): other for other in _meshes_of_axes(split_axes, ranks, zero=mesh.zero)}
     wider_axes = list(dict.fromkeys([*split_axes, "dp_shard"]))
@@ -184,30 +184,30 @@ def _factorizations(num_factors: int, product: int) -> Iterator[tuple[int, ...]]
 
 
 def _distance(one: Mesh, other: Mesh) -> float:
-    """Return the distance between two meshes; an axis that vanishes or appears counts twice."""
-    steps = [abs(math.log2(one.size(axis) / other.size(axis))) for axis in AXIS_ORDER]
+    """Return the distance between two meshes: the doublings of each axis, plus 1 for each that appears or vanishes."""
+    doublings = [abs(math.log2(one.size(axis) / other.size(axis))) for axis in AXIS_ORDER]
     changed_axes = [(one.size(axis) > 1) != (other.size(axis) > 1) for axis in AXIS_ORDER]
-    return sum(steps) + sum(changed_axes)
+    return sum(doublings) + sum(changed_axes)
 
 
-def _misfit_error(layout: Layout, mesh: Mesh, ranks: int, open_axis: str | None) -> PacelineError:
+def _misfit_error(layout: Layout, mesh: Mesh, ranks: int, remaining_axis: str | None) -> PacelineError:
     product = " × ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.split_axes if axis != "ep")
     nearest = nearest_meshes(mesh, ranks=ranks)
-    choice = " · ".join(map(str, nearest))
+    nearest_text = " · ".join(map(str, nearest))
     if layout.kind is LayoutKind.SINGLE:
         return LayoutError(
             f"layout single is one process, you have {ranks} ranks.", hint=f"--layout ddp --ranks {ranks}"
         )
-    if open_axis is not None:
-        other_ranks = math.prod(mesh.size(axis) for axis in AXIS_ORDER if axis != open_axis)
+    if remaining_axis is not None:
+        other_ranks = math.prod(mesh.size(axis) for axis in AXIS_ORDER if axis != remaining_axis)
         return LayoutError(
-            f"{plural(ranks, 'rank')} do not divide by the {other_ranks} ranks of the other axes of {layout}.",
-            cause=f"nearest that fit: {choice}",
+            f"{plural(ranks, 'rank')} are not divisible by {other_ranks}, the product of the other axes of {layout}.",
+            cause=f"the nearest layouts that fit: {nearest_text}",
             hint=f"--layout {nearest[0]}, or --ranks {other_ranks * max(1, round(ranks / other_ranks))}",
         )
     return LayoutError(
         f"{product or layout} needs {plural(mesh.ranks, 'rank')}, you have {ranks}.",
-        cause=f"nearest that fit: {choice}",
+        cause=f"the nearest layouts that fit: {nearest_text}",
         hint=f"--ranks {mesh.ranks}, or --layout {nearest[0]}",
     )
 
@@ -225,8 +225,8 @@ def _misfit_with_servers_error(mesh: Mesh, ranks: int, update: UpdateRule) -> Pa
 def _set_hsdp_sizes(layout: Layout, sizes: dict[str, int], ranks: int, problems: list[PacelineError]) -> None:
     """Set the sizes of hsdp: by default two replicas, each sharded over half the ranks."""
     other_ranks = math.prod(size for axis, size in sizes.items() if axis not in ("dp_replicate", "dp_shard", "ep"))
-    data = ranks // max(other_ranks, 1)
-    shard = layout.sizes.get("dp_shard", REMAINING_RANKS)
-    sizes["dp_replicate"] = 2 if shard == REMAINING_RANKS else max(1, data // shard)
-    if data < 4 and shard == REMAINING_RANKS:
+    data_ranks = ranks // max(other_ranks, 1)
+    shard_size = layout.sizes.get("dp_shard", REMAINING_RANKS)
+    sizes["dp_replicate"] = 2 if shard_size == REMAINING_RANKS else max(1, data_ranks // shard_size)
+    if data_ranks < 4 and shard_size == REMAINING_RANKS:
         sizes["dp_shard"] = 2

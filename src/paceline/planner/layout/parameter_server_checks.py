@@ -1,10 +1,9 @@
-"""The parameter server: how ranks are divided into servers and workers, and which layouts and settings it supports."""
+"""Plan a parameter server: how ranks are divided into servers and workers, which layouts and settings it supports."""
 
 from collections.abc import Iterator
 from types import MappingProxyType
 
-from paceline.config.layout import Layout
-from paceline.config.layout import LayoutKind as LayoutKind
+from paceline.config.layout import Layout, LayoutKind
 from paceline.config.update_rule import UNBOUNDED, UpdateRule
 from paceline.console.formatting import plural
 from paceline.errors import LayoutError, PacelineError, UsageError
@@ -12,7 +11,7 @@ from paceline.planner.layout.mesh import Mesh
 from paceline.planner.layout.rule_planning import RulePlanning
 
 
-def _servers_text(servers: int) -> str:
+def _ranks_that_hold(servers: int) -> str:
     return "rank holds" if servers == 1 else f"{servers} ranks hold"
 
 
@@ -27,7 +26,7 @@ class ParameterServerPlanning(RulePlanning):
             "statistics": "gradients are those of single shares",
             "fp16": "the loss scale is not sent to workers",
             "sync_bn": "it synchronises statistics in the forward",
-            "compile": "it has not been tried",
+            "compile": "it has not been tested with a parameter server",
             "workers": "a worker's next share is not known before it asks",
         }
     )
@@ -39,7 +38,7 @@ class ParameterServerPlanning(RulePlanning):
             problems.append(
                 LayoutError(
                     f"--update {update} with {plural(ranks, 'rank')}: no worker is left.",
-                    cause=f"the first {_servers_text(update.servers)} the parameters, the others compute gradients",
+                    cause=f"the first {_ranks_that_hold(update.servers)} the parameters, the others compute gradients",
                     hint=f"--ranks {update.servers + 2}",
                 )
             )
@@ -71,7 +70,7 @@ class ParameterServerPlanning(RulePlanning):
         return errors
 
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
-        """Yield the lines on the parameter server."""
+        """Yield the lines about the parameter server."""
         summary = f"update: ps, {plural(update.servers, 'server')}, {plural(mesh.replicas, 'worker')}"
         max_staleness = update.staleness
         if max_staleness == 0:

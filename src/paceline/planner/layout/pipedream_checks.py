@@ -1,4 +1,4 @@
-"""Pipelines without flushes (PipeDream): the layouts and settings they support, and their weight versions."""
+"""Plan pipelines without flushes (PipeDream): which layouts and settings they support, and their weight versions."""
 
 from collections.abc import Iterator
 from types import MappingProxyType
@@ -64,13 +64,13 @@ class PipeDreamPlanning(RulePlanning):
         return errors
 
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
-        """Yield the line on weight versions and staleness by stage, from the program of a few batches."""
+        """Yield the line about weight versions and staleness by stage, from the program of a few batches."""
         version_rule = build_version_rule(update, mesh)
         num_rounds = -(-num_micro // mesh.replicas)
         sizes = [num_rounds] * (2 * mesh.pp + 4)
         usage = weight_versions_used(build_continuous_program(version_rule, sizes=sizes), version_rule)
-        versions = ", ".join(str(one.num_versions) for one in usage)
-        staleness = ", ".join(str(max(one.staleness)) for one in usage)
+        versions = ", ".join(str(stage_use.num_versions) for stage_use in usage)
+        staleness = ", ".join(str(max(stage_use.staleness)) for stage_use in usage)
         yield (
             f"update: {update}, never flushed; {plural(num_rounds, 'microbatch')} per update; by stage: "
             f"{versions} versions of its weights, at most {staleness} updates late"

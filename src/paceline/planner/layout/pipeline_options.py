@@ -1,4 +1,4 @@
-"""Planning of a pipeline: its program, checks of its schedule, and notes on its stages and its bubble."""
+"""Plan a pipeline: build its program, check its schedule, and describe its stages and its bubble."""
 
 from pathlib import Path
 
@@ -31,16 +31,16 @@ def build_pipeline_program(layout: Layout, mesh: Mesh, *, num_micro: int) -> Pro
     program = _read_schedule_file(layout, mesh)
     if program.num_micro != num_micro:
         raise LayoutError(
-            f"the schedule {layout.schedule} is for {plural(program.num_micro, 'microbatch')}; "
-            f"but this run has {num_micro} in each replica.",
-            cause="a custom schedule is for one number of microbatches; a short last batch has fewer",
+            f"the schedule {layout.schedule} is for {plural(program.num_micro, 'microbatch')}, "
+            f"but each replica of this run has {num_micro}.",
+            cause="a custom schedule is for a fixed number of microbatches; a short last batch has fewer",
             hint="--train.micro_batch_size to fit and --data.drop_last true, or a schedule by name",
         )
     return program
 
 
 def refuse_schedule(layout: Layout, mesh: Mesh) -> list[PacelineError]:
-    """Return the errors of the schedule that do not depend on the batch."""
+    """Return the errors of a layout's pipeline schedule that do not depend on the batch."""
     if mesh.pp == 1:
         return []
     try:

@@ -1,4 +1,4 @@
-"""The interface of an update rule for the planner and the commands, which do not import torch."""
+"""Define what an update rule tells the planner and the commands, which do not import torch."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -41,7 +41,7 @@ class RulePlanning:
         return ()
 
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterable[str]:
-        """Return the banner lines on the rule."""
+        """Return the lines about the rule that a run prints when it starts."""
         return ()
 
     def length_notes(self, update: UpdateRule, *, total_steps: int | None) -> Iterable[str]:

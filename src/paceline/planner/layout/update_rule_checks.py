@@ -1,4 +1,4 @@
-"""The table of the planning rules of each update rule, and the checks that use it."""
+"""Look up the planning rules of an update rule, and check settings with them."""
 
 from collections.abc import Iterator, Mapping
 

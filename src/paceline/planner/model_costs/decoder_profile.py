@@ -1,4 +1,4 @@
-"""Profile of a decoder-only transformer from its sizes, for planning a model that does not exist yet.
+"""Build the profile of a decoder-only transformer from its sizes, for planning a model that does not exist yet.
 
 Operations and activations are counted tensor by tensor, as by Korthikanti et al. ("Reducing Activation Recomputation in
 Large Transformer Models", MLSys 2023): with GELU, dropout and 16-bit types, a block saves their 34·s·b·h + 5·a·s²·b
@@ -21,14 +21,15 @@ ADAMW = OptimizerFootprint(name="AdamW", state_bytes=8.0, moment_bytes=4.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """The sizes of a decoder: `width` of the residual stream, `hidden` of the MLP, `heads`, and `kv_heads`.
+    """The sizes of a decoder: `width` is that of the residual stream, `mlp_width` that of the MLP's hidden layer.
 
-    `experts` replace the MLP; each token uses `active` of them. If `is_gated`, the MLP is SwiGLU with three matrices.
+    If there are `experts`, they replace the MLP, and each token uses `active` of them. If `is_gated`, the MLP is SwiGLU
+    with three matrices.
     """
 
     layers: int
     width: int
-    hidden: int
+    mlp_width: int
     heads: int
     kv_heads: int = 0
     vocabulary: int
@@ -67,9 +68,9 @@ def build_decoder_profile(
     reads and writes once; otherwise each of its operations does. Without `is_flash`, attention writes and reads the
     scores of all pairs for each operation: scale and mask, softmax, dropout.
     """
-    short_bytes = 4 if precision == "fp32" else 2
-    wide_bytes = residual_bytes or 4
-    block = _block(sizes, short_bytes, wide_bytes, is_fused=is_fused)
+    short_bytes = 4 if precision == "fp32" else 2  # of an element in matmuls
+    residual_stream_bytes = residual_bytes or 4
+    block = _block(sizes, short_bytes, residual_stream_bytes, is_fused=is_fused)
     if not is_flash:
         passes = (6 * short_bytes + (2 * short_bytes + 1 if sizes.has_dropout else 0)) * sizes.heads
         block = replace(
@@ -86,10 +87,10 @@ def build_decoder_profile(
         split_parameters=head,
         lookup_parameters=0 if sizes.is_tied else head,
         tensors=(head,),
-        moved_bytes=BatchScaling(token=2.0 * wide_bytes * sizes.width),
+        moved_bytes=BatchScaling(token=2.0 * residual_stream_bytes * sizes.width),
         saved_bytes=BatchScaling(token=8.0),
-        output_bytes=BatchScaling(token=float(wide_bytes * sizes.width)),
-        tp_bytes=BatchScaling(token=float(wide_bytes * sizes.width)),
+        output_bytes=BatchScaling(token=float(residual_stream_bytes * sizes.width)),
+        tp_bytes=BatchScaling(token=float(residual_stream_bytes * sizes.width)),
         tp_calls=1,
     )
     max_cp = min(64, length // 2)
@@ -97,7 +98,7 @@ def build_decoder_profile(
         name=name,
         first=first,
         blocks=tuple(replace(block, name=f"layers.{i}") for i in range(sizes.layers)),
-        last=_head(sizes, short_bytes, wide_bytes),
+        last=_head(sizes, short_bytes, residual_stream_bytes),
         optimizer=ADAMW,
         global_batch_size=global_batch_size,
         length=length,
@@ -115,7 +116,7 @@ def _moved_bytes(sizes: Decoder, short_bytes: int, wide_bytes: int, *, is_fused:
     A block has two norms, the rotation of queries and keys, and two sums. Unfused, a norm is a square, a mean, two
     products and a cast; a rotation is two products, a swap of halves and a sum.
     """
-    h, k, f = sizes.width, sizes.kv_width, sizes.hidden * max(1, sizes.active)
+    h, k, f = sizes.width, sizes.kv_width, sizes.mlp_width * max(1, sizes.active)
     sums, passes = 2 * (2 * wide_bytes + short_bytes) * h, 5 if sizes.is_gated else 2
     if is_fused:
         return float(
@@ -125,7 +126,7 @@ def _moved_bytes(sizes: Decoder, short_bytes: int, wide_bytes: int, *, is_fused:
 
 
 def _block(sizes: Decoder, short_bytes: int, wide_bytes: int, *, is_fused: bool) -> LayerProfile:
-    h, k, f = sizes.width, sizes.kv_width, sizes.hidden
+    h, k, f = sizes.width, sizes.kv_width, sizes.mlp_width
     attention = 2 * h * h + 2 * h * k
     mlp = sizes.mlp_matrices * h * f
     is_routed = sizes.experts > 0

@@ -1,4 +1,4 @@
-"""The chain of a model's parts, with equal parts stored once, and its division into balanced stages."""
+"""Represent a model as a chain of parts, with equal parts stored once, and divide it into balanced stages."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -15,7 +15,10 @@ _ROUNDS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """The distinct parts of a model, the two ends first; `order` is the index of each block's part."""
+    """The distinct parts of a model; `order` is the index of each block's part, `weights` are the FLOPs of the parts.
+
+    Part 0 is the one before the blocks, part 1 the one after them, and the others are blocks.
+    """
 
     parts: tuple[LayerProfile, ...]
     order: tuple[int, ...]
@@ -47,10 +50,10 @@ class Chain:
         )
 
     def cut_stages(self, num_stages: int) -> tuple[tuple[int, int], ...]:
-        """Return stages of nearly equal work; of equally good ones, those with the fewest blocks in the first stages.
+        """Return stages of nearly equal work; of equally good cuts, that with the fewest blocks in the first stages.
 
-        First stages hold the activations of the most microbatches. A bisection finds the smallest limit on the work of
-        a stage; each trial fills stages from the last one backwards, in O(num_stages × log num_blocks).
+        The first stages hold the activations of the most microbatches. A bisection finds the smallest limit on the work
+        of a stage; each trial fills stages from the last one backwards, in O(num_stages × log num_blocks).
 
         Raises:
             LayoutError: there are more stages than blocks.
@@ -82,7 +85,7 @@ def build_chain(profile: ModelProfile) -> Chain:
     order = []
     for block in profile.blocks:
         if id(block) not in indices:
-            matches = (place for place, part in enumerate(parts[2:], 2) if _is_equal_part(part, block))
+            matches = (index for index, part in enumerate(parts[2:], 2) if _is_equal_part(part, block))
             index = next(matches, len(parts))
             if index == len(parts):
                 parts.append(block)
@@ -94,8 +97,8 @@ def build_chain(profile: ModelProfile) -> Chain:
     return Chain(parts=tuple(parts), order=tuple(order), weights=weights)
 
 
-def _is_equal_part(one: LayerProfile, other: LayerProfile) -> bool:
-    return {**vars(one), "name": ""} == {**vars(other), "name": ""}
+def _is_equal_part(part: LayerProfile, other: LayerProfile) -> bool:
+    return {**vars(part), "name": ""} == {**vars(other), "name": ""}
 
 
 def _fill_stages(
@@ -106,9 +109,8 @@ def _fill_stages(
     stop = len(cumulative) - 1
     for stage in reversed(range(num_stages)):
         room = limit - (ends[1] if stage == num_stages - 1 else 0.0) - (ends[0] if stage == 0 else 0.0)
-        first_block = bisect_left(
-            cumulative, cumulative[stop] - room - 1e-12 * limit
-        )  # the first block that stays within the limit
+        # the first block with which the stage stays within the limit
+        first_block = bisect_left(cumulative, cumulative[stop] - room - 1e-12 * limit)
         start = max(stage, first_block) if stage else 0
         if start < first_block or start >= stop or room < 0:
             return None

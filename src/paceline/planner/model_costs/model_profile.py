@@ -1,4 +1,4 @@
-"""The profile of a model, which `measured_planning/profile` measures; the planner needs nothing else of the model."""
+"""Define the profile of a model: all that the planner needs of it, measured by `measured_planning/profile`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -9,10 +9,10 @@ from paceline.config.from_json import convert_json
 
 @dataclass(frozen=True, kw_only=True)
 class BatchScaling:
-    """A number that scales with the microbatch: `samples`, each of `length` positions.
+    """The coefficients of a number that scales with the microbatch: `samples`, each of `length` positions.
 
-    `pair` is per pair of positions of a sample, as for attention scores. Data without a length only uses `fixed` and
-    `sample`.
+    `sample`, `token` and `pair` are per sample, per position, and per pair of positions of a sample (as for attention
+    scores). Data without a length only uses `fixed` and `sample`.
     """
 
     fixed: float = 0.0
@@ -79,7 +79,7 @@ class LayerProfile:
     them, `expert_parameters` among the ep ranks; `frozen_parameters` of all of these have no gradient, and
     `lookup_parameters` are embedding tables, which take part in no matmul. FLOPs (a multiply-add is two) and bytes are
     those of one forward of one microbatch, before tp divides them. `masked_flops` are those of the pairs of positions
-    that a causal mask excludes from `attention_flops`.
+    that a causal mask excludes from `attention_flops`. Field names are keys of plan.json.
 
     `saved_bytes` are saved for backward on each tp rank, `split_saved_bytes` are divided among them;
     `attention_saved_bytes` are the part of both that fused attention does not save. `output_bytes` go to the next part.

@@ -1,4 +1,4 @@
-"""Division of a chain of blocks into stages with the smallest possible maximum time, by dynamic programming.
+"""Divide a chain of blocks into stages with the smallest possible maximum time, by dynamic programming.
 
 This is the chain-partition problem that PipeDream's optimizer solves for one machine per stage (Harlap et al., 2018).
 """
@@ -29,7 +29,7 @@ def balance_stages(
     seconds: Sequence[float],
     first: float = 0.0,
     last: float = 0.0,
-    bytes_each: Sequence[float] | None = None,
+    block_bytes: Sequence[float] | None = None,
     limit_bytes: Sequence[float] | float | None = None,
 ) -> Balance:
     """Return the stages whose maximum time is smallest; of equally good ones, those with the most even times.
@@ -40,20 +40,22 @@ def balance_stages(
     Raises:
         LayoutError: there are fewer blocks than stages, or no cut stays within the limit.
     """
-    num = len(seconds)
-    if num_stages < 1 or num < num_stages:
-        raise LayoutError(f"{num_stages} stages can't be cut from {num} blocks.", hint=f"pp between 1 and {num}")
-    cost = _StageCost(num_stages, seconds, first, last, bytes_each, limit_bytes)
+    num_blocks = len(seconds)
+    if num_stages < 1 or num_blocks < num_stages:
+        raise LayoutError(
+            f"{num_stages} stages can't be cut from {num_blocks} blocks.", hint=f"pp between 1 and {num_blocks}"
+        )
+    cost = _StageCost(num_stages, seconds, first, last, block_bytes, limit_bytes)
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
     for stage in range(num_stages):
-        best.append(dict(_best_ends(stage, best[-1], cost, num, num_stages)))
-    if num not in best[-1]:
+        best.append(dict(_best_ends(stage, best[-1], cost, num_blocks, num_stages)))
+    if num_blocks not in best[-1]:
         raise LayoutError(
             "no cut keeps every stage within its memory.",
-            cause=f"{num} blocks on {num_stages} stages need more than the limit somewhere",
+            cause=f"in each cut of {num_blocks} blocks into {num_stages} stages, a stage needs more than its limit",
             hint="more stages, or remat=full",
         )
-    ends = [num]
+    ends = [num_blocks]
     for stage in reversed(range(num_stages)):
         ends.append(best[stage + 1][ends[-1]][2])
     bounds = tuple(pairwise(reversed(ends)))
@@ -65,41 +67,42 @@ def balance_stages(
 def slowest_by_exhaustive_search(
     *, num_stages: int, seconds: Sequence[float], first: float = 0.0, last: float = 0.0
 ) -> float:
-    """Return the seconds of the slowest stage in the best of all cuts: the naive version of `balance`."""
+    """Return the seconds of the slowest stage in the best of all cuts: the naive version of `balance_stages`."""
     cost = _StageCost(num_stages, seconds, first, last, None, None)
-    inner = combinations(range(1, len(seconds)), num_stages - 1)
-    cuts = (list(pairwise([0, *cut, len(seconds)])) for cut in inner)
+    inner_cuts = combinations(range(1, len(seconds)), num_stages - 1)
+    cuts = (list(pairwise([0, *cut, len(seconds)])) for cut in inner_cuts)
     return min(max(cost.stage_seconds(stage, *bound) for stage, bound in enumerate(cut)) for cut in cuts)
 
 
 class _StageCost:
+    """The seconds of a stage, and whether it fits, in constant time by sums over the blocks before each block."""
+
     def __init__(
         self,
         num_stages: int,
         seconds: Sequence[float],
         first: float,
         last: float,
-        bytes_each: Sequence[float] | None,
+        block_bytes: Sequence[float] | None,
         limit: Sequence[float] | float | None,
     ) -> None:
         self._times = [0.0, *accumulate(seconds)]
-        self._bytes = [0.0, *accumulate(bytes_each or [0.0] * len(seconds))]
+        self._bytes = [0.0, *accumulate(block_bytes or [0.0] * len(seconds))]
         self._end_seconds = {0: first, num_stages - 1: last} if num_stages > 1 else {0: first + last}
-        each = limit if limit is None or isinstance(limit, Sequence) else [limit] * num_stages
-        self._limit = each
+        self._limits = limit if limit is None or isinstance(limit, Sequence) else [limit] * num_stages
 
     def stage_seconds(self, stage: int, start: int, stop: int) -> float:
         return self._times[stop] - self._times[start] + self._end_seconds.get(stage, 0.0)
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
-        return self._limit is None or self._bytes[stop] - self._bytes[start] <= self._limit[stage]
+        return self._limits is None or self._bytes[stop] - self._bytes[start] <= self._limits[stage]
 
 
 def _best_ends(
-    stage: int, previous: dict[int, tuple[float, float, int]], cost: _StageCost, num: int, num_stages: int
+    stage: int, previous: dict[int, tuple[float, float, int]], cost: _StageCost, num_blocks: int, num_stages: int
 ) -> Iterator[tuple[int, tuple[float, float, int]]]:
     """Yield, for each possible end of `stage`, the best (slowest time, sum of squared times, start of the stage)."""
-    for stop in range(stage + 1, num - (num_stages - stage - 1) + 1):
+    for stop in range(stage + 1, num_blocks - (num_stages - stage - 1) + 1):
         options = [
             (
                 max(slowest, cost.stage_seconds(stage, start, stop)),

@@ -1,4 +1,4 @@
-"""The training FLOPs of a model, from which its MFU is computed.
+"""Count the training FLOPs of a model, from which its MFU is computed.
 
 Model FLOPs utilization (Chowdhery et al., "PaLM", 2022, appendix B) is the model's own FLOPs per second as a fraction
 of the device's peak for dense matmuls in the number format in use. For a transformer with N parameters, a token costs 6
@@ -23,8 +23,8 @@ def model_flops(profile: ModelProfile) -> float:
     positions = profile.global_batch_size * profile.length if profile.length > 1 else 0
     total = 0.0
     for part in profile.parts:
-        trained = 1 - part.frozen_parameters / part.parameters if part.parameters else 1.0
+        trained_fraction = 1 - part.frozen_parameters / part.parameters if part.parameters else 1.0
         matmuls = part.matmul_flops.evaluate(**batch) + _MULTIPLY_ADD * part.lookup_parameters * positions
         attention = (part.attention_flops + part.masked_flops).evaluate(**batch)
-        total += (_PASSES - 1 + trained) * matmuls + _PASSES * attention
+        total += (_PASSES - 1 + trained_fraction) * matmuls + _PASSES * attention
     return total

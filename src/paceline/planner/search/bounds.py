@@ -1,14 +1,14 @@
-"""Provable lower bounds on the seconds and bytes of every candidate below a node of the search.
+"""Compute provable lower bounds on the seconds and bytes of every candidate below a node of the search.
 
-Seconds of a recompute node: all samples of a replica form one microbatch, spread evenly over the stages. The cost of a
-part is affine in the samples, or the maximum of two such functions, so several smaller microbatches cost at least as
-much; and the busiest stage does at least the mean work. A microbatch node uses its own microbatches. A schedule node
-uses its own stages, without data-parallel communication, which can only add to a stage and to its makespan. A leaf adds
-the end of the step on one of its ranks.
+The seconds of a recompute node assume that all samples of a replica form one microbatch, spread evenly over the stages.
+The cost of a part is affine in the samples, or the maximum of two such functions, so several smaller microbatches cost
+at least as much; and the busiest stage does at least the mean work. The bound of a microbatch node uses its microbatch
+size. That of a schedule node uses its stages, without data-parallel communication, which can only add to a stage and to
+the makespan. That of a leaf adds the end of the step on one of its ranks.
 
-Bytes of a recompute node: the activations of the first rank, under the schedule that holds the fewest there. A schedule
-node uses its own activations, with the smallest state of each ZeRO stage: all replicas are shards, and everything that
-may be offloaded is offloaded.
+The bytes of a recompute node are the activations of the first rank, under the schedule that holds the fewest there.
+Those of a schedule node are its activations, with the smallest state of each ZeRO stage: all replicas are shards, and
+everything that may be offloaded is offloaded.
 """
 
 from collections.abc import Iterator
@@ -38,8 +38,8 @@ class Bounds:
     def microbatch_node_seconds(self, node: Candidate) -> float:
         """Return a lower bound on the seconds, for any schedule.
 
-        The mean stage always computes, and the last stage waits until the first microbatch has passed all others.
-        Deferred weight gradients can fill that wait; several stages per rank shorten it by their number.
+        A stage of mean work always computes, after the last stage has waited until the first microbatch has passed all
+        others. Deferred weight gradients can fill that wait; several stages per rank shorten it by their number.
         """
         p, num_micro = node.pp, node.num_micro(self._global_batch_size)
         microbatch_seconds = self._model_seconds(node)
@@ -58,16 +58,15 @@ class Bounds:
         layer_costs, samples = cost_model.layer_costs(one_microbatch), one_microbatch.micro_batch_size
         num_in_flight: float = 1 if "naive" in self._grid.schedules else min(samples, node.pp)
         if "zbv" in self._grid.schedules and node.pp > 1:
-            num_in_flight = min(
-                num_in_flight, node.pp - 0.5
-            )  # zbv holds half a microbatch less if there are few microbatches
+            # zbv holds half a microbatch less if there are few microbatches
+            num_in_flight = min(num_in_flight, node.pp - 0.5)
         least_bytes = min(
             sum(
-                number * work.kept_bytes
-                for stage in cost_model.distinct_ranks(one)[0][1]
-                for number, work in zip(stage, layer_costs, strict=True)
+                count * cost.kept_bytes
+                for stage in cost_model.distinct_ranks(placement)[0][1]
+                for count, cost in zip(stage, layer_costs, strict=True)
             )
-            for one in self._stage_placements(node)
+            for placement in self._stage_placements(node)
         )
         return self._with_slack_and_reserve(least_bytes / samples * num_in_flight)
 
@@ -86,7 +85,7 @@ class Bounds:
 
     def may_fit(self, node: Candidate, limit_bytes: float) -> bool:
         """Return True if some leaf may fit into `limit_bytes`. It stops at the first one, usually at once."""
-        return any(each <= limit_bytes for each in self._leaf_bytes(node))
+        return any(num_bytes <= limit_bytes for num_bytes in self._leaf_bytes(node))
 
     def _leaf_bytes(self, node: Candidate) -> Iterator[float]:
         cost_model = self._cost_model
@@ -138,7 +137,7 @@ class Bounds:
     def _model_seconds(self, node: Candidate) -> float:
         """Return the seconds of one microbatch through the whole model, on one rank of each stage."""
         counted_costs = zip(self._cost_model.chain.full_counts, self._cost_model.layer_costs(node), strict=True)
-        return sum(number * work.seconds for number, work in counted_costs)
+        return sum(count * cost.seconds for count, cost in counted_costs)
 
     def _with_one_microbatch(self, node: Candidate) -> Candidate:
         return node.replace(micro_batch_size=-(-self._global_batch_size // node.replicas))
@@ -147,9 +146,9 @@ class Bounds:
         """Return one candidate for each placement of stages on the ranks."""
         if node.pp == 1:
             return [node]
-        virtual = [n for n in {1, 2, *self._grid.virtual} if node.pp * n <= self._cost_model.chain.num_blocks]
-        looped = [node.replace(virtual=n, schedule="interleaved" if n > 1 else "1f1b") for n in virtual]
-        return [*looped, *(one.replace(schedule="zbv") for one in looped if one.virtual == 2)]
+        virtual_sizes = [n for n in {1, 2, *self._grid.virtual} if node.pp * n <= self._cost_model.chain.num_blocks]
+        looped = [node.replace(virtual=n, schedule="interleaved" if n > 1 else "1f1b") for n in virtual_sizes]
+        return [*looped, *(candidate.replace(schedule="zbv") for candidate in looped if candidate.virtual == 2)]
 
     def _with_slack_and_reserve(self, num_bytes: float) -> float:
         return num_bytes * (1 + self._cost_model.efficiency.slack) + self._cost_model.cluster.device.reserve_bytes

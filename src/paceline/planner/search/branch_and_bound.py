@@ -1,4 +1,4 @@
-"""Search for the fastest layouts by branch and bound (Land and Doig, 1960): exact for the cost model.
+"""Find the fastest layouts by branch and bound (Land and Doig, 1960): exact for the cost model.
 
 The search visits nodes in the order of their lower bounds and drops a node that cannot beat the best candidate of its
 family. `bounds.py` explains why no better candidate is missed.
@@ -24,8 +24,8 @@ from paceline.planner.search.search_space import (
 )
 
 _ROUNDING = 1 - 1e-9
-_LEAF = 3
-Key = tuple[float, float, str, int]
+_LEAF = 3  # the level of a node: 0 recompute, 1 microbatch, 2 schedule, 3 leaf
+SortKey = tuple[float, float, str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class SearchResult:
         return min(self.best.values(), key=sort_key, default=None)
 
 
-def sort_key(estimate: Estimate) -> Key:
+def sort_key(estimate: Estimate) -> SortKey:
     """Return the sort key of an estimate: faster first, then smaller, then by layout name."""
     return (estimate.step_seconds, estimate.peak_bytes, estimate.layout, estimate.candidate.micro_batch_size)
 
@@ -70,6 +70,8 @@ def search_exhaustively(cost_model: CostModel, *, grid: SearchSpace | None = Non
 
 @dataclass(kw_only=True)
 class _BranchAndBound:
+    """The state of a search: the best candidate of each family, and a heap of (bound, level, tie breaker, node)."""
+
     cost_model: CostModel
     grid: SearchSpace
     bounds: Bounds

@@ -1,4 +1,4 @@
-"""Estimates of single layouts: those that a user names, and the rows of a plan.json."""
+"""Estimate single layouts: those that a user names, and the rows of a plan.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -15,13 +15,13 @@ from paceline.planner.cost.memory import Memory
 from paceline.planner.cost.step_time import StepTime
 from paceline.planner.hardware.cluster import cluster_from_json
 from paceline.planner.hardware.efficiency import Efficiency, default_efficiency
-from paceline.planner.layout.axis_products import check_axis_products
 from paceline.planner.layout.mesh import Mesh, resolve_mesh
+from paceline.planner.layout.pipeline_options import refuse_schedule
 from paceline.planner.model_costs.model_profile import ModelProfile, model_profile_from_json
 from paceline.planner.search.branch_and_bound import sort_key
 from paceline.planner.search.search_space import SearchSpace, micro_batch_sizes, option_keys
 
-_MICRO = "train.micro_batch_size"
+_MICRO_BATCH_SETTING = "train.micro_batch_size"
 
 
 def estimate_named(
@@ -38,12 +38,12 @@ def estimate_named(
     layout = parse_layout(text)
     options = _candidates(cost_model, layout, micro_batch_size)
     estimates = [
-        cost_model.estimate(one)
-        for one in options
-        if max_micro_batch_size is None or one.micro_batch_size <= max_micro_batch_size or one is options[0]
+        cost_model.estimate(candidate)
+        for candidate in options
+        if max_micro_batch_size is None or candidate.micro_batch_size <= max_micro_batch_size or candidate is options[0]
     ]
-    fitting = [one for one in estimates if one.fits]
-    return min(fitting, key=sort_key) if fitting else min(estimates, key=lambda one: one.peak_bytes)
+    fitting = [estimate for estimate in estimates if estimate.fits]
+    return min(fitting, key=sort_key) if fitting else min(estimates, key=lambda estimate: estimate.peak_bytes)
 
 
 def estimate_from_row(cost_model: CostModel, row: Mapping[str, Any]) -> Estimate:
@@ -77,30 +77,30 @@ class _Row:
     host_bytes: float
 
 
-def find_row(advice: Mapping[str, Any], layout: str | None = None) -> Mapping[str, Any]:
+def find_row(plan: Mapping[str, Any], layout: str | None = None) -> Mapping[str, Any]:
     """Return the plan.json row of a layout, by default that of the recommended one.
 
     Raises:
         UsageError: the plan has no such row, or no layout that fits.
     """
-    requested = layout or advice.get("recommended")
+    requested = layout or plan.get("recommended")
     if requested is None:
         raise UsageError("the plan has no layout that fits.", hint="paceline plan job.py, which searches for one")
-    names = [row["layout"] for row in advice["plans"]]
+    names = [row["layout"] for row in plan["plans"]]
     if requested not in names:
         raise UsageError(
             f"the plan has no layout {requested}.", cause=f"it has {' · '.join(names)}", hint=f"--layout {names[0]}"
         )
-    return next(row for row in advice["plans"] if row["layout"] == requested)
+    return next(row for row in plan["plans"] if row["layout"] == requested)
 
 
-def cost_model_from_json(advice: Mapping[str, Any]) -> CostModel:
+def cost_model_from_json(plan: Mapping[str, Any]) -> CostModel:
     """Return the cost model that plan.json was made with. Efficiency constants that this version lacks are ignored.
 
     Raises:
         UsageError: the plan does not state its model or its cluster.
     """
-    if not {"facts", "cluster"} <= set(advice):
+    if not {"facts", "cluster"} <= set(plan):
         raise UsageError(
             "the plan does not state its model or its cluster.", hint="paceline plan job.py --run-dir FOLDER"
         )
@@ -109,7 +109,7 @@ def cost_model_from_json(advice: Mapping[str, Any]) -> CostModel:
         Efficiency, convert_json(advice.get("efficiency", {}), dict[str, float], part='"efficiency"')
     )
     efficiency = replace(default_efficiency(cluster.device), **constants)
-    return CostModel(profile=model_profile_from_json(advice["facts"]), cluster=cluster, efficiency=efficiency)
+    return CostModel(profile=model_profile_from_json(plan["facts"]), cluster=cluster, efficiency=efficiency)
 
 
 def _known_fields(kind: type, values: Mapping[str, float]) -> dict[str, float]:
@@ -127,12 +127,12 @@ def mesh_for_plan(layout: Layout, *, ranks: int) -> Mesh:
         raise LayoutError("threads are replicas in one process, which plan does not support.", hint="--layout ddp")
     if layout.remat.startswith("every"):
         raise LayoutError(
-            f"a plan forecasts remat=none, selective and full; {layout.remat} is between none and full.",
+            f"a plan does not forecast remat={layout.remat}, whose memory is between that of none and full.",
             hint=f"--layouts {str(layout).replace(layout.remat, 'none')} {str(layout).replace(layout.remat, 'full')}",
         )
     problems = list[PacelineError]()
     mesh = resolve_mesh(layout, ranks=1 if layout.kind is LayoutKind.SINGLE else ranks, problems=problems)
-    raise_all([*problems, *check_axis_products(layout, mesh)])
+    raise_all([*problems, *refuse_schedule(layout, mesh)])
     return mesh
 
 
@@ -183,6 +183,6 @@ def _check_candidate(candidate: Candidate, profile: ModelProfile) -> None:
         if size > 1 and size not in sizes:
             allowed = f"{axis} of {', '.join(map(str, sizes))}" if sizes else f"no {axis}"
             hint = f"--layout {axis}={sizes[-1]}" if sizes else "--layout fsdp"
-            raise LayoutError(f"{axis}={size}: the model allows {allowed}.", hint=hint)
+            raise LayoutError(f"{axis}={size} is not possible: the model allows {allowed}.", hint=hint)
     if candidate.zero == 3 and profile.optimizer.whole_tensors:
         raise LayoutError(f"{candidate.layout}: {profile.optimizer.name} needs whole tensors.", hint="--layout zero1")

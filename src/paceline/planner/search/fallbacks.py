@@ -1,4 +1,4 @@
-"""Fallback layouts of a run, for use when it is out of memory: each needs clearly less memory than the previous one."""
+"""Find the fallback layouts of a run, for use when it is out of memory: each needs clearly less than the previous."""
 
 from collections.abc import Iterator, Mapping
 

@@ -1,4 +1,4 @@
-"""Order of layouts by simplicity, and search for the simplest layout that ties with the fastest."""
+"""Order layouts by simplicity, and find the simplest layout that ties with the fastest."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -27,7 +27,7 @@ Simplicity = tuple[int, int, int, int, int]
 
 def simplicity_key(candidate: Candidate) -> Simplicity:
     """Return a sort key, smaller for simpler: number of axes, model axes and options, then family and ZeRO stage."""
-    num_options = sum(getattr(candidate, name) != usual for name, usual in _OPTIONS.items())
+    num_options = sum(getattr(candidate, name) != default for name, default in _OPTIONS.items())
     num_model_axes = sum(getattr(candidate, axis) > 1 for axis in MODEL_AXES)
     return len(candidate.mesh.split_axes), num_model_axes, num_options, FAMILIES.index(candidate.family), candidate.zero
 
@@ -35,14 +35,14 @@ def simplicity_key(candidate: Candidate) -> Simplicity:
 def find_simplest_tie(estimates: Sequence[Estimate]) -> Estimate:
     """Return the simplest of the estimates that tie with the fastest; of equally simple ones, the fastest."""
     fastest = min(estimates, key=sort_key)
-    ties = [one for one in estimates if one is fastest or is_tie(one, fastest)]
-    return min(ties, key=lambda one: (simplicity_key(one.candidate), sort_key(one)))
+    ties = [estimate for estimate in estimates if estimate is fastest or is_tie(estimate, fastest)]
+    return min(ties, key=lambda estimate: (simplicity_key(estimate.candidate), sort_key(estimate)))
 
 
 def find_simpler_candidate(cost_model: CostModel, best: Estimate, *, grid: SearchSpace) -> Estimate | None:
     """Return the simplest candidate of the same family that fits and ties with `best`; None if `best` is the simplest.
 
-    The result has fewer options than `best`, or one axis fewer, whose ranks another axis gets.
+    The result has fewer options than `best`, or lacks one of its axes, whose ranks another axis gets.
     """
     best_simplicity, family = simplicity_key(best.candidate), best.candidate.family
     simpler_leaves = {
@@ -52,7 +52,7 @@ def find_simpler_candidate(cost_model: CostModel, best: Estimate, *, grid: Searc
     }
     same_family = sorted((leaf for leaf in simpler_leaves if leaf.family == family), key=simplicity_key)
     for _, group in groupby(same_family, key=simplicity_key):
-        ties = [one for one in map(cost_model.estimate, group) if one.fits and is_tie(one, best)]
+        ties = [estimate for estimate in map(cost_model.estimate, group) if estimate.fits and is_tie(estimate, best)]
         if ties:
             return min(ties, key=sort_key)
     return None
@@ -65,12 +65,12 @@ def _leaves_without_extras(cost_model: CostModel, best: Candidate, grid: SearchS
         grid,
         schedules=tuple(name for name in grid.schedules if name in ("1f1b", best.schedule)),
         remat=tuple(name for name in grid.remat if name in ("none", best.remat)),
-        offload=tuple(what for what in grid.offload if what in ((), best.offload)),
-        sequence=tuple(one for one in grid.sequence if one in (False, best.sequence)),
+        offload=tuple(state for state in grid.offload if state in ((), best.offload)),
+        sequence=tuple(choice for choice in grid.sequence if choice in (False, best.sequence)),
         zero=tuple(stage for stage in grid.zero if stage <= max(1, best.zero)),
     )
     for model_parallel_node in model_parallel_choices(profile, cluster, smaller_grid):
-        if not _has_axes_moved(model_parallel_node, best):
+        if not _has_no_extra_axis(model_parallel_node, best):
             continue
         for recompute_node in recompute_choices(model_parallel_node, profile, smaller_grid):
             for microbatch_node in microbatch_choices(recompute_node, profile, smaller_grid):
@@ -82,18 +82,18 @@ def _leaves_without_extras(cost_model: CostModel, best: Candidate, grid: SearchS
                     )
 
 
-def _has_axes_moved(node: Candidate, best: Candidate) -> bool:
-    """Return True if the node has the axes of `best`, or lacks some of them and one other axis has their ranks."""
+def _has_no_extra_axis(node: Candidate, best: Candidate) -> bool:
+    """Return True if the node has the axes of `best`, or lacks some of them, whose ranks one other axis has."""
     sizes = [(getattr(node, axis), getattr(best, axis)) for axis in MODEL_AXES if axis != "ep"]
     sizes.append((node.replicas, best.replicas))
-    if any(own > 1 and other == 1 for own, other in sizes) or node.ep not in (1, best.ep):
+    if any(size > 1 and best_size == 1 for size, best_size in sizes) or node.ep not in (1, best.ep):
         return False
-    freed_ranks = prod(other for own, other in sizes if own == 1)
-    growth_factors = [own // other for own, other in sizes if own not in (1, other)]
+    freed_ranks = prod(best_size for size, best_size in sizes if size == 1)
+    growth_factors = [size // best_size for size, best_size in sizes if size not in (1, best_size)]
     return not growth_factors if freed_ranks == 1 else growth_factors == [freed_ranks]
 
 
 def _has_no_extra_option(leaf: Candidate, best: Candidate) -> bool:
     if best.dp_shard == 1 and leaf.dp_shard > 1:
         return False
-    return all(getattr(leaf, name) in (usual, getattr(best, name)) for name, usual in _OPTIONS.items())
+    return all(getattr(leaf, name) in (default, getattr(best, name)) for name, default in _OPTIONS.items())

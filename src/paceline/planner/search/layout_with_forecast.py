@@ -1,4 +1,4 @@
-"""A layout with its settings and its forecast, as a plan passes it to a run."""
+"""Define a layout with its settings and its forecast, as a plan passes it to a run."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,7 +13,7 @@ class FallbackLayout:
     """A layout with its forecast. Bytes are those of the fullest rank, without the reserve of a process.
 
     `longer` and `fuller` are the ratios of measured to forecast step time and memory in earlier runs on this machine;
-    `source` names what made the forecast.
+    `source` says how the forecast was made. The names are keys of the file that the workers read.
     """
 
     layout: str

@@ -1,4 +1,4 @@
-"""Search for the candidate of a family that needs the least memory, to show by how much the family does not fit."""
+"""Find the candidate of a family that needs the least memory, to show by how much the family does not fit."""
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
@@ -27,6 +27,7 @@ def find_least_memory(cost_model: CostModel, *, grid: SearchSpace, family: str =
     """
     bounds = Bounds(cost_model=cost_model, grid=grid)
     tie_breaker = count()
+    # bytes, level (0 recompute node, 1 schedule node, 2 leaf), tie breaker, node
     heap: list[tuple[float, int, int, Candidate]] = []
     for root in _recompute_nodes(cost_model, grid, family):
         heappush(heap, (bounds.recompute_node_bytes(root), 0, next(tie_breaker), root))

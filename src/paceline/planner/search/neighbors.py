@@ -1,4 +1,4 @@
-"""Changes of one or two options that make a candidate fit into memory, each with its cost in time."""
+"""Find changes of one or two options that make a candidate fit into memory, each with its cost in time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,8 +27,8 @@ class Change:
         before = self.estimate.step_seconds - self.seconds
         sign = "+" if self.seconds >= 0 else "-"
         peak = format_size(round(self.estimate.peak_bytes))
-        seconds, share = format_precise_duration(abs(self.seconds)), format_change(self.seconds / before)
-        return f"{self.description}: {peak}, {sign}{seconds} per step ({share})"
+        seconds, relative_change = format_precise_duration(abs(self.seconds)), format_change(self.seconds / before)
+        return f"{self.description}: {peak}, {sign}{seconds} per step ({relative_change})"
 
 
 def cheapest_changes(cost_model: CostModel, estimate: Estimate, *, grid: SearchSpace) -> tuple[Change, ...]:
@@ -37,23 +37,23 @@ def cheapest_changes(cost_model: CostModel, estimate: Estimate, *, grid: SearchS
     frontier: list[tuple[str, Candidate]] = [("", estimate.candidate)]
     for _ in range(_MAX_DEPTH):
         frontier = [
-            (f"{said}, {says}" if said else says, other)
-            for said, candidate in frontier
-            for says, other in neighbors(candidate, cost_model, grid)
-            if other not in visited and not visited.add(other)  # type: ignore[func-returns-value]
+            (f"{previous}, {change}" if previous else change, neighbor)
+            for previous, candidate in frontier
+            for change, neighbor in neighbors(candidate, cost_model, grid)
+            if neighbor not in visited and not visited.add(neighbor)  # type: ignore[func-returns-value]
         ]
-        estimates = [(says, cost_model.estimate(other)) for says, other in frontier]
-        fitting = sorted(((says, one) for says, one in estimates if one.fits), key=lambda pair: pair[1].step_seconds)
+        changed = [(description, cost_model.estimate(candidate)) for description, candidate in frontier]
+        fitting = sorted((pair for pair in changed if pair[1].fits), key=lambda pair: pair[1].step_seconds)
         if fitting:
             return tuple(
-                Change(description=says, estimate=one, seconds=one.step_seconds - estimate.step_seconds)
-                for says, one in fitting[:_MAX_CHANGES]
+                Change(description=description, estimate=new, seconds=new.step_seconds - estimate.step_seconds)
+                for description, new in fitting[:_MAX_CHANGES]
             )
     return ()
 
 
 def neighbors(candidate: Candidate, cost_model: CostModel, grid: SearchSpace) -> Iterator[tuple[str, Candidate]]:
-    """Yield the description and the candidate of each change in the search space that may need less memory.
+    """Yield a description and the new candidate for each change that may save memory and stays in the search space.
 
     The number of ranks and the training stay the same.
     """
@@ -94,12 +94,12 @@ def _with_more_sharding(c: Candidate, grid: SearchSpace) -> Iterator[tuple[str, 
 def _with_larger_axis(c: Candidate, axis: str) -> Iterator[tuple[str, Candidate]]:
     """Yield candidates with twice as many ranks on a model axis and half as many replicas."""
     doubled = 2 * int(getattr(c, axis))
-    for data in ("dp_replicate", "dp_shard"):
-        size = int(getattr(c, data))
+    for data_axis in ("dp_replicate", "dp_shard"):
+        size = int(getattr(c, data_axis))
         if size % 2 == 0:
-            zero = 0 if data == "dp_shard" and size == 2 else c.zero
-            sizes = {axis: doubled, data: size // 2, "zero": zero}
-            yield f"{axis}={doubled} ({data}={size // 2})", _replace_sizes(c, sizes)
+            zero = 0 if data_axis == "dp_shard" and size == 2 else c.zero
+            sizes = {axis: doubled, data_axis: size // 2, "zero": zero}
+            yield f"{axis}={doubled} ({data_axis}={size // 2})", _replace_sizes(c, sizes)
 
 
 def _replace_sizes(c: Candidate, sizes: dict[str, int]) -> Candidate:

@@ -1,4 +1,4 @@
-"""The search space: all candidates for a model on a number of ranks, as a tree that a search can prune.
+"""Generate the search space: all candidates for a model on a number of ranks, as a tree that a search can prune.
 
 Each level of the tree decides more of a candidate: first the axes that split the model, then activation checkpointing,
 the microbatch size and the schedule. A leaf also decides how data parallelism shards the rest. Impossible candidates
@@ -93,7 +93,7 @@ def schedule_choices(node: Candidate, profile: ModelProfile, grid: SearchSpace) 
 def data_parallel_choices(
     node: Candidate, profile: ModelProfile, cluster: Cluster, grid: SearchSpace
 ) -> Iterator[Candidate]:
-    """Yield complete candidates: replicas or shards, the ZeRO stage, and what is offloaded."""
+    """Yield complete candidates: how many ranks shard and replicate, the ZeRO stage, and which state is offloaded."""
     for shard in _divisors(node.replicas):
         if shard == 1:
             if not is_layout_refused(node, profile):
@@ -143,14 +143,14 @@ def is_in_search_space(candidate: Candidate, profile: ModelProfile, cluster: Clu
 
 def has_refused_option(candidate: Candidate, profile: ModelProfile) -> bool:
     """Return True if the model refuses one of the candidate's axes or options."""
-    return any(word in profile.refused for word in option_keys(candidate)) if profile.refused else False
+    return any(key in profile.refused for key in option_keys(candidate)) if profile.refused else False
 
 
 def is_layout_refused(candidate: Candidate, profile: ModelProfile) -> bool:
     """Return True if the model refuses this layout (with this microbatch size or with any), or its family."""
     if not profile.refused:
         return False
-    return any(word in profile.refused for word in (candidate.layout, str(candidate), f"{FAMILY}={candidate.family}"))
+    return any(key in profile.refused for key in (candidate.layout, str(candidate), f"{FAMILY}={candidate.family}"))
 
 
 def option_keys(candidate: Candidate) -> Iterator[str]:
@@ -165,7 +165,7 @@ def option_keys(candidate: Candidate) -> Iterator[str]:
     if candidate.dp_shard > 1:
         yield from (f"zero={candidate.zero}", ("zero1", "zero2", "fsdp")[candidate.zero - 1])
     if candidate.offload:
-        yield from ("offload", *(f"offload={what}" for what in candidate.offload))
+        yield from ("offload", *(f"offload={state}" for state in candidate.offload))
     if candidate.sequence:
         yield "sequence"
     if candidate.pp > 1:

@@ -1,4 +1,4 @@
-"""The candidates of a plan that are timed on the target cluster, and the estimates with their measured seconds."""
+"""Choose the candidates of a plan that are timed on the target cluster, and put measured seconds into estimates."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,16 +25,16 @@ _TUPLE_FIELDS = ("blocks", "between")
 class TimingTrial:
     """A layout to time, as a user would type it, with its settings.
 
-    `share` is its peak as a fraction of the usable memory, `stays` the fraction that persists between steps; `seconds`
-    is the forecast step time, 0 if there is none.
+    `peak_fraction` is the peak as a fraction of the usable memory, `state_fraction` that of the training state;
+    `seconds` is the forecast step time, 0 if there is none.
     """
 
     candidate: str
     layout: str
     micro_batch_size: int
-    least_blocks: int
-    share: float
-    stays: float = 0.0
+    min_blocks: int
+    peak_fraction: float
+    state_fraction: float = 0.0
     seconds: float = 0.0
     stages: str = ""
 
@@ -64,18 +64,20 @@ def shortlist(
     """
     grid = grid or SearchSpace()
     considered = islice(candidates(cost_model.profile, cost_model.cluster, grid), _MAX_CANDIDATES)
-    fitting = sorted((one for one in map(cost_model.estimate, considered) if one.fits), key=sort_key)
-    fitting_candidates = {one.candidate for one in fitting}
+    fitting = sorted((estimate for estimate in map(cost_model.estimate, considered) if estimate.fits), key=sort_key)
+    fitting_candidates = {estimate.candidate for estimate in fitting}
     fitting = [
-        one
-        for one in fitting
-        if one.candidate == _without_remat(one.candidate) or _without_remat(one.candidate) not in fitting_candidates
+        estimate
+        for estimate in fitting
+        if (plain := _without_remat(estimate.candidate)) == estimate.candidate or plain not in fitting_candidates
     ]
     families: dict[str, list[Estimate]] = {}
     for estimate in fitting:
         families.setdefault(estimate.candidate.family, []).append(estimate)
-    chosen = [own[0] for own in families.values()]
-    nearly_as_fast = [one for one in fitting if one.step_seconds <= _NEAR_RATIO * fitting[0].step_seconds]
+    chosen = [family_estimates[0] for family_estimates in families.values()]
+    nearly_as_fast = [
+        estimate for estimate in fitting if estimate.step_seconds <= _NEAR_RATIO * fitting[0].step_seconds
+    ]
     for estimate in nearly_as_fast:
         family_estimates = families[estimate.candidate.family]
         if (
@@ -84,16 +86,20 @@ def shortlist(
             and _num_chosen_of_family(estimate, family_estimates, chosen) < _MAX_PER_FAMILY
         ):
             chosen.append(estimate)
-    chosen += [one for one in fitting if str(one.candidate) in extra_candidates and one not in chosen]
+    chosen += [
+        estimate for estimate in fitting if str(estimate.candidate) in extra_candidates and estimate not in chosen
+    ]
     return sorted(chosen, key=sort_key)
 
 
 def timing_order(options: Sequence[Estimate]) -> list[Estimate]:
     """Return the order in which to time candidates: the best of each promising family first, as time may run out."""
     ordered = sorted(options, key=sort_key)
-    nearly_as_fast = [one for one in ordered if one.step_seconds <= _NEAR_RATIO * ordered[0].step_seconds]
-    best_of_family = {one.candidate.family: one for one in reversed(nearly_as_fast)}
-    return sorted(ordered, key=lambda one: best_of_family.get(one.candidate.family) is not one)
+    nearly_as_fast = [
+        estimate for estimate in ordered if estimate.step_seconds <= _NEAR_RATIO * ordered[0].step_seconds
+    ]
+    best_of_family = {estimate.candidate.family: estimate for estimate in reversed(nearly_as_fast)}
+    return sorted(ordered, key=lambda estimate: best_of_family.get(estimate.candidate.family) is not estimate)
 
 
 def _without_remat(candidate: Candidate) -> Candidate:
@@ -103,7 +109,7 @@ def _without_remat(candidate: Candidate) -> Candidate:
 
 def _num_chosen_of_family(estimate: Estimate, family_estimates: Sequence[Estimate], chosen: Sequence[Estimate]) -> int:
     """Return how many candidates of the estimate's family are chosen already."""
-    return sum(one in family_estimates for one in chosen if one.candidate.family == estimate.candidate.family)
+    return sum(other in family_estimates for other in chosen if other.candidate.family == estimate.candidate.family)
 
 
 def timing_trial(estimate: Estimate) -> TimingTrial:
@@ -113,9 +119,9 @@ def timing_trial(estimate: Estimate) -> TimingTrial:
         candidate=str(candidate),
         layout=str(candidate.layout_spec),
         micro_batch_size=candidate.micro_batch_size,
-        least_blocks=2 * candidate.pp * candidate.virtual if candidate.pp > 1 else 2,
-        share=estimate.peak_bytes / estimate.limit_bytes,
-        stays=estimate.memory.state_bytes / estimate.limit_bytes,
+        min_blocks=2 * candidate.pp * candidate.virtual if candidate.pp > 1 else 2,
+        peak_fraction=estimate.peak_bytes / estimate.limit_bytes,
+        state_fraction=estimate.memory.state_bytes / estimate.limit_bytes,
         seconds=estimate.step_seconds,
         stages=estimate.settings.get("place.stages", ""),
     )
@@ -128,12 +134,10 @@ def parse_measured_times(stored: Mapping[str, Any]) -> dict[str, MeasuredTime]:
         ValueError, KeyError, TypeError: the content is not valid.
     """
     measured_times = {
-        name: MeasuredTime(**{**own, **{pair: tuple(own[pair]) for pair in _TUPLE_FIELDS}})
-        for name, own in stored.items()
+        name: MeasuredTime(**{**fields, **{key: tuple(fields[key]) for key in _TUPLE_FIELDS}})
+        for name, fields in stored.items()
     }
-    if not all(
-        _MIN_SECONDS < one.seconds < inf and 0 <= one.spread < inf and one.steps > 0 for one in measured_times.values()
-    ):
+    if not all(_MIN_SECONDS < t.seconds < inf and 0 <= t.spread < inf and t.steps > 0 for t in measured_times.values()):
         raise ValueError("no step takes that long")
     return measured_times
 
@@ -142,16 +146,17 @@ def apply_measured_times(estimates: Sequence[Estimate], measured_times: Mapping[
     """Return the estimates with measured seconds, sorted. Untimed forecasts are scaled by the median time ratio."""
     default_ratio = median_time_ratio(estimates, measured_times)
     return sorted(
-        (apply_measured_time(one, measured_times, default_ratio=default_ratio) for one in estimates), key=sort_key
+        (apply_measured_time(estimate, measured_times, default_ratio=default_ratio) for estimate in estimates),
+        key=sort_key,
     )
 
 
 def median_time_ratio(estimates: Sequence[Estimate], measured_times: Mapping[str, MeasuredTime]) -> float:
     """Return the median ratio of measured to forecast seconds, 1 if nothing was timed."""
     ratios = [
-        measured_times[key].seconds / one.step_seconds
-        for one in estimates
-        if (key := str(one.candidate)) in measured_times
+        measured_times[key].seconds / estimate.step_seconds
+        for estimate in estimates
+        if (key := str(estimate.candidate)) in measured_times
     ]
     return median(ratios) if ratios else 1.0
 

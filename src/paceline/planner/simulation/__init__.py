@@ -1,1 +1,1 @@
-"""Simulation of a step's events, and of a long run with failures (goodput)."""
+"""Simulate the events of a step, and forecast a long run with failures (goodput)."""

@@ -1,4 +1,4 @@
-"""Simulation of a candidate's step in virtual time: the program of its schedule with its stages and messages."""
+"""Simulate one step of a candidate in virtual time: its schedule runs with the cost model's stage and message times."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from paceline.schedule.program import Program
 from paceline.schedule.registry import build
 from paceline.schedule.timeline import Timeline
 
-EXPOSED_AXES = ("tensor", "context", "experts", "gather")
+COMMUNICATION_KINDS = ("tensor", "context", "experts", "gather")
 _ROUNDING = 1e-12
 
 
@@ -23,8 +23,8 @@ _ROUNDING = 1e-12
 class CandidateSimulation:
     """A simulated step of one candidate.
 
-    `seconds` are those of the mean rank, by purpose, and sum to the step; `estimate` is the closed-form forecast.
-    `flops` are the model FLOPs of all ranks, as MFU counts them.
+    `seconds` are averages over the ranks, by purpose; they sum to the step's time. `estimate` is the closed-form
+    forecast. `flops` are the model FLOPs of all ranks, as MFU counts them; `peak_flops_per_second` is one device's.
     """
 
     estimate: Estimate
@@ -33,7 +33,7 @@ class CandidateSimulation:
     samples: int
     length: int
     flops: float
-    flops_per_second: float
+    peak_flops_per_second: float
 
     @property
     def step_seconds(self) -> float:
@@ -53,7 +53,7 @@ class CandidateSimulation:
     @property
     def mfu(self) -> float:
         """The model FLOPs as a fraction of the devices' peak in a step (Chowdhery et al., "PaLM", 2022)."""
-        return self.flops / (self.step_seconds * self.ranks * self.flops_per_second)
+        return self.flops / (self.step_seconds * self.ranks * self.peak_flops_per_second)
 
     @property
     def bubble(self) -> float:
@@ -104,38 +104,38 @@ def simulate_candidate(cost_model: CostModel, *, candidate: Candidate) -> Candid
     """
     c, estimate = candidate, cost_model.estimate(candidate)
     program = build(c.schedule, ranks=c.pp, micro=cost_model.num_micro(c), virtual=c.virtual)
-    stage_times = [_stage_times(cost_model, c, place) for place in range(program.num_stages)]
+    stage_times = [_stage_times(cost_model, c, stage) for stage in range(program.num_stages)]
     costs = Costs(
-        forward=[one.forward for one in stage_times],
-        input=[one.input for one in stage_times],
-        weight=[one.weight for one in stage_times],
+        forward=[times.forward for times in stage_times],
+        backward_input=[times.backward_input for times in stage_times],
+        backward_weight=[times.backward_weight for times in stage_times],
         transfer=cost_model.time_ratio(c.family) * cost_model.hop_seconds(c),
     )
-    step_ends = _step_ends(cost_model, c, program)
-    update = {name: max(end[name] for end in step_ends) for name in ("update", "offload", "start")}
+    rank_ends = _end_seconds_by_rank(cost_model, c, program)
+    end_seconds = {name: max(end[name] for end in rank_ends) for name in ("update", "offload", "start")}
     collectives = [
         *_message_collectives(stage_times),
-        _gradient_collective(program, [end["gradients"] for end in step_ends]),
+        _gradient_collective(program, [end["gradients"] for end in rank_ends]),
     ]
     simulated = simulate_step(
         program, costs=costs, collectives=collectives, replicas=c.replicas, ranks_per_stage=c.cp * c.tp,
-        update_seconds=sum(update.values()),
+        update_seconds=sum(end_seconds.values()),
     )  # fmt: skip
     num_micro = cost_model.num_micro(c)
-    recompute = num_micro * sum(one.recompute for one in stage_times) / c.pp
+    recompute = num_micro * sum(times.recompute for times in stage_times) / c.pp
     exposed = exposed_seconds_by_name(program, costs=costs, collectives=collectives)
-    seconds = {"compute": simulated.compute_seconds - recompute - sum(update.values()), "again": recompute}
-    seconds |= {name: exposed.get(name, 0.0) for name in (*EXPOSED_AXES, STAGE_MESSAGES)} | {
+    seconds = {"compute": simulated.compute_seconds - recompute - sum(end_seconds.values()), "again": recompute}
+    seconds |= {name: exposed.get(name, 0.0) for name in (*COMMUNICATION_KINDS, STAGE_MESSAGES)} | {
         "bubble": simulated.bubble_seconds
     }
     return CandidateSimulation(
         estimate=estimate,
-        seconds={**seconds, "gradients": exposed["gradients"], **update},
+        seconds={**seconds, "gradients": exposed["gradients"], **end_seconds},
         simulated_step=simulated,
         samples=cost_model.profile.global_batch_size,
         length=cost_model.profile.length,
         flops=cost_model.model_flops,
-        flops_per_second=estimate.peak_flops_per_second,
+        peak_flops_per_second=estimate.peak_flops_per_second,
     )
 
 
@@ -143,12 +143,12 @@ def simulate_candidate(cost_model: CostModel, *, candidate: Candidate) -> Candid
 class _StageTimes:
     """The seconds of one microbatch in one stage.
 
-    `input` includes the recomputation (`recompute`); `messages` are the forward and backward seconds by axis.
+    `backward_input` includes the recomputation (`recompute`); `messages` are the forward and backward seconds by kind.
     """
 
     forward: float
-    input: float
-    weight: float
+    backward_input: float
+    backward_weight: float
     recompute: float
     messages: dict[str, tuple[float, float]]
 
@@ -159,43 +159,48 @@ def _stage_times(cost_model: CostModel, c: Candidate, stage: int) -> _StageTimes
         cost_model.stages_with_sharding(c)[stage],
     )
     forward = backward = tensor = experts = 0.0
-    for part, (count, work) in enumerate(zip(cost_model.part_counts(c)[stage], cost_model.layer_costs(c), strict=True)):
+    for part, (count, cost) in enumerate(zip(cost_model.part_counts(c)[stage], cost_model.layer_costs(c), strict=True)):
         if count:
-            num_messages = 3 if c.remat == "full" and part > 1 else 2  # forward, backward, and a block's forward again
-            forward += count * work.forward
-            backward += count * (work.input + work.recompute)
-            tensor += count * work.tensor / num_messages
-            experts += count * work.experts / num_messages
+            is_block = part >= 2  # parts 0 and 1 are the layers before and after the blocks
+            # a pass: forward, backward and, with full remat, the recomputed forward of a block
+            num_passes = 3 if c.remat == "full" and is_block else 2
+            forward += count * cost.forward
+            backward += count * (cost.backward_input + cost.recompute)
+            tensor += count * cost.tensor / num_passes
+            experts += count * cost.experts / num_passes
     context, time_ratio = without_sharding.forward - forward - tensor - experts, cost_model.time_ratio(c.family)
     messages = {
         "tensor": (tensor, without_sharding.tensor - tensor),
         "context": (context, without_sharding.context - context),
         "experts": (experts, without_sharding.experts - experts),
-        "gather": (with_sharding.forward - without_sharding.forward, with_sharding.input - without_sharding.input),
+        "gather": (
+            with_sharding.forward - without_sharding.forward,
+            with_sharding.backward_input - without_sharding.backward_input,
+        ),
     }
     return _StageTimes(
         forward=time_ratio * forward,
-        input=time_ratio * backward,
-        weight=time_ratio * without_sharding.weight,
-        recompute=time_ratio * without_sharding.again,
-        messages={axis: (time_ratio * there, time_ratio * back) for axis, (there, back) in messages.items()},
+        backward_input=time_ratio * backward,
+        backward_weight=time_ratio * without_sharding.backward_weight,
+        recompute=time_ratio * without_sharding.recompute,
+        messages={kind: (time_ratio * fwd, time_ratio * bwd) for kind, (fwd, bwd) in messages.items()},
     )
 
 
 def _message_collectives(stage_times: list[_StageTimes]) -> Iterator[Collective]:
     """Yield the collectives of forward and backward. Their seconds already exclude what compute hides."""
-    for axis in EXPOSED_AXES:
+    for kind in COMMUNICATION_KINDS:
         for direction, point in enumerate((StepPoint.FORWARD, StepPoint.BACKWARD)):
-            seconds = [max(0.0, one.messages[axis][direction]) for one in stage_times]
-            if any(second > _ROUNDING * one.forward for second, one in zip(seconds, stage_times, strict=True)):
-                yield Collective(name=axis, point=point, seconds=seconds)
+            seconds = [max(0.0, times.messages[kind][direction]) for times in stage_times]
+            if any(s > _ROUNDING * times.forward for s, times in zip(seconds, stage_times, strict=True)):
+                yield Collective(name=kind, point=point, seconds=seconds)
 
 
-def _step_ends(cost_model: CostModel, c: Candidate, program: Program) -> list[dict[str, float]]:
+def _end_seconds_by_rank(cost_model: CostModel, c: Candidate, program: Program) -> list[dict[str, float]]:
     counts, time_ratio = cost_model.part_counts(c), cost_model.time_ratio(c.family)
     seconds_by_stages = {
-        own: {name: time_ratio * each for name, each in end.items()}
-        for own, end in cost_model.step_end_seconds(c).items()
+        stages: {name: time_ratio * seconds for name, seconds in end.items()}
+        for stages, end in cost_model.step_end_seconds(c).items()
     }
     return [
         seconds_by_stages[tuple(counts[stage] for stage in sorted(program.stages_of(rank)))]
@@ -205,6 +210,6 @@ def _step_ends(cost_model: CostModel, c: Candidate, program: Program) -> list[di
 
 def _gradient_collective(program: Program, seconds: list[float]) -> Collective:
     """Return the gradient collective. The reduction of a rank begins when its first stage has finished its backward."""
-    first_stage_seconds = {min(program.stages_of(rank)): each for rank, each in enumerate(seconds)}
+    first_stage_seconds = {min(program.stages_of(rank)): rank_seconds for rank, rank_seconds in enumerate(seconds)}
     stage_seconds = [first_stage_seconds.get(stage, 0.0) for stage in range(program.num_stages)]
     return Collective(name="gradients", point=StepPoint.END, seconds=stage_seconds)

@@ -1,4 +1,4 @@
-"""The optimal checkpoint interval: exact, by the approximations of Young and Daly, and in whole steps."""
+"""Compute the optimal checkpoint interval: exactly, by the approximations of Young and Daly, and in whole steps."""
 
 from math import ceil, inf, isfinite, log1p, sqrt
 
@@ -9,8 +9,9 @@ from paceline.planner.simulation.goodput import FailureModel, goodput
 def best_interval(*, hazard: FailureModel) -> float:
     """Return the seconds between checkpoints that maximize the useful time; infinite if the failure rate is 0.
 
-    The useful time has its maximum where (1 - λi) e^(λ(i+s)) = 1, whatever restarts and writes take. The result is at
-    least the time to write a checkpoint; it is 0 if checkpoints cost no time.
+    With λ failures per second, an interval i and a stall s, the useful time has its maximum where
+    (1 - λi) e^(λ(i+s)) = 1, whatever restarts and writes take. The result is at least the time to write a checkpoint;
+    it is 0 if checkpoints cost no time.
     """
     if hazard.rate == 0:
         return inf
@@ -19,7 +20,10 @@ def best_interval(*, hazard: FailureModel) -> float:
 
 
 def young_interval(*, hazard: FailureModel) -> float:
-    """Return the first-order approximation √(2 s M) (Young 1974), accurate if the stall s is short relative to M."""
+    """Return the first-order approximation √(2 s M) (Young 1974), accurate if the stall s is much shorter than M.
+
+    M is `mean_seconds`, the mean time between two failures.
+    """
     return sqrt(2 * hazard.stall_seconds * hazard.mean_seconds) if hazard.rate else inf
 
 
@@ -44,7 +48,7 @@ def best_interval_in_steps(*, hazard: FailureModel, step_seconds: float) -> int:
         raise UsageError("nothing ever fails, so there is no best interval.", hint="give a mean_seconds")
     min_steps = max(1, ceil(hazard.write_seconds / step_seconds))
     min_steps += min_steps * step_seconds < hazard.write_seconds  # for a quotient that was rounded down
-    nearest = {max(min_steps, int(best // step_seconds) + more) for more in (0, 1)}
+    nearest = {max(min_steps, int(best // step_seconds) + extra) for extra in (0, 1)}
     return max(nearest, key=lambda steps: goodput(hazard=hazard, interval_seconds=steps * step_seconds).useful)
 
 

@@ -1,7 +1,7 @@
-"""Simulation of a planned step in virtual time, for any number of ranks, with collectives and slow ranks.
+"""Simulate a planned step in virtual time, for any number of ranks, with collectives and slow ranks.
 
-The pipeline of one replica is simulated action by action. The other replicas behave the same and are only counted;
-replicas with slow ranks are simulated as well.
+The pipeline of one replica is simulated action by action, and so is each replica with slow ranks. The other replicas
+behave like the first and are only counted.
 """
 
 from collections import Counter
@@ -36,11 +36,11 @@ class SlowRank:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStep:
-    """A step of `ranks` ranks. The four parts are those of the mean rank and sum to `step_seconds`.
+    """A step of `ranks` ranks. The four `..._seconds` are averages over the ranks; they sum to `step_seconds`.
 
-    `compute_seconds` is its own work, `bubble_seconds` the idle time if communication takes no time, `exposed_seconds`
-    the time that communication adds to that step, and `slow_seconds` the time that slow ranks add. `walks` has the
-    simulated pipeline of each replica with slow ranks, and of all others under -1.
+    `compute_seconds` is the time of computes, `bubble_seconds` the idle time if communication took no time,
+    `exposed_seconds` the time that communication adds to that step, and `slow_seconds` the time that slow ranks add.
+    `walks` has the simulated pipeline of each replica with slow ranks, and under -1 that of all others.
     """
 
     ranks: int
@@ -117,15 +117,15 @@ def simulate_step(
         return result
 
     def walk_with_slow_ranks(group: Iterable[SlowRank]) -> WalkResult:
-        slower = costs
-        for one in group:
-            slower = slow_down_rank(program, costs=slower, rank=one.rank, factor=one.factor)
-        return run_walk(with_collectives(program, costs=slower, collectives=collectives))
+        slow_costs = costs
+        for slow_rank in group:
+            slow_costs = slow_down_rank(program, costs=slow_costs, rank=slow_rank.rank, factor=slow_rank.factor)
+        return run_walk(with_collectives(program, costs=slow_costs, collectives=collectives))
 
     free_walk = run_walk(replace(costs, transfer=0.0, latency=0.0, ready=0.0))
     slow_ranks_by_replica = _group_by_replica(slow_ranks)
     typical_walk = walk_with_slow_ranks(())
-    walks_by_slow_ranks = {key: walk_with_slow_ranks(key) for key in set(slow_ranks_by_replica.values())}
+    walks_by_slow_ranks = {group: walk_with_slow_ranks(group) for group in set(slow_ranks_by_replica.values())}
     walks = {replica: walks_by_slow_ranks[key] for replica, key in slow_ranks_by_replica.items()} | {-1: typical_walk}
     free_step = max(free_walk.end_times) + update_seconds
     typical_step = finish_time([typical_walk], collectives) + update_seconds
@@ -145,20 +145,23 @@ def simulate_step(
 def _group_by_replica(slow_ranks: Iterable[SlowRank]) -> dict[int, tuple[SlowRank, ...]]:
     """Return the slow ranks of each replica in a normal form, so that replicas with equal slow ranks share a key."""
     by_replica: dict[int, set[SlowRank]] = {}
-    for one in slow_ranks:
-        by_replica.setdefault(one.replica, set()).add(replace(one, replica=0))
-    return {replica: tuple(sorted(own, key=lambda one: (one.rank, one.factor))) for replica, own in by_replica.items()}
+    for slow_rank in slow_ranks:
+        by_replica.setdefault(slow_rank.replica, set()).add(replace(slow_rank, replica=0))
+    return {
+        replica: tuple(sorted(ranks, key=lambda slow_rank: (slow_rank.rank, slow_rank.factor)))
+        for replica, ranks in by_replica.items()
+    }
 
 
 def finish_time(walks: Sequence[WalkResult], collectives: Sequence[Collective]) -> float:
     """Return the time at which the last rank has finished, with gradient collectives over these replicas."""
     program = walks[0].program
-    last_computes = [_last_computes(found) for found in walks]
-    finish = max(max(found.end_times) for found in walks)
+    last_computes = [_last_computes(walk) for walk in walks]
+    finish = max(max(walk.end_times) for walk in walks)
     for rank in range(program.num_ranks):
         link_free_time = 0.0
         times = [
-            (max(one[s][1] for one in last_computes), max(one[s][0] for one in last_computes), s)
+            (max(computes[s][1] for computes in last_computes), max(computes[s][0] for computes in last_computes), s)
             for s in program.stages_of(rank)
         ]
         for stop, start, stage in sorted(times):
@@ -181,14 +184,14 @@ def _last_computes(walk: WalkResult) -> dict[int, tuple[float, float]]:
                 missing.remove(row[position].stage)
                 last_actions[rank, position] = row[position].stage
     return {
-        last_actions[rank, place]: (start, stop)
-        for rank, place, start, stop in walk.finished
-        if (rank, place) in last_actions
+        last_actions[rank, index]: (start, stop)
+        for rank, index, start, stop in walk.finished
+        if (rank, index) in last_actions
     }
 
 
 def _compute_seconds(program: Program, costs: Costs) -> float:
-    """Return the compute seconds of a mean rank."""
+    """Return the compute seconds of a rank, averaged over the ranks."""
     counts = Counter((action.op, action.stage) for row in program for action in row)
     distinct_actions = (Action(op=op, stage=stage, microbatch=0) for op, stage in counts if op.is_compute)
     return sum(counts[kind.op, kind.stage] * costs.seconds(kind) for kind in distinct_actions) / program.num_ranks
@@ -197,19 +200,19 @@ def _compute_seconds(program: Program, costs: Costs) -> float:
 def _refuse_bad_ranks(
     program: Program, *, replicas: int, ranks_per_stage: int, slow_ranks: Iterable[SlowRank], update_seconds: float
 ) -> None:
-    for word, value in (("replicas", replicas), ("ranks a stage", ranks_per_stage)):
+    for label, value in (("replicas", replicas), ("ranks a stage", ranks_per_stage)):
         if value < 1:
-            raise UsageError(f"{value} {word}: at least 1 is needed.")
+            raise UsageError(f"{value} {label}: at least 1 is needed.")
     if not (isfinite(update_seconds) and update_seconds >= 0):
         raise UsageError(f"update_seconds={update_seconds:g}: a time of 0 seconds or more is needed.")
-    for one in slow_ranks:
-        if not (0 <= one.rank < program.num_ranks and 0 <= one.replica < replicas):
+    for slow_rank in slow_ranks:
+        if not (0 <= slow_rank.rank < program.num_ranks and 0 <= slow_rank.replica < replicas):
             raise UsageError(
-                f"there is no rank {one.rank} of replica {one.replica}.",
+                f"there is no rank {slow_rank.rank} of replica {slow_rank.replica}.",
                 cause=f"ranks are 0 to {program.num_ranks - 1} of the pipeline, replicas 0 to {replicas - 1}",
             )
-        if not (isfinite(one.factor) and one.factor >= 1):
+        if not (isfinite(slow_rank.factor) and slow_rank.factor >= 1):
             raise UsageError(
-                f"a slow rank takes {one.factor:g} times as long: 1 or more is needed.",
+                f"a slow rank takes {slow_rank.factor:g} times as long: 1 or more is needed.",
                 hint="factor=1.2 for a rank that is a fifth slower",
             )

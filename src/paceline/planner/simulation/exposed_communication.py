@@ -1,4 +1,4 @@
-"""The exposed communication of a simulated step, by collective."""
+"""Compute the exposed communication of a simulated step, by collective."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from paceline.planner.simulation.overlap import Collective, StepPoint, with_coll
 from paceline.schedule.action_walk import Costs, walk_actions
 from paceline.schedule.program import Program
 
-STAGE_MESSAGES = "borders"
+STAGE_MESSAGES = "borders"  # the messages between stages, as a key of the simulation's JSON
 
 
 def exposed_seconds_by_name(program: Program, *, costs: Costs, collectives: Sequence[Collective]) -> dict[str, float]:
@@ -20,10 +20,10 @@ def exposed_seconds_by_name(program: Program, *, costs: Costs, collectives: Sequ
     free_costs = replace(costs, transfer=0.0, latency=0.0, ready=0.0)
     walk = walk_actions(program, costs=free_costs)
     previous, exposed, included = finish_time([walk], ()), dict[str, float](), list[Collective]()
-    for name in dict.fromkeys([STAGE_MESSAGES, *(one.name for one in collectives)]):
-        same_name = [one for one in collectives if one.name == name]
+    for name in dict.fromkeys([STAGE_MESSAGES, *(collective.name for collective in collectives)]):
+        same_name = [collective for collective in collectives if collective.name == name]
         included += same_name
-        if name == STAGE_MESSAGES or any(one.point is not StepPoint.END for one in same_name):
+        if name == STAGE_MESSAGES or any(collective.point is not StepPoint.END for collective in same_name):
             walk = walk_actions(program, costs=with_collectives(program, costs=costs, collectives=included))
         finish = finish_time([walk], included)
         exposed[name], previous = finish - previous, finish

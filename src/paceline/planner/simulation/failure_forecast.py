@@ -1,4 +1,4 @@
-"""Goodput of a planned run under failures, at a given checkpoint interval and at the best one."""
+"""Forecast the goodput of a planned run under failures, at a given checkpoint interval and at the best one."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -49,9 +49,9 @@ class FailureForecast:
         """The useful fraction at the best interval minus that at the requested one."""
         return 0.0 if self.requested is None else self.best.useful - self.requested.useful
 
-    def steps_a_day(self, found: Goodput) -> float:
+    def steps_a_day(self, result: Goodput) -> float:
         """Return the number of steps per day that no failure discards."""
-        return found.useful * DAY_SECONDS / self.step_seconds
+        return result.useful * DAY_SECONDS / self.step_seconds
 
     def as_json(self) -> dict[str, Any]:
         """Return the values by name; parts of time are fractions."""
@@ -82,14 +82,14 @@ class FailureForecast:
         )
         yield f"  best: {self._goodput_text(self.best_every, self.best)}{gain_note}"
 
-    def _as_json(self, every: int, found: Goodput) -> dict[str, Any]:
-        return {"every": every, **asdict(found), "steps_a_day": self.steps_a_day(found)}
+    def _as_json(self, every: int, result: Goodput) -> dict[str, Any]:
+        return {"every": every, **asdict(result), "steps_a_day": self.steps_a_day(result)}
 
-    def _goodput_text(self, every: int, found: Goodput) -> str:
+    def _goodput_text(self, every: int, result: Goodput) -> str:
         return (
-            f"every {plural(every, 'step')} ({long_duration(found.interval_seconds)}): {found.useful:.1%} useful; "
-            f"saving {found.saving:.1%}, restarting {found.restarting:.1%}, repeated {found.redone:.1%}; "
-            f"{self.steps_a_day(found):,.0f} steps per day"
+            f"every {plural(every, 'step')} ({long_duration(result.interval_seconds)}): {result.useful:.1%} useful; "
+            f"saving {result.saving:.1%}, restarting {result.restarting:.1%}, repeated {result.redone:.1%}; "
+            f"{self.steps_a_day(result):,.0f} steps per day"
         )
 
 

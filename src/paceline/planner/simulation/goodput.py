@@ -1,4 +1,4 @@
-"""Goodput of a long run with failures: the useful fraction of its time for a checkpoint interval.
+"""Compute the goodput of a long run with failures: the useful fraction of its time for a checkpoint interval.
 
 The times between failures are exponentially distributed, also while a checkpoint is written and while the run restarts.
 After a failure, the run restarts from the newest checkpoint that is completely written.
@@ -21,7 +21,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class FailureSource:
-    """A group of `count` parts of one kind, each of which fails once in `mean_seconds` on average."""
+    """A group of `count` components of one kind, each of which fails once in `mean_seconds` on average."""
 
     name: str
     count: int
@@ -33,8 +33,8 @@ class FailureModel:
     """The failure and checkpoint times of a run, in seconds.
 
     `mean_seconds` is the mean time between two failures of the whole run (`combined_failure_interval` computes it from
-    parts). A checkpoint stops training for `stall_seconds`, and is completely written `write_seconds` later. A failure
-    stops training for `restart_seconds`: detection, start of the processes, loading.
+    the components). A checkpoint stops training for `stall_seconds`, and is completely written `write_seconds` later. A
+    failure stops training for `restart_seconds`: detection, start of the processes, loading.
 
     Raises:
         UsageError: `mean_seconds` is not above 0, or another time is negative or not finite.
@@ -78,21 +78,21 @@ class Goodput:
     failures_a_day: float
 
 
-def combined_failure_interval(parts: Iterable[FailureSource]) -> float:
-    """Return the mean seconds between two failures of any part; the failure rates add up.
+def combined_failure_interval(sources: Iterable[FailureSource]) -> float:
+    """Return the mean seconds between two failures of any component; the failure rates add up.
 
     Raises:
         UsageError: a count is below 0, or a mean is not above 0.
     """
     rate = 0.0
-    for part in parts:
-        if part.count < 0 or not part.mean_seconds > 0:
-            description = f"{part.count} × {part.name!r} that fail once in {part.mean_seconds:g} seconds"
+    for source in sources:
+        if source.count < 0 or not source.mean_seconds > 0:
+            description = f"{source.count} × {source.name!r} that fail once in {source.mean_seconds:g} seconds"
             raise UsageError(
                 f"{description}: a count of 0 or more and a time above 0 are needed.",
-                hint="mean_seconds is for one part; 50,000 hours are 180_000_000",
+                hint="mean_seconds is for one component; 50,000 hours are 180_000_000",
             )
-        rate += part.count / part.mean_seconds
+        rate += source.count / source.mean_seconds
     return 1 / rate if rate else inf
 
 
@@ -106,9 +106,9 @@ def goodput(*, hazard: FailureModel, interval_seconds: float) -> Goodput:
 
         x = (e^(λ(i+s)) - 1) e^(λR) / λ,    y = e^(λw) x
 
-    Every finished segment is followed by one of the second kind, so the useful fraction is i / y. With w = 0 this is
-    the model of Daly 2006 ("A higher order estimate of the optimum checkpoint interval for restart dumps"); w has the
-    same effect as a longer restart.
+    Every finished segment is followed by one that begins before its checkpoint is written, so the useful fraction is
+    i / y. With w = 0 this is the model of Daly 2006 ("A higher order estimate of the optimum checkpoint interval for
+    restart dumps"); w has the same effect as a longer restart.
 
     Raises:
         UsageError: the interval is not above 0, or shorter than the time to write a checkpoint.
@@ -117,10 +117,12 @@ def goodput(*, hazard: FailureModel, interval_seconds: float) -> Goodput:
     rate = hazard.rate
     segment = interval_seconds + hazard.stall_seconds
     try:
-        mean = exp(rate * (hazard.write_seconds + hazard.restart_seconds)) * _growth_over_rate(rate, segment)
+        mean_segment_seconds = exp(rate * (hazard.write_seconds + hazard.restart_seconds)) * _growth_over_rate(
+            rate, segment
+        )
     except OverflowError:
-        mean = inf
-    useful, saving = interval_seconds / mean, hazard.stall_seconds / mean
+        mean_segment_seconds = inf
+    useful, saving = interval_seconds / mean_segment_seconds, hazard.stall_seconds / mean_segment_seconds
     restarting = -expm1(-rate * hazard.restart_seconds)
     return Goodput(
         interval_seconds=interval_seconds,
@@ -168,8 +170,8 @@ def _refuse_bad_interval(hazard: FailureModel, interval_seconds: float) -> None:
         )
     if interval_seconds < hazard.write_seconds:
         raise UsageError(
-            f"a checkpoint every {interval_seconds:g} s that takes {hazard.write_seconds:g} s to write.",
-            cause="the next one would begin before the last one is written",
+            f"a checkpoint every {interval_seconds:g} s takes {hazard.write_seconds:g} s to write.",
+            cause="the next checkpoint would begin before the last one is written",
             hint=f"an interval of {hazard.write_seconds:g} s at least",
         )
 

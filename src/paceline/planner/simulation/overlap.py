@@ -1,4 +1,4 @@
-"""Collectives of a step besides pipeline messages: when they run, and how much of them compute can hide."""
+"""Add collectives other than pipeline messages to a step: when they run, and how much of them compute can hide."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +22,10 @@ class StepPoint(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """The seconds that the ranks of a stage communicate on axes other than pp: one for all stages or one for each.
+    """A collective of the ranks of a stage, on axes other than pp.
 
-    `overlap` is the fraction, 0 to 1, that can overlap the stage's compute; the rest runs before or after it.
+    `seconds` is one number for all stages, or one for each. `overlap` is the fraction, 0 to 1, that can overlap the
+    stage's compute; the rest runs before or after it.
     """
 
     name: str
@@ -41,20 +42,20 @@ def with_collectives(program: Program, *, costs: Costs, collectives: Sequence[Co
         matching = [c for c in collectives if c.point is point]
         return [_seconds_with_collectives(matching, seconds[stage], stage=stage) for stage in stages]
 
-    def per_stage(value: PerStage) -> list[float]:
+    def stage_values(value: PerStage) -> list[float]:
         return [value_for_stage(value, stage) for stage in stages]
 
-    weight_seconds, input_seconds = per_stage(costs.weight), per_stage(costs.input)
+    weight_seconds, input_seconds = stage_values(costs.backward_weight), stage_values(costs.backward_input)
     backward = (
         [i + w for i, w in zip(input_seconds, weight_seconds, strict=True)]
         if costs.backward is None
-        else per_stage(costs.backward)
+        else stage_values(costs.backward)
     )
     with_communication = replace(
         costs,
-        forward=add_collectives(per_stage(costs.forward), StepPoint.FORWARD),
-        input=add_collectives(input_seconds, StepPoint.BACKWARD),
-        weight=weight_seconds,
+        forward=add_collectives(stage_values(costs.forward), StepPoint.FORWARD),
+        backward_input=add_collectives(input_seconds, StepPoint.BACKWARD),
+        backward_weight=weight_seconds,
         backward=add_collectives(backward, StepPoint.BACKWARD),
     )
     return replace(with_communication, ready=_ready_times(program, costs=with_communication, collectives=collectives))
@@ -64,14 +65,16 @@ def slow_down_rank(program: Program, *, costs: Costs, rank: int, factor: float) 
     """Return the costs with one rank's computes taking `factor` times as long."""
 
     def slowed(value: PerStage) -> list[float]:
-        owners = program.rank_of_stage
-        return [value_for_stage(value, stage) * (factor if owner == rank else 1) for stage, owner in enumerate(owners)]
+        return [
+            value_for_stage(value, stage) * (factor if stage_rank == rank else 1)
+            for stage, stage_rank in enumerate(program.rank_of_stage)
+        ]
 
     return replace(
         costs,
         forward=slowed(costs.forward),
-        input=slowed(costs.input),
-        weight=slowed(costs.weight),
+        backward_input=slowed(costs.backward_input),
+        backward_weight=slowed(costs.backward_weight),
         backward=None if costs.backward is None else slowed(costs.backward),
         update=slowed(costs.update),
     )
@@ -99,7 +102,7 @@ def refuse_bad_numbers(program: Program, *, costs: Costs, collectives: Iterable[
     Raises:
         UsageError: a time is negative, not finite or missing, or an overlap is not between 0 and 1.
     """
-    for name, value, count in _values(program, costs, collectives):
+    for name, value, count in _numbers_to_check(program, costs, collectives):
         if isinstance(value, Sequence) and len(value) < count:
             raise UsageError(
                 f"{name} has {plural(len(value), 'number')} for {plural(program.num_stages, 'stage')}.",
@@ -116,9 +119,11 @@ def refuse_bad_numbers(program: Program, *, costs: Costs, collectives: Iterable[
             )
 
 
-def _values(program: Program, costs: Costs, collectives: Iterable[Collective]) -> Iterator[tuple[str, PerStage, int]]:
+def _numbers_to_check(
+    program: Program, costs: Costs, collectives: Iterable[Collective]
+) -> Iterator[tuple[str, PerStage, int]]:
     stages = program.num_stages
-    for name in ("forward", "input", "weight", "update", "ready"):
+    for name in ("forward", "backward_input", "backward_weight", "update", "ready"):
         yield name, getattr(costs, name), stages
     if costs.backward is not None:
         yield "backward", costs.backward, stages
@@ -140,7 +145,8 @@ def _seconds_with_collectives(collectives: Iterable[Collective], seconds: float,
 def _ready_times(program: Program, *, costs: Costs, collectives: Iterable[Collective]) -> list[float]:
     """Return the time at which each stage may begin.
 
-    A rank gathers the parameters of its stages in turn; a forward may begin during the part that may overlap.
+    A rank gathers the parameters of its stages in turn; a forward may begin as soon as the remaining collectives can
+    overlap with it.
     """
     start_collectives = [c for c in collectives if c.point is StepPoint.START]
     ready_times = [value_for_stage(costs.ready, stage) for stage in range(program.num_stages)]

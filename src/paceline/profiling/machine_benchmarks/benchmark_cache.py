@@ -29,7 +29,7 @@ def machine_fingerprint(*, ranks: int, device: str, ranks_per_node: int | None =
         kernels=kernel_fingerprint(),
         device=device,
         ranks=ranks,
-        threads=choose_threads(cluster=cluster, one_thread=False, requested=None),
+        threads=choose_threads(resources=cluster, one_thread=False, requested=None),
     )
 
 

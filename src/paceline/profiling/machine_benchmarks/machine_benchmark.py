@@ -61,7 +61,7 @@ def probe_machine(
     cached = None if refresh else read_cached_benchmark(fingerprint)
     if cached is not None and cached.is_quiet:
         return cached
-    if cached is not None and not replace(cached, others=busy_share()).is_quiet:
+    if cached is not None and not replace(cached, others=busy_fraction()).is_quiet:
         return cached
     probe = _run_benchmark(fingerprint, request or BenchmarkRequest())
     store_benchmark(probe)

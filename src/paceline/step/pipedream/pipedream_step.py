@@ -18,7 +18,7 @@ from paceline.parallel.pipeline.chain.stages import StageOutput
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.schedule.lowering import add_messages
 from paceline.schedule.program import Action, Op
-from paceline.schedule.weight_version_rules import StageVersions, Stream, VersionRule, build_continuous_program
+from paceline.schedule.weight_version_rules import BatchBoundaries, StageProgress, VersionRule, build_continuous_program
 from paceline.step.forward_backward import StandInMicrobatches, loss_for_backward, open_all
 from paceline.step.microbatches import StepBatch
 from paceline.step.pipedream.in_flight_batches import Counts, InFlightBatch, InFlightMicrobatch, sum_over_replicas
@@ -41,8 +41,10 @@ class PipeDreamStep(SynchronousStep):
         self.lag = -(-(version_rule.stages - 1) // num_microbatches)
         self._stage = piped.world.rank
         self._version_rule = version_rule
-        self._stream = Stream()
-        self._stage_order = StageVersions(version_rule=version_rule, stage=self._stage, stream=self._stream)
+        self._batch_boundaries = BatchBoundaries()
+        self._stage_progress = StageProgress(
+            version_rule=version_rule, stage=self._stage, batches=self._batch_boundaries
+        )
         self._pipeline = Pipeline(
             build_continuous_program(version_rule, sizes=[1]), world=piped.world, is_continuous=True
         )
@@ -71,7 +73,7 @@ class PipeDreamStep(SynchronousStep):
             self.replica.buffers.stop_comparing_values()
         self._num_checked_steps += 1
         batch = self._add_batch(step_batch)
-        actions = self._with_messages(self._stage_order.batch_actions())
+        actions = self._with_messages(self._stage_progress.batch_actions())
         waited_seconds = 0.0
         if not self._work.reporter.has_names:
             num_first = 1 + next(n for n, action in enumerate(actions) if action.op in self._handover_ops)
@@ -89,13 +91,15 @@ class PipeDreamStep(SynchronousStep):
 
     def batch_ends(self) -> dict[str, list[int]]:
         """Return the state for a checkpoint: the ends of recent batches, in microbatches relative to the next one."""
-        return {"ends": [end - self._stream.num_microbatches for end in self._stream.ends]}
+        return {"ends": [end - self._batch_boundaries.num_microbatches for end in self._batch_boundaries.ends]}
 
     def resume(self, step: int, *, ends: Sequence[int], older_weights: Mapping[int, Weights]) -> None:
         """Resume after `step` updates; `older_weights` has older weight versions, by how many updates ago they were."""
         ends = list(ends) or [0] * bool(step)
-        self._stream = Stream(ends=ends, num_dropped=step - len(ends))
-        self._stage_order = StageVersions(version_rule=self._version_rule, stage=self._stage, stream=self._stream)
+        self._batch_boundaries = BatchBoundaries(ends=ends, num_dropped=step - len(ends))
+        self._stage_progress = StageProgress(
+            version_rule=self._version_rule, stage=self._stage, batches=self._batch_boundaries
+        )
         self._num_forwards = 0
         self.versions.resume(newest=step, older_weights={step - ago: weights for ago, weights in older_weights.items()})
 
@@ -109,7 +113,7 @@ class PipeDreamStep(SynchronousStep):
 
     def finish_pending(self) -> None:
         """Finish all batches in flight."""
-        self._run_actions(self._with_messages(self._stage_order.remaining_backwards()))
+        self._run_actions(self._with_messages(self._stage_progress.remaining_backwards()))
         self._pipeline.pause()
         self._is_drained = True
 
@@ -131,7 +135,7 @@ class PipeDreamStep(SynchronousStep):
         batch = InFlightBatch(
             number=self.steps_done, step_batch=step_batch, counts=counts, num_left=len(microbatches) + num_missing
         )
-        self._batches[self._stream.num_batches] = batch
+        self._batches[self._batch_boundaries.num_batches] = batch
         indices_and_sizes = [(micro.index, micro.num_samples) for micro in step_batch.micro] + [
             (step_batch.num_micro, 0)
         ] * num_missing
@@ -139,12 +143,12 @@ class PipeDreamStep(SynchronousStep):
             zip(indices_and_sizes, [*microbatches, *stand_ins], strict=True)
         ):
             micro = InFlightMicrobatch(batch=batch, index=index, num_samples=samples, local_microbatch=local_microbatch)
-            self._work.micro[self._stream.num_microbatches + offset] = micro
-        self._stream.add(batch.num_left)
+            self._work.micro[self._batch_boundaries.num_microbatches + offset] = micro
+        self._batch_boundaries.add(batch.num_left)
         return batch
 
     def _with_messages(self, order: Iterable[Action]) -> list[Action]:
-        return list(add_messages(order, owner=range(self._version_rule.stages)))
+        return list(add_messages(order, rank_of_stage=range(self._version_rule.stages)))
 
     def _run_actions(self, actions: Sequence[Action]) -> float:
         """Run the actions; return the seconds spent waiting for other ranks."""
@@ -165,7 +169,9 @@ class PipeDreamStep(SynchronousStep):
         return waited_seconds
 
     def _forward(self, action: Action) -> None:
-        version = self._version_rule.version(stage=self._stage, microbatch=action.microbatch, stream=self._stream)
+        version = self._version_rule.version(
+            stage=self._stage, microbatch=action.microbatch, batches=self._batch_boundaries
+        )
         version = self.versions.available_version(version)
         weights = self.versions.get(version)
         self._versions_in_use[action.microbatch] = version, weights
@@ -183,7 +189,7 @@ class PipeDreamStep(SynchronousStep):
                 parameter.grad = None
             self._starts_batch = False
         version, weights = self._versions_in_use.pop(action.microbatch)
-        staleness = self._stream.batch_of(action.microbatch) - version
+        staleness = self._batch_boundaries.batch_of(action.microbatch) - version
         self._staleness_counts[staleness] = self._staleness_counts.get(staleness, 0) + 1
         self.versions.prepare_backward(weights)
         self.versions.run_with(weights, lambda: self._pipeline.run_action(action, self._work))
@@ -191,7 +197,7 @@ class PipeDreamStep(SynchronousStep):
 
     def _update(self, action: Action) -> None:
         """Update with the batch's gradients, summed over this stage's replicas and divided by the global count."""
-        batch = self._batches.pop(self._stream.batch_of(action.microbatch))
+        batch = self._batches.pop(self._batch_boundaries.batch_of(action.microbatch))
         assert batch.totals is not None and batch.result is not None
         reduced = batch.totals.reduced()
         if reduced.buffers_changed:
@@ -199,7 +205,9 @@ class PipeDreamStep(SynchronousStep):
         sum_over_replicas(self._parameters, world=self.replica.worlds.data)
         if batch.counts is None:
             divide_all([p.grad for p in self._parameters if p.grad is not None], batch.totals.divisor())
-        needed = self._version_rule.version(stage=self._stage, microbatch=self._num_forwards, stream=self._stream)
+        needed = self._version_rule.version(
+            stage=self._stage, microbatch=self._num_forwards, batches=self._batch_boundaries
+        )
         self.versions.before_update(needed=needed)
         self.replica.update.commit(
             step=batch.number + 1, loss=reduced.loss, counts=reduced.counts, nonfinite_terms=reduced.nonfinite_terms
@@ -210,7 +218,7 @@ class PipeDreamStep(SynchronousStep):
             self._max_versions, len(self.versions.numbers | {number for number, _ in self._versions_in_use.values()})
         )
         self._starts_batch = True
-        self._stream.drop_old_batches(num_kept=2 * self._version_rule.stages + 2)
+        self._batch_boundaries.drop_old_batches(num_kept=2 * self._version_rule.stages + 2)
 
     def _buffer_write_error(self) -> JobError:
         names = self.replica.buffers.changed_names()

@@ -194,4 +194,4 @@ class _EvaluationWork:
 def _num_backwards(program: Program, *, rank: int) -> int:
     """Return how often weight gradients are added on a rank."""
     actions: Sequence[Any] = program.actions[rank]
-    return sum(action.op in (Op.BACKWARD, Op.WEIGHT) for action in actions)
+    return sum(action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT) for action in actions)

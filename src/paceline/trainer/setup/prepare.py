@@ -102,7 +102,7 @@ def make_plan(
         layout=parse_layout(task.layout),
         update=parse_update(task.update),
         compress=parse_compress(task.compress),
-        cluster=Resources(ranks=task.ranks, device=task.device, cores=usable_cores()),
+        resources=Resources(ranks=task.ranks, device=task.device, cores=usable_cores()),
         facts=facts,
     )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
-from paceline.schedule.weight_version_rules import Stream, VersionRule
+from paceline.schedule.weight_version_rules import BatchBoundaries, VersionRule
 from paceline.verification.reference.reference import Reference, ReferenceGradient, ReferenceMicrobatch, RunPosition
 
 
@@ -35,7 +35,7 @@ class PipeDreamReference(Reference):
     def __init__(self, *, rule: PipeDreamRule, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._rule = rule
-        self._batch_stream = Stream()
+        self._batches = BatchBoundaries()
         self._first_microbatch = 0
         self._history = [self._copy_weights()]
 
@@ -50,9 +50,9 @@ class PipeDreamReference(Reference):
         """Return the gradient, each microbatch on its stashed weights; the newest weights are restored afterwards."""
         step_microbatches = self.read_microbatches(position) if microbatches is None else microbatches
         self._history[-1] = self._copy_weights()
-        if self._batch_stream.num_batches < len(self._history):
-            self._first_microbatch = self._batch_stream.num_microbatches
-            self._batch_stream.add(-(-len(step_microbatches) // self._rule.replicas))
+        if self._batches.num_batches < len(self._history):
+            self._first_microbatch = self._batches.num_microbatches
+            self._batches.add(-(-len(step_microbatches) // self._rule.replicas))
         try:
             return super().compute_gradient(position, microbatches=step_microbatches, **options)
         finally:
