@@ -150,7 +150,7 @@ def make_candidate_plan(candidate: Candidate, profile: ModelProfile, device: str
     return make_execution_plan(
         layout=candidate.layout_spec,
         update=parse_update("sync"),
-        cluster=Resources(ranks=candidate.ranks, device=device),
+        resources=Resources(ranks=candidate.ranks, device=device),
         facts=JobFacts(global_batch_size=profile.global_batch_size, micro_batch_size=candidate.micro_batch_size),
     )
 

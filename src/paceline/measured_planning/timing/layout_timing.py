@@ -129,8 +129,8 @@ def _memory_groups(timing_trials: Sequence[TimingTrial]) -> Iterator[list[Timing
     group: list[TimingTrial] = []
     for trial in timing_trials:
         extended = [*group, trial]
-        share_of_step = max(member.share - member.stays for member in extended)
-        if group and sum(member.stays for member in extended) + share_of_step > _MEMORY_SHARE:
+        share_of_step = max(member.peak_fraction - member.state_fraction for member in extended)
+        if group and sum(member.state_fraction for member in extended) + share_of_step > _MEMORY_SHARE:
             yield group
             extended = [trial]
         group = extended
@@ -283,7 +283,7 @@ def extrapolation_depths(timing_trial: TimingTrial, depths: Sequence[int]) -> li
     The extrapolation to about three times the longer depth multiplies errors by about four. So models with few blocks,
     and pipelines with many stages, are not truncated.
     """
-    min_blocks, depth = -(-timing_trial.least_blocks // max(1, len(depths))), min(depths, default=0)
+    min_blocks, depth = -(-timing_trial.min_blocks // max(1, len(depths))), min(depths, default=0)
     few, more = max(min_blocks, -(-depth // _SHORTER_DIVISOR)), max(2 * min_blocks, -(-depth // _LONGER_DIVISOR))
     return [few, more] if depth > _SHORTER_DIVISOR and 2 * more <= depth else [None]
 

@@ -57,7 +57,9 @@ def estimate_from_row(cost_model: CostModel, row: Mapping[str, Any]) -> Estimate
         raise UsageError(f"{row['layout']} is not possible: {reason}.", hint="paceline plan job.py --layout L")
     part = f"row of layout {row['layout']}"
     stored_row = convert_json(row, _Row, part=part)
-    micro_batch_size = convert_json(stored_row.settings.get(_MICRO), int, part=f"{_MICRO} in the {part}")
+    micro_batch_size = convert_json(
+        stored_row.settings.get(_MICRO_BATCH_SETTING), int, part=f"{_MICRO_BATCH_SETTING} in the {part}"
+    )
     estimate = estimate_named(cost_model, stored_row.layout, micro_batch_size=micro_batch_size)
     memory = Memory(**_known_fields(Memory, stored_row.parts), host_bytes=stored_row.host_bytes)
     margin = bytes_margin(memory, cost_model.cluster.device, is_replayed=bool(row.get("replayed")))
@@ -104,9 +106,9 @@ def cost_model_from_json(plan: Mapping[str, Any]) -> CostModel:
         raise UsageError(
             "the plan does not state its model or its cluster.", hint="paceline plan job.py --run-dir FOLDER"
         )
-    cluster = cluster_from_json(advice["cluster"])
+    cluster = cluster_from_json(plan["cluster"])
     constants = _known_fields(
-        Efficiency, convert_json(advice.get("efficiency", {}), dict[str, float], part='"efficiency"')
+        Efficiency, convert_json(plan.get("efficiency", {}), dict[str, float], part='"efficiency"')
     )
     efficiency = replace(default_efficiency(cluster.device), **constants)
     return CostModel(profile=model_profile_from_json(plan["facts"]), cluster=cluster, efficiency=efficiency)

@@ -53,7 +53,7 @@ def load_levels(*, ranks: int, cores: int, device: str) -> list[tuple[int, int]]
     else:
         numbers = {2**power for power in range(ranks.bit_length()) if 2**power <= ranks} | {ranks}
     return [
-        (num_busy, choose_threads(cluster=Resources(ranks=num_busy, cores=cores), one_thread=False, requested=None))
+        (num_busy, choose_threads(resources=Resources(ranks=num_busy, cores=cores), one_thread=False, requested=None))
         for num_busy in sorted(numbers)
     ]
 

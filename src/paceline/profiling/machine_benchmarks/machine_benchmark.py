@@ -13,7 +13,7 @@ from paceline.launch.environments import JoinedWorld
 from paceline.launch.launcher import LaunchRequest, failure_screen, start
 from paceline.launch.rendezvous import adopt_launcher_variables
 from paceline.planner.hardware.benchmark_results import HardwareBenchmark, MachineFingerprint, read_probe
-from paceline.planner.layout.host_resources import busy_share
+from paceline.planner.layout.host_resources import busy_fraction
 from paceline.plugins import resolve
 from paceline.profiling.machine_benchmarks.benchmark_cache import (
     machine_fingerprint,

@@ -73,7 +73,7 @@ class PipeDreamReference(Reference):
         replica_microbatch = self._first_microbatch + microbatch // self._rule.replicas
         stages = range(self._rule.version_rule.stages)
         versions = [
-            self._rule.version_rule.version(stage=stage, microbatch=replica_microbatch, stream=self._batch_stream)
+            self._rule.version_rule.version(stage=stage, microbatch=replica_microbatch, batches=self._batches)
             for stage in stages
         ]
         self._load_versions({name: versions[self._rule.stage_of[name]] for name in self._history[-1]})
