@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward as _run_backward
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -49,7 +49,6 @@ __all__ = [
     "NormBase",
     "abandon_data_workers",
     "add_all",
-    "add_gradients",
     "allocate_meta_tensors",
     "become_worker",
     "compile_errors",
@@ -72,6 +71,7 @@ __all__ = [
     "of_type",
     "pin_memory",
     "remove_all_hooks",
+    "run_backward",
     "running_function",
     "stop_data_workers",
     "storage_key",
@@ -137,27 +137,35 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def add_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Run backward as `torch.autograd.backward` does, but keep the active function modes.
 
     `torch.autograd.backward` disables the innermost mode, so a forward that checkpointing recomputes would miss it.
     """
-    given = _given(outputs, gradients)
-    _run_backward(tuple(outputs), given, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    given_gradients = _with_ones(outputs, gradients)
+    _engine_run_backward(
+        tuple(outputs), given_gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def gradients_of(
     outputs: Sequence[Any], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, retain_graph: bool = False
 ) -> tuple[Tensor | None, ...]:
     """Return the result of `torch.autograd.grad(..., allow_unused=True)`, computed with function modes kept active."""
-    given = _given(outputs, gradients)
-    found: tuple[Tensor | None, ...] = _run_backward(
-        tuple(outputs), given, retain_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    given_gradients = _with_ones(outputs, gradients)
+    found: tuple[Tensor | None, ...] = _engine_run_backward(
+        tuple(outputs),
+        given_gradients,
+        retain_graph,
+        False,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
     )
     return found
 
 
-def _given(outputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def _with_ones(outputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Return the gradients of the outputs, with ones for outputs whose gradient is None."""
     pairs = zip(outputs, gradients, strict=True)
     return tuple(torch.ones_like(output) if gradient is None else gradient for output, gradient in pairs)

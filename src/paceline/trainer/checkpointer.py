@@ -102,7 +102,7 @@ def run_identity(setup: TrainingSetup, *, num_samples: int | None, data: str, jo
         "global_batch_size": setup.plan.global_batch_size,
         "micro_batch_size": setup.plan.micro_batch_size,
         "optimizer": optimizers,
-        "schedule": describe_schedules(setup.update.schedules, setup.update.optimizers, setup.initial_options),
+        "schedule": describe_schedules(setup.update.lr_schedulers, setup.update.optimizers, setup.initial_options),
         "max_grad_norm": setup.settings.train.max_grad_norm,
         "ema": setup.job.ema,
         "exact": setup.settings.train.exact,
@@ -156,7 +156,7 @@ def _build_stashed_weights_state(step: PipeDreamStep, setup: TrainingSetup) -> R
 
 
 def _build_sites_state(step: LocalStep, setup: TrainingSetup) -> RuleState:
-    return SitesState(setup=setup, sites=step.fragment_schedule)
+    return SitesState(setup=setup, sites=step.site_synchronizer)
 
 
 _RULE_STATES: Mapping[type[SynchronousStep], Callable[[Any, TrainingSetup], RuleState]] = {

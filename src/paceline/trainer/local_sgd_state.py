@@ -15,8 +15,8 @@ from paceline.checkpoint.shard_ownership import owned_shards, read_shard
 from paceline.checkpoint.train_state import OPTIMIZER
 from paceline.comm.collective_errors import run_on_all_ranks
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors
-from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from paceline.step.local_sgd.local_sgd_step import LocalStep
+from paceline.step.local_sgd.site_synchronizer import SiteSynchronizer
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 OUTER_FILE, SITE_WEIGHTS_FILE = "outer.safetensors", "weights.safetensors"
@@ -25,9 +25,9 @@ _PER_SITE_STATE = ("optimizers", "schedules", "scaler", "extra_state")
 Files = dict[str, list[Writable]]
 
 
-def get_sites(setup: TrainingSetup) -> FragmentSchedule | None:
+def get_sites(setup: TrainingSetup) -> SiteSynchronizer | None:
     """Return the outer optimizer if there are several sites, else None."""
-    return setup.step.fragment_schedule if isinstance(setup.step, LocalStep) else None
+    return setup.step.site_synchronizer if isinstance(setup.step, LocalStep) else None
 
 
 def is_writer(setup: TrainingSetup) -> bool:
@@ -41,7 +41,7 @@ class SitesState:
     """The state that sites add to a checkpoint: their own weights and optimizers, and the last averaged weights."""
 
     setup: TrainingSetup
-    sites: FragmentSchedule
+    sites: SiteSynchronizer
 
     def extend(
         self, files: Files, state: dict[str, Any], local_weights: Mapping[str, Tensor]

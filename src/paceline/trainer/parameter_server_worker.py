@@ -120,7 +120,7 @@ class ParameterServerWorker:
         self._named = list(setup.update.named_parameters)
         self._servers: list[_ServerConnection] = []
         self.num_pushed = 0
-        self._reporter = self._replica.make_loss_reporter(reports_loss=True)
+        self._reporter = self._replica.make_totals_builder(reports_loss=True)
         self._has_checked_writes = False
         self._faulted_step = 0
         self._sums_shares = prepared_job.plan.update_rule.staleness == 0
@@ -201,7 +201,7 @@ class ParameterServerWorker:
                 checksum=server_summary["checksum"],
             )
             self._loader.compare_data(int(lease["epoch"]), summary, rank=LaunchInfo.read(os.environ).rank)
-        step_batch = read(number=int(lease["number"]), num_shares=int(lease["of"]))
+        step_batch = read(number=int(lease["number"]), num_shares=int(lease["num_shares"]))
         counts = self._count_targets(step_batch, read_batch=read)
         terms = self._compute_gradients(step_batch, step=cursor.step, counts=counts)
         if self._pulse is not None:
@@ -261,7 +261,8 @@ class ParameterServerWorker:
         written = self._replica.buffers.changed_names()
         if written:
             raise JobError(
-                f"the forward writes to the buffer {written[0]}: --update ps has no single order of microbatches.",
+                f"the forward writes to the buffer {written[0]}, whose value depends on the order of the microbatches, "
+                "and --update ps has no fixed order.",
                 cause="a counter or a statistic that is kept from forward to forward, on one worker only",
                 hint="--update sync",
             )

@@ -218,7 +218,7 @@ class _SessionBuilder:
         )
         if prepared_job.task.verb == "train":
             self.setup.step.replica.contract.request_sum_check()
-            refuse_short_schedules(self.setup.update.schedules, total_steps=loop.total_steps)
+            refuse_short_schedules(self.setup.update.lr_schedulers, total_steps=loop.total_steps)
             refuse_large_batch(self.setup.plan, num_samples=loader.num_samples)
             events += self._schedule_notes(loader, loop) if not cursor.step else []
         self._announce(cursor, loaded, events, loader=loader, loop=loop, forecast=forecast)
@@ -229,7 +229,7 @@ class _SessionBuilder:
         drop_last = self.prepared_job.settings.data.drop_last
         epoch_steps = None if samples is None else max(1, samples // batch if drop_last else -(-samples // batch))
         warnings = schedules_in_epochs(
-            self.setup.update.schedules, total_steps=loop.total_steps, epoch_steps=epoch_steps
+            self.setup.update.lr_schedulers, total_steps=loop.total_steps, epoch_steps=epoch_steps
         )
         return [Note(text=text, level="warning") for text in warnings]
 

@@ -49,7 +49,7 @@ class StepLogger:
     def _process_results(self, *, num_left: int) -> None:
         while len(self._pending) > num_left:
             result, self._cursor = self._pending.popleft()
-            reduced = result.reduced
+            reduced = result.totals
             reduced.check_counts()
             self._update.refuse_empty_batch(step=result.step, loss=reduced.loss, counts=reduced.counts)
             if self.last_result is None:
@@ -69,7 +69,7 @@ class StepLogger:
         clock.communication_seconds += result.communication_seconds
 
     def _count_tokens(self, result: StepResult) -> None:
-        tokens = max(result.reduced.counts.values(), default=0.0)
+        tokens = max(result.totals.counts.values(), default=0.0)
         self._tokens_since_log += tokens
         self._samples_since_log += result.samples
         self._progress.tokens += tokens

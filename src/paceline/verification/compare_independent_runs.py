@@ -14,7 +14,7 @@ from paceline.console.formatting import plural
 from paceline.data.dataset_properties import sample_checksums
 from paceline.data.order.cursor import Cursor
 from paceline.data.stream.iterable_loader import checksum
-from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
+from paceline.step.local_sgd.site_synchronizer import SiteSynchronizer
 from paceline.trainer.diagnostics.replica_check import averaged_names, find_replica_mismatch
 from paceline.trainer.local_sgd_state import get_sites
 from paceline.trainer.setup.build_training_setup import TrainingSetup
@@ -296,7 +296,7 @@ def gather_layout_weights(setup: TrainingSetup) -> dict[str, Tensor]:
 
 
 def _gather_site_weights(
-    local_weights: Mapping[str, Tensor], setup: TrainingSetup, sites: FragmentSchedule
+    local_weights: Mapping[str, Tensor], setup: TrainingSetup, sites: SiteSynchronizer
 ) -> dict[str, Tensor]:
     """Gather every site's weights, and the synchronized weights."""
     gathered: dict[str, Tensor] = {}

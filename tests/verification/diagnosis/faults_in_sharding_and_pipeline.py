@@ -236,8 +236,8 @@ def run_stand_ins(self, step_batch, microbatches, num_missing, totals, *, step, 
         return _run(self, step_batch, microbatches, num_missing, totals, step=step, stop=stop)
     stand_in = self._stand_ins.load_stand_in(step_batch, microbatches)
     terms = passes.forward(self._replica, stand_in, step=step, index=step_batch.num_micro, num_samples=1)
-    totals = totals or self._reporter.new_totals(step_batch, terms, stop=stop)
-    self._reporter.start_reduction(totals)
+    totals = totals or self._totals_builder.new_reduction(step_batch, terms, stop=stop)
+    self._totals_builder.start_reduction(totals)
     passes.backward(self._replica, torch.stack([t for t, _ in terms.values()]).sum(), last=True)
     return totals
 

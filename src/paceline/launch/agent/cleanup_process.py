@@ -14,7 +14,7 @@ _GROUP_END_SECONDS = 30.0
 
 
 def start_cleanup_process(agent_pid: int, *, scratch: str = "") -> None:
-    """Fork a process that waits until `agent` or this process has ended, and then kills this process group.
+    """Fork a process that waits until `supervisor` or this process has ended, and then kills this process group.
 
     Ranks die with this process. Other processes that the job started with `Popen`, `os.fork` or multiprocessing are in
     the same process group and would keep running. `scratch`, a folder of the group, is removed too. Nothing is forked

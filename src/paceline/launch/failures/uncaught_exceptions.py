@@ -1,7 +1,7 @@
 """Reports of uncaught exceptions in `pl.Run`, `pl.place` and the verbs as functions.
 
 One rank prints the full report, with lines of the user's code, and the others print at most one line; torchrun's error
-file gets the same text. Paceline's own launcher does not need this: its agent reads each rank's failure record.
+file gets the same text. Paceline's own launcher does not need this: its supervisor reads each rank's failure record.
 """
 
 import io
@@ -103,7 +103,7 @@ def _has_left_block(error: BaseException | None) -> bool:
 def install_uncaught_hook() -> UncaughtHook | None:
     """Install the hook in front of the current one, until its `remove` is called.
 
-    Return None if a hook of ours is active already, and in a rank of our own launcher, whose agent reports.
+    Return None if a hook of ours is active already, and in a rank of our own launcher, whose supervisor reports.
     """
     current_hook = sys.excepthook
     if attempt_folder(os.environ) is not None or (isinstance(current_hook, UncaughtHook) and current_hook.is_active):

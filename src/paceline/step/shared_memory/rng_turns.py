@@ -1,4 +1,4 @@
-"""Turns for replicas in one process: they share the host's random generators, so passes that draw run one at a time.
+"""Turns of replicas in one process: they share the host's random generators, so passes that draw run one at a time.
 
 The generators are seeded for one microbatch, whose forward then draws from them. Two replicas at the same time would
 draw from each other's stream. The first step runs all forwards and backwards one at a time and detects which of them
@@ -56,7 +56,7 @@ class HostRngTurns:
             yield
             if states_before is not None and self.states() != states_before:
                 self._has_drawn["forward"] = True
-            self._thread_local.ended = (
+            self._thread_local.forward_end_states = (
                 get_states(self._gpu) if self.host_randomness is not HostRandomness.FORWARD else None
             )
 
@@ -64,15 +64,16 @@ class HostRngTurns:
     def backward_context(self) -> Iterator[None]:
         """Return the context for a backward.
 
-        Activation checkpointing restores the generators after it draws, so a detector finds draws, not their states.
+        Activation checkpointing restores the generators after it draws. So draws are detected by operation, not by a
+        comparison of generator states.
         """
         if self.host_randomness in (HostRandomness.NONE, HostRandomness.FORWARD):
             yield
             return
         with self._take_turn():
-            end_states = getattr(self._thread_local, "ended", None)
-            if end_states is not None:
-                set_states(end_states, self._gpu)
+            forward_end_states = getattr(self._thread_local, "forward_end_states", None)
+            if forward_end_states is not None:
+                set_states(forward_end_states, self._gpu)
             if self.host_randomness is HostRandomness.BACKWARD or not self._has_drawn["forward"]:
                 yield
                 return

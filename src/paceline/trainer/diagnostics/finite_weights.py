@@ -4,7 +4,7 @@ import torch
 
 from paceline.console.formatting import first_names
 from paceline.errors import NonFiniteError
-from paceline.step.optimizer_update import gradient_values
+from paceline.step.optimizer_update import stored_values
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
@@ -18,7 +18,7 @@ def refuse_nonfinite_weights(setup: TrainingSetup, *, step: int) -> None:
     """
     with torch.no_grad():
         checks = [
-            (m.name, torch.isfinite(gradient_values(m.parameter)).all())
+            (m.name, torch.isfinite(stored_values(m.parameter)).all())
             for m in setup.update.named_parameters
             if m.parameter.numel()
         ]

@@ -22,7 +22,7 @@ from paceline.parallel.placement import ParallelizedModel
 from paceline.parallel.sharding.optimizer_offload import offload_state
 from paceline.parallel.sharding.zero_sharded_optimizer import ShardedOptimizerFactory, try_optimizer_factory
 from paceline.planner.layout.execution_plan import ExecutionPlan
-from paceline.step.optimizer_update import Ema, GradNormFunction, OptimizerUpdate, gradient_values
+from paceline.step.optimizer_update import Ema, GradNormFunction, OptimizerUpdate, stored_values
 from paceline.step.update_rules import step_rule
 from paceline.torch_internals.private_api import JointScaler
 from paceline.trainer.checks.check_job import unfit_optimizers, unfit_schedules
@@ -79,7 +79,7 @@ def make_update(
     update = OptimizerUpdate(
         named_parameters=parallelized_model.named_parameters,
         optimizers=optimizers,
-        schedules=schedules,
+        lr_schedulers=schedules,
         scaler=make_scaler(parallelized_model.optim_shards, world) if fp16 else None,
         max_grad_norm=settings.train.max_grad_norm,
         check_finite=not fp16,
@@ -91,7 +91,7 @@ def make_update(
         if job.ema is not None
         else None,
         joint_grad_norm=_build_norm(parallelized_model, settings, world=world) if traits.measures_joint_norm else None,
-        spread=parallelized_model.sync_after_update if traits.spreads_updates else do_nothing,
+        sync_after_update=parallelized_model.sync_after_update if traits.spreads_updates else do_nothing,
         on_update=None if job.on_update is None else partial(job.on_update, model),
     )
     return update, initial_options
@@ -137,7 +137,7 @@ def _build_norm(parallelized_model: ParallelizedModel, settings: Settings, *, wo
 
     def norm() -> Tensor:
         return joint_norm(
-            [gradient_values(p.grad) for p in owned_parameters if p.grad is not None], worlds=worlds, exact=exact
+            [stored_values(p.grad) for p in owned_parameters if p.grad is not None], worlds=worlds, exact=exact
         )
 
     return norm

@@ -147,7 +147,7 @@ def _read_saved_plan(path: Path) -> dict[str, Any] | None:
 def join_world(prepared_job: PreparedJob) -> World:
     """Join the other ranks of this process's group."""
     plan, seconds = prepared_job.plan, prepared_job.settings.train.timeout_seconds
-    return step_rule(plan.update_rule).join(plan, place=LaunchInfo.read(os.environ), timeout_seconds=seconds)
+    return step_rule(plan.update_rule).join(plan, launch_info=LaunchInfo.read(os.environ), timeout_seconds=seconds)
 
 
 def is_gradient_worker(prepared_job: PreparedJob) -> bool:

@@ -53,7 +53,7 @@ def compute_local_gradients(
         for tape in replica.state_recorders:
             tape.set_microbatch(micro.index)
         batch = to_device(micro.data, replica.world.device)
-        with setup.step.autocast():
+        with setup.step.replica.autocast():
             output = replica.contract.forward(replica.model, batch)
             terms = replica.contract.terms(output, batch, num_samples=micro.num_samples)
         parameters = [targets[name] for name in names]
