@@ -58,13 +58,8 @@ class TrainState:
 
     @property
     def world(self) -> World:
-        """The world of all ranks."""
+        """The world of the ranks that share these weights."""
         return self.optimizer_shards.world
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether every rank has all of the state: then the first one writes."""
-        return self.weights.is_unsharded and self.optimizer_shards.sharded.is_unsharded
 
 
 def create_optimizers(job: Job, model: nn.Module) -> list[Optimizer]:

@@ -161,7 +161,7 @@ class OptimizerUpdate:
     ) -> NonFiniteError:
         """Return an error that names the terms whose count is zero, else the first non-finite gradients."""
         error = self._make_nonfinite_error(step, loss, counts or {})
-        error.step, error.broken = step, nonfinite_terms
+        error.step, error.nonfinite_terms = step, nonfinite_terms
         return error
 
     def _make_nonfinite_error(self, step: int, loss: float, counts: Mapping[str, float]) -> NonFiniteError:
@@ -273,13 +273,25 @@ class DeferredFiniteCheck:
         self._update = update
         self._last: StepResult | None = None
 
-    def check(self, result: StepResult | None) -> None:
-        """Check the step before `result`. With None, check the last step now, before its weights are saved.
+    def check(self, result: StepResult) -> None:
+        """Check the step before `result`.
 
         Raises:
             NonFiniteError: the loss or a gradient of that step was not finite.
         """
-        last, self._last = self._last, result
+        previous, self._last = self._last, result
+        self._check(previous)
+
+    def check_last_step(self) -> None:
+        """Check the last step now, for example before its weights are saved.
+
+        Raises:
+            NonFiniteError: the loss or a gradient of that step was not finite.
+        """
+        last, self._last = self._last, None
+        self._check(last)
+
+    def _check(self, last: StepResult | None) -> None:
         if last is not None and not last.is_finite:
             totals = last.totals
             raise self._update.nonfinite_error(

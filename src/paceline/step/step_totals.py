@@ -17,7 +17,6 @@ from paceline.comm.process_group import World
 from paceline.data.stream.rank_mismatch import NOT_SEEDED, SEED_IT
 from paceline.errors import DesyncError, JobError
 from paceline.parallel.data_parallel.module_buffers import BufferPolicy
-from paceline.parallel.gradients.partition import do_nothing
 from paceline.step.local_sgd.message_batching import MessageBatcher
 from paceline.step.loss.loss_return_value import LossContract, Terms, check_count
 from paceline.step.microbatches import StepBatch
@@ -165,7 +164,7 @@ class TotalsReduction:
     def _wait_for_vector(self) -> Tensor:
         assert self._vector is not None and self._wait_for_sum is not None
         self._wait_for_sum()
-        self._wait_for_sum = do_nothing
+        self._wait_for_sum = _no_wait
         return self._vector
 
     def _refuse_mismatch(self, values: Sequence[float]) -> None:
@@ -364,3 +363,7 @@ def _quotient(total: float, count: float, *, on_empty: str = "stop") -> float:
     if not count and on_empty == "zero" and not total:
         return 0.0
     return total / count if count else math.nan
+
+
+def _no_wait() -> None:
+    return None

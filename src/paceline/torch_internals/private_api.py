@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import _engine_run_backward as _run_backward
 from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -142,30 +142,22 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) 
 
     `torch.autograd.backward` disables the innermost mode, so a forward that checkpointing recomputes would miss it.
     """
-    given_gradients = _with_ones(outputs, gradients)
-    _engine_run_backward(
-        tuple(outputs), given_gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    given = _given(outputs, gradients)
+    _run_backward(tuple(outputs), given, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def gradients_of(
     outputs: Sequence[Any], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, retain_graph: bool = False
 ) -> tuple[Tensor | None, ...]:
     """Return the result of `torch.autograd.grad(..., allow_unused=True)`, computed with function modes kept active."""
-    given_gradients = _with_ones(outputs, gradients)
-    found: tuple[Tensor | None, ...] = _engine_run_backward(
-        tuple(outputs),
-        given_gradients,
-        retain_graph,
-        False,
-        tuple(inputs),
-        allow_unreachable=True,
-        accumulate_grad=False,
+    given = _given(outputs, gradients)
+    found: tuple[Tensor | None, ...] = _run_backward(
+        tuple(outputs), given, retain_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
     return found
 
 
-def _with_ones(outputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def _given(outputs: Sequence[Any], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Return the gradients of the outputs, with ones for outputs whose gradient is None."""
     pairs = zip(outputs, gradients, strict=True)
     return tuple(torch.ones_like(output) if gradient is None else gradient for output, gradient in pairs)

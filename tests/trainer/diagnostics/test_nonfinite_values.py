@@ -50,7 +50,7 @@ def test_the_microbatch_whose_loss_is_not_finite_is_named_with_its_rank(
 def blamed(gather: Callable[[Any], Any], **about: bool) -> tuple[str, tuple[int, ...]]:
     """The place and the ranks of a NaN in microbatch 2, as rank 1 of 2 names them."""
     error = NonFiniteError("step 1: loss is nan.")
-    error.broken = ((1, "loss"),)
+    error.nonfinite_terms = ((1, "loss"),)
     micro = [SimpleNamespace(index=1, data=torch.zeros(2, 3), indices=[2, 3])]
     given: Any = SimpleNamespace(micro=micro, num_micro=2)
     world: Any = SimpleNamespace(rank=1, world_size=2, gather_json=gather)

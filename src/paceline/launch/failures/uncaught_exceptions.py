@@ -24,7 +24,7 @@ from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.hang_detection import is_timeout
 from paceline.launch.failures.single_reporter import ReportScope, claim_report
 from paceline.launch.inherited_environment import attempt_folder, own_environ
-from paceline.user_code import hide_own_frames
+from paceline.user_code import hide_paceline_frames
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _LEFT_BLOCK = "_paceline_left"  # among an error's attributes
@@ -52,7 +52,7 @@ class UncaughtHook:
         if is_python_hook or str(getattr(self._previous_hook, "__module__", "")).startswith(
             "torch."
         ):  # it calls Python's
-            hide_own_frames(error)
+            hide_paceline_frames(error)
         if scope.prints_all and is_python_hook and failure.said:
             print_line(failure_sentence(failure, scope), sys.stderr)
         elif scope.prints_all and not is_echo(failure):

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from math import log
 from typing import Any
 
-from paceline.bytes_sent import SHARES
+from paceline.bytes_sent import SENT_BYTES_PER_BYTE
 from paceline.errors import MachineError
 from paceline.planner.hardware.timing_curve import TimingCurve, read_curve
 
@@ -67,7 +67,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """The timings of one kind of collective among `ranks`: seconds by the bytes of a rank (see `SHARES`)."""
+    """The timings of one kind of collective among `ranks`: seconds by the bytes of a rank (see `SENT_BYTES_PER_BYTE`)."""
 
     kind: str
     ranks: int
@@ -81,7 +81,7 @@ class Collective:
     @property
     def line_rate(self) -> float:
         """The bytes per second that leave a rank in large collectives."""
-        return self.curve.end_rate * SHARES[self.kind](self.ranks)
+        return self.curve.end_rate * SENT_BYTES_PER_BYTE[self.kind](self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ class HardwareBenchmark:
                 f"the probe has no {kind}.", cause=_available_text([c.kind for c in self.collectives]), hint=_RERUN_HINT
             )
         nearest = min(same_kind, key=lambda each: (abs(log(each.ranks / ranks)), each.ranks))
-        sent_fraction = SHARES[kind]
+        sent_fraction = SENT_BYTES_PER_BYTE[kind]
         scaled_bytes = num_bytes * sent_fraction(ranks) / sent_fraction(nearest.ranks)
         rounds = 1.0 if kind == "send" else (ranks - 1) / (nearest.ranks - 1)
         return nearest.curve.seconds(scaled_bytes) + nearest.latency_seconds * (rounds - 1)

@@ -112,19 +112,21 @@ class Fragment:
         was sent and is not applied yet.
         """
         self.wait()
-        pending_parts = [] if self._pending_gradient is None else _split_like(self._pending_gradient, self.synchronized)
+        pending_gradients = (
+            [] if self._pending_gradient is None else _split_like(self._pending_gradient, self.synchronized)
+        )
         for position, (member, parameter) in enumerate(zip(self.members, self.synchronized, strict=True)):
             yield "agreed", member.name, parameter.detach()
             momentum = None if self._optimizer is None else self._optimizer.state[parameter].get("momentum_buffer")
             if momentum is not None:
                 yield "momentum", member.name, momentum
-            if pending_parts:
-                yield "coming", member.name, pending_parts[position]
+            if pending_gradients:
+                yield "coming", member.name, pending_gradients[position]
 
     def restore(self, find: Callable[[str, str], Tensor | None], *, due_step: int | None) -> None:
         """Restore the saved state; `find(kind, name)` returns None for state that was not saved."""
         self.reset()
-        pending_parts: list[Tensor] = []
+        pending_gradients: list[Tensor] = []
         for member, parameter in zip(self.members, self.synchronized, strict=True):
             saved = {kind: find(kind, member.name) for kind in ("agreed", "momentum", "coming")}
             with torch.no_grad():
@@ -132,10 +134,10 @@ class Fragment:
             if saved["momentum"] is not None and self._optimizer is not None:
                 self._optimizer.state[parameter]["momentum_buffer"] = saved["momentum"].to(parameter.device)
             pending = saved["coming"]
-            pending_parts.append(torch.zeros_like(parameter) if pending is None else pending.to(parameter.device))
+            pending_gradients.append(torch.zeros_like(parameter) if pending is None else pending.to(parameter.device))
         self.due_step = due_step
-        if pending_parts and due_step is not None:
-            self._pending_gradient = _flatten(pending_parts)
+        if pending_gradients and due_step is not None:
+            self._pending_gradient = _flatten(pending_gradients)
 
 
 def averaging_dtype_tensor(tensor: Tensor) -> Tensor:

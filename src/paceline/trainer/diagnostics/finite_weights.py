@@ -1,4 +1,4 @@
-"""A check that refuses to save non-finite weights: such a checkpoint is of no use, and the previous one is."""
+"""Refuse to save non-finite weights: such a checkpoint is useless, and would replace an older one that is good."""
 
 import torch
 
@@ -14,7 +14,7 @@ def refuse_nonfinite_weights(setup: TrainingSetup, *, step: int) -> None:
     Loss and gradients of a step can be finite although its update is not.
 
     Raises:
-        NonFiniteError: with the first parameters.
+        NonFiniteError: a weight is not finite; the error names the first such parameters.
     """
     with torch.no_grad():
         checks = [
