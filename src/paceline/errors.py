@@ -112,8 +112,8 @@ class DataError(RunError):
 class NonFiniteError(RunError):
     """Loss or gradients are not finite, and the run is set to stop in this case. `step` is the step of the failure.
 
-    `no_target`: the cause is a loss term without a target, and the inputs are not checked. `nonfinite_terms`: the microbatches
-    and terms whose loss was not finite, if they are known; `ranks`: the ranks of these microbatches.
+    `no_target`: the cause is a loss term without a target, and the inputs are not checked. `nonfinite_terms`: the
+    microbatches and terms whose loss was not finite, if they are known; `ranks`: the ranks of these microbatches.
     """
 
     step: int | None = None

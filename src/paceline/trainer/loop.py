@@ -186,7 +186,7 @@ class Loop:
 
     @contextmanager
     def synchronised_weights(self) -> Iterator[None]:
-        """Return a context with the weights to read: with local SGD, the mean of the sites. Every rank must call this."""
+        """Return a context with the weights to read: under local SGD, the sites' mean. Every rank must call this."""
         self.finish_pending()
         with self.setup.step.synchronised_weights():
             yield

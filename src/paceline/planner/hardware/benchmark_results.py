@@ -67,7 +67,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """The timings of one kind of collective among `ranks`: seconds by the bytes of a rank (see `SENT_BYTES_PER_BYTE`)."""
+    """The timings of one kind of collective among `ranks`: seconds by a rank's bytes (see `SENT_BYTES_PER_BYTE`)."""
 
     kind: str
     ranks: int

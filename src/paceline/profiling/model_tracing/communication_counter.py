@@ -34,7 +34,7 @@ _INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensor
 class CollectiveTotals:
     """The totals of one kind of collective.
 
-    `payload_bytes` are the bytes of the inputs, `sent_bytes` those that this rank sends (`bytes_sent.SENT_BYTES_PER_BYTE`).
+    `payload_bytes` are the bytes of the inputs, `sent_bytes` those that this rank sends (`SENT_BYTES_PER_BYTE`).
     """
 
     calls: int = 0

@@ -80,7 +80,7 @@ def unfit_optimizers(optimizers: Sequence[Optimizer]) -> list[PacelineError]:
 
 
 def unfit_lr_schedulers(lr_schedulers: Sequence[Any], optimizers: Sequence[Optimizer]) -> list[PacelineError]:
-    """Return errors for LR schedulers whose `step` needs arguments, that can't be saved, or control wrong optimizers."""
+    """Return errors for LR schedulers that control another optimizer, can't be saved, or need arguments for `step`."""
     interface_problems: list[PacelineError] = [
         JobError(
             f"lr_schedule= returned a {type(schedule).__name__}, expected a schedule with step() and state_dict().",
