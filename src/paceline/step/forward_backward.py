@@ -290,10 +290,9 @@ def backward(
         raise no_gradient_error()
     replica.reducer.before_backward(last=last, has_samples=has_samples)
     rng_contexts = [] if replica.rng_turns is None else [replica.rng_turns.backward_context]
-    backward_contexts = [] if microbatch is None else [microbatch.backward_context]
-    with open_all(
-        [*rng_contexts, *(recorder.recording_context for recorder in replica.state_recorders), *backward_contexts]
-    ):
+    recording_contexts = [recorder.recording_context for recorder in replica.state_recorders]
+    microbatch_contexts = [] if microbatch is None else [microbatch.backward_context]
+    with open_all([*rng_contexts, *recording_contexts, *microbatch_contexts]):
         run_backward([replica.update.scale_loss(loss)], [None])
     replica.reducer.after_backward()
 

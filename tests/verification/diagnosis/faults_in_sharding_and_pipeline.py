@@ -284,7 +284,7 @@ _make = built.make_update
 def make_update(job, settings, plan, model, placed, rules, *, world):
     made, given = _make(job, settings, plan, model, placed, rules, world=world)
     take = made._step_optimizers
-    mine = next((m.parameter for m in placed.named if m.name == "blocks.3.down.weight"), None)
+    mine = next((m.parameter for m in placed.named_parameters if m.name == "blocks.3.down.weight"), None)
 
     def stale():
         kept = mine.detach().clone()

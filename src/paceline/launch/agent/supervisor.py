@@ -1,4 +1,4 @@
-"""The supervisor of one node: starts the workers, forwards signals, and reports which rank failed first."""
+"""The supervisor of one node: it starts the workers, forwards signals, and reports which rank failed first."""
 
 import os
 import selectors

@@ -27,9 +27,9 @@ _RESHAPED = 2  # how a buffer has changed: 0 not, 1 its values, 2 its shape
 class SiteSynchronizer:
     """The synchronisation of the sites, on one rank: it sends and applies each fragment when it is due.
 
-    `weights` are the parameters and buffers of the model; each rank knows their names and full shapes. `peers` are the
-    ranks at the same position in all sites. After weights were written, `spread` updates their copies on the other
-    ranks, and `on_write` is called, as after writes to buffers.
+    `tensors` are the parameters and buffers of the model; each rank knows their names and full shapes. `peers` are the
+    ranks at the same position in all sites. `sync_after_update` updates the copies of weights on the other ranks after
+    weights were written. `on_write` is called after writes to weights or buffers.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def gather_rows(
     parts_by_rank: list[dict[str, Any] | None] = world.gather_json(
         None if local_parts is None else local_parts.as_json()
     )
-    parts_of_replicas = [each for each in parts_by_rank if each is not None]
+    parts_of_replicas = [parts for parts in parts_by_rank if parts is not None]  # the replicas with samples
     _refuse_wrong_length(parts_of_replicas)
     _refuse_different_types(parts_of_replicas)
     _refuse_different_values(parts_of_replicas)
@@ -60,14 +60,13 @@ def gather_rows(
         if not shape:
             joined.append(tensor if tensor is None else share_gradient(tensor, num_replicas=len(parts_of_replicas)))
             continue
-        num_rows_by_rank = [0 if each is None else each["tensors"][position][0][0] for each in parts_by_rank]
-        joined.append(
-            _join_rows(tensor, num_rows_by_rank, shape[1:], getattr(torch, dtype_name.removeprefix("torch.")), world)
-        )
+        num_rows_by_rank = [0 if parts is None else parts["tensors"][position][0][0] for parts in parts_by_rank]
+        dtype = getattr(torch, dtype_name.removeprefix("torch."))
+        joined.append(_join_rows(tensor, num_rows_by_rank, shape[1:], dtype, world))
     if local_parts is None:
         return None
     joined_lists = [
-        joined_columns([from_json(each["columns"][path]) for each in parts_of_replicas])
+        joined_columns([from_json(parts["columns"][path]) for parts in parts_of_replicas])
         for path in local_parts.column_paths
     ]
     return local_parts.rebuild(joined, joined_lists)

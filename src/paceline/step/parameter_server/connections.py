@@ -52,9 +52,10 @@ class WorkerConnections:
         try:
             connection = self._acceptor.connect(worker)
             self._handshake(connection, worker)
-            self._serve_leases(connection, worker) if self._is_first_server else self._serve_pulls_and_pushes(
-                connection
-            )
+            if self._is_first_server:
+                self._serve_leases(connection, worker)
+            else:
+                self._serve_pulls_and_pushes(connection)
             self._state.remove_worker(worker, reason="the run is over")
         except ConnectionLost as error:
             self._state.remove_worker(worker, reason=self._describe_lost_connection(str(error).lower()))

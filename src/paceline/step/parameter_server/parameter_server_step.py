@@ -49,7 +49,7 @@ _APPLY_DECISION, _WAIT_DECISION, _DONE_DECISION = "apply", "wait", "done"
 class ServerStep(SynchronousStep):
     """The parameter server's step. The newest `lag` batches are not complete; their results are read later.
 
-    `spread` sends each server's parameters to all servers. It is called before all weights are read.
+    `sync_after_update` sends each server's parameters to all servers. It is called before all weights are read.
     """
 
     def __init__(
@@ -315,5 +315,5 @@ def _location(step_batch: StepBatch, *, micro_batch_size: int) -> dict[str, Any]
 
 
 def _zero_gradient(parameter: nn.Parameter, *, is_sparse: bool) -> Tensor:
-    """Return a zero gradient for another server's parameter; `as_rows`: sparse, for a sparse table."""
+    """Return a zero gradient for another server's parameter; `is_sparse`: it is a sparse table's."""
     return torch.zeros_like(parameter, layout=torch.sparse_coo).coalesce() if is_sparse else torch.zeros_like(parameter)

@@ -147,7 +147,7 @@ class PipeDreamStep(SynchronousStep):
         )
         self._batches[self._stream.num_batches] = batch
         for offset, ((index, samples), local) in enumerate(zip(indices_and_sizes, local_microbatches, strict=True)):
-            self._work.micro[self._stream.num_microbatches + offset] = InFlightMicrobatch(
+            self._work.waiting_microbatches[self._stream.num_microbatches + offset] = InFlightMicrobatch(
                 batch=batch, index=index, num_samples=samples, local_microbatch=local
             )
         self._stream.add(batch.num_left)
@@ -241,7 +241,7 @@ class _StageStepWork:
         self._names: list[str] | None = None
         self.reports_loss = reports_loss
         self.totals_builder = replica.make_totals_builder(reports_loss=reports_loss)
-        self.micro: dict[int, InFlightMicrobatch] = {}
+        self.waiting_microbatches: dict[int, InFlightMicrobatch] = {}
 
     def counts(self, data: Sequence[object]) -> Counts:
         """Return the counts of the whole batch, summed over replicas; the stages of one replica have equal samples."""
@@ -272,15 +272,15 @@ class _StageStepWork:
 
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> StageOutput | Tensor | None:
         """Run the user's forward, and on the last stage the loss."""
-        microbatches, replica = self.micro.pop(microbatch), self._replica
+        in_flight, replica = self.waiting_microbatches.pop(microbatch), self._replica
         for recorder in replica.state_recorders:
-            recorder.set_microbatch(microbatches.index, has_samples=microbatches.num_samples > 0)
-        replica.random_streams.enter(step=microbatches.batch.number, microbatch=microbatches.index)
+            recorder.set_microbatch(in_flight.index, has_samples=in_flight.num_samples > 0)
+        replica.random_streams.enter(step=in_flight.batch.number, microbatch=in_flight.index)
         with open_all(replica.forward_contexts):
-            if microbatches.num_samples:
-                return self._pipeline_model.stages.run(stage, received, lambda: self._loss(microbatches))  # type: ignore[no-any-return]
+            if in_flight.num_samples:
+                return self._pipeline_model.stages.run(stage, received, lambda: self._loss(in_flight))  # type: ignore[no-any-return]
             with replica.zero_weight_context():
-                return self._pipeline_model.stages.run(stage, received, lambda: self._loss(microbatches))  # type: ignore[no-any-return]
+                return self._pipeline_model.stages.run(stage, received, lambda: self._loss(in_flight))  # type: ignore[no-any-return]
 
     def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
         """Return an empty context: without context parallelism, a rank's part is the whole microbatch."""
