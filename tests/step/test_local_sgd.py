@@ -343,7 +343,7 @@ def test_running_statistics_of_sites_are_their_mean_right_after_a_meeting(update
         model, rule = models[site], parse_update(update)
         norm = model[1]
         weights = ShardedTensors(world=World.alone(), tensors=model_tensors(model))
-        told = {"spread": lambda: None, "on_write": lambda: None}
+        told = {"sync_after_update": lambda: None, "on_write": lambda: None}
         sites = SiteSynchronizer(
             rule=rule, named_parameters=trainable_parameters(model), tensors=weights, peers=peers[site], **told
         )
