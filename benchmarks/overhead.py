@@ -127,7 +127,7 @@ class Bench:
         session = open_session(prepare(task, job=job), world=self.world)
         session.setup.update._checks_finite = finite
         if not pulse:
-            session.loop._pulse = None
+            session.loop._heartbeat = None
         batches = session.loop.batches()
         return lambda: session.loop.step(next(batches)), session.setup.model
 

@@ -17,7 +17,7 @@ from paceline.errors import user_line
 from paceline.launch.failures.failure_record import failure_from_exception
 from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.parallel.sharding.unit_guard import guard_forward
-from paceline.user_code import hide_own_frames, is_user_file
+from paceline.user_code import hide_paceline_frames, is_user_file
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,12 @@ def test_our_frames_between_the_users_are_taken_out(tmp_path: Path, monkeypatch:
     with pytest.raises(ValueError, match="mine") as caught:
         theirs.main()
     before = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    hide_own_frames(caught.value)
+    hide_paceline_frames(caught.value)
     after = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert before[-3:] == ["main", "call", "work"] and after[-2:] == ["main", "work"] and "call" not in after
     with pytest.raises(TypeError) as wrong:
         module.call(None)  # type: ignore[attr-defined]
-    hide_own_frames(wrong.value)  # the error was made in our own code, so that is shown
+    hide_paceline_frames(wrong.value)  # the error was made in our own code, so that is shown
     assert [frame.name for frame in traceback.extract_tb(wrong.value.__traceback__)][-1] == "call"
 
 

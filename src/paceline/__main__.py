@@ -1,4 +1,4 @@
-"""`python -m paceline`."""
+"""The entry point of `python -m paceline`."""
 
 from paceline.cli import entry
 

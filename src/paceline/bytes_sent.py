@@ -1,9 +1,9 @@
-"""A counter of the bytes that a rank sends, updated where they are passed to the transport."""
+"""The bytes that a rank sends: how many each collective needs, and a counter that the transport updates."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-SHARES: Mapping[str, Callable[[int], float]] = {
+SENT_BYTES_PER_BYTE: Mapping[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: n - 1,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -14,8 +14,9 @@ SHARES: Mapping[str, Callable[[int], float]] = {
     "scatter": lambda n: (n - 1) / n,
     "send": lambda _: 1.0,
 }
-"""The share of the passed bytes that leaves a rank, by the algorithm that sends least (Patarasu and Yuan,
-"Bandwidth optimal all-reduce", 2009). One-to-all transfers are averaged over the ranks. A backend may send more."""
+"""The bytes that a rank sends for each byte that it passes to a collective of n ranks, with the algorithm that sends
+least (Patarasu and Yuan, "Bandwidth optimal all-reduce", 2009). One-to-all transfers are averaged over the ranks. A
+backend may send more."""
 
 
 @dataclass(kw_only=True)

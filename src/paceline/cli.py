@@ -1,4 +1,4 @@
-"""The command line: parses the arguments, runs a verb, prints its result and exits with a code. It needs no torch."""
+"""The command line: it parses arguments, runs a verb, prints the result and exits with a code. It needs no torch."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 from paceline import __version__
 from paceline.console.formatting import did_you_mean, shorten_line
-from paceline.console.output import flush, print_line, replace_closed
+from paceline.console.output import flush, print_line, replace_closed_streams
 from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
 from paceline.plugins import resolve
 
@@ -32,7 +32,8 @@ usage: paceline VERB JOB [options]        JOB is job.py, job.py:name or pkg.modu
   ckpt ls|verify|diff|consolidate|prune [RUN]
   config JOB          every setting, its value and where it came from
 
-train and verify take --update pipedream|2bw|hogwild|local|diloco|ps and --compress bf16|fp16|int8|powersgd|topk.
+train and verify take --compress bf16|fp16|int8|powersgd|topk and --update pipedream|2bw|local|diloco|ps; train also
+takes --update hogwild.
 Every setting has one dotted name: --train.steps 100, --train.exact, --job.lr 1e-3, --seed 1.
 `paceline VERB --help` prints a verb's options. Exit codes: 0 done, 1 failed, 2 refused, 3 machine, 4 different,
 75 stopped and saved (the same command resumes), 130 interrupted (stopped at once)."""
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> None:
     """Run the console script. A rank of another launcher skips torch's destructors, which may wait for lost peers."""
-    replace_closed()
+    replace_closed_streams()
     code = main()
     flush()
     if any(name in os.environ for name in _RANK_VARIABLES):
@@ -153,17 +154,17 @@ def _parse_options(verb: str, cls: type, arguments: list[str]) -> Any:
 
     from paceline.commands.common.option_checks import misplaced_option_hint
 
-    option_names, option_types = _option_names(cls), get_type_hints(cls)
+    option_types = get_type_hints(cls)
     problems: list[PacelineError] = []
     for word, next_argument in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, equals, value = word.partition("=")
         name = flag[2:].replace("-", "_")
-        if flag.startswith("--") and name not in {*option_names, "help"}:
-            cause = did_you_mean(flag, [f"--{name.replace('_', '-')}" for name in option_names])
-            is_letter = f"{name}s" in option_names  # --rank means --ranks, not powersgd's option rank
+        if flag.startswith("--") and name not in {*option_types, "help"}:
+            cause = did_you_mean(flag, [f"--{option.replace('_', '-')}" for option in option_types])
+            lacks_plural_s = f"{name}s" in option_types  # --rank means --ranks, not powersgd's option rank
             misplaced = (
                 None
-                if is_letter
+                if lacks_plural_s
                 else misplaced_option_hint(
                     verb, flag, value if equals or next_argument.startswith("--") else next_argument
                 )
@@ -187,8 +188,9 @@ def _parse_options(verb: str, cls: type, arguments: list[str]) -> Any:
 
 
 def _number_problems(flag: str, value: str, option_type: Any) -> list[PacelineError]:
-    """Return an error if the option takes a number and its value is none."""
-    number_type = next((one for one in (int, float) if option_type is one or one in get_args(option_type)), None)
+    """Return an error if the option takes a number and its value is not one."""
+    option_types = {option_type, *get_args(option_type)}
+    number_type = int if int in option_types else float if float in option_types else None
     if number_type is None or not value or value.startswith("--") or value == "None":
         return []
     try:
@@ -202,14 +204,10 @@ def _number_problems(flag: str, value: str, option_type: Any) -> list[PacelineEr
 
 
 def _unframed_message(framed_text: str) -> str:
-    """Return the argument parser's message from a framed box: its middle part, without the frame."""
+    """Return the argument parser's message, which it prints in a box, without the box and its title."""
     parts = re.split(r"[─-]{5,}", framed_text.translate(_FRAME_TO_SPACES))
-    sections = [" ".join(part.split()) for part in parts]
-    return next((part for part in sections[1:] if part), "").removesuffix(".")
-
-
-def _option_names(cls: type) -> list[str]:
-    return [*getattr(cls, "__dataclass_fields__", {})]
+    messages = [" ".join(part.split()) for part in parts[1:]]
+    return next((message for message in messages if message), "").removesuffix(".")
 
 
 def _print_error(error: PacelineError, *, as_json: bool) -> int:

@@ -90,7 +90,7 @@ class ResumeError(PacelineError):
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint is missing, incomplete, damaged or foreign."""
+    """A checkpoint is missing, incomplete or damaged, or belongs to another run."""
 
     exit_code = ExitCode.REFUSED
 
@@ -112,13 +112,13 @@ class DataError(RunError):
 class NonFiniteError(RunError):
     """Loss or gradients are not finite, and the run is set to stop in this case. `step` is the step of the failure.
 
-    `no_target`: the cause is a loss term without a target, and the inputs are not checked. `broken`: the microbatches
-    and terms whose loss was not finite, if the step knows them; `ranks`: the ranks of these microbatches.
+    `no_target`: the cause is a loss term without a target, and the inputs are not checked. `nonfinite_terms`: the
+    microbatches and terms whose loss was not finite, if they are known; `ranks`: the ranks of these microbatches.
     """
 
     step: int | None = None
     no_target: bool = False
-    broken: tuple[tuple[int, str], ...] = ()
+    nonfinite_terms: tuple[tuple[int, str], ...] = ()
     ranks: tuple[int, ...] = ()
 
     def as_json(self) -> dict[str, object]:  # type: ignore[override]
@@ -137,7 +137,8 @@ class PeerError(RunError):
 class OutOfMemory(RunError):
     """A rank could not allocate the memory that it needs.
 
-    `bytes_by_purpose` is the memory in use, `limit_bytes` the limit; `part` is forward, backward or optimizer.
+    `bytes_by_purpose` is the memory in use, `limit_bytes` the limit. `part`, a part of the step, is forward, backward
+    or optimizer.
     `requested_bytes` is the size of the allocation that failed, if it is known.
     """
 
@@ -207,7 +208,7 @@ def list_problems(error: PacelineError) -> Sequence[PacelineError]:
 
 
 def job_exit_error(error: SystemExit) -> PacelineError:
-    """Return the error for a `sys.exit` in the job's own code: only the run itself may end the process."""
+    """Return the error for a `sys.exit` in the job's own code, since only the run itself may end the process."""
     line = user_line(error)
     location = f" at {line}" if line else ""
     exit_problem: PacelineError

@@ -1,4 +1,4 @@
-"""Events of a run, as typed values, and the one stream that carries them."""
+"""The events of a run, as typed values, and the bus that passes them to sinks."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -27,10 +27,10 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
-    """The numbers of a logged step. All are global but `sent_bytes`.
+    """The values of a logged step. All but `sent_bytes` are those of all ranks.
 
-    `sent_bytes` counts the bytes that the first rank has sent since this attempt began (with local SGD, to other
-    sites), None if unknown.
+    `sent_bytes` counts the bytes that the first rank has sent since this attempt began (with local SGD, only those to
+    other sites); None if unknown.
     """
 
     step: int
@@ -70,10 +70,10 @@ class EvalDone(Event):
 class Staleness(Event):
     """The staleness of an asynchronous run's updates since this attempt began.
 
-    `told` has one entry per participant: `who`, and `late`, a list of pairs: an age of the weights in updates, and the
-    number of gradients that were computed on weights of this age. A pipeline adds `versions`, the maximum number of
-    weight versions in memory, and `sent_bytes`. Hogwild adds `lost`, out of `made` additions to its shadow counters.
-    Local SGD adds `sent_bytes` to other sites and `waited_seconds` for them.
+    `told` (a key of `events.jsonl`) has one entry for each participant: its name `who`, and `late`, pairs of a
+    staleness in updates and the number of gradients that had it. A pipeline adds `versions`, the maximum number of
+    weight versions in memory, and `sent_bytes`. Hogwild adds `lost`, the additions to its shadow counters that were
+    lost, out of `made`. Local SGD adds `sent_bytes` to other sites, and the `waited_seconds` for them.
     """
 
     step: int
@@ -85,9 +85,9 @@ class Staleness(Event):
 class ForecastChecked(Event):
     """The forecast of a run, compared with its first steps.
 
-    Bytes are those of the fullest rank; `measured_by` names the measurement: the device's `allocator`, or the growth of
-    the `resident memory` of a process since before its model. `memory_ratio` is None if they can't be compared.
-    `others` is the share of the cores that other programs used meanwhile, 0.0 if they left enough.
+    Bytes are those of the rank that used most. `measured_by` names the measurement: the device's `allocator`, or the
+    growth of a process's `resident memory` since before its model was built. `memory_ratio` is None if they can't be
+    compared. `others` is the share of the cores that other programs used meanwhile, or 0.0 if they left enough.
     """
 
     step: int
@@ -167,7 +167,7 @@ class EventBus:
         self._sinks = list(sinks)
 
     def emit(self, event: Event) -> None:
-        """Pass `event` to every sink; report failures to the rest afterwards, since a full disk fails several."""
+        """Pass `event` to every sink. Only then report failed sinks to the others: a full disk makes several fail."""
         failure_notes = [note for sink in list(self._sinks) if (note := self._deliver(sink, event)) is not None]
         for note in failure_notes:
             self.emit(note)

@@ -1,4 +1,4 @@
-"""Fault injection: what breaks, on which rank, at which step and point. For tests, and for `--faults`."""
+"""Fault injection, for tests and `--faults`: a fault has a kind, a rank, a step and a point within the step."""
 
 import os
 import signal
@@ -37,12 +37,12 @@ def _parse(parts: Sequence[str]) -> Fault:
     text = " ".join(parts)
     kind, *options = parts
     pairs = dict(word.partition("=")[::2] for word in options)
-    is_twice = len(pairs) < len(options)
+    has_duplicates = len(pairs) < len(options)
     numbers = {name: pairs.pop(name, "") for name in ("rank", "step", "attempt")}
     point = pairs.pop("point", "step")
     numbers["attempt"] = numbers["attempt"] or "1"
     are_numbers = all(number.isdecimal() and number.isascii() for number in numbers.values())
-    if kind not in KINDS or point not in POINTS or pairs or is_twice or not are_numbers:
+    if kind not in KINDS or point not in POINTS or pairs or has_duplicates or not are_numbers:
         raise UsageError(
             f"the fault {text!r} is not understood.",
             cause=f"kinds: {', '.join(KINDS)}; points: {', '.join(POINTS)}",
@@ -81,7 +81,7 @@ class Faults:
 
     @property
     def has_any(self) -> bool:
-        """True if a fault is due on this rank."""
+        """True if this rank has a fault in this attempt."""
         return bool(self._by_point_and_step)
 
     def fire(self, point: str, *, step: int) -> Fault | None:

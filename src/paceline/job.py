@@ -94,7 +94,7 @@ class Job:
         """
         if cls.__init__ is not Job.__init__:  # a subclass with its own arguments, which sets the fields
             return super().__new__(cls)
-        defaults = {one.name: one.default for one in fields(cls)}
+        defaults = {field.name: field.default for field in fields(cls)}
         problems: list[PacelineError] = [*unknown_fields(args, kwargs, defaults)]
         if problems:
             problems += unfit_fields(SimpleNamespace(**{**defaults, **kwargs}))

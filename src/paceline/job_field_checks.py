@@ -1,4 +1,4 @@
-"""Checks of a job's fields: every invalid one is named, with the line to write."""
+"""Checks of a job's fields: each error names an invalid field and the line to write instead."""
 
 import math
 import re
@@ -160,7 +160,7 @@ def unfit_data(data: Any, *, name: str) -> Iterator[JobError]:
     if len(shapes_and_dtypes) > 1 and len(lengths) == 1 and max(lengths) > len(data):
         names = ", ".join("xyzw"[: len(data)]) if len(data) <= 4 else "*columns"
         columns = (
-            names if isinstance(data[0], Tensor) else ", ".join(f"torch.as_tensor({one})" for one in names.split(", "))
+            names if isinstance(data[0], Tensor) else ", ".join(f"torch.as_tensor({n})" for n in names.split(", "))
         )
         yield JobError(
             f"{name} is a {type(data).__name__} of {len(data)} arrays of {max(lengths):,} rows: "

@@ -1,4 +1,4 @@
-"""Parameters of `make_job`: converts text and TOML values to the type of each parameter's annotation or default."""
+"""The parameters of `make_job`: text and TOML values are converted to the type of the annotation or the default."""
 
 import ast
 import inspect
@@ -16,13 +16,11 @@ _TRUTH_VALUES = {"true": True, "1": True, "false": False, "0": False}
 _NONE_TEXTS = ("none", "null")
 _COLLECTIONS = (list, tuple, set, frozenset)
 _UNTYPED = (inspect.Parameter.empty, Any, object)
-
-
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def missing_parameters(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> Iterator[JobError]:
-    """Yield the parameters of `factory` that have no default and are not given."""
+    """Yield an error for each parameter of `factory` that has no default and is not given."""
     for name, parameter in inspect.signature(factory).parameters.items():
         is_required = parameter.default is inspect.Parameter.empty and parameter.kind not in _VARIADIC
         if is_required and name not in arguments:
@@ -60,9 +58,9 @@ def typed_parameters(factory: Callable[..., Any], arguments: Mapping[str, Any]) 
 
 
 def check_against_source(arguments: Mapping[str, Any], *, sources: Mapping[str, tuple[str, str]]) -> Iterator[JobError]:
-    """Yield errors for values of the wrong type, using only the `sources` of annotation and default.
+    """Yield errors for values of the wrong type, without an import of the job.
 
-    Only types and defaults that need no import are checked.
+    `sources` has the source text of each parameter's annotation and default. Only simple ones are checked.
     """
     for name, value in arguments.items():
         annotation, default = sources.get(name, ("", ""))
@@ -160,7 +158,7 @@ def _convert_number(value: Any, kind: type) -> Any:
 
 def _convert_union(value: Any, kinds: Sequence[Any]) -> Any:
     """Return the value in the first type that accepts it: text is tried last, since it accepts everything."""
-    for kind in sorted(kinds, key=lambda one: (one is str, one is not type(None))):
+    for kind in sorted(kinds, key=lambda kind: (kind is str, kind is not type(None))):
         try:
             return _convert(value, kind)
         except (ValueError, KeyError, SyntaxError, TypeError):
@@ -180,12 +178,12 @@ def _convert_collection(value: Any, kind: Any, type_arguments: Sequence[Any]) ->
     if not isinstance(value, list | tuple | set):
         raise TypeError
     if kind is tuple and type_arguments and type_arguments[-1] is not Ellipsis:
-        return tuple(_convert(item, one) for item, one in zip(value, type_arguments, strict=True))
+        return tuple(_convert(item, item_type) for item, item_type in zip(value, type_arguments, strict=True))
     return kind(_convert(item, type_arguments[0] if type_arguments else Any) for item in value)
 
 
 def _parse_literal(value: Any) -> Any:
-    """Return text as the literal it looks like if no type is given: a number, True, a list; else as text."""
+    """Return text as the literal that it looks like (a number, True, a list), else as text. No type was given."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):

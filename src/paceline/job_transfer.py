@@ -20,7 +20,7 @@ import torch
 from paceline.errors import JobError
 from paceline.job import Job, refuse_job
 
-_CHUNK = 1 << 26
+_CHUNK_BYTES = 1 << 26
 _END_OF_PATH = b"\n"
 
 
@@ -44,7 +44,7 @@ def receive_job(handle: int) -> Job:
     """Return the job that `open_job_file` wrote, in a process that inherited its handle."""
     path, _, content = _read(handle).partition(_END_OF_PATH)
     sys.path += [folder for folder in json.loads(path) if folder not in sys.path]
-    job = torch.load(io.BytesIO(content), weights_only=False)  # our own bytes: see above
+    job = torch.load(io.BytesIO(content), weights_only=False)  # safe: no other user can have written these bytes
     assert isinstance(job, Job)
     return job
 
@@ -71,8 +71,8 @@ def _transfer_error(job: Job, error: Exception) -> JobError:
     for job_field in fields(job):
         try:
             _dumps(getattr(job, job_field.name))
-        except Exception as own:  # as above
-            culprit, error = f"{job_field.name}=", own
+        except Exception as field_error:  # as above
+            culprit, error = f"{job_field.name}=", field_error
             break
     return JobError(
         f"this Job can't be sent to the processes that run it: {culprit} can't be pickled.",
@@ -85,7 +85,7 @@ def _transfer_error(job: Job, error: Exception) -> JobError:
 def _read(handle: int) -> bytes:
     """Read without moving the file offset, which all ranks share."""
     chunks, offset = list[bytes](), 0
-    while chunk := os.pread(handle, _CHUNK, offset):
+    while chunk := os.pread(handle, _CHUNK_BYTES, offset):
         chunks.append(chunk)
         offset += len(chunk)
     return b"".join(chunks)

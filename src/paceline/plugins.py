@@ -1,4 +1,4 @@
-"""Dynamic imports: resolves `"my.pkg:Thing"` to the object. No other module imports dynamically."""
+"""Dynamic imports: `resolve("my.pkg:Thing")` returns the object. No other module imports dynamically."""
 
 import importlib
 import os

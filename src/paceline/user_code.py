@@ -51,7 +51,7 @@ def is_from_argument_parser(error: BaseException) -> bool:
     return False
 
 
-def hide_own_frames(error: BaseException) -> None:
+def hide_paceline_frames(error: BaseException) -> None:
     """Remove Paceline's frames from the tracebacks of an exception and its causes if they only lead to user code.
 
     Frames below the last line of the user's own code are kept: the error was raised there.
@@ -63,11 +63,11 @@ def hide_own_frames(error: BaseException) -> None:
         if exception is None or id(exception) in visited:
             continue
         visited.add(id(exception))
-        exception.__traceback__ = _without_own_frames(exception.__traceback__)
+        exception.__traceback__ = _without_paceline_frames(exception.__traceback__)
         remaining += [exception.__cause__, exception.__context__, *getattr(exception, "exceptions", ())]
 
 
-def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+def _without_paceline_frames(trace: TracebackType | None) -> TracebackType | None:
     entries: list[TracebackType] = []
     while trace is not None:
         entries.append(trace)
@@ -98,7 +98,7 @@ def is_user_file(filename: str) -> bool:
     if (
         _is_package_file(filename)
         or _INSTALL_FOLDERS & set(path.parts)
-        or any(path.is_relative_to(lib) for lib in _python())
+        or any(path.is_relative_to(folder) for folder in _python_folders())
     ):
         return False
     return not _is_in_distribution(path)
@@ -111,10 +111,10 @@ def _is_package_file(filename: str) -> bool:
 
 
 @cache
-def _python() -> tuple[str, ...]:
+def _python_folders() -> tuple[str, ...]:
     """Return the folders of Python's own library, by the names that frames may have for them."""
-    named = {sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib")} | {os.path.dirname(os.__file__)}  # noqa: PTH120
-    return tuple(named | {os.path.realpath(name) for name in named})
+    folders = {sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib")} | {os.path.dirname(os.__file__)}  # noqa: PTH120
+    return tuple(folders | {os.path.realpath(folder) for folder in folders})
 
 
 def _is_in_distribution(path: PurePath) -> bool:
@@ -125,7 +125,7 @@ def _is_in_distribution(path: PurePath) -> bool:
 
 @cache
 def _distribution_files(root: str) -> frozenset[str]:
-    """Return the files of the distributions in a folder; build leftovers in a project's own folder list none."""
+    """Return the files that the distributions in a folder list."""
     files: set[str] = set()
     for folder in Path(root).glob("*.dist-info"):
         files |= {file.as_posix() for file in metadata.Distribution.at(folder).files or ()}

@@ -42,7 +42,7 @@ class Held:
         world = World(device=torch.device("cpu"))
         named = trainable_parameters(model)
         update = OptimizerUpdate(
-            named_parameters=named, optimizers=[self.optimizer], schedules=schedules, scaler=None, max_grad_norm=None,
+            named_parameters=named, optimizers=[self.optimizer], lr_schedulers=schedules, scaler=None, max_grad_norm=None,
             check_finite=False, skip_nonfinite=False, ema=None,
         )  # fmt: skip
         kept = ShardedTensors(world=world, tensors=param_tensors(named))
@@ -61,7 +61,7 @@ class Held:
         for _ in range(steps):
             found.append({k: self.optimizer.param_groups[0][k] for k in ("lr", "momentum")})
             self.optimizer.step()
-            self.trained.update.step_schedules()
+            self.trained.update.step_lr_schedulers()
         return found
 
     def saved(self, step: int) -> OpenCheckpoint:
@@ -273,12 +273,12 @@ def test_groups_of_as_many_parameters_may_hold_others() -> None:
 )  # fmt: skip
 def test_how_often_a_schedule_can_be_stepped_is_known_before(schedule: Schedule, most: int | None) -> None:
     held = Held(schedule)
-    assert last_step(held.trained.update.schedules[0]) == most
-    refuse_short_schedules(held.trained.update.schedules, total_steps=most or 1000)
+    assert last_step(held.trained.update.lr_schedulers[0]) == most
+    refuse_short_schedules(held.trained.update.lr_schedulers, total_steps=most or 1000)
     held.rates(most or 40)
     if most is not None:
         with pytest.raises(JobError, match="ends before the run does"):
-            refuse_short_schedules(Held(schedule).trained.update.schedules, total_steps=most + 1)
+            refuse_short_schedules(Held(schedule).trained.update.lr_schedulers, total_steps=most + 1)
         with pytest.raises(JobError, match="Tried to step"):
             held.rates(1)
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.bytes_sent import SHARES
+from paceline.bytes_sent import SENT_BYTES_PER_BYTE
 from paceline.errors import MachineError
 from paceline.planner.hardware.benchmark_results import (
     CollectiveTimings,
@@ -170,12 +170,12 @@ def test_json_there_and_back() -> None:
 def test_collectives_of_measured_groups_and_of_others() -> None:
     found = probe()
     for ranks in (2, 4):
-        wanted = ranks * 1e-4 + 1e-9 * 1e6 * SHARES["all_reduce"](ranks)
+        wanted = ranks * 1e-4 + 1e-9 * 1e6 * SENT_BYTES_PER_BYTE["all_reduce"](ranks)
         assert found.collective_seconds("all_reduce", num_bytes=1e6, ranks=ranks) == pytest.approx(wanted)
     assert found.collective_seconds("all_reduce", num_bytes=1e6, ranks=1) == 0.0
     told = [found.collective_seconds("all_reduce", num_bytes=1e6, ranks=ranks) for ranks in (2, 3, 4, 8, 64)]
     assert told == sorted(told) and told[-1] < 64 * told[0]
-    eight = 7 / 3 * 4e-4 + 1e-9 * 1e6 * SHARES["all_reduce"](8)
+    eight = 7 / 3 * 4e-4 + 1e-9 * 1e6 * SENT_BYTES_PER_BYTE["all_reduce"](8)
     assert told[3] == pytest.approx(eight)
     few = found.collective_seconds("send", num_bytes=1e6, ranks=8)
     assert few == pytest.approx(found.collective_seconds("send", num_bytes=1e6, ranks=4))

@@ -18,11 +18,11 @@ class Loop(StageChannel):
         self.line: list[Tensor] = []
         self.sizes: list[int] = []
 
-    def _start(self, edge: StageLink, buffer: Tensor) -> None:
+    def _start_send(self, link: StageLink, buffer: Tensor) -> None:
         self.line.append(buffer.clone())
         self.sizes.append(buffer.numel())
 
-    def _post(self, edge: StageLink, num_bytes: int) -> tuple[Tensor, object]:
+    def _start_receive(self, link: StageLink, num_bytes: int) -> tuple[Tensor, object]:
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
 
         def wait() -> None:

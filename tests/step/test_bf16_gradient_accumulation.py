@@ -77,7 +77,7 @@ def test_only_a_skipped_step_restores_statistics_and_what_is_held_back(taken: bo
         state_recorders=[SimpleNamespace(undo=lambda: undone.append("statistics"))],
         undo_reduction=lambda: undone.append("held back"),
     )
-    result: Any = SimpleNamespace(reduced=SimpleNamespace(nonfinite_terms=()), compute_seconds=0.0)
+    result: Any = SimpleNamespace(totals=SimpleNamespace(nonfinite_terms=()), compute_seconds=0.0)
     step._commit_update(result, 1.0, {})
     assert undone == ([] if taken else ["statistics", "held back"])
     assert result.skipped is not taken and step.steps_done == 4

@@ -16,7 +16,7 @@ def updated(values: list[float], *, dtype: torch.dtype, clip: float | None) -> t
     model = nn.Linear(len(values), 1, bias=False, dtype=dtype)
     model.weight.grad = torch.tensor([values], dtype=dtype)
     update = OptimizerUpdate(
-        named_parameters=trainable_parameters(model), optimizers=[torch.optim.SGD(model.parameters(), lr=1e-3)], schedules=[], scaler=None,
+        named_parameters=trainable_parameters(model), optimizers=[torch.optim.SGD(model.parameters(), lr=1e-3)], lr_schedulers=[], scaler=None,
         max_grad_norm=clip, check_finite=True, skip_nonfinite=False, ema=None,
     )  # fmt: skip
     norm, taken = update.commit(step=1, loss=1.0)
@@ -54,7 +54,7 @@ def test_a_sparse_gradient_is_clipped_as_it_should_be_and_a_smaller_one_left_as_
         assert model.weight.grad is not None
         model.weight.grad = model.weight.grad.coalesce()
         update = OptimizerUpdate(
-            named_parameters=trainable_parameters(model), optimizers=[torch.optim.SGD(model.parameters(), lr=1e-3)], schedules=[],
+            named_parameters=trainable_parameters(model), optimizers=[torch.optim.SGD(model.parameters(), lr=1e-3)], lr_schedulers=[],
             scaler=None, max_grad_norm=most, check_finite=True, skip_nonfinite=False, ema=None,
         )  # fmt: skip
         norm, _ = update.commit(step=1, loss=1.0)

@@ -15,15 +15,15 @@ from paceline.errors import LayoutError
 from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors, model_tensors
 from paceline.planner.layout.local_sgd_checks import assign_fragments, fragment_to_send
-from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from paceline.step.local_sgd.outer_step import Fragment, SiteGroup
+from paceline.step.local_sgd.site_synchronizer import SiteSynchronizer
 from tests.conftest import Shop
 from tests.step.test_hogwild import SELDOM
 from tests.step.test_pipedream import JOB as STASH
 
 PLANTS = """
 import os
-from paceline.step.local_sgd import fragment_schedule as outer
+from paceline.step.local_sgd import site_synchronizer as outer
 
 plant = os.environ.get("PLANT", "")
 if plant == "forgotten":  # the outer momentum
@@ -240,15 +240,15 @@ class Equal(World):
 
 def sites_of_three(
     update: str, model: torch.nn.Module, told: list[int], *, stage: int | None = None
-) -> FragmentSchedule:
+) -> SiteSynchronizer:
     named = trainable_parameters(model) if stage is None else trainable_parameters(model)[2 * stage :][:2]
     weights = ShardedTensors(world=World.alone(), tensors=model_tensors(model))
-    return FragmentSchedule(
+    return SiteSynchronizer(
         rule=parse_update(update),
-        named=named,
-        weights=weights,
+        named_parameters=named,
+        tensors=weights,
         peers=Equal(world_size=3),
-        spread=lambda: told.append(1),
+        sync_after_update=lambda: told.append(1),
         on_write=lambda: None,
     )
 
@@ -343,9 +343,9 @@ def test_running_statistics_of_sites_are_their_mean_right_after_a_meeting(update
         model, rule = models[site], parse_update(update)
         norm = model[1]
         weights = ShardedTensors(world=World.alone(), tensors=model_tensors(model))
-        told = {"spread": lambda: None, "on_write": lambda: None}
-        sites = FragmentSchedule(
-            rule=rule, named=trainable_parameters(model), weights=weights, peers=peers[site], **told
+        told = {"sync_after_update": lambda: None, "on_write": lambda: None}
+        sites = SiteSynchronizer(
+            rule=rule, named_parameters=trainable_parameters(model), tensors=weights, peers=peers[site], **told
         )
         for step in range(1, rule.every + 1):
             norm.running_mean.fill_(float(site + step))

@@ -146,8 +146,8 @@ def test_one_that_moves_in_the_forward_is_refused_with_the_way_out() -> None:
         ("fsdp", "sync", "needs whole weights"),
         ("pp", "sync", "needs whole weights"),
         ("tp", "sync", "needs whole weights"),
-        ("ddp", "diloco,every=2", "takes its own updates"),
-        ("ddp", "hogwild", "takes its own updates"),
+        ("ddp", "diloco,every=2", "makes its own updates"),
+        ("ddp", "hogwild", "makes its own updates"),
     ],
 )
 def test_it_is_refused_where_no_rank_has_whole_weights(layout: str, update: str, said: str) -> None:

@@ -615,7 +615,7 @@ def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypa
         timeout_seconds=0.2,
     )
     connections = WorkerConnections(
-        state, acceptor=ConnectionAcceptor(entrance, server=0, timeout_seconds=60), leads=True
+        state, acceptor=ConnectionAcceptor(entrance, server=0, timeout_seconds=60), is_first_server=True
     )
     connections.open()
     connection = connect_to_server(entrance, server=0, timeout_seconds=60)

@@ -36,9 +36,9 @@ def lines(*, lag: int, steps: int, every: int) -> list[StepDone]:
     )
     for step in range(1, steps + 1):
         time.sleep(EACH)
-        reduced = SimpleNamespace(check_counts=lambda: None, stop=False, loss=1.0, counts={"loss": 24.0})
+        totals = SimpleNamespace(check_counts=lambda: None, stop=False, loss=1.0, counts={"loss": 24.0})
         result: Any = SimpleNamespace(
-            step=step, samples=8, reduced=reduced, terms={}, loss=1.0, grad_norm=None, lr=0.1,
+            step=step, samples=8, totals=totals, terms={}, loss=1.0, grad_norm=None, lr=0.1,
             compute_seconds=EACH, communication_seconds=0.0,
         )  # fmt: skip
         logger.record(result, cursor=Cursor())

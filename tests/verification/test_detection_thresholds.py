@@ -220,7 +220,7 @@ def wrong_loss(built: TrainingSetup) -> None:
 
     def gradients(given: Any) -> Any:
         result = step(given)
-        object.__setattr__(result.reduced, "loss", result.reduced.loss * 1.001)
+        object.__setattr__(result.totals, "loss", result.totals.loss * 1.001)
         return result
 
     built.step.compute_gradients = gradients  # type: ignore[method-assign]

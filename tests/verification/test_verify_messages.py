@@ -277,7 +277,7 @@ def update_of(named: list[NamedParameter]) -> OptimizerUpdate:
     return OptimizerUpdate(
         named_parameters=named,
         optimizers=[torch.optim.SGD([member.parameter for member in named], lr=0.0)],
-        schedules=[],
+        lr_schedulers=[],
         scaler=None,
         max_grad_norm=1.0,
         check_finite=True,

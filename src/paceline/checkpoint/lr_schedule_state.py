@@ -25,7 +25,7 @@ from paceline.checkpoint.state_json import (
     normalize_numbers,
 )
 from paceline.errors import CheckpointError
-from paceline.step.optimizer_update import schedule_error, step_schedule
+from paceline.step.optimizer_update import lr_scheduler_error, step_lr_scheduler
 
 _POSITION_KEYS = frozenset(
     {"base_lrs", "_last_lr", "_step_count", "_get_lr_called_within_step", "_is_initial", "verbose"}
@@ -100,7 +100,7 @@ def advance_schedule(schedule: Any, *, steps: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no optimizer has stepped here
         for _ in range(steps):
-            step_schedule(schedule)
+            step_lr_scheduler(schedule)
 
 
 def refuse_short_schedules(schedules: Sequence[Any], *, total_steps: int | None) -> None:
@@ -112,7 +112,7 @@ def refuse_short_schedules(schedules: Sequence[Any], *, total_steps: int | None)
     for schedule in schedules:
         max_steps = last_step(schedule)
         if total_steps is not None and max_steps is not None and max_steps < total_steps:
-            raise schedule_error(schedule, cause=f"it has {max_steps:,} steps, but the run has {total_steps:,}")
+            raise lr_scheduler_error(schedule, cause=f"it has {max_steps:,} steps, but the run has {total_steps:,}")
 
 
 def last_step(schedule: Any) -> int | None:

@@ -1,6 +1,5 @@
 """A view of the model's `state_dict`: its names, and what this rank holds under each of them."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -28,11 +27,6 @@ class StateDictView:
     def structure(self) -> dict[str, str]:
         """Return the type and shape of each full tensor by name."""
         return {name: describe_tensor(held.dtype, held.shard_spec.shape) for name, held in self.entries.items()}
-
-    def num_bytes(self, name: str) -> int:
-        """Return the size of the full tensor in bytes."""
-        local = self.entries[name]
-        return math.prod(local.shard_spec.shape) * local.dtype.itemsize
 
     def full_tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield one full tensor after another, on every rank; if ranks hold shards, every rank must call this."""

@@ -58,13 +58,8 @@ class TrainState:
 
     @property
     def world(self) -> World:
-        """The world of all ranks."""
+        """The world of the ranks that share these weights."""
         return self.optimizer_shards.world
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether every rank has all of the state: then the first one writes."""
-        return self.weights.is_unsharded and self.optimizer_shards.sharded.is_unsharded
 
 
 def create_optimizers(job: Job, model: nn.Module) -> list[Optimizer]:
@@ -113,7 +108,7 @@ def collect_files(train_state: TrainState) -> tuple[dict[str, list[Writable]], d
     files = _named_files(weights, world.rank, {MODEL: tensors, BUFFERS: buffers, EMA: _ema_tensors(train_state)})
     files |= _named_files(shards.sharded, world.rank, {OPTIMIZER: states})
     scaler = train_state.update.scaler
-    schedules = [encode_state(s.state_dict(), where=type(s).__name__) for s in train_state.update.schedules]
+    schedules = [encode_state(s.state_dict(), where=type(s).__name__) for s in train_state.update.lr_schedulers]
     return files, {
         "aliases": aliases,
         "optimizers": optimizer_scalars(train_state.update.optimizers, shards, scalars),
@@ -209,7 +204,7 @@ def _load_update(
         )
     for index, (optimizer, saved) in enumerate(zip(update.optimizers, state["optimizers"], strict=True)):
         changes = _Changes.from_identities(index, saved_identity, current_identity)
-        for schedule in update.schedules[index : index + 1]:
+        for schedule in update.lr_schedulers[index : index + 1]:
             if changes.replays_schedule:
                 advance_schedule(schedule, steps=checkpoint.step)
             else:

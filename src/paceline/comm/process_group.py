@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
-from paceline.bytes_sent import SHARES, Traffic
+from paceline.bytes_sent import SENT_BYTES_PER_BYTE, Traffic
 from paceline.console.output import capture_native_stderr
 from paceline.errors import MachineError, UsageError
 from paceline.launch.failures.oom_detection import explain_open_files
@@ -188,12 +188,12 @@ class World:
         return self.rank == 0
 
     def count_sent_bytes(self, kind: str, tensor: torch.Tensor) -> None:
-        """Add the bytes that a collective sends to `traffic`; `bytes_sent.SHARES` lists the kinds of collectives."""
+        """Add the bytes that a collective sends to `traffic`; `SENT_BYTES_PER_BYTE` lists the kinds of collectives."""
         self.traffic.sent_bytes += self._sent_shares[kind] * tensor.nbytes
 
     @cached_property
     def _sent_shares(self) -> dict[str, float]:
-        return {kind: share(self.world_size) for kind, share in SHARES.items()}
+        return {kind: share(self.world_size) for kind, share in SENT_BYTES_PER_BYTE.items()}
 
     def all_reduce(self, tensor: torch.Tensor, *, op: Op = "sum") -> torch.Tensor:
         """Reduce the tensor in place over all ranks and return it."""

@@ -115,7 +115,7 @@ def silence_stream(stream: TextIO) -> None:
         os.close(null_device)
 
 
-def replace_closed() -> None:
+def replace_closed_streams() -> None:
     """Replace a standard stream that was closed at start, for which Python has `None`, by the null device."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:

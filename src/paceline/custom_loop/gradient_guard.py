@@ -43,8 +43,8 @@ class GradientGuard:
         """Hide the gradients. `is_over`: the step is complete, so a gradient that is added now would be discarded."""
         if self.is_hidden:
             return
-        for row in self._parameters:
-            row.hide(is_over=is_over)
+        for parameter in self._parameters:
+            parameter.hide(is_over=is_over)
         self.is_hidden = True
 
     def show(self) -> ReplacedGradients:
@@ -57,8 +57,8 @@ class GradientGuard:
         if not self.is_hidden:
             return replaced_gradients
         self.is_hidden = False
-        for row in self._parameters:
-            row.show(replaced_gradients)
+        for parameter in self._parameters:
+            parameter.show(replaced_gradients)
         if replaced_gradients.replaced:
             raise UsageError(
                 f"the gradient of {replaced_gradients.replaced[0]} was replaced between backward and step; the "
@@ -83,26 +83,27 @@ class _GuardedParameter:
 
     def hide(self, *, is_over: bool) -> None:
         self._hidden_gradients = [tensor.grad for tensor in self._tensors]
-        for tensor, stand_in in zip(self._tensors, self._placeholders, strict=True):
+        for tensor, placeholder in zip(self._tensors, self._placeholders, strict=True):
             tensor.grad = None  # a gradient of another type can only be set after None
-            tensor.grad = stand_in
-            stand_in.is_over, stand_in.is_zeroed = is_over, False
+            tensor.grad = placeholder
+            placeholder.is_over, placeholder.is_zeroed = is_over, False
 
     def show(self, replaced_gradients: ReplacedGradients) -> None:
-        current = [tensor.grad for tensor in self._tensors]
+        current_gradients = [tensor.grad for tensor in self._tensors]
         for tensor, hidden in zip(self._tensors, self._hidden_gradients, strict=True):
             tensor.grad = hidden
         self._hidden_gradients = []
-        if any(one is None for one in current):
+        pairs = zip(current_gradients, self._placeholders, strict=True)
+        if any(gradient is None for gradient in current_gradients):
             replaced_gradients.set_to_none.append(self._name)
-        elif any(one is not placeholder for one, placeholder in zip(current, self._placeholders, strict=True)):
+        elif any(gradient is not placeholder for gradient, placeholder in pairs):
             replaced_gradients.replaced.append(self._name)
-        elif any(stand_in.is_zeroed for stand_in in self._placeholders):
+        elif any(placeholder.is_zeroed for placeholder in self._placeholders):
             replaced_gradients.set_to_zero.append(self._name)
 
 
 class _UnreducedGradient(Tensor):
-    """A gradient that can't be read; it records zero_grad."""
+    """A placeholder for a gradient: reading it raises an error, and it records zero_grad."""
 
     parameter_name: str
     is_sharded: bool
@@ -128,12 +129,11 @@ class _UnreducedGradient(Tensor):
         """Record zeroing, ignore additions after the step, and refuse every other operation."""
         del types, kwargs
         operation = func.overloadpacket.__name__
-        placeholders = [
-            one for arg in args for one in (arg if isinstance(arg, list | tuple) else [arg]) if isinstance(one, cls)
-        ]
+        values = [value for arg in args for value in (arg if isinstance(arg, list | tuple) else [arg])]
+        placeholders = [value for value in values if isinstance(value, cls)]
         if operation in ("zero_", "_foreach_zero_"):
-            for one in placeholders:
-                one.is_zeroed = True
+            for placeholder in placeholders:
+                placeholder.is_zeroed = True
             return args[0] if operation == "zero_" else None
         if is_in_backward() and placeholders[0].is_over:
             return placeholders[0]
@@ -198,15 +198,16 @@ class GradientLeaves:
         Raises:
             LayoutError, UsageError: the loss uses a sharded (DTensor) parameter directly, or every parameter is frozen.
         """
-        rows = [(name, holder) for name, holder in self._dtensor_parameters if holder.requires_grad]
+        dtensors = [(name, parameter) for name, parameter in self._dtensor_parameters if parameter.requires_grad]
         if isinstance(loss, DTensor):
-            raise parameter_in_loss_error(rows[0][0] if rows else "a parameter")
-        leaves = [leaf for leaf, holder in self._pairs if leaf.requires_grad and holder.requires_grad]
+            raise parameter_in_loss_error(dtensors[0][0] if dtensors else "a parameter")
+        leaves = [leaf for leaf, parameter in self._pairs if leaf.requires_grad and parameter.requires_grad]
         if not leaves:
             raise UsageError(
                 "every parameter is frozen, so there is no gradient.", hint="parameter.requires_grad_(True)"
             )
-        torch.autograd.backward(loss, retain_graph=retain_graph, inputs=[*leaves, *(holder for _, holder in rows)])
-        for name, holder in rows:
-            if holder.grad is not None:
+        inputs = [*leaves, *(parameter for _, parameter in dtensors)]
+        torch.autograd.backward(loss, retain_graph=retain_graph, inputs=inputs)
+        for name, parameter in dtensors:
+            if parameter.grad is not None:
                 raise parameter_in_loss_error(name)

@@ -53,7 +53,8 @@ class PlacedModel:
         )
         self._optimizers: list[Optimizer] = []
         self._optimized_names: set[str] = set()
-        self._is_open = self._has_begun = self._has_stepped = False
+        self._is_accumulating = False  # gradients of this step were added, and are not reduced yet
+        self._has_run_backward = self._has_stepped = False
         self._count: Tensor | None = None
         self._is_sharded = bool(worlds.mesh.zero) or not placed.optim_shards.is_unsharded
         self._gradient_guard = GradientGuard(placed, is_sharded=self._is_sharded)
@@ -62,12 +63,14 @@ class PlacedModel:
         for module in self._uncopyable_modules:
             vars(module)["__deepcopy__"] = _refuse_copy
         leaf_ids = {id(leaf) for leaf in placed.leaf_parameters}
-        self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and id(p) not in leaf_ids]
+        self._frozen_parameters = [
+            (n, p) for n, p in model.named_parameters() if not p.requires_grad and id(p) not in leaf_ids
+        ]
 
     def optimizer(self, factory: Factory) -> Any:
-        """Build `factory`'s optimizers from (name, parameter) pairs of this rank's shards; they are torch's own.
+        """Return the optimizers that `factory` builds from (name, parameter) pairs of this rank's shards.
 
-        Their `step()` reduces the gradients first. May be called again for other parameters.
+        Their `step()` reduces the gradients first. Call this again for other parameters.
 
         Raises:
             JobError, LayoutError: no optimizer, a parameter used twice, or an update rule that needs whole tensors.
@@ -160,20 +163,20 @@ class PlacedModel:
         self._placed.close()
 
     def _begin_backward(self, count: Tensor | float | None) -> None:
-        """Begin a step with its first backward, or continue the current step."""
+        """Begin a step with its first backward, or accumulate into the current step."""
         replaced = self._gradient_guard.show()
         names = {*replaced.set_to_none, *replaced.set_to_zero}
         optimized_names = self._optimized_names or {m.name for m in self._placed.named_parameters}
-        if self._is_open and names >= optimized_names:
-            self._is_open = False
-        elif self._is_open and names:
+        if self._is_accumulating and names >= optimized_names:
+            self._is_accumulating = False
+        elif self._is_accumulating and names:
             raise UsageError(
-                f"the gradient of {min(names)} was dropped, that of others was not, and another backward follows.",
+                f"another backward follows, but only some gradients were dropped: that of {min(names)}, not all.",
                 cause="zero_grad() of one of several optimizers, or of a part of the model",
-                hint="zero_grad() of all of them; or step() of the others first",
+                hint="zero_grad() of all optimizers; or step() of the others first",
             )
-        elif self._has_begun and not self._is_open and not self._has_stepped:
-            self._drop_replaced(replaced)
+        elif self._has_run_backward and not self._is_accumulating and not self._has_stepped:
+            self._apply_zero_grads(replaced)
             if any(
                 m.parameter.grad is not None and bool(m.parameter.grad.any()) for m in self._placed.named_parameters
             ):
@@ -182,9 +185,9 @@ class PlacedModel:
                     cause="clip, norm or gradients before the last backward of a step, or a missing step()",
                     hint="optimizer.zero_grad() to drop them; or clip after the last backward",
                 )
-        if not self._is_open:
+        if not self._is_accumulating:
             self._placed.reducer.begin()
-            self._is_open, self._has_begun, self._has_stepped, self._count = True, True, False, None
+            self._is_accumulating, self._has_run_backward, self._has_stepped, self._count = True, True, False, None
         elif (self._count is None) != (count is None):
             raise UsageError(
                 "some backward calls of this step have count= and others do not.",
@@ -195,12 +198,13 @@ class PlacedModel:
             self._count = local_count if self._count is None else self._count + local_count
 
     def _refuse_unfrozen(self) -> None:
-        unfrozen = next((name for name, parameter in self._frozen if parameter.requires_grad), None)
+        unfrozen = next((name for name, parameter in self._frozen_parameters if parameter.requires_grad), None)
         if unfrozen is not None:
             raise UsageError(
                 f"{unfrozen} was frozen when the model was placed, so no rank has a buffer for its gradient.",
                 cause="requires_grad_(True) after pl.place",
-                hint="let it train in build=, and freeze it after pl.place: placed.model.layer.requires_grad_(False)",
+                hint="leave it unfrozen in build=, and freeze it after pl.place: "
+                "placed.model.layer.requires_grad_(False)",
             )
 
     @contextmanager
@@ -225,24 +229,24 @@ class PlacedModel:
             self._gradient_guard.hide(is_over=True)
 
     def _reduce_gradients(self) -> None:
-        """Reduce the gradients once per step, and make them visible in `grad`."""
-        if not self._has_begun:
+        """Reduce the gradients once per step, and show them in `grad`."""
+        if not self._has_run_backward:
             raise UsageError(
                 "there was no backward since the last step.",
                 cause="loss.backward(), which does not reduce gradients over the ranks",
                 hint="placed.backward(loss)",
             )
         replaced = self._gradient_guard.show()
-        if self._is_open:
+        if self._is_accumulating:
             is_reduced = self._placed.reducer.finish(divisor=self._divisor())
             assert is_reduced
-            self._is_open = False
+            self._is_accumulating = False
             for _, module in norms_with_statistics(self.model):
                 for buffer in module.buffers(recurse=False):
                     self.world.broadcast(buffer)
-        self._drop_replaced(replaced)
+        self._apply_zero_grads(replaced)
 
-    def _drop_replaced(self, replaced: ReplacedGradients) -> None:
+    def _apply_zero_grads(self, replaced: ReplacedGradients) -> None:
         """Set the reduced gradients to None or to zero if the user has set the placeholders to that."""
         set_to_none, set_to_zero = set(replaced.set_to_none), set(replaced.set_to_zero)
         for member in self._placed.named_parameters if set_to_none or set_to_zero else ():

@@ -86,10 +86,10 @@ def _place(
     example: Callable[[nn.Module], Any] | None,
     device: str,
 ) -> PlacedModel:
-    placement_settings = _settings(settings or {})
+    placement_settings = _merge_settings(settings or {})
     current_world = world or open_current_world(device=device, settings=placement_settings)
     requested_layout = parse_layout(layout or ("single" if current_world.world_size == 1 else "ddp"))
-    mesh = _mesh(requested_layout, current_world.world_size)
+    mesh = _make_mesh(requested_layout, current_world.world_size)
     worlds = MeshGroups.from_mesh(current_world, mesh=mesh)
     guard_hooks()
     state = torch.get_rng_state()
@@ -152,7 +152,7 @@ def _as_meta(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty_like(parameter, device="meta"))
 
 
-def _settings(overrides: Mapping[str, Any]) -> Settings:
+def _merge_settings(overrides: Mapping[str, Any]) -> Settings:
     """Return the settings. Those of steps, data and runs are refused.
 
     Raises:
@@ -170,7 +170,7 @@ def _settings(overrides: Mapping[str, Any]) -> Settings:
     return merge(requested)
 
 
-def _mesh(layout: Layout, ranks: int) -> Mesh:
+def _make_mesh(layout: Layout, ranks: int) -> Mesh:
     problems: list[PacelineError] = []
     unsupported = {axis: reason for axis, reason in _UNSUPPORTED_AXES.items() if layout.sizes.get(axis, 1) != 1}
     unsupported |= {"threads": _UNSUPPORTED_AXES["pp"]} if layout.kind is LayoutKind.THREADS else {}

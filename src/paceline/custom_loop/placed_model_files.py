@@ -45,14 +45,15 @@ def save_folder(
     Raises:
         SaveError, CheckpointError: the folder can't be written; raised on every rank.
     """
-    shares = OptimizerShards(parameters=placed.named_parameters, sharded=placed.optim_shards, world=world)
+    optimizer_shards = OptimizerShards(parameters=placed.named_parameters, sharded=placed.optim_shards, world=world)
     temporary = folder.with_name(f".{folder.name}.saving")
     weights = view_state_dict(model, weights=placed.weights, world=world)
-    scalar_names = _scalar_state_names(optimizers, shares)
-    tensors, scalars = run_on_all_ranks(world, lambda: _collect_states(optimizers, shares, scalar_names))
+    scalar_names = _scalar_state_names(optimizers, optimizer_shards)
+    tensors, scalars = run_on_all_ranks(world, lambda: _collect_states(optimizers, optimizer_shards, scalar_names))
     states = ShardedTensors(world=world, tensors=tensors)
     options = [
-        _optimizer_options(saved_optimizer) for saved_optimizer in optimizer_scalars(optimizers, shares, scalars)
+        _optimizer_options(saved_optimizer)
+        for saved_optimizer in optimizer_scalars(optimizers, optimizer_shards, scalars)
     ]
     listing = StateDictView(entries=states.local_tensors, weights=states)
     config = getattr(model, "config", None)
@@ -69,24 +70,26 @@ def _commit_folder(temporary: Path, folder: Path, options: Sequence[Any]) -> Non
         temporary.rename(folder)
 
 
-def _scalar_state_names(optimizers: Sequence[Optimizer], shares: OptimizerShards) -> frozenset[str]:
+def _scalar_state_names(optimizers: Sequence[Optimizer], optimizer_shards: OptimizerShards) -> frozenset[str]:
     """Return the names of state tensors that are one number for a full parameter, such as Adam's `step`.
 
-    If a rank holds one element of a parameter, its moments also have one element, so such a tensor is ambiguous.
-    It is a number if another rank, with more elements or none, finds one, or if all tensors of its key are numbers.
-    Every rank calls this.
+    If a rank holds one element of a parameter, the shards of its moments have one element too, and look like numbers.
+    Such a tensor is a number if it is one on a rank with more elements or none, or if all tensors of its key are
+    numbers. Every rank calls this.
     """
     states = [
         (_stored_name(index, name, key), f"{index}/{key}", value, key != "step" and value.shape == parameter.shape)
         for index, optimizer in enumerate(optimizers)
-        for parameter, name in _parameters_with_names(optimizer, shares)
+        for parameter, name in _parameters_with_names(optimizer, optimizer_shards)
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     ]
-    scalars = {name: key for name, key, value, may_be_cut in states if value.numel() == 1 and not may_be_cut}
+    scalars = {name: key for name, key, value, may_be_sharded in states if value.numel() == 1 and not may_be_sharded}
     tensor_keys = sorted({key for _, key, value, _ in states if value.numel() != 1})
     by_rank = (
-        [(scalars, tensor_keys)] if shares.sharded.is_unsharded else shares.world.gather_json((scalars, tensor_keys))
+        [(scalars, tensor_keys)]
+        if optimizer_shards.sharded.is_unsharded
+        else optimizer_shards.world.gather_json((scalars, tensor_keys))
     )
     names = {name for rank_scalars, _ in by_rank for name in rank_scalars}
     keys = {key for rank_scalars, _ in by_rank for key in rank_scalars.values()} - {
@@ -100,12 +103,12 @@ def _stored_name(index: int, name: str, key: Any) -> str:
 
 
 def _collect_states(
-    optimizers: Sequence[Optimizer], shares: OptimizerShards, scalar_names: frozenset[str]
+    optimizers: Sequence[Optimizer], optimizer_shards: OptimizerShards, scalar_names: frozenset[str]
 ) -> tuple[list[LocalTensor], list[dict[str, Any]]]:
     """Return the tensors of every optimizer's state, and its other values as JSON by parameter name.
 
-    A tensor is sharded like its parameter; if parameters are not sharded, it has any shape. Those in `scalar_names`
-    are equal for all shards of a parameter, and become JSON.
+    A tensor is sharded like its parameter; if parameters are not sharded, it may have any shape. The tensors in
+    `scalar_names` are equal for all shards of a parameter, and become JSON.
 
     Raises:
         CheckpointError: a value can't be written, or its sharding is not known.
@@ -115,27 +118,35 @@ def _collect_states(
     for index, optimizer in enumerate(optimizers):
         scalars.append({})
         kind = type(optimizer).__name__
-        for parameter, name in _parameters_with_names(optimizer, shares):
+        for parameter, name in _parameters_with_names(optimizer, optimizer_shards):
             state = optimizer.state.get(parameter, {})
             scalar_ids = {id(value) for key, value in state.items() if _stored_name(index, name, key) in scalar_names}
             is_stored = partial(_is_stored, parameter.shape, scalar_ids)
             tensors, values = split_state(state, name=name, kind=kind, accepts=is_stored)
             for key, value in tensors.items():
-                part = _shard_of_state(value, parameter, name=name, key=key, kind=kind, shares=shares)
-                find = partial(Tensor.detach, value)
+                shard_spec = _shard_of_state(
+                    value, parameter, name=name, key=key, kind=kind, optimizer_shards=optimizer_shards
+                )
+                get_tensor = partial(Tensor.detach, value)
                 local_tensors.append(
                     LocalTensor(
-                        name=_stored_name(index, name, key), shard_spec=part, dtype=value.dtype, get_tensor=find
+                        name=_stored_name(index, name, key),
+                        shard_spec=shard_spec,
+                        dtype=value.dtype,
+                        get_tensor=get_tensor,
                     )
                 )
             if values:
                 scalars[-1][name] = values
-        shared_scalars, inner = shared_state(optimizer, shares)
-        for key, value in inner.items():
-            find = partial(Tensor.detach, value)
+        shared_scalars, shared_tensors = shared_state(optimizer, optimizer_shards)
+        for key, value in shared_tensors.items():
+            get_tensor = partial(Tensor.detach, value)
             local_tensors.append(
                 LocalTensor(
-                    name=f"{index}//{key}", shard_spec=ShardSpec.full(value.shape), dtype=value.dtype, get_tensor=find
+                    name=f"{index}//{key}",
+                    shard_spec=ShardSpec.full(value.shape),
+                    dtype=value.dtype,
+                    get_tensor=get_tensor,
                 )
             )
         if shared_scalars:
@@ -143,8 +154,8 @@ def _collect_states(
     return local_tensors, scalars
 
 
-def _parameters_with_names(optimizer: Optimizer, shares: OptimizerShards) -> list[tuple[nn.Parameter, str]]:
-    names = shares.parameter_names
+def _parameters_with_names(optimizer: Optimizer, optimizer_shards: OptimizerShards) -> list[tuple[nn.Parameter, str]]:
+    names = optimizer_shards.parameter_names
     return [(p, names[id(p)]) for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -153,11 +164,11 @@ def _is_stored(shape: torch.Size, scalar_ids: Container[int], value: Tensor) -> 
 
 
 def _shard_of_state(
-    value: Tensor, parameter: Tensor, *, name: str, key: str, kind: str, shares: OptimizerShards
+    value: Tensor, parameter: Tensor, *, name: str, key: str, kind: str, optimizer_shards: OptimizerShards
 ) -> ShardSpec:
     if value.shape == parameter.shape:
-        return shares.sharded.local_tensors[name].shard_spec
-    if shares.sharded.is_unsharded:
+        return optimizer_shards.sharded.local_tensors[name].shard_spec
+    if optimizer_shards.sharded.is_unsharded:
         return ShardSpec.full(value.shape)
     raise CheckpointError(
         f"the state {key} of {kind} for {name} can't be saved: its shape differs from the part of {name} that this "
@@ -186,12 +197,12 @@ def load_folder(folder: Path, *, placed: ParallelizedModel, optimizers: Sequence
     Raises:
         CheckpointError: the folder belongs to another model or other optimizers, or can't be read.
     """
-    _load_weights(SafetensorsFolder(folder), placed, listed=_state_dict_names(model), folder=folder)
+    _load_weights(SafetensorsFolder(folder), placed, first_name_of=_state_dict_names(model), folder=folder)
     try:
         saved_optimizers = read_json(folder / OPTIMIZER / OPTIONS)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{folder / OPTIMIZER / OPTIONS} can't be read: {error}.", hint="what placed.save wrote"
+            f"{folder / OPTIMIZER / OPTIONS} can't be read: {error}.", hint="give the folder that placed.save wrote"
         ) from error
     saved_types, current_types = (
         [saved["kind"] for saved in saved_optimizers],
@@ -209,15 +220,17 @@ def load_folder(folder: Path, *, placed: ParallelizedModel, optimizers: Sequence
 
 
 def _load_weights(
-    stored: SafetensorsFolder, placed: ParallelizedModel, *, listed: dict[str, str], folder: Path
+    stored: SafetensorsFolder, placed: ParallelizedModel, *, first_name_of: dict[str, str], folder: Path
 ) -> None:
     local_tensors = {
-        first: placed.weights.local_tensors[first] for first in listed.values() if first in placed.weights.local_tensors
+        first: placed.weights.local_tensors[first]
+        for first in first_name_of.values()
+        if first in placed.weights.local_tensors
     }
     stored_names = set(stored.names)
     differing = sorted(
         {n for n in local_tensors if n not in stored_names or stored.shape(n) != local_tensors[n].shard_spec.shape}
-        | (stored_names - set(listed))
+        | (stored_names - set(first_name_of))
     )
     if differing:
         raise CheckpointError(
@@ -259,14 +272,16 @@ def _load_optimizer(
                 optimizer.state[parameter] = state
     for key, value in saved["scalars"].get(NO_PARAMETER, []):
         optimizer.state[decode_state(key)] = decode_state(
-            value, fetch=lambda inner: stored.read_tensor(f"{prefix}/{inner}")
+            value, fetch=lambda tensor_key: stored.read_tensor(f"{prefix}/{tensor_key}")
         )
 
 
-def _read_state(stored: SafetensorsFolder, part: ShardSpec, parameter: Tensor, prefix: str, state_name: str) -> Tensor:
+def _read_state(
+    stored: SafetensorsFolder, shard_spec: ShardSpec, parameter: Tensor, prefix: str, state_name: str
+) -> Tensor:
     key = f"{prefix}{state_name}"
-    if stored.shape(key) != part.shape:
+    if stored.shape(key) != shard_spec.shape:
         return stored.read_tensor(key).to(parameter.device)
-    if part.local_shape is None:
+    if shard_spec.local_shape is None:
         return torch.empty_like(parameter)
-    return stored.read_shard(key, part).to(parameter.device)
+    return stored.read_shard(key, shard_spec).to(parameter.device)

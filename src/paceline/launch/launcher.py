@@ -16,7 +16,7 @@ from paceline.console.output import print_line
 from paceline.errors import ExitCode, PeerError, UsageError
 from paceline.filesystem.atomic_files import report_write_errors, write_json
 from paceline.filesystem.run_lock import RunLock, lock_run_folder
-from paceline.launch.agent.supervisor import Agent, forkserver_command
+from paceline.launch.agent.supervisor import Supervisor, forkserver_command
 from paceline.launch.failures.failure_record import FIRST_FAILURE, FORKSERVER_RANK, Failure
 from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.hang_detection import DIVERGED, TIMEOUT
@@ -133,7 +133,7 @@ def _run_attempt(
             private=holds_secret(payload.get("settings", ())),
         )
     tick = on_start(folder) if on_start else _do_nothing
-    agent = Agent(
+    supervisor = Supervisor(
         command=forkserver_command((folder / "request.json").resolve()),
         working_folder=request.working_folder,
         environ=_environ(request),
@@ -143,7 +143,7 @@ def _run_attempt(
         inherited_handles=_inherited_handles(run_lock, payload),
         silence_timeout=_silence_timeout(request),
     )
-    code, failure = agent.run(tick)
+    code, failure = supervisor.run(tick)
     tick()
     if failure is not None:
         with suppress(OSError):

@@ -15,7 +15,7 @@ from paceline.step.loss.loss_return_value import Terms
 from paceline.step.microbatches import StepBatch
 from paceline.step.replica_context import LocalMicrobatch, ReplicaContext
 from paceline.step.step_totals import TotalsReduction, local_counts
-from paceline.torch_internals.private_api import add_gradients
+from paceline.torch_internals.private_api import run_backward
 from paceline.torch_internals.pytree import to_device
 
 OutputObserver = Callable[[Any, Terms, Any], None]
@@ -31,7 +31,7 @@ class ForwardBackward(Protocol):
         """Run forward and backward of all microbatches; the reducer receives the gradients.
 
         Returns the step's totals, whose all-reduce has started, and whether gradients must still be divided by the
-        global count.
+        global count. `stop`: this rank wants to stop after the step, which the totals report to all ranks.
 
         Raises:
             JobError: this runner does not support the loss.
@@ -54,33 +54,32 @@ class MicrobatchForwardBackward:
         self._replica = replica
         self._divides_locally = divides_locally
         self.reports_loss = replica.worlds.tp.rank == 0
-        self._reporter = replica.make_loss_reporter(reports_loss=self.reports_loss)
+        self._totals_builder = replica.make_totals_builder(reports_loss=self.reports_loss)
         self._stand_ins = StandInMicrobatches(replica)
 
     def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
         """Run each microbatch forward and backward."""
-        microbatches = [self._replica.load_microbatch(micro.data) for micro in step_batch.micro]
-        counts = self._gather_counts([portion.data for portion in microbatches])
+        local_microbatches = [self._replica.load_microbatch(microbatch.data) for microbatch in step_batch.micro]
+        counts = self._gather_counts([local.data for local in local_microbatches])
         num_missing = self._stand_ins.count_missing(step_batch)
-        totals: TotalsReduction | None = None
-        for position, (micro, microbatch) in enumerate(zip(step_batch.micro, microbatches, strict=True)):
-            is_last = position == len(microbatches) - 1
-            terms = forward(self._replica, microbatch, step=step, index=micro.index, num_samples=micro.num_samples)
-            totals = totals or self._reporter.new_totals(step_batch, terms, stop=stop)
-            self._reporter.store_terms(totals, micro.index, terms)
-            if is_last and not num_missing:
-                self._reporter.start_reduction(totals)
-            backward(
-                self._replica, loss_for_backward(terms, counts), last=is_last and not num_missing, microbatch=microbatch
-            )
-        totals = self._run_stand_ins(step_batch, microbatches, num_missing, totals, step=step, stop=stop)
+        reduction: TotalsReduction | None = None
+        for position, (microbatch, local) in enumerate(zip(step_batch.micro, local_microbatches, strict=True)):
+            is_last = position == len(local_microbatches) - 1 and not num_missing
+            index, num_samples = microbatch.index, microbatch.num_samples
+            terms = forward(self._replica, local, step=step, index=index, num_samples=num_samples)
+            reduction = reduction or self._totals_builder.new_reduction(step_batch, terms, stop=stop)
+            self._totals_builder.store_terms(reduction, index, terms)
+            if is_last:
+                self._totals_builder.start_reduction(reduction)
+            backward(self._replica, loss_for_backward(terms, counts), last=is_last, microbatch=local)
+        reduction = self._run_stand_ins(step_batch, local_microbatches, num_missing, reduction, step=step, stop=stop)
         if not self._divides_locally:
-            totals.set_expected_counts(counts or {})
-        return totals, counts is None
+            reduction.set_expected_counts(counts or {})
+        return reduction, counts is None
 
     def _gather_counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
         if not (self._divides_locally and self._replica.contract.has_early_counts):
-            return self._reporter.gather_counts(data)
+            return self._totals_builder.gather_counts(data)
         local = local_counts(self._replica.contract, data)
         return {name: torch.as_tensor(count) for name, count in local.items()}
 
@@ -97,33 +96,33 @@ class MicrobatchForwardBackward:
         step_batch: StepBatch,
         microbatches: Sequence[LocalMicrobatch],
         num_missing: int,
-        totals: TotalsReduction | None,
+        reduction: TotalsReduction | None,
         *,
         step: int,
         stop: bool,
     ) -> TotalsReduction:
-        """Run the missing microbatches as stand-ins of weight zero; the totals are sent with the last one."""
+        """Run the missing microbatches as stand-ins of weight zero; send the totals before the last backward."""
         if not num_missing:
-            if totals is None:
-                totals = self._reporter.new_totals(step_batch, None, stop=stop)
-                self._reporter.start_reduction(totals)
-            return totals
+            if reduction is None:
+                reduction = self._totals_builder.new_reduction(step_batch, None, stop=stop)
+                self._totals_builder.start_reduction(reduction)
+            return reduction
         stand_in = self._stand_ins.load_stand_in(step_batch, microbatches)
         for number in range(num_missing):
             is_last = number == num_missing - 1
             with self._replica.zero_weight_context():
                 terms = forward(self._replica, stand_in, step=step, index=step_batch.num_micro, num_samples=0)
-                totals = totals or self._reporter.new_totals(step_batch, terms, stop=stop)
+                reduction = reduction or self._totals_builder.new_reduction(step_batch, terms, stop=stop)
                 if is_last:
-                    self._reporter.start_reduction(totals)
+                    self._totals_builder.start_reduction(reduction)
                 zero_loss = torch.stack([total for total, _ in terms.values()]).sum() * 0.0
                 backward(self._replica, zero_loss, last=is_last, has_samples=False, microbatch=stand_in)
-        assert totals is not None
-        return totals
+        assert reduction is not None
+        return reduction
 
 
 class StandInMicrobatches:
-    """The stand-in microbatches of a replica that has too few, if layers communicate across all replicas."""
+    """The stand-ins of a replica that has fewer microbatches than another, if layers communicate across replicas."""
 
     def __init__(self, replica: ReplicaContext, *, is_always_needed: bool = False) -> None:
         self._replica = replica
@@ -131,7 +130,7 @@ class StandInMicrobatches:
         self._stand_in: LocalMicrobatch | None = None
 
     def count_missing(self, step_batch: StepBatch) -> int:
-        """Return how many microbatches this replica has fewer than the replica with the most."""
+        """Return how many microbatches this replica lacks compared with the replica that has the most."""
         if not self._is_needed:
             return 0
         return -(-step_batch.num_micro // self._replica.worlds.data.world_size) - len(step_batch.micro)
@@ -162,8 +161,8 @@ class BatchForwardBackward:
     def __init__(self, replica: ReplicaContext) -> None:
         self._replica = replica
         self.reports_loss = replica.worlds.tp.rank == 0
-        self._columns: dict[str, bool] = {}
-        self._reporter = replica.make_loss_reporter(reports_loss=self.reports_loss)
+        self._known_columns: dict[str, bool] = {}
+        self._totals_builder = replica.make_totals_builder(reports_loss=self.reports_loss)
 
     def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
         """Run the forward, gather the outputs of all replicas, and compute the same loss everywhere."""
@@ -174,21 +173,21 @@ class BatchForwardBackward:
             output = _run_model(replica, data, step=step, index=micro.index)
         num_local_samples = sum(micro.num_samples for micro in step_batch.micro)
         gathered = gather_rows(
-            output, data, world=replica.worlds.data, num_samples=num_local_samples, known_columns=self._columns
+            output, data, world=replica.worlds.data, num_samples=num_local_samples, known_columns=self._known_columns
         )
         if gathered is not None:
             with open_all(replica.forward_contexts):
                 terms = replica.contract.terms(*gathered, num_samples=step_batch.num_samples)
-        totals = self._reporter.new_totals(step_batch, terms, stop=stop)
-        if terms is not None and step_batch.micro[0].index == 0:  # all replicas have the same loss: one reports it
-            self._reporter.store_terms(totals, 0, terms)
-        self._reporter.start_reduction(totals)
+        reduction = self._totals_builder.new_reduction(step_batch, terms, stop=stop)
+        if terms is not None and step_batch.micro[0].index == 0:  # the loss is the same on all replicas
+            self._totals_builder.store_terms(reduction, 0, terms)
+        self._totals_builder.start_reduction(reduction)
         if terms is not None:
             backward(replica, mean_terms(terms), last=True)
         elif replica.reducer.needs_equal_microbatches:  # gradients reduced during backward wait for this replica
-            replica.reducer.before_backward(last=True, counts=False)
+            replica.reducer.before_backward(last=True, has_samples=False)
             replica.reducer.after_backward()
-        return totals, False
+        return reduction, False
 
     def compute_logits(self, model: nn.Module, tensor: Tensor) -> Tensor:
         """Return the logits of `model(tensor)`."""
@@ -213,25 +212,25 @@ def forward(replica: ReplicaContext, microbatch: LocalMicrobatch, *, step: int, 
 
     Without samples, running statistics do not change.
     """
-    for tape in replica.state_recorders:
-        tape.set_microbatch(index, has_samples=num_samples > 0)
+    for recorder in replica.state_recorders:
+        recorder.set_microbatch(index, has_samples=num_samples > 0)
     with open_all(replica.forward_contexts) as contexts:
         _enter_random_stream(replica, contexts, step=step, index=index)
-        for tape in replica.state_recorders:
-            contexts.enter_context(tape.recording_context())
+        for recorder in replica.state_recorders:
+            contexts.enter_context(recorder.recording_context())
         with microbatch.forward_context():
             output = replica.contract.forward(replica.model, microbatch.data)
         terms = replica.contract.terms(output, microbatch.data, num_samples=num_samples)
         replica.contract.run_sum_check(output, microbatch.data, terms)
     if num_samples > 0:
-        for tape in replica.state_recorders:
-            tape.end_forward(index)
+        for recorder in replica.state_recorders:
+            recorder.end_forward(index)
     return terms
 
 
 def _run_model(replica: ReplicaContext, batch: Any, *, step: int, index: int) -> Any:
-    for tape in replica.state_recorders:
-        tape.set_microbatch(index)
+    for recorder in replica.state_recorders:
+        recorder.set_microbatch(index)
     with open_all(replica.forward_contexts) as contexts:
         _enter_random_stream(replica, contexts, step=step, index=index)
         return replica.contract.forward(replica.model, batch)
@@ -271,7 +270,7 @@ def loss_for_backward(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
 
 
 def _replace_zeros(count: Tensor) -> Tensor:
-    """Replace zero counts by one: their sums are zero too. The finite check reports a batch without targets."""
+    """Replace zero counts by one, since their sums are zero too. The finite check reports a batch without targets."""
     return torch.where(count == 0, torch.ones_like(count), count)
 
 
@@ -283,17 +282,18 @@ def backward(
     has_samples: bool = True,
     microbatch: LocalMicrobatch | None = None,
 ) -> None:
-    """Run the backward of one microbatch; `last` marks this replica's last one in the step.
+    """Run the backward of one microbatch. `last`: it is this replica's last backward of the step.
 
     A stand-in without samples (`has_samples=False`) adds no gradient, but takes part in communication.
     """
     if not loss.requires_grad:
         raise no_gradient_error()
-    replica.reducer.before_backward(last=last, counts=has_samples)
+    replica.reducer.before_backward(last=last, has_samples=has_samples)
     rng_contexts = [] if replica.rng_turns is None else [replica.rng_turns.backward_context]
-    backward_contexts = [] if microbatch is None else [microbatch.backward_context]
-    with open_all([*rng_contexts, *(tape.recording_context for tape in replica.state_recorders), *backward_contexts]):
-        add_gradients([replica.update.scale_loss(loss)], [None])
+    recording_contexts = [recorder.recording_context for recorder in replica.state_recorders]
+    microbatch_contexts = [] if microbatch is None else [microbatch.backward_context]
+    with open_all([*rng_contexts, *recording_contexts, *microbatch_contexts]):
+        run_backward([replica.update.scale_loss(loss)], [None])
     replica.reducer.after_backward()
 
 

@@ -17,7 +17,11 @@ class StepMicrobatch(Protocol):
 
 
 class StepBatch(Protocol):
-    """This replica's share of one step; `micro` may be empty."""
+    """This replica's microbatches of one step, `micro`, which may be empty.
+
+    `num_micro` and `num_samples` are those of the global batch. `fingerprint` is equal on all ranks if they read the
+    same stream. `read_stand_in()` reads a microbatch of another replica.
+    """
 
     @property
     def micro(self) -> Sequence[StepMicrobatch]: ...
@@ -42,10 +46,10 @@ class ReplicaShare:
     read_stand_in: Callable[[], Any] | None = None
 
 
-def split_over_replicas(step_batch: StepBatch, *, replica: int, replicas: int) -> ReplicaShare:
+def select_replica_share(step_batch: StepBatch, *, replica: int, num_replicas: int) -> ReplicaShare:
     """Return the microbatches of one replica, assigned round robin as between processes."""
     return ReplicaShare(
-        micro=[micro for micro in step_batch.micro if micro.index % replicas == replica],
+        micro=[micro for micro in step_batch.micro if micro.index % num_replicas == replica],
         num_micro=step_batch.num_micro,
         num_samples=step_batch.num_samples,
         fingerprint=step_batch.fingerprint,

@@ -1,4 +1,4 @@
-"""The optimizer update: unscale gradients, measure the norm, clip, step, advance schedules, update the EMA."""
+"""The optimizer update: unscale gradients, measure the norm, clip, step, advance LR schedulers, update the EMA."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,26 +64,26 @@ NonFiniteTerms = tuple[tuple[int, str], ...]
 
 
 class OptimizerUpdate:
-    """The optimizers, schedules, loss scaler and EMA of a step, with gradient clipping and the finite check."""
+    """The optimizers, LR schedulers, loss scaler and EMA of a step, with gradient clipping and the finite check."""
 
     def __init__(
         self,
         *,
         named_parameters: Sequence[NamedParameter],
         optimizers: Sequence[Optimizer],
-        schedules: Sequence[Any],
+        lr_schedulers: Sequence[Any],
         scaler: "torch.amp.GradScaler | None",
         max_grad_norm: float | None,
         check_finite: bool,
         skip_nonfinite: bool,
         ema: Ema | None,
         joint_grad_norm: GradNormFunction | None = None,
-        spread: Callable[[], None] = do_nothing,
+        sync_after_update: Callable[[], None] = do_nothing,
         on_update: Callable[[int], object] | None = None,
         on_empty: str = "stop",
     ) -> None:
         self.optimizers = list(optimizers)
-        self.schedules = list(schedules)
+        self.lr_schedulers = list(lr_schedulers)
         self.scaler = scaler
         self.ema = ema
         self.named_parameters = list(named_parameters)
@@ -92,9 +92,9 @@ class OptimizerUpdate:
         self._checks_finite = check_finite
         self._skips_nonfinite = skip_nonfinite
         self._joint_grad_norm = joint_grad_norm
-        self._update_hooks = [] if spread is do_nothing else [spread]
+        self._update_hooks = [] if sync_after_update is do_nothing else [sync_after_update]
         self._on_update = on_update
-        self.lr = self.optimizers[0].param_groups[0]["lr"]  # of the last step; the schedule has advanced since
+        self.lr = self.optimizers[0].param_groups[0]["lr"]  # of the last step; the LR scheduler has advanced since
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -117,40 +117,38 @@ class OptimizerUpdate:
         loss: float | None,
         counts: Mapping[str, float] | None = None,
         nonfinite_terms: NonFiniteTerms = (),
-        steps_schedules: bool = True,
+        steps_lr_schedulers: bool = True,
     ) -> tuple[Tensor | None, bool]:
         """Update the weights. Return the gradient norm, if it was measured, and whether the update was applied.
 
         If `loss` is None, it is not known yet, and the caller runs the finite check one step later. If
-        `steps_schedules` is False, the caller advances the schedules.
+        `steps_lr_schedulers` is False, the caller advances the LR schedulers.
 
         Raises:
             NonFiniteError: the loss or a gradient is not finite, and the run is set to stop on that.
         """
         self._unscale()
-        gradients = [
-            gradient_values(p.grad) for p in (m.parameter for m in self.named_parameters) if p.grad is not None
-        ]
+        gradients = [stored_values(p.grad) for p in (m.parameter for m in self.named_parameters) if p.grad is not None]
         grad_norm = self._measure_norm(gradients)
         if loss is not None and self._checks_finite and not self._is_finite(loss, grad_norm):
             if not self._skips_nonfinite:
                 raise self.nonfinite_error(step=step, loss=loss, counts=counts, nonfinite_terms=nonfinite_terms)
-            self._finish_update(steps_schedules)
+            self._finish_update(steps_lr_schedulers)
             return grad_norm, False
         if self._max_grad_norm is not None and grad_norm is not None:
             self._clip(gradients, grad_norm, max_norm=self._max_grad_norm)
         self.lr = self.optimizers[0].param_groups[0]["lr"]
         self._step_optimizers(step)
-        self._finish_update(steps_schedules)
+        self._finish_update(steps_lr_schedulers)
         return grad_norm, True
 
-    def step_schedules(self) -> None:
-        """Advance the schedules by one step, whether or not the update was applied."""
-        for schedule in self.schedules:
-            step_schedule(schedule)
+    def step_lr_schedulers(self) -> None:
+        """Advance the LR schedulers by one step, whether or not the update was applied."""
+        for lr_scheduler in self.lr_schedulers:
+            step_lr_scheduler(lr_scheduler)
 
     def refuse_empty_batch(self, *, step: int, loss: float, counts: Mapping[str, float]) -> None:
-        """Raise if a whole batch has no target. A single share without a target only makes no update.
+        """Raise if a term has no target in the whole batch. A share without a target is no error: it makes no update.
 
         Raises:
             NonFiniteError: the count of a term is zero, and such steps are not skipped.
@@ -162,11 +160,11 @@ class OptimizerUpdate:
         self, *, step: int, loss: float, counts: Mapping[str, float] | None = None, nonfinite_terms: NonFiniteTerms = ()
     ) -> NonFiniteError:
         """Return an error that names the terms whose count is zero, else the first non-finite gradients."""
-        error = self._describe_nonfinite(step, loss, counts or {})
-        error.step, error.broken = step, nonfinite_terms
+        error = self._make_nonfinite_error(step, loss, counts or {})
+        error.step, error.nonfinite_terms = step, nonfinite_terms
         return error
 
-    def _describe_nonfinite(self, step: int, loss: float, counts: Mapping[str, float]) -> NonFiniteError:
+    def _make_nonfinite_error(self, step: int, loss: float, counts: Mapping[str, float]) -> NonFiniteError:
         empty_terms = [name for name, count in counts.items() if count == 0]
         if empty_terms:
             error = NonFiniteError(
@@ -180,7 +178,7 @@ class OptimizerUpdate:
             member.name
             for member in self.named_parameters
             if member.parameter.grad is not None
-            and not bool(torch.isfinite(gradient_values(member.parameter.grad)).all())
+            and not bool(torch.isfinite(stored_values(member.parameter.grad)).all())
         ]
         shown = ", ".join(nonfinite_names[:3]) + (
             f" and {len(nonfinite_names) - 3} more" if len(nonfinite_names) > 3 else ""
@@ -203,7 +201,7 @@ class OptimizerUpdate:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
     def _measure_norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """Return the gradient norm. On a CPU an overflow is recomputed in float64; on a GPU this check would wait."""
+        """Return the gradient norm. On a CPU, recompute a norm that overflows in float64; a GPU would have to wait."""
         if self._max_grad_norm is None and not self._checks_finite:
             return None
         if self._joint_grad_norm is not None:
@@ -240,29 +238,29 @@ class OptimizerUpdate:
         if self.ema is not None:
             self.ema.update()
 
-    def _finish_update(self, steps_schedules: bool) -> None:
+    def _finish_update(self, steps_lr_schedulers: bool) -> None:
         if self.scaler is not None:
             self.scaler.update()
-        if steps_schedules:
-            self.step_schedules()
+        if steps_lr_schedulers:
+            self.step_lr_schedulers()
 
 
-def step_schedule(schedule: Any) -> None:
-    """Advance a schedule by one step.
+def step_lr_scheduler(lr_scheduler: Any) -> None:
+    """Advance an LR scheduler by one step.
 
     Raises:
-        JobError: the schedule has no more steps.
+        JobError: the LR scheduler has no more steps.
     """
     try:
-        schedule.step()
+        lr_scheduler.step()
     except ValueError as error:
-        raise schedule_error(schedule, cause=str(error).partition("\n")[0]) from error
+        raise lr_scheduler_error(lr_scheduler, cause=str(error).partition("\n")[0]) from error
 
 
-def schedule_error(schedule: Any, *, cause: str) -> JobError:
-    """Return the error for a schedule that ends before the run does."""
+def lr_scheduler_error(lr_scheduler: Any, *, cause: str) -> JobError:
+    """Return the error for an LR scheduler that ends before the run does."""
     return JobError(
-        f"lr_schedule= returned {type(schedule).__name__}, which ends before the run does.",
+        f"lr_schedule= returned {type(lr_scheduler).__name__}, which ends before the run does.",
         cause=cause,
         hint="give lr_schedule= as many steps as the run has (--train.steps), or a schedule without an end",
     )
@@ -275,23 +273,35 @@ class DeferredFiniteCheck:
         self._update = update
         self._last: StepResult | None = None
 
-    def check(self, result: StepResult | None) -> None:
-        """Check the step before `result`. With None, check the last step now, before its weights are saved.
+    def check(self, result: StepResult) -> None:
+        """Check the step before `result`.
 
         Raises:
             NonFiniteError: the loss or a gradient of that step was not finite.
         """
-        last, self._last = self._last, result
+        previous, self._last = self._last, result
+        self._check(previous)
+
+    def check_last_step(self) -> None:
+        """Check the last step now, for example before its weights are saved.
+
+        Raises:
+            NonFiniteError: the loss or a gradient of that step was not finite.
+        """
+        last, self._last = self._last, None
+        self._check(last)
+
+    def _check(self, last: StepResult | None) -> None:
         if last is not None and not last.is_finite:
-            reduced = last.reduced
+            totals = last.totals
             raise self._update.nonfinite_error(
-                step=last.step, loss=last.loss, counts=reduced.counts, nonfinite_terms=reduced.nonfinite_terms
+                step=last.step, loss=last.loss, counts=totals.counts, nonfinite_terms=totals.nonfinite_terms
             )
 
 
-def gradient_values(gradient: Tensor) -> Tensor:
-    """Return the values of a gradient; a sparse one must be coalesced, as the parameter server's are."""
-    return gradient.values() if gradient.is_sparse else gradient
+def stored_values(tensor: Tensor) -> Tensor:
+    """Return the stored values of a tensor; a sparse tensor must be coalesced, as the parameter server's are."""
+    return tensor.values() if tensor.is_sparse else tensor
 
 
 def _float64_norm(gradients: Sequence[Tensor], *, fallback: Tensor) -> Tensor:
@@ -299,6 +309,6 @@ def _float64_norm(gradients: Sequence[Tensor], *, fallback: Tensor) -> Tensor:
     largest = torch.stack([torch.linalg.vector_norm(g, math.inf).double() for g in gradients if g.numel()]).max()
     if not math.isfinite(largest.item()):
         return fallback
-    parts = [torch.linalg.vector_norm(g / largest).double() for g in gradients]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(parts)) * largest
+    norms = [torch.linalg.vector_norm(g / largest).double() for g in gradients]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)) * largest
     return norm

@@ -23,7 +23,7 @@ from paceline.parallel.module_access.tensor_access import copy_into
 from paceline.parallel.sharding.unit_guard import guard_forward
 from paceline.step.loss.loss_return_value import LossContract
 from paceline.step.optimizer_update import OptimizerUpdate
-from paceline.step.step_totals import LossReporter
+from paceline.step.step_totals import TotalsBuilder
 from paceline.torch_internals.pytree import to_device
 from paceline.torch_internals.rng import RandomStreams
 
@@ -126,9 +126,9 @@ class ReplicaContext:
         is_sharded = mesh.zero == 3 or mesh.tp > 1
         return [*([guard_forward] if is_sharded else []), *([self.autocast] if self.precision in _AUTOCAST else [])]
 
-    def make_loss_reporter(self, *, reports_loss: bool) -> LossReporter:
+    def make_totals_builder(self, *, reports_loss: bool) -> TotalsBuilder:
         """Return a reporter of loss terms to all ranks. `reports_loss`: this rank reports the terms it computes."""
-        return LossReporter(
+        return TotalsBuilder(
             world=self.world,
             contract=self.contract,
             buffers=self.watched_buffers,

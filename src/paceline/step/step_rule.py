@@ -73,13 +73,15 @@ class StepRule(ABC):
         """Return True if this rank only computes gradients and joins no process group."""
         return False
 
-    def join(self, plan: ExecutionPlan, *, place: LaunchInfo, timeout_seconds: float) -> World:
+    def join(self, plan: ExecutionPlan, *, launch_info: LaunchInfo, timeout_seconds: float) -> World:
         """Join the other ranks. Every rank that is not a gradient worker calls this once.
 
         Raises:
             MachineError: the ranks did not meet in time, or the device is missing.
         """
-        return World.join(place=place, device_type=plan.device, backend=plan.backend, timeout_seconds=timeout_seconds)
+        return World.join(
+            place=launch_info, device_type=plan.device, backend=plan.backend, timeout_seconds=timeout_seconds
+        )
 
     def plan_for_group(self, plan: ExecutionPlan, *, world_size: int) -> ExecutionPlan:
         """Return the plan that the ranks of the process group follow."""
@@ -101,7 +103,7 @@ class StepRule(ABC):
             LayoutError, JobError, Problems: the model has something that the rule does not support.
         """
 
-    def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
+    def identity(self, plan: ExecutionPlan, pipeline_model: PipelineModel | None) -> str:
         """Return a text for the checkpoint: the rule, and the properties of the layout that its results depend on."""
         return str(plan.update_rule)
 

@@ -1,6 +1,6 @@
 """The values that all ranks agree on in a step: one small vector, all-reduced once while backward runs.
 
-`LossReporter` fills the vector with this rank's loss terms, counts and flags. `TotalsReduction` reduces it.
+`TotalsBuilder` fills the vector with this rank's loss terms, counts and flags. `TotalsReduction` all-reduces it.
 `StepResult` reads it only on demand, because reading waits for the device.
 """
 
@@ -18,10 +18,10 @@ from paceline.data.stream.rank_mismatch import NOT_SEEDED, SEED_IT
 from paceline.errors import DesyncError, JobError
 from paceline.parallel.data_parallel.module_buffers import BufferPolicy
 from paceline.step.local_sgd.message_batching import MessageBatcher
-from paceline.step.loss.loss_return_value import LossContract, Terms, refuse_count
+from paceline.step.loss.loss_return_value import LossContract, Terms, check_count
 from paceline.step.microbatches import StepBatch
 
-STOP, BUFFERS, MISMATCH, FINGERPRINT = range(4)
+STOP, BUFFERS, MISMATCH, FINGERPRINT = range(4)  # the positions of the flags, at the start of the vector
 _NUM_FLAGS = 4
 _FINGERPRINT_RANGE = 1 << 24
 _COUNT_TOLERANCE = 1e-5  # tolerance for counts that sum fp32 weights in another order
@@ -34,7 +34,7 @@ class StepTotals:
     loss: float
     terms: dict[str, float]
     counts: dict[str, float]
-    divided_by: dict[str, float]
+    expected_counts: dict[str, float]
     stop: bool
     buffers_changed: bool
     nonfinite_terms: tuple[tuple[int, str], ...] = ()
@@ -46,7 +46,7 @@ class StepTotals:
         Raises:
             JobError: `count=` and the loss count different things.
         """
-        for name, expected in self.divided_by.items():
+        for name, expected in self.expected_counts.items():
             actual = self.counts.get(name, 0.0)
             if not math.isclose(expected, actual, rel_tol=_COUNT_TOLERANCE, abs_tol=_COUNT_TOLERANCE):
                 raise JobError(
@@ -65,7 +65,7 @@ class TotalsReduction:
 
     def __init__(self, *, world: World, names: Sequence[str], num_micro: int, on_empty: str = "stop") -> None:
         self._world = world
-        self._ranks = world.world_size
+        self._num_ranks = world.world_size
         self.names = tuple(names)
         self._num_micro = num_micro
         self._on_empty = on_empty
@@ -73,11 +73,11 @@ class TotalsReduction:
         self._slots: dict[int, Terms] = {}
         self._vector: Tensor | None = None
         self._wait_for_sum: Callable[[], object] | None = None
-        self._reduced: StepTotals | None = None
+        self._totals: StepTotals | None = None
         self._expected: Mapping[str, Tensor] = {}
 
     def set_expected_counts(self, counts: Mapping[str, Tensor]) -> None:
-        """Store the global counts that the loss is divided by, if known in advance; the terms must have the same."""
+        """Store the global counts that the loss is divided by, if known in advance; `check_counts` compares them."""
         self._expected = counts
 
     def set_flag(self, index: int, value: float = 1.0) -> None:
@@ -85,7 +85,7 @@ class TotalsReduction:
         self._flags[index] = value % _FINGERPRINT_RANGE
 
     def store_terms(self, microbatch: int, terms: Terms) -> None:
-        """Store the terms of one microbatch."""
+        """Store the terms of the microbatch with this index."""
         if tuple(terms) != self.names:
             self._flags[MISMATCH] = 1.0
         self._slots[microbatch] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
@@ -100,13 +100,13 @@ class TotalsReduction:
 
         Expected counts are not copied: each site divides by its own counts and has checked them already.
         """
-        site_totals = TotalsReduction(
+        all_sites = TotalsReduction(
             world=self._world, names=self.names, num_micro=self._num_micro, on_empty=self._on_empty
         )
-        site_totals._flags, site_totals._ranks = self._flags, self._ranks * batcher.peers.world_size
-        site_totals._vector = self._wait_for_vector().clone()
-        site_totals._wait_for_sum = batcher.add(site_totals._vector)
-        return site_totals
+        all_sites._flags, all_sites._num_ranks = self._flags, self._num_ranks * batcher.peers.world_size
+        all_sites._vector = self._wait_for_vector().clone()
+        all_sites._wait_for_sum = batcher.add(all_sites._vector)
+        return all_sites
 
     def local_count(self) -> float:
         """Return the sum of the counts of all terms that this rank has stored."""
@@ -133,11 +133,11 @@ class TotalsReduction:
         count = counts.sum()
         return torch.where(count == 0, torch.ones_like(count), count) if self._on_empty == "zero" else count
 
-    def reduced(self) -> StepTotals:
+    def wait_for_totals(self) -> StepTotals:
         """Return the reduced values; on a GPU this waits for the device."""
-        if self._reduced is None:
-            self._reduced = self._parse(self._wait_for_vector().tolist())
-        return self._reduced
+        if self._totals is None:
+            self._totals = self._parse(self._wait_for_vector().tolist())
+        return self._totals
 
     def _parse(self, values: Sequence[float]) -> StepTotals:
         self._refuse_mismatch(values)
@@ -146,7 +146,7 @@ class TotalsReduction:
         for position, name in enumerate(self.names):
             slots = values[_NUM_FLAGS + 2 * position :: width], values[_NUM_FLAGS + 2 * position + 1 :: width]
             for count in slots[1]:
-                refuse_count(name, count)
+                check_count(name, count)
             sums[name], counts[name] = _sum_or_nan(slots[0]), _sum_or_nan(slots[1])
             if not math.isfinite(sums[name]):
                 nonfinite_terms += [(index, name) for index, value in enumerate(slots[0]) if not math.isfinite(value)]
@@ -155,7 +155,7 @@ class TotalsReduction:
             loss=math.fsum(terms.values()) if all(map(math.isfinite, terms.values())) else math.nan,
             terms=terms,
             counts=counts,
-            divided_by={name: float(count) for name, count in self._expected.items()},
+            expected_counts={name: float(count) for name, count in self._expected.items()},
             stop=values[STOP] > 0,
             buffers_changed=values[BUFFERS] > 0,
             nonfinite_terms=tuple(sorted(nonfinite_terms)),
@@ -171,10 +171,10 @@ class TotalsReduction:
         if values[MISMATCH]:
             raise DesyncError(
                 f"the loss returned different terms than at the first step ({', '.join(self.names)}).",
-                where=f"on {int(values[MISMATCH])} of {self._ranks} ranks",
+                where=f"on {int(values[MISMATCH])} of {self._num_ranks} ranks",
                 hint="return the same names for every batch; a term without samples is (0, 0)",
             )
-        if values[FINGERPRINT] != self._flags[FINGERPRINT] * self._ranks:
+        if values[FINGERPRINT] != self._flags[FINGERPRINT] * self._num_ranks:
             raise DesyncError(
                 f"rank {self._world.rank} read different data than the other ranks.",
                 cause=f"a stream: {NOT_SEEDED}, or not on every rank",
@@ -230,7 +230,7 @@ class StepResult:
 
     step: int
     samples: int
-    totals: TotalsReduction
+    reduction: TotalsReduction
     async_grad_norm: AsyncScalars | None
     compute_seconds: float
     communication_seconds: float
@@ -238,19 +238,19 @@ class StepResult:
     lr: float | None = None
 
     @cached_property
-    def reduced(self) -> StepTotals:
+    def totals(self) -> StepTotals:
         """The reduced values of the step."""
-        return self.totals.reduced()
+        return self.reduction.wait_for_totals()
 
     @property
     def loss(self) -> float:
         """The loss of the global batch: the sum over the terms of sum / count."""
-        return self.reduced.loss
+        return self.totals.loss
 
     @property
     def terms(self) -> dict[str, float]:
         """Each term's sum divided by its count."""
-        return self.reduced.terms
+        return self.totals.terms
 
     @cached_property
     def grad_norm(self) -> float | None:
@@ -263,8 +263,10 @@ class StepResult:
         return math.isfinite(self.loss) and (self.grad_norm is None or math.isfinite(self.grad_norm))
 
 
-class LossReporter:
-    """A reporter of a step's loss terms to all ranks, which agree on the names of the terms in the first step.
+class TotalsBuilder:
+    """The builder of a step's vector: it stores this rank's loss terms and flags, and starts the all-reduce.
+
+    In the first step, all ranks agree on the names of the terms.
 
     `reports_loss`: this rank reports the terms that it computes, for all ranks that compute the same terms.
     `buffers`: the policy of the model's buffers, if it watches any.
@@ -291,30 +293,26 @@ class LossReporter:
         """True once the names of the terms are known."""
         return self._names is not None
 
-    def agree_on_names(self, terms: Terms | None) -> None:
-        """Agree on the names of the terms. Every rank calls this after the last stage has run a microbatch."""
-        self._gather_names(terms)
-
-    def new_totals(self, step_batch: StepBatch, terms: Terms | None, *, stop: bool) -> TotalsReduction:
+    def new_reduction(self, step_batch: StepBatch, terms: Terms | None, *, stop: bool) -> TotalsReduction:
         """Return this step's empty reduction vector."""
-        names = self._gather_names(terms)
-        totals = TotalsReduction(
+        names = self.agree_on_names(terms)
+        reduction = TotalsReduction(
             world=self._world, names=names, num_micro=step_batch.num_micro, on_empty=self._on_empty
         )
-        totals.set_flag(STOP, float(stop))
-        totals.set_flag(FINGERPRINT, float(step_batch.fingerprint))
-        return totals
+        reduction.set_flag(STOP, float(stop))
+        reduction.set_flag(FINGERPRINT, float(step_batch.fingerprint))
+        return reduction
 
-    def store_terms(self, totals: TotalsReduction, index: int, terms: Terms) -> None:
+    def store_terms(self, reduction: TotalsReduction, index: int, terms: Terms) -> None:
         """Store a microbatch's terms in the vector, if this rank reports them."""
         if self._reports_loss:
-            totals.store_terms(index, terms)
+            reduction.store_terms(index, terms)
 
-    def start_reduction(self, totals: TotalsReduction) -> None:
+    def start_reduction(self, reduction: TotalsReduction) -> None:
         """Start the all-reduce of the vector, with the flag for changed buffers."""
         for buffers in self._buffers:
-            totals.set_flag(BUFFERS, float(buffers.has_changed()))
-        totals.start()
+            reduction.set_flag(BUFFERS, float(buffers.has_changed()))
+        reduction.start()
 
     def gather_counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
         """Return the counts of the global batch if the job gives them before the forward, else None."""
@@ -326,8 +324,8 @@ class LossReporter:
             self._names = tuple(next(names for names in names_by_rank if names))
         return global_counts(local if self._reports_loss else {}, world=self._world, names=self._names)
 
-    def _gather_names(self, terms: Terms | None) -> tuple[str, ...]:
-        """Return the names of the terms, on every rank, even if a rank has no sample in its first step."""
+    def agree_on_names(self, terms: Terms | None) -> tuple[str, ...]:
+        """Return the names of the terms. All ranks call this; a rank whose first step has no sample passes None."""
         if self._names is None:
             names_by_rank = self._world.gather_json(None if terms is None else list(terms))
             first = next(names for names in names_by_rank if names is not None)

@@ -23,7 +23,7 @@ MAX_ATTEMPTS = 8
 class SynchronousStep:
     """A synchronous training step, the same program on every rank. `run` commits on all ranks or on none.
 
-    The results of a step can be read without waiting `lag` steps later. Here `lag` is 0: they can be read at once.
+    `lag` steps later, the results of a step can be read without waiting. Here `lag` is 0: they can be read at once.
     """
 
     lag = 0
@@ -46,19 +46,22 @@ class SynchronousStep:
             self.replica.model.train()
         result = self.compute_gradients(step_batch, stop=stop)
         reads_loss_now = self.replica.world.device.type == "cpu" or self.replica.update.skips_nonfinite
-        self._commit_update(result, *((result.loss, result.reduced.counts) if reads_loss_now else (None, None)))
+        if reads_loss_now:
+            self._commit_update(result, result.loss, result.totals.counts)
+        else:
+            self._commit_update(result, None, None)
         return result
 
     def _commit_update(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
         """Update the weights. If `loss` is None, it was not read yet: run the finite check of the previous step."""
         start_time = time.perf_counter()
-        nonfinite_terms = () if loss is None else result.reduced.nonfinite_terms
+        nonfinite_terms = () if loss is None else result.totals.nonfinite_terms
         grad_norm, is_applied = self.replica.update.commit(
             step=self.steps_done + 1, loss=loss, counts=counts, nonfinite_terms=nonfinite_terms
         )
         if not is_applied:
-            for tape in self.replica.state_recorders:
-                tape.undo()
+            for recorder in self.replica.state_recorders:
+                recorder.undo()
             self.replica.undo_reduction()
         self.steps_done += 1
         result.async_grad_norm = None if grad_norm is None else AsyncScalars(grad_norm)
@@ -92,7 +95,7 @@ class SynchronousStep:
     def synchronised_weights(self) -> AbstractContextManager[dict[str, Tensor]]:
         """Return a context in which the model has the weights to evaluate, save or export.
 
-        The context yields this rank's own training weights if they differ from those, else an empty dict.
+        If this rank trains other weights (local SGD), the context yields those; else it yields an empty dict.
         """
         return nullcontext({})
 
@@ -111,18 +114,18 @@ class SynchronousStep:
         """Compute the global gradient into every `.grad`. Besides gradients, only running statistics change."""
         start_time = time.perf_counter()
         for _ in range(MAX_ATTEMPTS):
-            for tape in self.replica.state_recorders:
-                tape.begin_step(num_micro=step_batch.num_micro)
+            for recorder in self.replica.state_recorders:
+                recorder.begin_step(num_micro=step_batch.num_micro)
             self.replica.reducer.begin()
             versions_before = self._parameter_versions()
             try:
-                totals, needs_division = self.forward_backward.run(step_batch, step=self.steps_done, stop=stop)
+                reduction, needs_division = self.forward_backward.run(step_batch, step=self.steps_done, stop=stop)
             except BaseException as error:
                 self._annotate_error(error, versions_before)
                 raise
             backward_end = time.perf_counter()
             self._refuse_writes(versions_before)
-            if not self.replica.reducer.finish(divisor=totals.divisor() if needs_division else None):
+            if not self.replica.reducer.finish(divisor=reduction.divisor() if needs_division else None):
                 continue
             if all(tape.fold(num_micro=step_batch.num_micro) for tape in self.replica.state_recorders):
                 break
@@ -130,12 +133,12 @@ class SynchronousStep:
             self.replica.buffers.undo()
         else:
             raise no_grid_error(step=self.steps_done + 1, attempts=MAX_ATTEMPTS)
-        self._synchronize_buffers(totals)
+        self._synchronize_buffers(reduction)
         end_time = time.perf_counter()
         return StepResult(
             step=self.steps_done + 1,
             samples=step_batch.num_samples,
-            totals=totals,
+            reduction=reduction,
             async_grad_norm=None,
             compute_seconds=backward_end - start_time,
             communication_seconds=end_time - backward_end,
@@ -143,17 +146,17 @@ class SynchronousStep:
 
     def _annotate_error(self, error: BaseException, versions_before: list[int]) -> None:
         """Add this rank's progress through its units to the error; raise a JobError if a forward wrote to a weight."""
-        order = getattr(self.replica.reducer, "order_check", None)
-        if order is not None:
-            annotate_progress(error, order.describe_progress())
+        order_check = getattr(self.replica.reducer, "order_check", None)
+        if order_check is not None:
+            annotate_progress(error, order_check.describe_progress())
         if isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error):
             self._refuse_writes(versions_before)
 
     def close(self) -> None:
         """Remove the hooks that the step installed in the model."""
         self.replica.reducer.close()
-        for tape in self.replica.state_recorders:
-            tape.close()
+        for recorder in self.replica.state_recorders:
+            recorder.close()
 
     def _parameter_versions(self) -> list[int]:
         """Return the parameters' version counters, to detect writes by a forward; only in the first step."""
@@ -173,18 +176,14 @@ class SynchronousStep:
             name, parameter = written_parameters[0]
             raise parameter_write_error(name, is_trainable=parameter.requires_grad)
 
-    def autocast(self) -> AbstractContextManager[None]:
-        """Return the autocast context that the forward and the loss run in."""
-        return self.replica.autocast()
-
-    def _synchronize_buffers(self, totals: TotalsReduction) -> None:
+    def _synchronize_buffers(self, reduction: TotalsReduction) -> None:
         """Make the buffers equal on all ranks if one has changed.
 
-        On a CPU the reduced flag decides. On a GPU this rank's own flag decides, since reading the other would wait.
+        On a CPU the all-reduced flag decides. On a GPU, where reading it would wait, this rank's own flag decides.
         """
-        reduced = totals.reduced() if self.replica.world.device.type == "cpu" else None
+        totals = reduction.wait_for_totals() if self.replica.world.device.type == "cpu" else None
         for buffers in self.replica.watched_buffers:
-            buffers.synchronize(is_changed=buffers.has_changed() if reduced is None else reduced.buffers_changed)
+            buffers.synchronize(is_changed=buffers.has_changed() if totals is None else totals.buffers_changed)
 
 
 def parameter_write_error(name: str, *, is_trainable: bool = True) -> JobError:

@@ -18,8 +18,10 @@ class SynchronousRule(StepRule):
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return the synchronous step of a pipeline, of threads, or of one replica."""
-        contexts, piped = request.contexts, request.parallelized_model.pipeline_model
-        forward_backward = None if piped is None else PipelineForwardBackward(contexts[0], piped=piped)
+        contexts, pipeline_model = request.contexts, request.parallelized_model.pipeline_model
+        forward_backward = (
+            None if pipeline_model is None else PipelineForwardBackward(contexts[0], pipeline_model=pipeline_model)
+        )
         if request.thread_replicas is None or request.rng_turns is None:
             return SynchronousStep(contexts[0], forward_backward=forward_backward)
         return ThreadsStep(

@@ -48,7 +48,6 @@ __all__ = [
     "JointScaler",
     "NormBase",
     "add_all",
-    "add_gradients",
     "allocate_meta_tensors",
     "compute_gradients",
     "copy_all",
@@ -137,7 +136,7 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def add_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Run backward as `torch.autograd.backward` does, but keep the active function modes.
 
     `torch.autograd.backward` disables the innermost mode, so a forward that checkpointing recomputes would miss it.

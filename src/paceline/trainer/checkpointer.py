@@ -1,4 +1,4 @@
-"""Saving and resuming a run: the contents and the choice of a checkpoint, and the properties that must be unchanged."""
+"""Save and resume a run: what a checkpoint contains, which one is resumed, and what must be unchanged since then."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,7 +102,7 @@ def run_identity(setup: TrainingSetup, *, num_samples: int | None, data: str, jo
         "global_batch_size": setup.plan.global_batch_size,
         "micro_batch_size": setup.plan.micro_batch_size,
         "optimizer": optimizers,
-        "schedule": describe_schedules(setup.update.schedules, setup.update.optimizers, setup.initial_options),
+        "schedule": describe_schedules(setup.update.lr_schedulers, setup.update.optimizers, setup.initial_options),
         "max_grad_norm": setup.settings.train.max_grad_norm,
         "ema": setup.job.ema,
         "exact": setup.settings.train.exact,
@@ -122,7 +122,9 @@ class RuleState(Protocol):
     def extend(
         self, files: Files, state: dict[str, Any], local_weights: Mapping[str, Tensor]
     ) -> tuple[Files, dict[str, Any]]:
-        """Return this rank's files and JSON state with those of the rule; `local_weights` are the trained weights.
+        """Return this rank's files and JSON state with those of the rule.
+
+        `local_weights` are the weights that this rank trains, if the model has others now (local SGD), else empty.
 
         Every rank calls this.
         """
@@ -156,7 +158,7 @@ def _build_stashed_weights_state(step: PipeDreamStep, setup: TrainingSetup) -> R
 
 
 def _build_sites_state(step: LocalStep, setup: TrainingSetup) -> RuleState:
-    return SitesState(setup=setup, sites=step.fragment_schedule)
+    return SitesState(setup=setup, synchronizer=step.site_synchronizer)
 
 
 _RULE_STATES: Mapping[type[SynchronousStep], Callable[[Any, TrainingSetup], RuleState]] = {
@@ -180,14 +182,12 @@ class Checkpointer:
         setup: TrainingSetup,
         folder: Path,
         identity: Mapping[str, Any],
-        names: Sequence[str],
         resumed_checkpoint: OpenCheckpoint | None,
     ) -> None:
         self._setup = setup
         self._world = setup.world
         self._folder = folder
         self._identity = identity
-        self._names = names
         self._untracked_state = UntrackedStateWarning(setup.update.optimizers, model=setup.model, loss=setup.job.loss)
         self._folder_identity = FolderIdentity(folder.parent)
         self._has_reported_lost_mark = False
@@ -195,7 +195,7 @@ class Checkpointer:
             resumed_checkpoint.step if resumed_checkpoint is not None and resumed_checkpoint.belongs_to(folder) else -1
         )
 
-    def save(self, *, cursor: Cursor, loader: BatchLoader, extra: Mapping[str, Any], is_best: bool) -> list[Event]:
+    def save(self, *, cursor: Cursor, loader: BatchLoader, progress: Mapping[str, Any], is_best: bool) -> list[Event]:
         """Save the current state. Every rank must call this; a failure on one rank is raised on all.
 
         Raises:
@@ -205,6 +205,7 @@ class Checkpointer:
         loader_state = dict(loader.state())
         with self._setup.step.synchronised_weights() as local_weights:
             files, state = collect_files(build_train_state(self._setup))
+            # The keys of the state are those of the checkpoint format. "stash": a pipeline's batches in flight.
             files, state = build_rule_state(self._setup).extend(files, {**state, "stash": None}, local_weights)
             error_feedback_files, error_feedback_state = collect_error_feedback(self._setup.parallelized_model.reducer)
             files |= error_feedback_files
@@ -215,7 +216,7 @@ class Checkpointer:
                 "identity": self._identity,
                 "settings": record_settings(self._setup.settings),
                 "grid": grid_state(self._setup.grid),
-                "extra": dict(extra),
+                "extra": dict(progress),
             }
             path = write_checkpoint(
                 self._world,
@@ -252,26 +253,26 @@ class Checkpointer:
             CheckpointError: the optimizers have state that no checkpoint can hold.
         """
         setup = self._setup
-        optimizers, shares = setup.update.optimizers, build_train_state(setup).optimizer_shards
-        _, scalars = run_on_all_ranks(setup.site, partial(local_state, optimizers, shares))
-        optimizer_scalars(optimizers, shares, scalars)
+        optimizers, optimizer_shards = setup.update.optimizers, build_train_state(setup).optimizer_shards
+        _, scalars = run_on_all_ranks(setup.site, partial(local_state, optimizers, optimizer_shards))
+        optimizer_scalars(optimizers, optimizer_shards, scalars)
         self._untracked_state.start_tracking()
 
-    def amend(self, *, extra: Mapping[str, Any], is_best: bool) -> None:
+    def amend(self, *, progress: Mapping[str, Any], is_best: bool) -> None:
         """Write the outcome of an evaluation into the checkpoint of this step. Every rank must call this.
 
         Raises:
-            SaveError: it cannot be written.
+            SaveError: the outcome cannot be written.
         """
         step = self.last_saved
         path = self._folder / step_name(step)
-        run_on_all_ranks(self._world, partial(self._amend, path, extra))
+        run_on_all_ranks(self._world, partial(self._amend, path, progress))
         run_on_all_ranks(self._world, partial(self._mark_and_prune, path, step, is_best))
 
-    def _amend(self, path: Path, extra: Mapping[str, Any]) -> None:
+    def _amend(self, path: Path, progress: Mapping[str, Any]) -> None:
         if self._world.is_main:
             with convert_to_save_error(f"the evaluation at {path.name}", self._folder):
-                update_state(path, extra=dict(extra))
+                update_state(path, extra=dict(progress))
 
     def _mark_and_prune(self, path: Path, step: int, is_best: bool) -> None:
         if not self._world.is_main:
@@ -305,16 +306,19 @@ def find_checkpoint(folder: Path, *, requested: Path | None, world: World) -> tu
         chosen = str(requested)
     chosen, refusals = world.share_json([chosen, refusals])
     refused = [UnusableCheckpoint(path=Path(path), reason=reason) for path, reason in refusals]
-    events: list[Event] = [CheckpointRefused(path=str(one.path), reason=one.reason) for one in refused]
+    events: list[Event] = [CheckpointRefused(path=path, reason=reason) for path, reason in refusals]
     if chosen is None:
-        if any(not one.is_unfinished for one in refused):
+        if any(not checkpoint.is_unfinished for checkpoint in refused):
             raise no_usable_checkpoint(folder, refused, alternative="start a new run with another --run-dir")
         return None, events
     return open_checkpoint(Path(chosen)), events
 
 
 def read_saved_identity(loaded: OpenCheckpoint) -> Mapping[str, Any]:
-    """Return the identity of the run that saved. Fields that older versions did not record are read from the state."""
+    """Return the identity of the run that saved the checkpoint.
+
+    Properties that older versions did not record as identity are read from the state.
+    """
     state = loaded.state
     names = [{"names": [group["names"] for group in entry["groups"]]} for entry in state["optimizers"]]
     identity = state["identity"]
@@ -325,7 +329,7 @@ def read_saved_identity(loaded: OpenCheckpoint) -> Mapping[str, Any]:
 def restore(
     loaded: OpenCheckpoint, *, setup: TrainingSetup, identity: Mapping[str, Any], allow: Sequence[str]
 ) -> Cursor:
-    """Load the state of model, optimizers, schedules and grid, and return the cursor. Every rank must call this.
+    """Load the state of the model, the optimizers and exact mode's grid, and return the cursor. Every rank calls this.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model, or is damaged.
@@ -382,7 +386,7 @@ def _restore(
 
 
 def restore_weights(loaded: OpenCheckpoint, *, setup: TrainingSetup) -> None:
-    """Load only the weights, and the average if there is one, for evaluation. Every rank must call this."""
+    """Load only the weights, and their average (EMA) if there is one, for evaluation. Every rank must call this."""
     load_model(loaded, build_train_state(setup))
     ema = setup.update.ema
     if ema is not None:
@@ -392,7 +396,7 @@ def restore_weights(loaded: OpenCheckpoint, *, setup: TrainingSetup) -> None:
 def write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
     """Write `consolidated/`, the model as evaluated, and the weight digest; return a line that names both.
 
-    The digest covers the trained weights, not their average. It is stored with the build and kernels that affect it.
+    The digest covers the trained weights, not their average. Next to it are torch's build and kernels, which affect it.
     Every rank must call this; rank 0 writes. If rank 0 holds the whole model, the other ranks do nothing.
     """
     with setup.step.synchronised_weights():

@@ -9,6 +9,7 @@ import torch
 
 from paceline.checkpoint.files.checkpoint_folder import open_checkpoint
 from paceline.config.task import Task
+from paceline.data.order.cursor import Cursor
 from paceline.errors import JobError
 from paceline.filesystem.atomic_files import write_json
 from paceline.run_folder.run_folder import RunFolder, newest_checkpoint
@@ -32,7 +33,7 @@ def train(payload: Mapping[str, Any]) -> int:
 
 
 def evaluate(payload: Mapping[str, Any]) -> int:
-    """Compute exact metrics of a checkpoint; rank 0 writes the answer."""
+    """Compute exact metrics of a checkpoint; rank 0 writes them as the command's answer."""
     task = Task.from_json(payload)
     run = Run.worker(task)
     split = str(task.options.get("split", "eval"))
@@ -50,7 +51,7 @@ def evaluate(payload: Mapping[str, Any]) -> int:
     )
     loaded = open_checkpoint(path)
     restore_weights(loaded, setup=session.setup)
-    session.loop.cursor = type(session.loop.cursor)(step=loaded.step)
+    session.loop.cursor = Cursor(step=loaded.step)
     event = session.loop.evaluate(split=split)
     if session.world.is_main:
         answer = {
@@ -73,5 +74,5 @@ def _remove_optimizer(run: Run) -> None:
     run._prepared_job = replace(run._prepared_job, job=run.job)
 
 
-def _placeholder_optimizer(named: list[tuple[str, Any]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)
+def _placeholder_optimizer(named_parameters: list[tuple[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in named_parameters], lr=0.0)

@@ -1,4 +1,4 @@
-"""The state of local SGD sites in a checkpoint: their mean as the model, and each site's own weights and optimizers."""
+"""The state of local SGD in a checkpoint: the sites' mean as the model, and each site's own weights and optimizers."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ from paceline.checkpoint.shard_ownership import owned_shards, read_shard
 from paceline.checkpoint.train_state import OPTIMIZER
 from paceline.comm.collective_errors import run_on_all_ranks
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors
-from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from paceline.step.local_sgd.local_sgd_step import LocalStep
+from paceline.step.local_sgd.site_synchronizer import SiteSynchronizer
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 OUTER_FILE, SITE_WEIGHTS_FILE = "outer.safetensors", "weights.safetensors"
@@ -25,87 +25,90 @@ _PER_SITE_STATE = ("optimizers", "schedules", "scaler", "extra_state")
 Files = dict[str, list[Writable]]
 
 
-def get_sites(setup: TrainingSetup) -> FragmentSchedule | None:
-    """Return the outer optimizer if there are several sites, else None."""
-    return setup.step.fragment_schedule if isinstance(setup.step, LocalStep) else None
+def get_site_synchronizer(setup: TrainingSetup) -> SiteSynchronizer | None:
+    """Return the synchronisation of the sites with local SGD, else None."""
+    return setup.step.site_synchronizer if isinstance(setup.step, LocalStep) else None
 
 
 def is_writer(setup: TrainingSetup) -> bool:
     """Return True if this rank's site writes the state that all sites share."""
-    sites = get_sites(setup)
-    return sites is None or sites.site_index == 0
+    synchronizer = get_site_synchronizer(setup)
+    return synchronizer is None or synchronizer.site_index == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SitesState:
-    """The state that sites add to a checkpoint: their own weights and optimizers, and the last averaged weights."""
+    """The state that sites add to a checkpoint: their own weights and optimizers, and the synchronised weights."""
 
     setup: TrainingSetup
-    sites: FragmentSchedule
+    synchronizer: SiteSynchronizer
 
     def extend(
         self, files: Files, state: dict[str, Any], local_weights: Mapping[str, Tensor]
     ) -> tuple[Files, dict[str, Any]]:
         """Return this rank's files and JSON state, extended for sites. Every rank must call this."""
-        setup, sites = self.setup, self.sites
-        site_files = files if sites.site_index == 0 else {}
+        setup, synchronizer = self.setup, self.synchronizer
+        site_files = files if synchronizer.site_index == 0 else {}
         rank = setup.site.rank
         stem = OPTIMIZER.partition(".")[0]
         site_files = site_files | {
-            _site_file(sites.site_index, name): rows for name, rows in files.items() if name.startswith(stem)
+            _site_file(synchronizer.site_index, name): writables
+            for name, writables in files.items()
+            if name.startswith(stem)
         }
-        site_files[_site_file(sites.site_index, rank_file(SITE_WEIGHTS_FILE, rank))] = [
-            row for name, tensor in local_weights.items() for row in _writable_shards(setup, name, name, tensor)
+        site_files[_site_file(synchronizer.site_index, rank_file(SITE_WEIGHTS_FILE, rank))] = [
+            shard for name, tensor in local_weights.items() for shard in _writable_shards(setup, name, name, tensor)
         ]
-        if sites.site_index == 0:
-            rows = [
-                row
-                for fragment in sites.fragments
+        if synchronizer.site_index == 0:
+            site_files[rank_file(OUTER_FILE, rank)] = [
+                shard
+                for fragment in synchronizer.fragments
                 for kind, name, tensor in fragment.saved_state()
-                for row in _writable_shards(setup, f"{kind}/{name}", name, tensor)
+                for shard in _writable_shards(setup, f"{kind}/{name}", name, tensor)
             ]
-            site_files[rank_file(OUTER_FILE, rank)] = rows
-        site_states = sites.peers.gather_json({name: state[name] for name in _PER_SITE_STATE})
-        due_averages = [fragment.due_step for fragment in sites.fragments]
-        return {name: rows for name, rows in site_files.items() if rows}, state | {
-            "sites": site_states,
-            "due": due_averages,
-        }
+        site_states = synchronizer.peers.gather_json({name: state[name] for name in _PER_SITE_STATE})
+        due_steps = [fragment.due_step for fragment in synchronizer.fragments]
+        files = {name: writables for name, writables in site_files.items() if writables}
+        return files, state | {"sites": site_states, "due": due_steps}
 
     def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
         """Return the checkpoint as this rank's site reads it.
 
         If another rule saved it (not `is_same`), all sites start equal.
         """
-        sites = self.sites
+        synchronizer = self.synchronizer
         if not is_same:
             return loaded
-        prefix = _site_file(sites.site_index, "")
+        prefix = _site_file(synchronizer.site_index, "")
         files = {name.removeprefix(prefix): stored for name, stored in loaded.files.items() if name.startswith(prefix)}
-        return replace(loaded, files=loaded.files | files, state=loaded.state | loaded.state["sites"][sites.site_index])
+        return replace(
+            loaded, files=loaded.files | files, state=loaded.state | loaded.state["sites"][synchronizer.site_index]
+        )
 
     def load(self, loaded: OpenCheckpoint, *, is_same: bool) -> None:
-        """Load this site's own weights and the weights that all sites agreed on. Every rank must call this.
+        """Load this site's own weights and the synchronised weights of all sites. Every rank must call this.
 
         Raises:
             CheckpointError: a stored tensor is damaged.
         """
-        setup, sites = self.setup, self.sites
+        setup, synchronizer = self.setup, self.synchronizer
         if not is_same:
-            sites.reset()
+            synchronizer.reset()
             return
         stored = loaded.files.get(SITE_WEIGHTS_FILE, StoredTensors([]))
         site_weights = run_on_all_ranks(
             setup.site, lambda: {name: _read_shard(stored, name, name, setup) for name in stored}
         )
-        sites.restore({name: tensor for name, tensor in site_weights.items() if tensor is not None}, step=loaded.step)
+        synchronizer.restore(
+            {name: tensor for name, tensor in site_weights.items() if tensor is not None}, step=loaded.step
+        )
         outer = loaded.files.get(OUTER_FILE, StoredTensors([]))
 
         def find(kind: str, name: str) -> Tensor | None:
             return _read_shard(outer, f"{kind}/{name}", name, setup)
 
         def restore() -> None:
-            for fragment, due in zip(sites.fragments, loaded.state["due"], strict=True):
+            for fragment, due in zip(synchronizer.fragments, loaded.state["due"], strict=True):
                 fragment.restore(find, due_step=due)
 
         run_on_all_ranks(setup.site, restore)
@@ -116,15 +119,15 @@ def _site_file(site: int, name: str) -> str:
 
 
 def _writable_shards(setup: TrainingSetup, key: str, name: str, tensor: Tensor) -> Iterator[Writable]:
-    parts = _sharding_of(setup, name).shard_specs(name)
+    specs = _sharding_of(setup, name).shard_specs(name)
     yield from owned_shards(
-        key, dtype=tensor.dtype, get_tensor=partial(Tensor.detach, tensor), parts=parts, rank=setup.site.rank
+        key, dtype=tensor.dtype, get_tensor=partial(Tensor.detach, tensor), parts=specs, rank=setup.site.rank
     )
 
 
 def _read_shard(stored: StoredTensors, key: str, name: str, setup: TrainingSetup) -> Tensor | None:
-    part = _sharding_of(setup, name).local_tensors[name].shard_spec
-    return None if key not in stored or part.local_shape is None else read_shard(stored, key, shard=part)
+    spec = _sharding_of(setup, name).local_tensors[name].shard_spec
+    return None if key not in stored or spec.local_shape is None else read_shard(stored, key, shard=spec)
 
 
 def _sharding_of(setup: TrainingSetup, name: str) -> ShardedTensors:

@@ -44,7 +44,7 @@ class Loop:
         loader: BatchLoader,
         checkpointer: Checkpointer,
         event_bus: EventBus,
-        pulse: HeartbeatWriter | None,
+        heartbeat: HeartbeatWriter | None,
         faults: Faults,
         stop: StopFlag,
         length: Length,
@@ -52,7 +52,7 @@ class Loop:
         progress: Progress,
         memory_baseline: MemoryBaseline,
         forecast_check: ForecastCheck,
-        on_eval_target: Any = None,
+        run_for_on_eval: Any = None,
     ) -> None:
         self.setup = setup
         self.cursor = cursor
@@ -65,7 +65,7 @@ class Loop:
         self._is_exhausted = False
         self._is_on_cpu = setup.world.device.type == "cpu"
         self._checkpointer = checkpointer
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._faults = faults
         self._faults_before_step = [faults] if faults.has_any else []
         self._stop = stop
@@ -73,7 +73,7 @@ class Loop:
         self._memory_baseline = memory_baseline
         self.forecast_check = forecast_check
         self._forecast_checks = [forecast_check] if forecast_check.is_on else []
-        self._on_eval_target = on_eval_target
+        self._run_for_on_eval = run_for_on_eval
         self._logger = StepLogger(setup=setup, loader=loader, event_bus=event_bus, progress=progress)
         batch, drop_last = setup.plan.global_batch_size, setup.settings.data.drop_last
         self.total_steps = length.total_steps(batch=batch, drop_last=drop_last)
@@ -126,14 +126,14 @@ class Loop:
 
     def step(self, step_batch: StepInput, *, needs_result: bool = False) -> StepResult:
         """Run one optimizer step; log, save, evaluate when due. With `needs_result`, any rank can read the result."""
-        number = self.cursor.step + 1
+        step_number = self.cursor.step + 1
         try:
             result = self._train_step(step_batch)
             if needs_result:
                 self.setup.step.flush_reports()
             return result
         except BaseException:
-            self._raise_with_context(step=number)
+            self._raise_with_context(step=step_number)
 
     def _raise_with_context(self, *, step: int) -> NoReturn:
         """Re-raise the current exception with the step's number and, if memory ran out, the memory by purpose."""
@@ -186,7 +186,7 @@ class Loop:
 
     @contextmanager
     def synchronised_weights(self) -> Iterator[None]:
-        """Complete any step in flight. Inside the block, local SGD's weights are the mean of the sites. Collective."""
+        """Return a context with the weights to read: under local SGD, the sites' mean. Every rank must call this."""
         self.finish_pending()
         with self.setup.step.synchronised_weights():
             yield
@@ -207,7 +207,7 @@ class Loop:
         except NonFiniteError as error:
             world = World.alone() if self.setup.step.has_delayed_results else self.setup.world
             step_batch = next(
-                (one for one in self._recent_inputs if one.batch.next_cursor.step == error.step),
+                (recent for recent in self._recent_inputs if recent.batch.next_cursor.step == error.step),
                 self._recent_inputs[-1],
             )
             if not step_rule(self.setup.plan.update_rule).traits.reads_samples:
@@ -215,18 +215,17 @@ class Loop:
             over_batch = self.setup.step.replica.contract.over_batch
             raise explain_nonfinite_inputs(error, step_batch, world=world, over_batch=over_batch) from None
 
-    def evaluate(self, *, split: str = "eval", data: Any = None) -> EvalDone:
+    def evaluate(self, *, split: str = "eval") -> EvalDone:
         """Return exact metrics on a split, with the current weights or with their average if the job has one."""
-        event = self._evaluate(split=split, data=data)
+        event = self._evaluate(split=split)
         assert event is not None
         return event
 
-    def _evaluate(
-        self, *, split: str = "eval", data: Any = None, stop: Callable[[], bool] = lambda: False
-    ) -> EvalDone | None:
+    def _evaluate(self, *, split: str = "eval", stop: Callable[[], bool] = lambda: False) -> EvalDone | None:
+        """Return the metrics, or None if `stop()` returned True on any rank during the evaluation."""
         self.finish_pending()
         start_time = time.perf_counter()
-        data = data if data is not None else getattr(self.setup.job, f"{split}_data")
+        data = getattr(self.setup.job, f"{split}_data")
         with self.setup.as_evaluated(), self.setup.step.synchronised_weights():
             size = eval_batch_size(self.setup)
             result = self._evaluator.run(
@@ -236,7 +235,7 @@ class Loop:
                 return None
             self._send_heartbeat(phase="on_eval")
             on_eval_numbers, on_eval_text = split_numbers_and_text(
-                self.setup.job.on_eval(self._on_eval_target) if self.setup.job.on_eval else None
+                self.setup.job.on_eval(self._run_for_on_eval) if self.setup.job.on_eval else None
             )
         if self.setup.job.on_eval:
             self.setup.step.finish_pending()  # with Hogwild no worker continues while another still reads the weights
@@ -261,13 +260,13 @@ class Loop:
         self.finish_pending()
         self._send_heartbeat(phase="save")
         start_time = time.perf_counter()
-        self.setup.step.deferred_finite_check.check(None)
+        self.setup.step.deferred_finite_check.check_last_step()
         self._check_replicas()
         refuse_nonfinite_weights(self.setup, step=self.cursor.step)
         self._report_staleness()
         self._faults.fire("save", step=self.cursor.step)
         for event in self._checkpointer.save(
-            cursor=self.cursor, loader=self.loader, extra=self.progress.as_json(), is_best=is_best
+            cursor=self.cursor, loader=self.loader, progress=self.progress.as_json(), is_best=is_best
         ):
             self.event_bus.emit(event)
         self._logger.clock.save_seconds += time.perf_counter() - start_time
@@ -277,7 +276,7 @@ class Loop:
         local_staleness = self.setup.step.collect_staleness()
         if local_staleness is not None:
             reports = tuple(
-                one for rank_reports in self.setup.world.gather_json(local_staleness) for one in rank_reports
+                report for rank_reports in self.setup.world.gather_json(local_staleness) for report in rank_reports
             )
             self.event_bus.emit(Staleness(step=self.cursor.step, update=self.setup.plan.update, told=reports))
 
@@ -329,7 +328,7 @@ class Loop:
             self._last_checked_step = self.cursor.step
 
     def _evaluate_due(self) -> None:
-        """Evaluate, unless a stop is requested before or during the evaluation; the resumed run then starts with it."""
+        """Evaluate. If a stop is requested before or during the evaluation, the resumed run starts with it instead."""
         self._faults.fire("eval", step=self.cursor.step)
         event = None if self.is_stopping else self._evaluate(stop=lambda: self._stop.is_requested)
         if event is None:
@@ -342,7 +341,7 @@ class Loop:
     def _record_outcome(self, is_best: bool) -> None:
         """Write an evaluation's outcome to disk: amend this step's checkpoint, or save one for a best or last step."""
         if self._checkpointer.last_saved == self.cursor.step:
-            self._checkpointer.amend(extra=self.progress.as_json(), is_best=is_best)
+            self._checkpointer.amend(progress=self.progress.as_json(), is_best=is_best)
             if is_best:
                 self.event_bus.emit(Note(text=f"step {self.cursor.step} is the best so far"))
         elif is_best or self.is_stopping:
@@ -368,7 +367,7 @@ class Loop:
         self._send_heartbeat(phase="over")
 
     def _send_heartbeat(self, *, phase: str = "step") -> None:
-        if self._pulse is not None:
+        if self._heartbeat is not None:
             last_result = self._logger.last_result
             loss = last_result.loss if last_result is not None and self._is_on_cpu else 0.0
             self._pulse.write(step=self.cursor.step, total=self.total_steps or 0, loss=loss, phase=phase)

@@ -1,7 +1,7 @@
-"""A parameter server worker: lease a share, compute its gradient on the weights that came with it, push, repeat.
+"""A parameter server's worker: it leases a share, computes its gradient on the weights of the lease, and pushes it.
 
-It has no loop and no optimizer state, and takes no decisions. It can be lost at any moment: a share that was not
-pushed completely is given to another worker, or to this one after a restart.
+It has no training loop and no optimizer state, and takes no decisions. It can be lost at any moment: a share that was
+not pushed completely is given to another worker, or to this one after a restart.
 """
 
 import os
@@ -64,13 +64,13 @@ def run_worker(prepared_job: PreparedJob) -> int:
     return compute_shares(prepared_job, setup, WorkerEndpoint(place=LaunchInfo.read(os.environ)))
 
 
-def compute_shares(prepared_job: PreparedJob, setup: TrainingSetup, entrance: WorkerEndpoint) -> int:
+def compute_shares(prepared_job: PreparedJob, setup: TrainingSetup, endpoint: WorkerEndpoint) -> int:
     """Compute shares on an already built model until the server says that the run is over, and return the exit code."""
     worker, seconds = ParameterServerWorker(prepared_job, setup), prepared_job.settings.train.timeout_seconds
 
     def connections() -> list[Connection]:
         return [
-            connect_to_server(entrance, server=n, timeout_seconds=seconds)
+            connect_to_server(endpoint, server=n, timeout_seconds=seconds)
             for n in range(prepared_job.plan.update_rule.servers)
         ]
 
@@ -78,7 +78,7 @@ def compute_shares(prepared_job: PreparedJob, setup: TrainingSetup, entrance: Wo
     while True:
         num_pushed_before = worker.num_pushed
         try:
-            worker.serve(_call_with_timeout(limit, connections), rank=entrance.place.rank)
+            worker.serve(_call_with_timeout(limit, connections), rank=endpoint.place.rank)
             return 0
         except ConnectionLost as error:
             failed_tries = failed_tries + 1 if worker.num_pushed == num_pushed_before else 0
@@ -117,10 +117,10 @@ class ParameterServerWorker:
     def __init__(self, prepared_job: PreparedJob, setup: TrainingSetup) -> None:
         self._setup = setup
         self._replica = setup.step.replica
-        self._named = list(setup.update.named_parameters)
+        self._named_parameters = list(setup.update.named_parameters)
         self._servers: list[_ServerConnection] = []
         self.num_pushed = 0
-        self._reporter = self._replica.make_loss_reporter(reports_loss=True)
+        self._totals_builder = self._replica.make_totals_builder(reports_loss=True)
         self._has_checked_writes = False
         self._faulted_step = 0
         self._sums_shares = prepared_job.plan.update_rule.staleness == 0
@@ -131,16 +131,14 @@ class ParameterServerWorker:
         self._start_number = start_number
         self._faults = Faults(faults, rank=LaunchInfo.read(os.environ).rank, attempt=task.attempt)
         folder = attempt_folder(os.environ)
-        launch_info, patience = LaunchInfo.read(os.environ), settings.train.timeout_seconds
-        self._pulse = (
-            HeartbeatWriter(folder / f"pulse-{launch_info.rank}", silence_timeout=patience) if folder else None
-        )
+        rank, timeout = LaunchInfo.read(os.environ).rank, settings.train.timeout_seconds
+        self._heartbeat = HeartbeatWriter(folder / f"pulse-{rank}", silence_timeout=timeout) if folder else None
 
     def serve(self, connections: Sequence[Connection], *, rank: int) -> None:
-        """Compute the leases of the first server one after another. Each server holds a part of the weights.
+        """Compute the shares that the first server leases, one after another. Each server holds some of the weights.
 
         Raises:
-            ConnectionLost: a server has exited, or has given up this worker.
+            ConnectionLost: a server has exited, or has dropped this worker.
         """
         hello = {"rank": rank, "start_number": self._start_number, "model": model_digest(self._replica.model)}
         for connection in connections:
@@ -150,7 +148,7 @@ class ParameterServerWorker:
         ]
         first_server, *other_servers = self._servers
         while True:
-            message = first_server.connection.receive(buffer=first_server.row)
+            message = first_server.connection.receive(buffer=first_server.buffer)
             if message.kind is MessageKind.OVER:
                 return
             if message.kind is MessageKind.LEASE:
@@ -184,7 +182,7 @@ class ParameterServerWorker:
             for tensor, value in zip(frozen_tensors, layout_of(frozen_tensors).views(message.buffer), strict=True):
                 tensor.data.copy_(value)
         self._replica.buffers.begin()
-        parameters = {member.name: member.parameter for member in self._named}
+        parameters = {member.name: member.parameter for member in self._named_parameters}
         return _ServerConnection(connection, [parameters[name] for name in message.fields["names"]])
 
     def _compute_share(self, lease: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,11 +199,11 @@ class ParameterServerWorker:
                 checksum=server_summary["checksum"],
             )
             self._loader.compare_data(int(lease["epoch"]), summary, rank=LaunchInfo.read(os.environ).rank)
-        step_batch = read(number=int(lease["number"]), num_shares=int(lease["of"]))
+        step_batch = read(number=int(lease["number"]), num_shares=int(lease["num_shares"]))
         counts = self._count_targets(step_batch, read_batch=read)
         terms = self._compute_gradients(step_batch, step=cursor.step, counts=counts)
-        if self._pulse is not None:
-            self._pulse.write(step=cursor.step + 1)
+        if self._heartbeat is not None:
+            self._heartbeat.write(step=cursor.step + 1)
         data_report = {
             "epoch": step_batch.batch.next_cursor.epoch,
             "order": self._loader.order_checksum(step_batch.batch.next_cursor.epoch),
@@ -242,11 +240,12 @@ class ParameterServerWorker:
             [] if self._has_checked_writes else [tensor_version(parameter) for parameter in replica.model.parameters()]
         )
         terms_by_microbatch: dict[int, dict[str, tuple[float, float]]] = {}
-        for position, micro in enumerate(step_batch.micro):
-            portion = replica.load_microbatch(micro.data)
-            terms = forward(replica, portion, step=step, index=micro.index, num_samples=micro.num_samples)
-            self._reporter.agree_on_names(terms)
-            terms_by_microbatch[micro.index] = {
+        for position, microbatch in enumerate(step_batch.micro):
+            index, num_samples = microbatch.index, microbatch.num_samples
+            local_microbatch = replica.load_microbatch(microbatch.data)
+            terms = forward(replica, local_microbatch, step=step, index=index, num_samples=num_samples)
+            self._totals_builder.agree_on_names(terms)
+            terms_by_microbatch[index] = {
                 name: (float(total.detach()), float(count)) for name, (total, count) in terms.items()
             }
             backward(replica, loss_for_backward(terms, counts), last=position == len(step_batch.micro) - 1)
@@ -261,7 +260,8 @@ class ParameterServerWorker:
         written = self._replica.buffers.changed_names()
         if written:
             raise JobError(
-                f"the forward writes to the buffer {written[0]}: --update ps has no single order of microbatches.",
+                f"the forward writes to the buffer {written[0]}, whose value depends on the order of the microbatches, "
+                "and --update ps has no fixed order.",
                 cause="a counter or a statistic that is kept from forward to forward, on one worker only",
                 hint="--update sync",
             )
@@ -274,13 +274,13 @@ class _ServerConnection:
     def __init__(self, connection: Connection, weights: Sequence[Tensor]) -> None:
         self.connection = connection
         self.weights = list(weights)
-        self._flat = layout_of(weights)
-        self.row = self._flat.empty_buffer()
+        self._layout = layout_of(weights)
+        self.buffer = self._layout.empty_buffer()
 
     def load(self, message: ServerMessage) -> int:
         """Copy the pulled values into the weights, and return their version."""
         if message.buffer is not None:
-            for tensor, value in zip(self.weights, self._flat.views(message.buffer), strict=True):
+            for tensor, value in zip(self.weights, self._layout.views(message.buffer), strict=True):
                 tensor.data.copy_(value)
         return int(message.fields["version"])
 

@@ -1,4 +1,4 @@
-"""Random access to batches: for a worker's shares, and for a server, which otherwise reads no samples."""
+"""Read any part of any batch: a parameter server's worker its shares, the server a full batch with bad inputs."""
 
 from paceline.config.settings import Settings
 from paceline.data.leased_loader import RandomAccessLoader

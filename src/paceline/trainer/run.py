@@ -106,6 +106,18 @@ class Run:
     `settings` uses dotted names: `Run(job, ranks=2, settings={"train.steps": 100})`. `run_dir=` overrides the settings.
     """
 
+    # `__init__` makes the run of a script, `worker` that of a rank of the command, which has a prepared job instead.
+    _prepared_job: PreparedJob | None = None
+    _has_opened = False
+    _update_guard: _UpdateGuard | None = None
+    _hook: UncaughtHook | None = None
+    _is_auto_layout = False
+    _script_command: Sequence[str] = ()  # the script's command line, in a process that was started for it
+    _run_lock: RunLock | None = None
+    _has_signal_handler = False
+    _previous_death_signal: int | None = None  # the parent-death signal before `die_with_launcher` set it
+    _previous_threads = 0  # torch's thread count before this run set it
+
     def __init__(
         self,
         job: Job,
@@ -138,9 +150,8 @@ class Run:
         raise_all(refuse_unknown_allowances(tuple(allow)))
         parsed_layout = parse_layout(layout) if layout is not None else None
         rule, num_local_devices = parse_update(update), visible_gpus() if kind == "cuda" else 1
-        layout_ranks = (
-            parsed_layout and parsed_layout.ranks and parsed_layout.ranks + rule.servers
-        )  # the same rule as on the command line
+        # As on the command line, a layout with a fixed number of ranks needs the ranks of the servers in addition.
+        layout_ranks = parsed_layout and parsed_layout.ranks and parsed_layout.ranks + rule.servers
         num_ranks = ranks or layout_ranks or world_size(os.environ) or num_local_devices or 1
         script = Path(sys.argv[0]).stem or "run"
         run_settings = {name: value for name, value in (settings or {}).items() if name != "run_dir" or not run_dir}
@@ -181,16 +192,10 @@ class Run:
         run.job = run._prepared_job.job
         return run
 
-    _has_opened = False
-    _update_guard: _UpdateGuard | None = None
-    _hook: UncaughtHook | None = None
-    _is_auto_layout = False
-    _script_command: Sequence[str] = ()  # the script's command line, in a process that was started for it
-    _prepared_job: PreparedJob | None = None
-    _run_lock: RunLock | None = None
-    _has_signal_handler = False
-    _previous_death_signal: int | None = None  # the parent-death signal before `die_with_launcher` set it
-    _previous_threads = 0  # torch's thread count before this run set it
+    @property
+    def _is_in_script(self) -> bool:
+        """True if the user's script made this run; False if `worker` made it in a rank of the command."""
+        return self._prepared_job is None
 
     def open(self) -> Session:
         """Join the other ranks and return the session of this run. The caller must also close it."""
@@ -208,8 +213,8 @@ class Run:
                 raise WorkerFinished(run_worker(prepared_job))
             world = join_world(prepared_job)
             self._run_lock = lock_run_dir(prepared_job.task, world=world)
-            self._session = open_session(prepared_job, world=world, on_eval_target=self)
-            if self._prepared_job is None and prepared_job.plan.update_rule.is_synchronous:
+            self._session = open_session(prepared_job, world=world, run_for_on_eval=self)
+            if self._is_in_script and prepared_job.plan.update_rule.is_synchronous:
                 self._update_guard = _UpdateGuard(self.optimizers)
         except BaseException as error:
             self._restore_process_state()
@@ -227,14 +232,14 @@ class Run:
 
     def _finish(self, error: BaseException | None) -> None:
         session = self._active_session
-        if isinstance(error, SystemExit) and session.world.world_size > 1 and self._prepared_job is None:
+        if isinstance(error, SystemExit) and session.world.world_size > 1 and self._is_in_script:
             report_exit(error)
         if error is None:
-            if self._prepared_job is None:
+            if self._is_in_script:
                 session.loop.check_same_call("the end of the run")
             self.exit_code = run_finish.code = session.finish()
             session.close()
-            if self._prepared_job is None:
+            if self._is_in_script:
                 self._return_to_script(session)
         elif session.world.world_size == 1:
             session.close()
@@ -270,7 +275,7 @@ class Run:
     def step(self, batch: StepInput) -> StepResult:
         """Run forward, backward, reduction, clipping and update; log, evaluate and save when due."""
         if self._update_guard is None:
-            return self._active_session.loop.step(batch, needs_result=self._prepared_job is None)
+            return self._active_session.loop.step(batch, needs_result=self._is_in_script)
         self._update_guard.check()
         result = self._active_session.loop.step(batch, needs_result=True)
         self._update_guard.clear()
@@ -336,7 +341,7 @@ class Run:
         torch.set_num_threads(number)
 
     def _restore_process_state(self) -> None:
-        """Restore the process state when the run is left, so that the next run in this process starts clean."""
+        """Undo what this run changed in the process, when the run is left: the next run starts as the first did."""
         if self._run_lock is not None:
             self._run_lock.close()
         if self._update_guard is not None:
@@ -353,9 +358,10 @@ class Run:
     def _join_or_start(self) -> None:
         """Continue in a worker or a single process; in a plain process with several ranks, start the workers and exit.
 
-        Exact mode also restarts the script: its kernels are chosen by a variable that is read when torch loads.
+        Exact mode restarts the script too, because an environment variable that torch reads at its import chooses the
+        kernels.
         """
-        if self._prepared_job is not None:
+        if not self._is_in_script:
             return
         folder = attempt_folder(os.environ)
         if folder is not None:

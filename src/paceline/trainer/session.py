@@ -1,4 +1,4 @@
-"""The session of one rank, which builds a ready-to-run loop from a task, and closes it."""
+"""The session of one rank: it is built from a task, contains the training loop, and closes what it opened."""
 
 import math
 import os
@@ -106,7 +106,7 @@ class Session:
         return code
 
     def _report_best_checkpoint(self) -> None:
-        """Tell the user how to get the best step's weights, if the best step is not the last one."""
+        """Emit a note on how to get the best step's weights, if the best step is not the last one."""
         best_checkpoint = resolve_mark(self.run.checkpoints, BEST)
         uses_best = self.prepared_job.job.best is not None or self.prepared_job.job.early_stopping is not None
         if uses_best and best_checkpoint is not None and parse_step(best_checkpoint) != self.loop.cursor.step:
@@ -127,7 +127,7 @@ class Session:
                 write_json(self.run.path / "env.json", {**env, "job": {**env["job"], "late_modules": new_modules}})
 
     def close(self) -> None:
-        """Close the data feed, the event stream, the model and the process group."""
+        """Close the loader, the event bus, the model and the process group."""
         self.loop.report_finished()
         self._loader.close()
         self.event_bus.close()
@@ -135,7 +135,7 @@ class Session:
         self.world.close()
 
 
-def open_session(prepared_job: PreparedJob, *, world: World, on_eval_target: Any = None) -> Session:
+def open_session(prepared_job: PreparedJob, *, world: World, run_for_on_eval: Any = None) -> Session:
     """Build model, data, loop and sinks of a task, load its checkpoint, and emit `RunStarted`. Every rank calls this.
 
     Raises:
@@ -165,7 +165,7 @@ def open_session(prepared_job: PreparedJob, *, world: World, on_eval_target: Any
         requested_checkpoint=requested_checkpoint,
         memory_baseline=memory_baseline.after_build(),
     )
-    return session_builder.build(on_eval_target, start_time=start_time)
+    return session_builder.build(run_for_on_eval, start_time=start_time)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class _SessionBuilder:
     requested_checkpoint: Path | None
     memory_baseline: MemoryBaseline
 
-    def build(self, target: Any, *, start_time: float) -> Session:
+    def build(self, run_for_on_eval: Any, *, start_time: float) -> Session:
         """Load the checkpoint, build the session, and announce the run."""
         prepared_job = self.prepared_job
         forecast = self._find_forecast()
@@ -199,12 +199,19 @@ class _SessionBuilder:
             setup=self.setup,
             folder=self.run.checkpoints,
             identity=identity,
-            names=[member.name for member in self.setup.named_parameters],
             resumed_checkpoint=loaded,
         )
-        check = ForecastCheck(forecast=forecast, setup=self.setup, memory_baseline=self.memory_baseline, event_bus=bus)
+        forecast_check = ForecastCheck(
+            forecast=forecast, setup=self.setup, memory_baseline=self.memory_baseline, event_bus=bus
+        )
         loop = self._make_loop(
-            cursor, loaded, target, loader=loader, event_bus=bus, checkpointer=checkpointer, check=check
+            cursor,
+            loaded,
+            run_for_on_eval,
+            loader=loader,
+            event_bus=bus,
+            checkpointer=checkpointer,
+            forecast_check=forecast_check,
         )
         session = Session(
             prepared_job=prepared_job,
@@ -218,7 +225,7 @@ class _SessionBuilder:
         )
         if prepared_job.task.verb == "train":
             self.setup.step.replica.contract.request_sum_check()
-            refuse_short_schedules(self.setup.update.schedules, total_steps=loop.total_steps)
+            refuse_short_schedules(self.setup.update.lr_schedulers, total_steps=loop.total_steps)
             refuse_large_batch(self.setup.plan, num_samples=loader.num_samples)
             events += self._schedule_notes(loader, loop) if not cursor.step else []
         self._announce(cursor, loaded, events, loader=loader, loop=loop, forecast=forecast)
@@ -229,7 +236,7 @@ class _SessionBuilder:
         drop_last = self.prepared_job.settings.data.drop_last
         epoch_steps = None if samples is None else max(1, samples // batch if drop_last else -(-samples // batch))
         warnings = schedules_in_epochs(
-            self.setup.update.schedules, total_steps=loop.total_steps, epoch_steps=epoch_steps
+            self.setup.update.lr_schedulers, total_steps=loop.total_steps, epoch_steps=epoch_steps
         )
         return [Note(text=text, level="warning") for text in warnings]
 
@@ -283,9 +290,8 @@ class _SessionBuilder:
             return EventBus()
         names = self.prepared_job.settings.watch.to
         if self.prepared_job.task.verb == "evaluate":
-            names = tuple(
-                name for name in names if name not in {*CURVE_SINKS, "jsonl"}
-            )  # these sinks record only training
+            training_sinks = {*CURVE_SINKS, "jsonl"}
+            names = tuple(name for name in names if name not in training_sinks)
         sinks, skipped_notes = make_sinks(names, run=self.run)
         event_bus = EventBus(sinks)
         for note in skipped_notes:
@@ -296,16 +302,16 @@ class _SessionBuilder:
         self,
         cursor: Cursor,
         loaded: OpenCheckpoint | None,
-        target: Any,
+        run_for_on_eval: Any,
         *,
         loader: BatchLoader,
         event_bus: EventBus,
         checkpointer: Checkpointer,
-        check: ForecastCheck,
+        forecast_check: ForecastCheck,
     ) -> Loop:
         settings, task = self.prepared_job.settings, self.prepared_job.task
         if loaded is not None:
-            loader_state = loaded.state["feed"]
+            loader_state = loaded.state["feed"]  # the key of the loader's state
             loader.restore({k: v for k, v in loader_state.items() if k != "order" or "order" not in task.allow})
         saved_progress = loaded.state.get("extra", {}) if loaded else {}
         length = requested_length(settings, epoch_samples=loader.num_samples)
@@ -316,22 +322,22 @@ class _SessionBuilder:
             loader=loader,
             checkpointer=checkpointer,
             event_bus=event_bus,
-            pulse=self._make_pulse(),
+            heartbeat=self._make_heartbeat(),
             faults=Faults(faults, rank=self.world.rank, attempt=task.attempt),
             stop=stop_flag,
             length=length,
             cursor=cursor,
             progress=Progress.from_json(saved_progress),
             memory_baseline=self.memory_baseline,
-            forecast_check=check,
-            on_eval_target=target,
+            forecast_check=forecast_check,
+            run_for_on_eval=run_for_on_eval,
         )
 
     def _total_steps(self, length: Length) -> int | None:
         batch, drop_last = self.prepared_job.plan.global_batch_size, self.prepared_job.settings.data.drop_last
         return length.total_steps(batch=batch, drop_last=drop_last)
 
-    def _make_pulse(self) -> HeartbeatWriter | None:
+    def _make_heartbeat(self) -> HeartbeatWriter | None:
         folder = attempt_folder(os.environ)
         patience = self.prepared_job.settings.train.timeout_seconds
         return HeartbeatWriter(folder / f"pulse-{self.world.rank}", silence_timeout=patience) if folder else None

@@ -1,4 +1,4 @@
-"""Logging and checks of finished steps. Results are read `lag` steps late, so logging never synchronises the device."""
+"""Logs and checks of finished steps. Results are read `lag` steps late, so that logging never waits for the device."""
 
 from collections import deque
 
@@ -49,13 +49,13 @@ class StepLogger:
     def _process_results(self, *, num_left: int) -> None:
         while len(self._pending) > num_left:
             result, self._cursor = self._pending.popleft()
-            reduced = result.reduced
-            reduced.check_counts()
-            self._update.refuse_empty_batch(step=result.step, loss=reduced.loss, counts=reduced.counts)
+            totals = result.totals
+            totals.check_counts()
+            self._update.refuse_empty_batch(step=result.step, loss=totals.loss, counts=totals.counts)
             if self.last_result is None:
                 refuse_unknown_metrics(self._setup.job, terms=result.terms)
             self.last_result = result
-            self.is_stop_requested = self.is_stop_requested or reduced.stop
+            self.is_stop_requested = self.is_stop_requested or totals.stop
             self._count_tokens(result)
             if result.step % self._setup.settings.log.every == 0 or result.step == 1:
                 self._log(result)
@@ -69,7 +69,7 @@ class StepLogger:
         clock.communication_seconds += result.communication_seconds
 
     def _count_tokens(self, result: StepResult) -> None:
-        tokens = max(result.reduced.counts.values(), default=0.0)
+        tokens = max(result.totals.counts.values(), default=0.0)
         self._tokens_since_log += tokens
         self._samples_since_log += result.samples
         self._progress.tokens += tokens
@@ -111,9 +111,9 @@ class StepLogger:
         """Emit the warnings of this step."""
         unused_note = unused_parameters_note(self._setup.named_parameters) if is_first_step else ""
         replica = self._setup.step.replica
-        mean_loss_note = replica.contract.note if is_first_step else ""
-        notes = [*filter(None, (unused_note, mean_loss_note)), *replica.buffers.new_notes()]
-        for note in [*notes, *(note for tape in replica.state_recorders for note in tape.new_notes())]:
+        loss_note = replica.contract.note if is_first_step else ""
+        notes = [*filter(None, (unused_note, loss_note)), *replica.buffers.new_notes()]
+        for note in [*notes, *(note for recorder in replica.state_recorders for note in recorder.new_notes())]:
             self._event_bus.emit(Note(text=note, level="warning"))
 
     def _epoch(self, cursor: Cursor) -> float:

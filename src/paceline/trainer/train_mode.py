@@ -1,4 +1,4 @@
-"""Training mode from the first step on, as in a loop that calls `model.train()`."""
+"""Set a model to training mode before the first step, as a loop does that calls `model.train()`."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def set_train_mode(models: Sequence[nn.Module]) -> list[str]:
-    """Call `train()` on each copy of a model, and return a warning about parts that `model=` had put into eval mode."""
+    """Call `train()` on each copy of a model, and return a warning about a module that `model=` put into eval mode."""
     first_model = models[0]
     eval_modules = [
         name for name, module in first_model.named_modules() if first_model.training and not module.training

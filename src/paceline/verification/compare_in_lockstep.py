@@ -171,7 +171,7 @@ class LockstepComparison:
     def _check_counts(self, result: StepResult) -> None:
         """Report counts that `train` refuses, since they explain the gradient; every rank has the same counts."""
         try:
-            result.reduced.check_counts()
+            result.totals.check_counts()
         except JobError as error:
             self.rung_result.record_difference(
                 step=self._setup.step.steps_done + 1, parameter="(count)", cause=error.what.rstrip(".")

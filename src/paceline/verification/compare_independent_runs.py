@@ -14,9 +14,9 @@ from paceline.console.formatting import plural
 from paceline.data.dataset_properties import sample_checksums
 from paceline.data.order.cursor import Cursor
 from paceline.data.stream.iterable_loader import checksum
-from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
+from paceline.step.local_sgd.site_synchronizer import SiteSynchronizer
 from paceline.trainer.diagnostics.replica_check import averaged_names, find_replica_mismatch
-from paceline.trainer.local_sgd_state import get_sites
+from paceline.trainer.local_sgd_state import get_site_synchronizer
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.verification.compare_evaluation import evaluate_layout, judge_evaluation
 from paceline.verification.compare_in_lockstep import ReportProgress, build_layout_loader, unchanged_weights_note
@@ -268,7 +268,7 @@ def _named_buffers(reference: Reference) -> dict[str, Tensor]:
 
 def gather_layout_buffers(setup: TrainingSetup) -> dict[str, Tensor]:
     """Gather the layout's full buffers; none for local SGD, where each site has its own."""
-    if get_sites(setup) is not None:
+    if get_site_synchronizer(setup) is not None:
         return {}
     sharded = setup.weights
     names = [name for name in sharded.names if name not in sharded.parameter_names]
@@ -282,7 +282,7 @@ def gather_layout_weights(setup: TrainingSetup) -> dict[str, Tensor]:
         name: local.tensor for name, local in sharded.local_tensors.items() if name in sharded.parameter_names
     }
     gathered = {name: sharded.gather_full_tensor(name, tensor) for name, tensor in local_weights.items()}
-    sites = get_sites(setup)
+    sites = get_site_synchronizer(setup)
     if sites is not None:
         return _gather_site_weights(gathered, setup, sites)
     if ema is not None:
@@ -296,7 +296,7 @@ def gather_layout_weights(setup: TrainingSetup) -> dict[str, Tensor]:
 
 
 def _gather_site_weights(
-    local_weights: Mapping[str, Tensor], setup: TrainingSetup, sites: FragmentSchedule
+    local_weights: Mapping[str, Tensor], setup: TrainingSetup, sites: SiteSynchronizer
 ) -> dict[str, Tensor]:
     """Gather every site's weights, and the synchronized weights."""
     gathered: dict[str, Tensor] = {}

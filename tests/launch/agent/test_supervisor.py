@@ -17,7 +17,7 @@ from paceline.launch.agent.shared_status import (
     write_failure_text,
     write_stop,
 )
-from paceline.launch.agent.supervisor import Agent
+from paceline.launch.agent.supervisor import Supervisor
 from paceline.launch.failures.failure_record import Failure
 from paceline.launch.failures.stack_dumps import has_signal_handler
 
@@ -42,7 +42,7 @@ def end(pid, rank):
 def attempt(folder: Path, text: str, *, ranks: int = 2, saves: bool = True) -> tuple[int, Failure | None]:
     """Run a starter of which `text` is the rest; nothing has torch."""
     command = [sys.executable, "-c", FORKSERVER + text]
-    agent = Agent(command=command, environ=dict(os.environ), folder=folder, ranks=ranks, saves_checkpoints=saves)
+    agent = Supervisor(command=command, environ=dict(os.environ), folder=folder, ranks=ranks, saves_checkpoints=saves)
     return agent.run(lambda: None)
 
 

@@ -68,7 +68,7 @@ def one(word: str, world: World) -> dict[str, Any]:
     for n, p in model.named_parameters():
         if p.device.type != "meta":
             p.register_post_accumulate_grad_hook(lambda _, n=n: fired.update({n: fired.get(n, 0) + 1}))
-    pipeline = Pipeline(program, world=world, splits="whole" not in options)
+    pipeline = Pipeline(program, world=world, splits_backward="whole" not in options)
     pipeline.run(work)
     sum_tied_gradients_over_stages(model, split=cut, rank_of_stage=program.rank_of_stage, world=world)
     own = {n for stage in stages.owned_stages for n in cut.stages[stage].parameters}

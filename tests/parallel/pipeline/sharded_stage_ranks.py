@@ -61,7 +61,7 @@ def one(word: str, mesh: Any, world: World) -> dict[str, Any]:
         run_model=lambda j: case.loss(model, index(j)),
         before_forward=lambda j: streams.enter(step=0, microbatch=index(j)),
     )
-    pipeline = Pipeline(program, world=world, splits="fsdp" not in how)
+    pipeline = Pipeline(program, world=world, splits_backward="fsdp" not in how)
     for _ in range(2):
         model.zero_grad()
         pipeline.run(work)

@@ -418,7 +418,7 @@ def test_the_weights_of_earlier_updates_stand_under_their_own_number(step: int) 
     model = nn.Linear(2, 1, bias=False)
     stash = PipeDreamStep.__new__(PipeDreamStep)
     stash._version_rule, stash._stage = VersionRule(stages=3, rule=Rule.NEWEST), 0
-    stash.versions = WeightVersions(model, named=trainable_parameters(model), is_direct=False)
+    stash.versions = WeightVersions(model, named_parameters=trainable_parameters(model), is_direct=False)
     kept = {ago: {"weight": torch.full((1, 2), float(step - ago))} for ago in (1, 2)}
     with torch.no_grad():
         model.weight.fill_(float(step))

@@ -50,7 +50,7 @@ def test_the_microbatch_whose_loss_is_not_finite_is_named_with_its_rank(
 def blamed(gather: Callable[[Any], Any], **about: bool) -> tuple[str, tuple[int, ...]]:
     """The place and the ranks of a NaN in microbatch 2, as rank 1 of 2 names them."""
     error = NonFiniteError("step 1: loss is nan.")
-    error.broken = ((1, "loss"),)
+    error.nonfinite_terms = ((1, "loss"),)
     micro = [SimpleNamespace(index=1, data=torch.zeros(2, 3), indices=[2, 3])]
     given: Any = SimpleNamespace(micro=micro, num_micro=2)
     world: Any = SimpleNamespace(rank=1, world_size=2, gather_json=gather)
@@ -73,7 +73,7 @@ def test_the_terms_that_are_not_finite_are_told_with_their_microbatches() -> Non
         totals = {"main": 1.0, "aux": float("inf") if index in (1, 4) else 2.0}
         reduction.store_terms(index, {name: (torch.tensor(value), 2.0) for name, value in totals.items()})
     reduction.start()
-    broken = reduction.reduced().nonfinite_terms
+    broken = reduction.wait_for_totals().nonfinite_terms
     assert broken == ((1, "aux"), (4, "aux"))
     held = {0: [0, 2, 4], 1: [1, 3]}
     assert (
@@ -93,7 +93,7 @@ def test_finite_inputs_are_not_accused_and_no_parameter_is_named_where_none_is_b
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     update = OptimizerUpdate(
-        named_parameters=trainable_parameters(model), optimizers=[torch.optim.SGD(model.parameters(), lr=50.0)], schedules=[], scaler=None,
+        named_parameters=trainable_parameters(model), optimizers=[torch.optim.SGD(model.parameters(), lr=50.0)], lr_schedulers=[], scaler=None,
         max_grad_norm=None, check_finite=True, skip_nonfinite=False, ema=None,
     )  # fmt: skip
     said = str(update.nonfinite_error(step=3, loss=float("inf")))

@@ -14,11 +14,11 @@ IN_PARTS = [
 from paceline.parallel.data_parallel.reducer import BucketReducer
 _before = BucketReducer.before_backward
 
-def before_backward(self, *, last, counts=True):
+def before_backward(self, *, last, has_samples=True):
     if last:
         for member in self._named_parameters:
             member.parameter.grad = None
-    _before(self, last=last, counts=counts)
+    _before(self, last=last, has_samples=has_samples)
 
 BucketReducer.before_backward = before_backward
 """,
@@ -254,7 +254,7 @@ _make = built.make_update
 def make_update(job, settings, plan, model, placed, rules, *, world):
     made, given = _make(job, settings, plan, model, placed, rules, world=world)
     if world.world_size > 1 and world.rank == 2:
-        made.schedules = made.schedules * 2
+        made.lr_schedulers = made.lr_schedulers * 2
     return made, given
 
 built.make_update = make_update

@@ -236,8 +236,8 @@ def run_stand_ins(self, step_batch, microbatches, num_missing, totals, *, step, 
         return _run(self, step_batch, microbatches, num_missing, totals, step=step, stop=stop)
     stand_in = self._stand_ins.load_stand_in(step_batch, microbatches)
     terms = passes.forward(self._replica, stand_in, step=step, index=step_batch.num_micro, num_samples=1)
-    totals = totals or self._reporter.new_totals(step_batch, terms, stop=stop)
-    self._reporter.start_reduction(totals)
+    totals = totals or self._totals_builder.new_reduction(step_batch, terms, stop=stop)
+    self._totals_builder.start_reduction(totals)
     passes.backward(self._replica, torch.stack([t for t, _ in terms.values()]).sum(), last=True)
     return totals
 
@@ -284,7 +284,7 @@ _make = built.make_update
 def make_update(job, settings, plan, model, placed, rules, *, world):
     made, given = _make(job, settings, plan, model, placed, rules, world=world)
     take = made._step_optimizers
-    mine = next((m.parameter for m in placed.named if m.name == "blocks.3.down.weight"), None)
+    mine = next((m.parameter for m in placed.named_parameters if m.name == "blocks.3.down.weight"), None)
 
     def stale():
         kept = mine.detach().clone()

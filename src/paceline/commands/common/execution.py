@@ -54,7 +54,7 @@ from paceline.plugins import resolve
 from paceline.reporting.sinks.log_tail import LogTail
 from paceline.reporting.sinks.sink_registry import check_names
 from paceline.run_folder.run_folder import RunFolder, choose_run, new_run, number_run
-from paceline.user_code import hide_own_frames
+from paceline.user_code import hide_paceline_frames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,7 +345,7 @@ def failure_result(outcome: CommandOutcome) -> CommandOutcome:
     failure, scope = report_failure(outcome.error)
     text = failure_sentence(failure, scope)
     if scope.prints_all and not failure.said and not is_echo(failure):
-        hide_own_frames(outcome.error)
+        hide_paceline_frames(outcome.error)
         text = "".join(format_exception(outcome.error)) + text
     lines = [text] if scope.prints_all or scope.prints_line else []
     is_only_echo = scope.is_already_reported and is_echo(failure)  # only a checkpoint shows that resuming helps

@@ -13,8 +13,8 @@ _MAX_FILES = 65536
 _GROUP_END_SECONDS = 30.0
 
 
-def start_cleanup_process(agent_pid: int, *, scratch: str = "") -> None:
-    """Fork a process that waits until `agent` or this process has ended, and then kills this process group.
+def start_cleanup_process(supervisor_pid: int, *, scratch: str = "") -> None:
+    """Fork a process that waits until the supervisor or this process has ended, and then kills this process group.
 
     Ranks die with this process. Other processes that the job started with `Popen`, `os.fork` or multiprocessing are in
     the same process group and would keep running. `scratch`, a folder of the group, is removed too. Nothing is forked
@@ -25,20 +25,20 @@ def start_cleanup_process(agent_pid: int, *, scratch: str = "") -> None:
         return
     if os.fork() == 0:
         try:
-            _wait_and_kill_group(agent_pid, leader_pid)
+            _wait_and_kill_group(supervisor_pid, leader_pid)
             _remove_scratch_folder(scratch, leader_pid)
         finally:
             os._exit(0)
 
 
-def _wait_and_kill_group(agent_pid: int, leader_pid: int) -> None:
+def _wait_and_kill_group(supervisor_pid: int, leader_pid: int) -> None:
     os.setpgid(0, 0)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     os.closerange(0, _MAX_FILES)
     poller = select.poll()
     with suppress(ProcessLookupError):
-        for pid in (agent_pid, leader_pid):
+        for pid in (supervisor_pid, leader_pid):
             poller.register(os.pidfd_open(pid), select.POLLIN)
         poller.poll()
     with suppress(ProcessLookupError, PermissionError):

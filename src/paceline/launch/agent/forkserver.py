@@ -1,7 +1,7 @@
 """The fork server: one fresh, single-threaded process that has torch imported and forks the workers.
 
 The agent starts `python -m paceline.launch.agent.forkserver REQUEST.json PARENT` in a session of its own. It imports
-no user code. It writes `born RANK PID` and `gone RANK STATUS` lines to its standard output, which the agent reads,
+no user code. It writes `born RANK PID` and `gone RANK STATUS` lines to its standard output, which the supervisor reads,
 and exits when all its workers have exited.
 """
 
@@ -122,7 +122,7 @@ def preload_worker(entry: str = "") -> Callable[..., NoReturn]:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Redirect standard output to standard error during imports, so that the agent does not read what a module prints.
+    """Redirect standard output to standard error during imports: the supervisor must not read what a module prints.
 
     A user's file may shadow an imported module.
     """

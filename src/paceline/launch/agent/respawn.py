@@ -48,7 +48,7 @@ class RespawningWorkers:
             self._report(f"gone {rank} {status}")
         elif self._have_servers_succeeded:
             self._report(f"over {rank} {status}")
-        elif status >= 0 or self._server_statuses:  # a server has failed, and the agent may have killed this worker
+        elif status >= 0 or self._server_statuses:  # with a failed server: the supervisor may have killed this worker
             self._report(f"gone {rank} {status}")
         else:
             self._handle_killed_worker(rank, status)

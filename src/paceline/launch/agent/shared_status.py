@@ -1,4 +1,4 @@
-"""The memory that a rank shares with its agent: heartbeats, the failure text, the exit code and a request to stop.
+"""The memory that a rank shares with its supervisor: heartbeats, the failure text, the exit code and a request to stop.
 
 Each rank has a page for its heartbeats. A write takes about a microsecond and never blocks. All ranks have slots in one
 buffer that needs no file, so that a rank can report its failure even if the run's disk is full.
@@ -29,7 +29,7 @@ class Heartbeat:
     loss: float
     phase: str
     silence_timeout: float = 0.0
-    """Seconds without a new beat after which the agent reports this rank as silent; 0 if the rank sets no value."""
+    """Seconds without a new beat after which the supervisor reports this rank as silent; 0 if the rank sets none."""
 
 
 class HeartbeatWriter:

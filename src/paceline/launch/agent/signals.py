@@ -47,8 +47,8 @@ class StopFlag:
     """A flag that says whether this rank was asked to stop.
 
     The job, or a library that it loads, may install handlers for the same signals at any time: `reinstall` puts this
-    flag's handler in front of them, and a signal reaches both. `poll_stop_request` also reads a request of the agent
-    from shared memory, which no handler can block.
+    flag's handler in front of them, and a signal reaches both. `poll_stop_request` also reads a request of the
+    supervisor from shared memory, which no handler can block.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class StopFlag:
 
     @property
     def is_requested(self) -> bool:
-        """Return whether a signal arrived, or the agent asked this rank to stop."""
+        """Return whether a signal arrived, or the supervisor asked this rank to stop."""
         return self.signal is not None or (self._poll_stop_request is not None and self._poll_stop_request())
 
     def install(

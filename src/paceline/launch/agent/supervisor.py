@@ -1,4 +1,4 @@
-"""The agent of one node: starts the workers, forwards signals, and reports which rank failed first."""
+"""The supervisor of one node: it starts the workers, forwards signals, and reports which rank failed first."""
 
 import os
 import selectors
@@ -51,7 +51,7 @@ FORKSERVER_COMMAND = "PACELINE_FORKSERVER_COMMAND"
 
 @dataclass
 class AttemptState:
-    """The state of one attempt's workers as the agent sees it."""
+    """The state of one attempt's workers as the supervisor sees it."""
 
     folder: Path
     ranks: int
@@ -62,12 +62,12 @@ class AttemptState:
     kill_time: float | None = None
 
     @property
-    def was_killed_by_agent(self) -> bool:
-        """Return whether the agent killed the workers."""
+    def was_killed_by_supervisor(self) -> bool:
+        """Return whether the supervisor killed the workers."""
         return self.kill_time is not None
 
 
-class Agent:
+class Supervisor:
     """The supervisor that runs one attempt to its end, and then kills every process that is left of it."""
 
     def __init__(
@@ -160,7 +160,7 @@ class Agent:
         kind, rank, pid_or_status = event[0], int(event[1]), int(event[2])
         if kind == "born":
             self._attempt.pids[rank] = pid_or_status
-            if self._attempt.was_killed_by_agent:
+            if self._attempt.was_killed_by_supervisor:
                 self._send(signal.SIGKILL, only_pid=pid_or_status)
             elif self._num_stop_requests:
                 self._ask_to_stop(rank)  # only this rank: the others were asked when the signal arrived
@@ -178,7 +178,7 @@ class Agent:
             self._attempt.statuses[rank] = own_exit_code  # a crash in Python's shutdown after that does not count
             return
         self._attempt.statuses[rank] = pid_or_status
-        if not self._attempt.was_killed_by_agent:
+        if not self._attempt.was_killed_by_supervisor:
             self._attempt.failures.append(self._worker_failure(rank, pid_or_status))
             self._failure_time = self._failure_time or time.monotonic()
 
@@ -198,7 +198,7 @@ class Agent:
 
     def _kill_after_failure(self) -> None:
         """Kill the other ranks, which wait for a dead peer, once they had time to record failures of their own."""
-        if self._failure_time is None or self._attempt.was_killed_by_agent:
+        if self._failure_time is None or self._attempt.was_killed_by_supervisor:
             return
         has_timeout = any(is_timeout(failure) for failure in self._attempt.failures)
         if time.monotonic() - self._failure_time < (_TIMEOUT_RECORD_SECONDS if has_timeout else _RECORD_SECONDS):
@@ -217,7 +217,7 @@ class Agent:
             self._watcher is None
             or self._failure_time is not None
             or self._num_stop_requests
-            or self._attempt.was_killed_by_agent
+            or self._attempt.was_killed_by_supervisor
         ):
             return
         notice, failure = self._watcher.check(self._attempt.pids)
@@ -262,7 +262,7 @@ class Agent:
     def _report_stop_progress(self) -> None:
         """Print the progress of a requested stop, which the signal handler can't do: it may interrupt a print."""
         now = time.monotonic()
-        if not self._num_stop_requests or self._attempt.was_killed_by_agent:
+        if not self._num_stop_requests or self._attempt.was_killed_by_supervisor:
             return
         if self._stop_time is None:
             self._stop_time, self._next_message_time = now, now + _STOP_MESSAGE_SECONDS[0]

@@ -25,8 +25,8 @@ _LOST_CONNECTION_TEXTS = (
 def first_failure(failures: Sequence[Failure]) -> Failure | None:
     """Return the failure that caused the others.
 
-    A lost connection is what other ranks report after the failed rank has exited: it sorts last. The agent notices a
-    signal a moment after it killed a rank, so a signal sorts before an exception unless the exception came well before.
+    A lost connection is what other ranks report after the failed rank has exited: it sorts last. The supervisor notices
+    a signal a moment after it killed a rank, so a signal sorts before an exception, unless that came well before.
     A loss that is not finite stops every rank: a rank that has its microbatch comes first.
     """
     if not failures:

@@ -1,4 +1,4 @@
-"""The agent's watch for ranks that are alive and send no heartbeat, while no rank times out waiting for another."""
+"""The supervisor's watch for live ranks that send no heartbeat, while no rank times out waiting for another."""
 
 import time
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ DEFAULT_SECONDS = 600.0
 
 
 class SilenceWatcher:
-    """A watch that adds up, for each rank, the time between the agent's checks in which its heartbeat did not change.
+    """A watch that adds up, for each rank, the time between checks of its heartbeat in which this did not change.
 
-    A clock would also count time in which the whole machine, and the agent with it, was stopped.
+    A clock would also count time in which the whole machine, and the supervisor with it, was stopped.
     """
 
     def __init__(self, folder: Path, *, status_fd: int, seconds: float = DEFAULT_SECONDS) -> None:

@@ -1,7 +1,7 @@
 """Choice of the rank that reports a failure under another launcher: the first failing rank on each machine.
 
-Every rank has an error, and no agent of Paceline reads their output. The launcher is their common parent process, so
-the first failing rank claims the report by creating a file that is named after that process.
+Every rank has an error, and no supervisor of Paceline reads their output. The launcher is their common parent process,
+so the first failing rank claims the report by creating a file that is named after that process.
 """
 
 import json

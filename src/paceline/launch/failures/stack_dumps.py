@@ -1,7 +1,7 @@
 """Stack dumps of silent processes: each rank, and each data worker that it forks, writes its stack on request.
 
 `faulthandler` writes it from a signal handler in C, so that a process in a deadlock or an endless loop answers too. The
-stacks are written behind the ranks' slots of the shared status buffer, in memory that the agent reads.
+stacks are written behind the ranks' slots of the shared status buffer, in memory that the supervisor reads.
 """
 
 import faulthandler

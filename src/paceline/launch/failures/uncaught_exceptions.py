@@ -1,7 +1,7 @@
 """Reports of uncaught exceptions in `pl.Run`, `pl.place` and the verbs as functions.
 
 One rank prints the full report, with lines of the user's code, and the others print at most one line; torchrun's error
-file gets the same text. Paceline's own launcher does not need this: its agent reads each rank's failure record.
+file gets the same text. Paceline's own launcher does not need this: its supervisor reads each rank's failure record.
 """
 
 import io
@@ -24,7 +24,7 @@ from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.hang_detection import is_timeout
 from paceline.launch.failures.single_reporter import ReportScope, claim_report
 from paceline.launch.inherited_environment import attempt_folder, own_environ
-from paceline.user_code import hide_own_frames
+from paceline.user_code import hide_paceline_frames
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _LEFT_BLOCK = "_paceline_left"  # among an error's attributes
@@ -52,7 +52,7 @@ class UncaughtHook:
         if is_python_hook or str(getattr(self._previous_hook, "__module__", "")).startswith(
             "torch."
         ):  # it calls Python's
-            hide_own_frames(error)
+            hide_paceline_frames(error)
         if scope.prints_all and is_python_hook and failure.said:
             print_line(failure_sentence(failure, scope), sys.stderr)
         elif scope.prints_all and not is_echo(failure):
@@ -103,7 +103,7 @@ def _has_left_block(error: BaseException | None) -> bool:
 def install_uncaught_hook() -> UncaughtHook | None:
     """Install the hook in front of the current one, until its `remove` is called.
 
-    Return None if a hook of ours is active already, and in a rank of our own launcher, whose agent reports.
+    Return None if a hook of ours is active already, and in a rank of our own launcher, whose supervisor reports.
     """
     current_hook = sys.excepthook
     if attempt_folder(os.environ) is not None or (isinstance(current_hook, UncaughtHook) and current_hook.is_active):

@@ -72,7 +72,7 @@ class ErrorFeedbackReducer:
         for member in self._named_parameters:
             member.parameter.grad = None
 
-    def before_backward(self, *, last: bool, counts: bool = True) -> None:
+    def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
         """Do nothing; no preparation is needed."""
 
     def after_backward(self) -> None:

@@ -36,7 +36,7 @@ from paceline.parallel.context_parallel.random_ops import (
 from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding, batch_length
 from paceline.parallel.module_access.model_copy import copy_model
 from paceline.parallel.module_access.user_call_isolation import side_effect_free
-from paceline.torch_internals.private_api import add_gradients
+from paceline.torch_internals.private_api import run_backward
 from paceline.torch_internals.pytree import tensor_leaves
 from paceline.torch_internals.rng import cpu_rng_states
 

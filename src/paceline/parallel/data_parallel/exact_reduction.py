@@ -155,7 +155,7 @@ class ExactReducer:
         for member in self._named_parameters:
             member.parameter.grad = None
 
-    def before_backward(self, *, last: bool, counts: bool = True) -> None:
+    def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
         """Enable communication for the last microbatch, whose gradients complete this rank's sums."""
         self._is_last_microbatch = last
 

@@ -27,8 +27,8 @@ class Reducer(Protocol):
     def begin(self) -> None:
         """Clear the gradients of the previous step."""
 
-    def before_backward(self, *, last: bool, counts: bool = True) -> None:
-        """Prepare for a microbatch's backward. `last`: it is the step's last; without `counts` it contributes zeros."""
+    def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
+        """Prepare for a microbatch's backward. `last`: it is the step's last; without samples it contributes zeros."""
 
     def after_backward(self) -> None:
         """Collect gradients after a microbatch's backward."""
@@ -53,7 +53,7 @@ class LocalReducer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def before_backward(self, *, last: bool, counts: bool = True) -> None:
+    def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
         """Do nothing: there is nothing to prepare."""
 
     def after_backward(self) -> None:
@@ -72,7 +72,7 @@ class LocalReducer:
 class Bucket(Protocol):
     """A bucket of gradients that are reduced together, in one or two messages.
 
-    `flags`, which only the model's last bucket has, marks the parameters that got a gradient.
+    `flags` marks the parameters that got a gradient; it is empty or None, except in the model's last bucket.
     """
 
     members: list[NamedParameter]
@@ -200,7 +200,7 @@ class BucketReducer:
         self._is_last_microbatch = False
         self._next_bucket = 0
 
-    def before_backward(self, *, last: bool, counts: bool = True) -> None:
+    def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
         """Enable communication for the last microbatch; before it, gradients only accumulate locally."""
         self._is_last_microbatch = last
 

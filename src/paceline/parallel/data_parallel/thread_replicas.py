@@ -96,7 +96,7 @@ class ThreadReducer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def before_backward(self, *, last: bool, counts: bool = True) -> None:
+    def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
         """Do nothing: there is nothing to prepare."""
 
     def after_backward(self) -> None:

@@ -57,9 +57,9 @@ class TiedReducer:
         """Clear the gradients of the previous step."""
         self._inner.begin()
 
-    def before_backward(self, *, last: bool, counts: bool = True) -> None:
+    def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
         """Prepare the inner reducer for a microbatch's backward."""
-        self._inner.before_backward(last=last, counts=counts)
+        self._inner.before_backward(last=last, has_samples=has_samples)
 
     def after_backward(self) -> None:
         """Collect gradients in the inner reducer."""

@@ -112,7 +112,7 @@ class ScatterReducer:
 
     @property
     def needs_equal_microbatches(self) -> bool:
-        """Return whether a rank without samples must run backward too, with `counts=False`."""
+        """Return whether a rank without samples must run backward too, with `has_samples=False`."""
         return self._shard_world.world_size > 1
 
     def begin(self) -> None:
@@ -125,9 +125,9 @@ class ScatterReducer:
             share.parameter.grad = None
             source.grad = None
 
-    def before_backward(self, *, last: bool, counts: bool = True) -> None:
-        """Prepare for a microbatch's backward; with `counts=False` it contributes zeros."""
-        self._counts = counts
+    def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
+        """Prepare for a microbatch's backward; with `has_samples=False` it contributes zeros."""
+        self._has_samples = has_samples
         self._next_bucket = 0
         for bucket in self._buckets:
             bucket.num_ready, bucket.is_launched = 0, False
@@ -174,7 +174,7 @@ class ScatterReducer:
     def _reset(self) -> None:
         self._num_backwards = 0
         self._next_bucket = 0
-        self._counts = True
+        self._has_samples = True
         self._pending: list[Callable[[], None]] = []
         self._has_microbatch_grad = [False] * len(self._row_shards)
         self._has_grad = [False] * len(self._row_shards)
@@ -190,7 +190,7 @@ class ScatterReducer:
             if bucket.is_launched or self._has_microbatch_grad[member.index]:
                 raise second_gradient_error(member.name)
             self._has_microbatch_grad[member.index] = True
-            if self._counts:
+            if self._has_samples:
                 self._has_grad[member.index] = True
                 self._copy_to_buffer(bucket, position, member, gradient)
             bucket.num_ready += 1

@@ -37,9 +37,9 @@ class RowShardReducer:
         for row_shard in self._row_shards:
             row_shard.parameter.grad = None
 
-    def before_backward(self, *, last: bool, counts: bool = True) -> None:
-        """Prepare the inner reducer. `counts` is ignored: a microbatch that does not count adds zeros."""
-        del counts
+    def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
+        """Prepare the inner reducer. `has_samples` is ignored: a microbatch without samples adds zeros."""
+        del has_samples
         self._inner.before_backward(last=last)
 
     def after_backward(self) -> None:

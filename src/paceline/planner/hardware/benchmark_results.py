@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from math import log
 from typing import Any
 
-from paceline.bytes_sent import SHARES
+from paceline.bytes_sent import SENT_BYTES_PER_BYTE
 from paceline.errors import MachineError
 from paceline.planner.hardware.timing_curve import TimingCurve, read_curve
 
@@ -79,7 +79,7 @@ class CollectiveTimings:
     @property
     def line_rate(self) -> float:
         """The bytes per second that leave a rank in large collectives."""
-        return self.curve.end_rate * SHARES[self.kind](self.ranks)
+        return self.curve.end_rate * SENT_BYTES_PER_BYTE[self.kind](self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.bytes_sent import SHARES
+from paceline.bytes_sent import SENT_BYTES_PER_BYTE
 from paceline.torch_internals.dispatch_modes import DispatchMode, group_size
 
 _NAMES = {
@@ -34,7 +34,7 @@ _INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensor
 class CollectiveTotals:
     """The totals of one kind of collective.
 
-    `payload_bytes` are the bytes of the inputs, `sent_bytes` those that this rank sends (`bytes_sent.SHARES`).
+    `payload_bytes` are the bytes of the inputs, `sent_bytes` those that this rank sends (`SENT_BYTES_PER_BYTE`).
     """
 
     calls: int = 0
@@ -75,9 +75,9 @@ class CommunicationCounter(DispatchMode):
         payload = sum(_tensor_bytes(tensor) for key in _INPUTS for tensor in _tensors(arguments.get(key)))
         totals = self.totals.setdefault(name, CollectiveTotals())
         totals.calls += 1
-        if name in SHARES:
+        if name in SENT_BYTES_PER_BYTE:
             totals.payload_bytes += payload
-            totals.sent_bytes += payload * SHARES[name](group_size(group))
+            totals.sent_bytes += payload * SENT_BYTES_PER_BYTE[name](group_size(group))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -12,8 +12,8 @@ from paceline.job import Job
 from paceline.parallel.data_parallel.module_buffers import POLICIES
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.planner.layout.execution_plan import ExecutionPlan
-from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from paceline.step.local_sgd.local_sgd_step import LocalStep
+from paceline.step.local_sgd.site_synchronizer import SiteSynchronizer
 from paceline.step.pipeline.pipeline_forward_backward import PipelineForwardBackward
 from paceline.step.step_rule import RuleTraits, StepRequest, StepRule
 from paceline.step.synchronous import SynchronousStep
@@ -45,31 +45,33 @@ class LocalSgdRule(StepRule):
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return a site's step, with the outer optimizer that synchronises the sites."""
-        plan, replica, placed, replicas = (
+        plan, replica, placed, site_peers = (
             request.plan,
             request.contexts[0],
             request.parallelized_model,
             request.replica_world,
         )
         forward_backward = (
-            None if placed.pipeline_model is None else PipelineForwardBackward(replica, piped=placed.pipeline_model)
+            None
+            if placed.pipeline_model is None
+            else PipelineForwardBackward(replica, pipeline_model=placed.pipeline_model)
         )
-        fragment_schedule = FragmentSchedule(
+        site_synchronizer = SiteSynchronizer(
             rule=plan.update_rule,
-            named=placed.named_parameters,
-            weights=placed.weights,
-            peers=replace(replicas, traffic=Traffic()),
-            spread=placed.sync_after_update,
+            named_parameters=placed.named_parameters,
+            tensors=placed.weights,
+            peers=replace(site_peers, traffic=Traffic()),
+            sync_after_update=placed.sync_after_update,
             on_write=replica.buffers.begin,
         )
         return LocalStep(
             replica,
-            fragment_schedule=fragment_schedule,
-            first_microbatch=replicas.rank * plan.mesh.dp_shard,
+            site_synchronizer=site_synchronizer,
+            first_microbatch=site_peers.rank * plan.mesh.dp_shard,
             forward_backward=forward_backward,
         )
 
-    def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
+    def identity(self, plan: ExecutionPlan, pipeline_model: PipelineModel | None) -> str:
         """Return the rule and the number of sites."""
         return f"{plan.update_rule} of {plural(plan.mesh.dp_replicate, 'site')}"
 

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from paceline.step.forward_backward import ForwardBackward
-from paceline.step.local_sgd.fragment_schedule import FragmentSchedule
 from paceline.step.local_sgd.message_batching import MessageBatcher
+from paceline.step.local_sgd.site_synchronizer import SiteSynchronizer
 from paceline.step.microbatches import StepBatch
 from paceline.step.replica_context import ReplicaContext
 from paceline.step.step_totals import FINGERPRINT, STOP, StepResult, TotalsReduction
@@ -34,45 +34,45 @@ class LocalStep(SynchronousStep):
         self,
         replica: ReplicaContext,
         *,
-        fragment_schedule: FragmentSchedule,
+        site_synchronizer: SiteSynchronizer,
         first_microbatch: int,
         forward_backward: ForwardBackward | None = None,
     ) -> None:
         super().__init__(replica, forward_backward=forward_backward)
-        self.fragment_schedule = fragment_schedule
+        self.site_synchronizer = site_synchronizer
         self._first_microbatch = first_microbatch
-        self._batcher = MessageBatcher(fragment_schedule.peers, max_vectors=_STEPS_PER_MESSAGE)
+        self._batcher = MessageBatcher(site_synchronizer.peers, max_vectors=_STEPS_PER_MESSAGE)
         self._names: tuple[str, ...] | None = None
 
     def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Run this site's own update, then send and apply the fragments that are due."""
         result = super().run(step_batch, stop=stop) if step_batch.num_micro > self._first_microbatch else None
         if result is not None:
-            result.reduced.check_counts()
+            result.totals.check_counts()
         if self._names is None:
-            names_by_rank = self.fragment_schedule.peers.gather_json(None if result is None else result.totals.names)
-            self._names = tuple(next(names for names in names_by_rank if names))
+            names_by_rank = self.site_synchronizer.peers.gather_json(None if result is None else result.reduction.names)
+            self._names = tuple(next(names for names in names_by_rank if names))  # of the first site with samples
         result = result or self._run_without_samples(step_batch, stop=stop)
-        result = replace(result, totals=result.totals.reduce_over_sites(self._batcher))
+        result = replace(result, reduction=result.reduction.reduce_over_sites(self._batcher))
         start_time = time.perf_counter()
-        self.fragment_schedule.synchronize_due(self.steps_done)
+        self.site_synchronizer.synchronize_due(self.steps_done)
         result.communication_seconds += time.perf_counter() - start_time
         return result
 
     def _commit_update(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
         """Update with the loss terms that have a target in this site's samples; without any target, make no update.
 
-        A batch without any target is an error, which is detected in the totals that are reduced over all sites.
+        If no site has a target, that is an error. The totals of all sites show it.
         """
-        site_totals = result.reduced
-        if all(site_totals.counts.values()):
+        totals = result.totals
+        if all(totals.counts.values()):
             super()._commit_update(result, loss, counts)
-        elif any(site_totals.counts.values()):
+        elif any(totals.counts.values()):
             super()._commit_update(
-                result, math.fsum(site_totals.terms[name] for name, count in site_totals.counts.items() if count), None
+                result, math.fsum(totals.terms[name] for name, count in totals.counts.items() if count), None
             )
         else:
-            self.replica.update.step_schedules()
+            self.replica.update.step_lr_schedulers()
             self.steps_done += 1
 
     def flush_reports(self) -> None:
@@ -82,41 +82,41 @@ class LocalStep(SynchronousStep):
     @property
     def sent_bytes(self) -> float:
         """The bytes sent to other sites only."""
-        return self.fragment_schedule.communication_cost["sent_bytes"]
+        return self.site_synchronizer.communication_cost["sent_bytes"]
 
     def finish_pending(self) -> None:
         """Wait until no all-reduce between sites is in flight."""
-        self.fragment_schedule.wait_for_all()
+        self.site_synchronizer.wait_for_all()
 
     def synchronised_weights(self) -> AbstractContextManager[dict[str, Tensor]]:
         """Return a context in which the model has the mean of the sites' weights; it yields the site's own weights."""
-        return self.fragment_schedule.mean_weights()
+        return self.site_synchronizer.mean_weights()
 
     def collect_staleness(self) -> Sequence[Mapping[str, Any]]:
         """Return the cost of synchronisation for this rank: bytes sent and seconds waited."""
         world = self.replica.world
-        site_name = f"site {self.fragment_schedule.site_index}" + (
+        site_name = f"site {self.site_synchronizer.site_index}" + (
             f", its rank {world.rank}" if world.world_size > 1 else ""
         )
-        return [{"who": site_name, "late": [], **self.fragment_schedule.communication_cost}]
+        return [{"who": site_name, "late": [], **self.site_synchronizer.communication_cost}]
 
     def _run_without_samples(self, step_batch: StepBatch, *, stop: bool) -> StepResult:
         """Return the result of a short batch that has no samples for this site."""
-        self.replica.update.step_schedules()
-        totals = TotalsReduction(
+        self.replica.update.step_lr_schedulers()
+        reduction = TotalsReduction(
             world=self.replica.world,
             names=self._names or (),
             num_micro=step_batch.num_micro,
             on_empty=self.replica.update.on_empty,
         )
-        totals.set_flag(STOP, float(stop))
-        totals.set_flag(FINGERPRINT, float(step_batch.fingerprint))
-        totals.start()
+        reduction.set_flag(STOP, float(stop))
+        reduction.set_flag(FINGERPRINT, float(step_batch.fingerprint))
+        reduction.start()
         self.steps_done += 1
         return StepResult(
             step=self.steps_done,
             samples=step_batch.num_samples,
-            totals=totals,
+            reduction=reduction,
             async_grad_norm=None,
             compute_seconds=0.0,
             communication_seconds=0.0,

@@ -9,7 +9,10 @@ from paceline.comm.process_group import World
 
 
 class MessageBatcher:
-    """A batcher that sums up to `max_vectors` vectors over `peers` in one all-reduce. All peers add in equal order."""
+    """A batcher that sums up to `max_vectors` vectors over `peers` in one all-reduce.
+
+    All peers add their vectors in the same order.
+    """
 
     def __init__(self, peers: World, *, max_vectors: int) -> None:
         self.peers = peers

@@ -72,7 +72,7 @@ class Fragment:
         if self.synchronized:
             pairs = zip(self.synchronized, self.weights, strict=True)
             self._pending_gradient = _flatten(
-                [agreed.detach() - averaging_dtype_tensor(live) for agreed, live in pairs]
+                [synchronized.detach() - averaging_dtype_tensor(current) for synchronized, current in pairs]
             )
             self._wait = self._sites.peers.start_all_reduce(self._pending_gradient)
 
@@ -97,41 +97,47 @@ class Fragment:
     def _update_weights(self) -> None:
         local_fraction = self._rule.mix if self._rule.delay else 0.0
         with torch.no_grad():
-            for live, agreed in zip(self.weights, self.synchronized, strict=True):
-                copy_into(
-                    live,
-                    (averaging_dtype_tensor(live) * local_fraction + agreed * (1.0 - local_fraction))
+            for current, synchronized in zip(self.weights, self.synchronized, strict=True):
+                mixed = (
+                    averaging_dtype_tensor(current) * local_fraction + synchronized * (1.0 - local_fraction)
                     if local_fraction
-                    else agreed,
+                    else synchronized
                 )
+                copy_into(current, mixed)
 
     def saved_state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield the state that is equal on all sites, as (kind, FQN, this rank's part)."""
+        """Yield the state that is equal on all sites, as (kind, FQN, this rank's shard).
+
+        The kinds are keys of checkpoints: "agreed" are the synchronised weights, "coming" is the pseudo-gradient that
+        was sent and is not applied yet.
+        """
         self.wait()
-        pending_parts = [] if self._pending_gradient is None else _split_like(self._pending_gradient, self.synchronized)
+        pending_gradients = (
+            [] if self._pending_gradient is None else _split_like(self._pending_gradient, self.synchronized)
+        )
         for position, (member, parameter) in enumerate(zip(self.members, self.synchronized, strict=True)):
             yield "agreed", member.name, parameter.detach()
             momentum = None if self._optimizer is None else self._optimizer.state[parameter].get("momentum_buffer")
             if momentum is not None:
                 yield "momentum", member.name, momentum
-            if pending_parts:
-                yield "coming", member.name, pending_parts[position]
+            if pending_gradients:
+                yield "coming", member.name, pending_gradients[position]
 
     def restore(self, find: Callable[[str, str], Tensor | None], *, due_step: int | None) -> None:
         """Restore the saved state; `find(kind, name)` returns None for state that was not saved."""
         self.reset()
-        pending_parts: list[Tensor] = []
+        pending_gradients: list[Tensor] = []
         for member, parameter in zip(self.members, self.synchronized, strict=True):
-            saved = {what: find(what, member.name) for what in ("agreed", "momentum", "coming")}
+            saved = {kind: find(kind, member.name) for kind in ("agreed", "momentum", "coming")}
             with torch.no_grad():
                 parameter.copy_(parameter if saved["agreed"] is None else saved["agreed"])
             if saved["momentum"] is not None and self._optimizer is not None:
                 self._optimizer.state[parameter]["momentum_buffer"] = saved["momentum"].to(parameter.device)
             pending = saved["coming"]
-            pending_parts.append(torch.zeros_like(parameter) if pending is None else pending.to(parameter.device))
+            pending_gradients.append(torch.zeros_like(parameter) if pending is None else pending.to(parameter.device))
         self.due_step = due_step
-        if pending_parts and due_step is not None:
-            self._pending_gradient = _flatten(pending_parts)
+        if pending_gradients and due_step is not None:
+            self._pending_gradient = _flatten(pending_gradients)
 
 
 def averaging_dtype_tensor(tensor: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ loss. The usual all-reduce then sums the gradients; no gradient is sent to anoth
 
 Values other than tensors (texts, names, arrays) are joined too if they are a column: a list with one entry per sample.
 All other values must be the same on every replica; otherwise the replicas would compute different losses. A list as
-long as the number of samples may be either. In the first batch it is a column if the replicas' lists differ, and it
-stays one for the whole run.
+long as the number of samples may be a column or such a value. The first batch decides for the whole run: it is a
+column if the replicas' lists differ.
 """
 
 from dataclasses import dataclass, field
@@ -32,12 +32,12 @@ def gather_rows(
     """Join output and batch over replicas in rank order: the rows of every tensor, and every column.
 
     Every replica calls this. A replica without samples passes None twice and gets None. A tensor without dimensions,
-    such as a temperature, is shared: its gradient is divided by the number of replicas that have samples. `columns`
-    stores, from batch to batch, which paths are columns.
+    such as a temperature, is shared: its gradient is divided by the number of replicas that have samples.
+    `known_columns` stores, from batch to batch, which paths are columns.
 
     Raises:
-        JobError: a tensor's first dimension is not the samples, or a value cannot be joined and is not the same on
-            every replica.
+        JobError: a tensor's first dimension is not the number of samples, or a value cannot be joined and is not the
+            same on every replica.
     """
     columns_by_path = {} if known_columns is None else known_columns
     local_parts = (
@@ -48,20 +48,21 @@ def gather_rows(
     parts_by_rank: list[dict[str, Any] | None] = world.gather_json(
         None if local_parts is None else local_parts.as_json()
     )
-    with_samples = [each for each in parts_by_rank if each is not None]
-    _refuse_wrong_length(with_samples)
-    _refuse_different_types(with_samples)
-    _refuse_different_values(with_samples)
-    _decide_columns(with_samples, columns_by_path)
+    parts_of_replicas = [parts for parts in parts_by_rank if parts is not None]  # the replicas with samples
+    _refuse_wrong_length(parts_of_replicas)
+    _refuse_different_types(parts_of_replicas)
+    _refuse_different_values(parts_of_replicas)
+    _decide_columns(parts_of_replicas, columns_by_path)
     local_tensors = [] if local_parts is None else local_parts.tensors
     joined = []
-    for position, (shape, dtype_name) in enumerate(with_samples[0]["tensors"]):
+    for position, (shape, dtype_name) in enumerate(parts_of_replicas[0]["tensors"]):
         tensor = local_tensors[position] if local_tensors else None
         if not shape:
-            joined.append(tensor if tensor is None else share_gradient(tensor, num_replicas=len(with_samples)))
+            joined.append(tensor if tensor is None else share_gradient(tensor, num_replicas=len(parts_of_replicas)))
             continue
-        rows = [0 if each is None else each["tensors"][position][0][0] for each in parts_by_rank]
-        joined.append(_join_rows(tensor, rows, shape[1:], getattr(torch, dtype_name.removeprefix("torch.")), world))
+        num_rows_by_rank = [0 if parts is None else parts["tensors"][position][0][0] for parts in parts_by_rank]
+        dtype = getattr(torch, dtype_name.removeprefix("torch."))
+        joined.append(_join_rows(tensor, num_rows_by_rank, shape[1:], dtype, world))
     if local_parts is None:
         return None
     joined_lists = [
@@ -73,7 +74,7 @@ def gather_rows(
 
 @dataclass(kw_only=True)
 class _BatchParts:
-    """The output and batch of one replica: tensors, columns by path, and checksums of all other values by path.
+    """The output and batch of one replica: tensors, columns by path, and in `fixed` the checksums of all other values.
 
     `columns_by_path` says which paths are columns, as decided in earlier batches.
     """
@@ -152,7 +153,7 @@ class _BatchParts:
 
 
 def share_gradient(tensor: Tensor, *, num_replicas: int) -> Tensor:
-    """Return the same value with its gradient divided by `num_replicas`, since each of them adds this gradient."""
+    """Return the same value with its gradient divided by `num_replicas`, since each replica adds this gradient."""
     return tensor.detach() + (tensor - tensor.detach()) / num_replicas if tensor.requires_grad else tensor
 
 
@@ -162,12 +163,12 @@ def mean_terms(terms: Terms) -> Tensor:
 
 
 def _join_rows(
-    local_rows: Tensor | None, rows: list[int], row_shape: list[int], dtype: torch.dtype, world: World
+    local_rows: Tensor | None, num_rows_by_rank: list[int], row_shape: list[int], dtype: torch.dtype, world: World
 ) -> Tensor | None:
     """Join rows by an all-reduce of zero-padded tensors, which is exact and includes replicas without rows."""
-    start = sum(rows[: world.rank])
+    start = sum(num_rows_by_rank[: world.rank])
     sent_dtype = torch.uint8 if dtype is torch.bool else dtype
-    all_rows = torch.zeros([sum(rows), *row_shape], dtype=sent_dtype, device=world.device)
+    all_rows = torch.zeros([sum(num_rows_by_rank), *row_shape], dtype=sent_dtype, device=world.device)
     if local_rows is not None:
         all_rows[start : start + len(local_rows)] = local_rows.detach().to(sent_dtype)
     all_rows = world.all_reduce(all_rows).to(dtype)
@@ -176,8 +177,8 @@ def _join_rows(
     return torch.cat([all_rows[:start], local_rows, all_rows[start + len(local_rows) :]])
 
 
-def _refuse_wrong_length(with_samples: list[dict[str, Any]]) -> None:
-    for parts in with_samples:
+def _refuse_wrong_length(parts_of_replicas: list[dict[str, Any]]) -> None:
+    for parts in parts_of_replicas:
         wrong_shape = next((shape for shape, _ in parts["tensors"] if shape and shape[0] != parts["samples"]), None)
         if wrong_shape is not None:
             raise JobError(
@@ -187,9 +188,11 @@ def _refuse_wrong_length(with_samples: list[dict[str, Any]]) -> None:
             )
 
 
-def _refuse_different_types(with_samples: list[dict[str, Any]]) -> None:
-    kinds = {repr([(shape[1:], bool(shape), kind) for shape, kind in told["tensors"]]) for told in with_samples}
-    if len(kinds) > 1:
+def _refuse_different_types(parts_of_replicas: list[dict[str, Any]]) -> None:
+    row_types = {
+        repr([(shape[1:], bool(shape), dtype) for shape, dtype in parts["tensors"]]) for parts in parts_of_replicas
+    }
+    if len(row_types) > 1:
         raise JobError(
             "loss_over=\"batch\": the replicas' outputs or batches differ in shape or type, so they can't be joined.",
             cause="padding to the longest sample of each microbatch",
@@ -197,18 +200,18 @@ def _refuse_different_types(with_samples: list[dict[str, Any]]) -> None:
         )
 
 
-def _decide_columns(with_samples: list[dict[str, Any]], columns_by_path: dict[str, bool]) -> None:
+def _decide_columns(parts_of_replicas: list[dict[str, Any]], columns_by_path: dict[str, bool]) -> None:
     """Decide which paths are columns, in the first batch in which a path occurs.
 
     Raises:
         JobError: all replicas have the same list at a path, which may be a constant or a column.
     """
-    first = with_samples[0]
+    first = parts_of_replicas[0]
     for path, column in first["columns"].items():
         if (
             path not in columns_by_path
-            and len(with_samples) > 1
-            and all(told["columns"][path] == column for told in with_samples)
+            and len(parts_of_replicas) > 1
+            and all(parts["columns"][path] == column for parts in parts_of_replicas)
         ):
             raise JobError(
                 f'loss_over="batch" can\'t tell whether {path} is one value for the whole batch or has one entry per '
@@ -220,10 +223,10 @@ def _decide_columns(with_samples: list[dict[str, Any]], columns_by_path: dict[st
         columns_by_path.setdefault(path, False)
 
 
-def _refuse_different_values(with_samples: list[dict[str, Any]]) -> None:
+def _refuse_different_values(parts_of_replicas: list[dict[str, Any]]) -> None:
     """Raise unless every value that is not a column is the same on every replica."""
-    first = with_samples[0]
-    for parts in with_samples:
+    first = parts_of_replicas[0]
+    for parts in parts_of_replicas:
         names = dict.fromkeys([*first["columns"], *parts["columns"], *first["fixed"], *parts["fixed"]])
         different = [name for name in names if (name in first["columns"]) != (name in parts["columns"])]
         different += [name for name in names if first["fixed"].get(name) != parts["fixed"].get(name)]

@@ -10,7 +10,7 @@ from paceline.errors import JobError
 from paceline.user_code import is_user_file
 
 _TARGETS = ("label", "labels", "target", "targets", "y")
-_FORMS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def batch_mismatch_error(
@@ -50,8 +50,11 @@ def _describe_batch(batch: Any) -> str:
 
 
 def _suggest_arguments(signature: inspect.Signature, batch: Any) -> list[str]:
-    """Return expressions for as many parts of the batch as the forward requires: tensors first, likely targets last."""
-    required = [p for p in signature.parameters.values() if p.kind in _FORMS and p.default is p.empty]
+    """Return expressions for the entries of the batch to pass, one for each required argument of the forward.
+
+    Tensors come first, likely targets last.
+    """
+    required = [p for p in signature.parameters.values() if p.kind in _POSITIONAL_KINDS and p.default is p.empty]
     if isinstance(batch, Mapping):
         parts = sorted(batch, key=lambda key: (key in _TARGETS, not isinstance(batch[key], Tensor)))
         by_name = {p.name: p.name for p in required if p.name in batch}
@@ -60,6 +63,6 @@ def _suggest_arguments(signature: inspect.Signature, batch: Any) -> list[str]:
             f'batch["{key}"]' for p in required if (key := by_name.get(p.name) or next(remaining, None)) is not None
         ]
     if isinstance(batch, tuple | list):
-        positions = sorted(range(len(batch)), key=lambda at: not isinstance(batch[at], Tensor))
+        positions = sorted(range(len(batch)), key=lambda position: not isinstance(batch[position], Tensor))
         return [f"batch[{position}]" for position in positions[: len(required)]]
     return ["batch"]

@@ -1,4 +1,4 @@
-"""A check that parameters that were frozen when the run was built stay frozen, because no optimizer has them."""
+"""A check that parameters stay frozen if they were frozen when the run was built, because no optimizer has them."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from paceline.errors import JobError
 
 
 class FrozenParameters:
-    """The parameters that were frozen when the run was built. More may be frozen later; these may not be unfrozen."""
+    """The parameters that were frozen when the run was built, which may not be unfrozen. Others may be frozen later."""
 
     def __init__(self, model: nn.Module) -> None:
         self._entries = [

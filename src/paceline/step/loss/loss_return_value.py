@@ -26,7 +26,7 @@ COUNT_HINT = "return (loss_sum, how many targets it sums over)"
 
 
 class LossContract:
-    """The loss of one job; each call checks what the user's functions return.
+    """The loss of one job; its methods check what the user's functions return.
 
     `probes_model_loss=False` skips the trial call that tests the model's own loss, for runs on simulated values.
     """
@@ -38,8 +38,8 @@ class LossContract:
         )
         self._accepted_names = _accepted_names(model)
         self._forward = model.forward
-        self._checks_after_forward = FrozenParameters(model).checks
-        self._checks_sum = False
+        self._frozen_parameter_checks = FrozenParameters(model).checks
+        self._is_sum_check_requested = False
         self.note = ""
 
     @property
@@ -58,27 +58,27 @@ class LossContract:
         return self._job.loss is None
 
     def mark_labels_shifted(self) -> None:
-        """Treat labels as already shifted from now on, as they are in slices of the sequence."""
+        """Treat labels as already shifted from now on: context parallelism shifts them before it slices sequences."""
         self._model_loss.stop_probing(are_labels_shifted=True)
 
     def probe_model_loss(self, batch: Any) -> None:
         """Test on one microbatch, before the model is split, whether the model's own loss is a sum or a mean."""
         if self._job.loss is None and isinstance(batch, Mapping):
-            self._model_loss.forward_arguments(
+            self._model_loss.probe_if_untested(
                 {name: value for name, value in batch.items() if name in self._accepted_names}
             )
             self._model_loss.stop_probing()
 
     def request_sum_check(self) -> None:
         """Check on the next microbatch whether the loss is a sum over samples; if it is not, set `note`."""
-        self._checks_sum = self._job.loss is not None and self._job.loss_over != "batch"
+        self._is_sum_check_requested = self._job.loss is not None and self._job.loss_over != "batch"
 
     def run_sum_check(self, output: Any, batch: Any, terms: Terms) -> None:
-        """Run that check on this microbatch, if it was requested."""
-        if self._checks_sum and list(terms) == [SINGLE_TERM]:
+        """Check on this microbatch whether the loss is a sum, if `request_sum_check` was called."""
+        if self._is_sum_check_requested and list(terms) == [SINGLE_TERM]:
             fault = find_loss_fault(self._job.loss, output, batch, terms[SINGLE_TERM])
             self.note = "" if fault is None else _fault_note(fault)
-        self._checks_sum = False
+        self._is_sum_check_requested = False
 
     def counts(self, batch: Any) -> dict[str, Number]:
         """Return the counts of one microbatch, before its forward."""
@@ -95,8 +95,8 @@ class LossContract:
         """
         try:
             return self._output(model, batch)
-        finally:  # a pipeline stage leaves the forward by an exception
-            for check in self._checks_after_forward:
+        finally:  # a pipeline stage ends its part of the forward with an exception
+            for check in self._frozen_parameter_checks:
                 check()
 
     def _output(self, model: nn.Module, batch: Any) -> Any:
@@ -184,7 +184,7 @@ def _to_sum_and_count(name: object, value: Any) -> tuple[Tensor, Number]:
     if _is_swapped(*value):
         raise JobError(
             f"loss term {name!r} is (count, sum), expected (sum, count).",
-            cause="its first part has no gradient, but its second part has one",
+            cause="the first value has no gradient, but the second has one",
             hint="return loss_sum, count",
         )
     return _to_scalar(str(name), value[0]), _to_count(str(name), value[1])
@@ -221,18 +221,18 @@ def _to_count(name: str, value: Any) -> Number:
                 hint="mask.sum()",
             )
         if value.device.type == "cpu":
-            refuse_count(name, float(value))
+            check_count(name, float(value))
         return value.detach() if value.dim() == 0 else value.detach().reshape(())
     number = value if isinstance(value, int | float) else as_number(value)
     if number is None:
         raise JobError(
             f"the count of loss term {name!r} is a {type(value).__name__}, expected a number.", hint=COUNT_HINT
         )
-    return refuse_count(name, float(number))
+    return check_count(name, float(number))
 
 
-def refuse_count(name: str, number: float) -> float:
-    """Return the count of a microbatch.
+def check_count(name: str, number: float) -> float:
+    """Return the count of a microbatch, after a check.
 
     Raises:
         JobError: the count is negative or not finite.
@@ -251,8 +251,8 @@ def _is_torch_loss(loss: Any) -> bool:
 
 def _accepts_argument(model: nn.Module, name: str) -> bool:
     parameters = inspect.signature(model.forward).parameters
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return name in parameters or (open_ended and hasattr(model, "loss_function"))
+    accepts_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return name in parameters or (accepts_any_keyword and hasattr(model, "loss_function"))
 
 
 def _accepted_names(model: nn.Module) -> frozenset[str]:

@@ -2,8 +2,8 @@
 
 For example, `(F.cross_entropy(output, target), len(target))` is divided by the count twice. The probe runs the loss on
 both halves of a microbatch. For a sum, the two results add up to that of the whole microbatch; for a mean, they do so
-only after each is multiplied by its count. A scalar must be the mean over samples: a mean over masked labels, a
-weighted mean or the root of a mean is not.
+only after each is multiplied by its count. If the loss returns only a scalar, this must be the mean over samples: a
+mean over unmasked labels, a weighted mean or the root of a mean is not.
 """
 
 import builtins
@@ -90,27 +90,28 @@ def find_loss_fault(loss: Any, output: Any, batch: Any, result: tuple[Tensor, An
     if not has_no_side_effects(loss):
         return None
     size = output.shape[0] if type(output) is Tensor and output.dim() else 0
-    cuts = slice(0, size // 2), slice(size // 2, size)
-    parts = [(_slice_samples(output, size, part), _slice_samples(batch, size, part)) for part in cuts]
-    if size < 2 or any(cut is None for pair in parts for cut in pair):
+    slices = slice(0, size // 2), slice(size // 2, size)
+    half_arguments = [(_slice_samples(output, size, half), _slice_samples(batch, size, half)) for half in slices]
+    if size < 2 or any(argument is None for arguments in half_arguments for argument in arguments):
         return None
     try:
         with torch.no_grad(), torch.random.fork_rng(_devices(output)):
-            halves = [loss(*pair) for pair in parts]
+            halves = [loss(*arguments) for arguments in half_arguments]
     except Exception:  # the user's code need not accept half a microbatch
         return None
     is_scalar = all(isinstance(half, Tensor) for half in halves)
     if is_scalar:  # the mean over the samples
-        halves = [(half * (cut.stop - cut.start), cut.stop - cut.start) for half, cut in zip(halves, cuts, strict=True)]
+        sizes = [half.stop - half.start for half in slices]
+        halves = [(mean * num_samples, num_samples) for mean, num_samples in zip(halves, sizes, strict=True)]
     pairs = [_as_numbers(result), *map(_as_numbers, halves)]
     numbers = [pair for pair in pairs if pair is not None and pair[1] > 0]
     if len(numbers) < len(pairs) or numbers[1][1] + numbers[2][1] != numbers[0][1]:
         return None
     tolerance = _TOLERANCE if output.dtype in (torch.float32, torch.float64) else _HALF_TOLERANCE
-    return _judge(numbers, is_scalar=is_scalar, tolerance=tolerance)
+    return _classify_fault(numbers, is_scalar=is_scalar, tolerance=tolerance)
 
 
-def _judge(numbers: Sequence[tuple[float, float]], *, is_scalar: bool, tolerance: float) -> LossFault | None:
+def _classify_fault(numbers: Sequence[tuple[float, float]], *, is_scalar: bool, tolerance: float) -> LossFault | None:
     """Return the fault that the `(sum, count)` of a microbatch and of its two halves show, or None."""
     (total, count), (first, first_count), (second, second_count) = numbers
     if not math.isfinite(total) or _is_close(first + second, total, tolerance * (abs(first) + abs(second))):
@@ -119,8 +120,8 @@ def _judge(numbers: Sequence[tuple[float, float]], *, is_scalar: bool, tolerance
         return LossFault(
             kind=NOT_ADDITIVE, full=total / count, halves=(first / first_count, second / second_count), is_scalar=True
         )
-    parts = first * first_count, second * second_count
-    is_mean = _is_close(sum(parts), total * count, tolerance * sum(map(abs, parts)))
+    products = first * first_count, second * second_count
+    is_mean = _is_close(sum(products), total * count, tolerance * sum(map(abs, products)))
     return LossFault(kind=MEAN_WITH_COUNT if is_mean else NOT_ADDITIVE, full=total, halves=(first, second))
 
 
@@ -132,7 +133,9 @@ def has_no_side_effects(function: Any, *, seen: frozenset[int] = frozenset()) ->
     """
     if isinstance(function, partial):
         values = [*function.args, *function.keywords.values()]
-        return has_no_side_effects(function.func, seen=seen) and all(_is_plain(value, seen) for value in values)
+        return has_no_side_effects(function.func, seen=seen) and all(
+            _is_constant_or_pure(value, seen) for value in values
+        )
     if _is_pure_torch(function):
         return True
     if not isinstance(function, FunctionType):
@@ -140,29 +143,30 @@ def has_no_side_effects(function: Any, *, seen: frozenset[int] = frozenset()) ->
     if id(function) in seen:
         return True
     has_out_argument = any("out" in const for const in function.__code__.co_consts if isinstance(const, tuple))
-    if has_out_argument or any(_is_unsafe(function, step) for step in dis.get_instructions(function)):
+    if has_out_argument or any(_is_unsafe(function, instruction) for instruction in dis.get_instructions(function)):
         return False
     seen |= {id(function)}
     captured = [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
     captured += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return all(_is_plain(value, seen) for value in captured) and all(
-        _is_plain_global(name, function, seen) for name in _global_names(function)
+    return all(_is_constant_or_pure(value, seen) for value in captured) and all(
+        _is_pure_global(name, function, seen) for name in _global_names(function)
     )
 
 
 def _global_names(function: FunctionType) -> list[str]:
-    return [str(step.argval) for step in dis.get_instructions(function) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    instructions = dis.get_instructions(function)
+    return [str(each.argval) for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
 
 
-def _is_plain_global(name: str, function: FunctionType, seen: frozenset[int]) -> bool:
+def _is_pure_global(name: str, function: FunctionType, seen: frozenset[int]) -> bool:
     if name in function.__globals__:
-        return _is_plain(function.__globals__[name], seen)
+        return _is_constant_or_pure(function.__globals__[name], seen)
     return getattr(builtins, name, None) in _PURE_BUILTINS
 
 
-def _is_plain(value: Any, seen: frozenset[int]) -> bool:
+def _is_constant_or_pure(value: Any, seen: frozenset[int]) -> bool:
     if isinstance(value, tuple):
-        return all(_is_plain(each, seen) for each in value)
+        return all(_is_constant_or_pure(each, seen) for each in value)
     if isinstance(value, ModuleType):
         return _is_of_torch(value.__name__)
     return isinstance(value, _CONSTANT_TYPES) or has_no_side_effects(value, seen=seen)
@@ -173,21 +177,21 @@ def _is_pure_torch(value: Any) -> bool:
     if isinstance(value, torch.nn.Module):
         is_hooked = value._forward_hooks or value._forward_pre_hooks
         return type(value).__module__ == _TORCH_LOSSES and not is_hooked
-    is_torchs = isinstance(value, BuiltinFunctionType | FunctionType) and _is_of_torch(str(value.__module__))
-    return is_torchs and value.__name__ in _PURE_TORCH_NAMES
+    is_torch_function = isinstance(value, BuiltinFunctionType | FunctionType) and _is_of_torch(str(value.__module__))
+    return is_torch_function and value.__name__ in _PURE_TORCH_NAMES
 
 
 def _is_of_torch(name: str) -> bool:
     return name.partition(".")[0] in ("torch", "math")
 
 
-def _is_unsafe(function: FunctionType, step: dis.Instruction) -> bool:
-    """Return whether this instruction writes to shared state, or uses an attribute that is not in `_TORCH`."""
-    writes_cell = step.opname == "STORE_DEREF" and step.argval in function.__code__.co_freevars
+def _is_unsafe(function: FunctionType, instruction: dis.Instruction) -> bool:
+    """Return whether this instruction writes to shared state, or uses an attribute not in `_PURE_TORCH_NAMES`."""
+    writes_cell = instruction.opname == "STORE_DEREF" and instruction.argval in function.__code__.co_freevars
     return (
-        step.opname in _WRITE_OPCODES
+        instruction.opname in _WRITE_OPCODES
         or writes_cell
-        or (step.opname in _NAME_OPCODES and step.argval not in _PURE_TORCH_NAMES)
+        or (instruction.opname in _NAME_OPCODES and instruction.argval not in _PURE_TORCH_NAMES)
     )
 
 
@@ -206,8 +210,8 @@ def _slice_samples(value: Any, size: int, part: slice) -> Any:
         parts = [_slice_samples(each, size, part) for each in value]
         return None if any(each is None for each in parts) else type(value)(parts)
     if type(value) is dict:
-        found = {name: _slice_samples(each, size, part) for name, each in value.items()}
-        return None if any(each is None for each in found.values()) else found
+        sliced = {name: _slice_samples(each, size, part) for name, each in value.items()}
+        return None if any(each is None for each in sliced.values()) else sliced
     return None
 
 
@@ -222,5 +226,5 @@ def _as_numbers(pair: Any) -> tuple[float, float] | None:
     return None if any(number is None for number in numbers) else (float(numbers[0] or 0), float(numbers[1] or 0))
 
 
-def _is_close(one: float, other: float, allowed: float) -> bool:
-    return abs(one - other) <= allowed
+def _is_close(first: float, second: float, allowed: float) -> bool:
+    return abs(first - second) <= allowed

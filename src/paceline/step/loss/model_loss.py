@@ -32,10 +32,14 @@ class ModelLoss:
         self._is_sum = False
 
     def forward_arguments(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the forward's arguments, with a divisor of 1 if the model's loss then is a sum."""
+        """Return the forward's arguments, with `num_items_in_batch=1` if the model's loss then is a sum."""
+        self.probe_if_untested(batch)
+        return {**batch, DIVISOR: 1} if self._is_sum else dict(batch)
+
+    def probe_if_untested(self, batch: Mapping[str, Any]) -> None:
+        """Test on this batch whether the model's loss is a sum, unless that is known or was tried too often."""
         if self._tries_left and not self._is_sum:
             self._probe(batch)
-        return {**batch, DIVISOR: 1} if self._is_sum else dict(batch)
 
     def stop_probing(self, *, are_labels_shifted: bool = False) -> None:
         """Stop testing and keep the current result. `are_labels_shifted`: labels are shifted before the forward."""

@@ -1,4 +1,4 @@
-"""Search for modules that a loss function captures. They are not part of the model, but every rank runs them."""
+"""A search for the modules that a loss function captures: they are not part of the model, but every rank runs them."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -14,8 +14,8 @@ def find_modules(function: Any) -> list[tuple[str, nn.Module]]:
     """Return the modules that a function reaches by its closure, `self`, arguments or globals, with their names."""
     found: dict[int, tuple[str, nn.Module]] = {}
     for path, module in _modules(function, "loss", 0, set()):
-        for inner, part in module.named_modules():
-            found.setdefault(id(part), (f"{path}.{inner}" if inner else path, part))
+        for name, submodule in module.named_modules():
+            found.setdefault(id(submodule), (f"{path}.{name}" if name else path, submodule))
     return list(found.values())
 
 
@@ -49,7 +49,7 @@ def _walk(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[s
 def _captured_values(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, partial):
         yield "func", value.func
-        yield from ((f"args[{place}]", item) for place, item in enumerate(value.args))
+        yield from ((f"args[{index}]", item) for index, item in enumerate(value.args))
         yield from value.keywords.items()
     elif isinstance(value, MethodType):
         yield "self", value.__self__
@@ -75,4 +75,4 @@ def _captured_values(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _with_indices(values: Any) -> Iterator[tuple[str, Any]]:
     """Yield items with their indices as names."""
-    return ((f"[{place}]", item) for place, item in enumerate(values))
+    return ((f"[{index}]", item) for index, item in enumerate(values))

@@ -1,4 +1,4 @@
-"""The threads that serve workers, one per worker on each server: they transfer data and record leases and pushes."""
+"""The threads of a server, one for each worker: they transfer weights and gradients, and record leases and pushes."""
 
 import threading
 import time
@@ -22,12 +22,12 @@ _CLOSE_SECONDS = 5.0
 
 
 class WorkerConnections:
-    """The connections of one server to its workers. Only the first server (`leads`) leases shares."""
+    """The connections of one server to its workers. Only the first server leases shares."""
 
-    def __init__(self, state: ServerState, *, acceptor: ConnectionAcceptor, leads: bool) -> None:
+    def __init__(self, state: ServerState, *, acceptor: ConnectionAcceptor, is_first_server: bool) -> None:
         self._state = state
         self._acceptor = acceptor
-        self._leads = leads
+        self._is_first_server = is_first_server
         self._threads: list[threading.Thread] = []
 
     def open(self) -> None:
@@ -39,7 +39,7 @@ class WorkerConnections:
         self._acceptor.is_closed = True
         self._state.end_run()
         deadline = time.monotonic() + _CLOSE_SECONDS
-        for thread in self._threads if self._leads else ():
+        for thread in self._threads if self._is_first_server else ():
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _accept_workers(self) -> None:
@@ -52,14 +52,17 @@ class WorkerConnections:
         try:
             connection = self._acceptor.connect(worker)
             self._handshake(connection, worker)
-            self._serve_leases(connection, worker) if self._leads else self._serve_parts(connection)
+            if self._is_first_server:
+                self._serve_leases(connection, worker)
+            else:
+                self._serve_pulls_and_pushes(connection)
             self._state.remove_worker(worker, reason="the run is over")
         except ConnectionLost as error:
-            self._state.remove_worker(worker, reason=self._reason(str(error).lower()))
+            self._state.remove_worker(worker, reason=self._describe_lost_connection(str(error).lower()))
         except Exception as error:
             self._state.store_failure(error)
 
-    def _reason(self, text: str) -> str:
+    def _describe_lost_connection(self, text: str) -> str:
         """Return a short form of gloo's error text."""
         if "timed out" in text or "timeout" in text:
             return f"which has not responded for {self._state.timeout_seconds:g} s"
@@ -94,13 +97,13 @@ class WorkerConnections:
                 "lease": lease.number,
                 "version": lease.version,
                 "number": lease.share.number,
-                "of": lease.share.num_shares,
+                "num_shares": lease.share.num_shares,
             }
             connection.send(ServerMessage(kind=MessageKind.LEASE, fields={**location, **lease_fields}, buffer=buffer))
             state.store_push(lease, self._parse_push(connection.receive()))
         connection.send(ServerMessage(kind=MessageKind.OVER))
 
-    def _serve_parts(self, connection: Connection) -> None:
+    def _serve_pulls_and_pushes(self, connection: Connection) -> None:
         buffer = self._state.weights_buffer()
         while True:
             message = connection.receive()
@@ -124,7 +127,7 @@ class WorkerConnections:
 
 
 def call_unless_closed(call: Callable[[], int | None]) -> int | None:
-    """Return `call()`, or None if the store has closed: it closes at the end of the run, maybe during the call."""
+    """Return `call()`, or None if the store is closed, as it is at the end of the run, maybe during the call."""
     try:
         return call()
     except RuntimeError:

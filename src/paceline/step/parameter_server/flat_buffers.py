@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-_ALIGNED = 64
+_ALIGNMENT = 64
 ABSENT, DENSE = -2, -1
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -20,7 +20,7 @@ class FlatLayout:
         for shape, dtype in self._shapes:
             size = torch.Size(shape).numel() * dtype.itemsize
             self._ranges.append((offset, size))
-            offset += -(-size // _ALIGNED) * _ALIGNED
+            offset += -(-size // _ALIGNMENT) * _ALIGNMENT
         self.num_bytes = offset
 
     def empty_buffer(self) -> Tensor:
@@ -30,8 +30,8 @@ class FlatLayout:
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the tensors as views of a buffer."""
         return [
-            buffer[place : place + size].view(dtype).view(shape)
-            for (place, size), (shape, dtype) in zip(self._ranges, self._shapes, strict=True)
+            buffer[offset : offset + size].view(dtype).view(shape)
+            for (offset, size), (shape, dtype) in zip(self._ranges, self._shapes, strict=True)
         ]
 
     def pack(self, tensors: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:

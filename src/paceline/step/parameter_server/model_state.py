@@ -10,7 +10,7 @@ from paceline.step.parameter_server.state import ServedWeights
 
 
 def served_weights(model: nn.Module, named_parameters: Sequence[NamedParameter]) -> ServedWeights:
-    """Return what a server sends to its workers; `members` are the parameters that its optimizer updates."""
+    """Return what a server sends to its workers; `named_parameters` are those that its optimizer updates."""
     return ServedWeights(
         names=[member.name for member in named_parameters],
         weights=[member.parameter for member in named_parameters],
@@ -27,7 +27,7 @@ def fixed_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def sparse_tables(model: nn.Module) -> dict[str, str]:
-    """Return the trainable embedding tables with sparse gradients, as module name by parameter name."""
+    """Return the modules of the trainable embedding tables with sparse gradients, as module name by parameter name."""
     tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     names = {id(m.weight): name for name, m in tables if m.sparse}
     return {

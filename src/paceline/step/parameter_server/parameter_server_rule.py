@@ -74,15 +74,15 @@ class ParameterServerRule(StepRule):
         """Return True for all ranks after the servers."""
         return rank >= update.servers
 
-    def join(self, plan: ExecutionPlan, *, place: LaunchInfo, timeout_seconds: float) -> World:
+    def join(self, plan: ExecutionPlan, *, launch_info: LaunchInfo, timeout_seconds: float) -> World:
         """Join the other servers, if there are several. Workers connect to the servers' `worker_endpoint`."""
-        servers = plan.update_rule.servers
+        servers, worker_endpoint = plan.update_rule.servers, WorkerEndpoint(place=launch_info)
         if servers == 1:
-            store = open_store(place, timeout_seconds=timeout_seconds)
-            return World(timeout_seconds=timeout_seconds, worker_endpoint=WorkerEndpoint(place=place), store=store)
-        launch_info = replace(place, world_size=servers)
-        world = World.join(place=launch_info, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
-        return replace(world, worker_endpoint=WorkerEndpoint(place=place))
+            store = open_store(launch_info, timeout_seconds=timeout_seconds)
+            return World(timeout_seconds=timeout_seconds, worker_endpoint=worker_endpoint, store=store)
+        servers_info = replace(launch_info, world_size=servers)
+        world = World.join(place=servers_info, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
+        return replace(world, worker_endpoint=worker_endpoint)
 
     def plan_for_group(self, plan: ExecutionPlan, *, world_size: int) -> ExecutionPlan:
         """Return the plan of the servers, each of which owns some of the parameters. A worker keeps its own plan."""
@@ -95,12 +95,12 @@ class ParameterServerRule(StepRule):
         return ServerStep(
             replica,
             rule=plan.update_rule,
-            shares=plan.replicas,
+            num_shares=plan.replicas,
             micro_batch_size=plan.micro_batch_size,
-            spread=request.parallelized_model.sync_after_update,
+            sync_after_update=request.parallelized_model.sync_after_update,
         )
 
-    def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
+    def identity(self, plan: ExecutionPlan, pipeline_model: PipelineModel | None) -> str:
         """Return the rule with one server, since the saved state does not depend on the number of servers."""
         return str(replace(plan.update_rule, servers=1))
 
@@ -121,14 +121,14 @@ def refuse_unsupported_model(replica: ReplicaContext, plan: ExecutionPlan) -> No
                 hint="LayerNorm or GroupNorm instead, or --update sync",
             )
         )
-    tensors = len(trainable_parameters(replica.model))
-    if plan.update_rule.servers > tensors:
+    num_parameters = len(trainable_parameters(replica.model))
+    if plan.update_rule.servers > num_parameters:
         errors.append(
             LayoutError(
                 f"--update {plan.update}: {plan.update_rule.servers} servers, "
-                f"but the model has {plural(tensors, 'parameter')}.",
+                f"but the model has {plural(num_parameters, 'parameter')}.",
                 cause="each parameter is whole on one server",
-                hint=f"--update ps,servers={max(1, tensors)}",
+                hint=f"--update ps,servers={max(1, num_parameters)}",
             )
         )
     raise_all([*errors, *_refuse_sparse_tables(replica)])

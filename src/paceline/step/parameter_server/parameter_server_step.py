@@ -1,4 +1,4 @@
-"""The step of a parameter server (Li et al., OSDI 2014): workers compute, the server holds weights and applies updates.
+"""The step of a parameter server (Li et al., OSDI 2014): workers compute gradients, the server updates the weights.
 
 With a staleness bound of 0, the gradients of a batch's shares are summed and applied as one update, as with `ddp`. With
 a larger bound, each share is one update, applied when it arrives. If this update would make another share in flight
@@ -41,7 +41,7 @@ from paceline.step.step_totals import AsyncScalars, StepResult
 from paceline.step.synchronous import SynchronousStep
 from paceline.torch_internals.private_api import divide_all
 
-_KEPT_BATCHES = 256  # they hold no samples
+_KEPT_BATCHES = 256  # cheap: on a server they hold no samples
 _POLL_SECONDS = 0.5
 _APPLY_DECISION, _WAIT_DECISION, _DONE_DECISION = "apply", "wait", "done"
 
@@ -49,17 +49,23 @@ _APPLY_DECISION, _WAIT_DECISION, _DONE_DECISION = "apply", "wait", "done"
 class ServerStep(SynchronousStep):
     """The parameter server's step. The newest `lag` batches are not complete; their results are read later.
 
-    `spread` sends each server's parameters to all servers. It is called before weights are read.
+    `sync_after_update` sends each server's parameters to all servers. It is called before all weights are read.
     """
 
     def __init__(
-        self, replica: ReplicaContext, *, rule: Rule, shares: int, micro_batch_size: int, spread: Callable[[], None]
+        self,
+        replica: ReplicaContext,
+        *,
+        rule: Rule,
+        num_shares: int,
+        micro_batch_size: int,
+        sync_after_update: Callable[[], None],
     ) -> None:
         super().__init__(replica)
         self.lag = 0
-        self._shares = shares
+        self._max_shares = num_shares
         self._micro_batch_size = micro_batch_size
-        self._spread = spread
+        self._sync_after_update = sync_after_update
         self._is_synchronized = True
         self._leases = Leases(bound=rule.staleness)
         self._local_parameters: list[nn.Parameter] = []
@@ -82,7 +88,7 @@ class ServerStep(SynchronousStep):
         if self._leases.sums_shares:
             self._apply_until(state, until=lambda: not self._open_batches)
         else:
-            self._apply_until(state, until=lambda: self._leases.num_free <= self._shares)
+            self._apply_until(state, until=lambda: self._leases.num_free <= self._max_shares)
         self.lag = len(self._open_batches)
         pushed_batch.result.communication_seconds = self._waited_seconds - waited_before
         pushed_batch.result.compute_seconds = (
@@ -93,12 +99,12 @@ class ServerStep(SynchronousStep):
     def finish_pending(self) -> None:
         """Wait until every leased share is applied.
 
-        The caller may then run a long evaluation, even before the first batch, so the server is opened if necessary: it
-        tells the workers to wait.
+        The caller may then run a long evaluation, even before the first batch. So this opens the server if necessary:
+        an open server tells the workers to wait.
         """
         self._apply_until(self._state or self._open_server(), until=lambda: not self._open_batches)
         if not self._is_synchronized:
-            self._spread()
+            self._sync_after_update()
             self._is_synchronized = True
 
     num_retained_batches = _KEPT_BATCHES
@@ -114,8 +120,8 @@ class ServerStep(SynchronousStep):
             for staleness, count in counts.items():
                 worker_counts[staleness] = worker_counts.get(staleness, 0) + count
         return [
-            {"who": who, "late": [list(pair) for pair in sorted(mine.items())]}
-            for who, mine in sorted(counts_by_worker.items())
+            {"who": worker_name, "late": [list(pair) for pair in sorted(counts.items())]}
+            for worker_name, counts in sorted(counts_by_worker.items())
         ]
 
     def new_notes(self) -> list[str]:
@@ -140,21 +146,21 @@ class ServerStep(SynchronousStep):
         tables = sparse_tables(self.replica.model)
         for member in self.replica.update.named_parameters:
             if not member.parameter.numel():  # on another server: the optimizer gets a zero gradient
-                member.parameter.grad = _zero_gradient(member.parameter, as_rows=member.name in tables)
+                member.parameter.grad = _zero_gradient(member.parameter, is_sparse=member.name in tables)
         served = served_weights(self.replica.model, members)
         self._state = ServerState(leases=self._leases, served=served, timeout_seconds=world.timeout_seconds)
         acceptor = ConnectionAcceptor(world.worker_endpoint, server=world.rank, timeout_seconds=world.timeout_seconds)
-        self._connections = WorkerConnections(self._state, acceptor=acceptor, leads=world.is_main)
+        self._connections = WorkerConnections(self._state, acceptor=acceptor, is_first_server=world.is_main)
         self._connections.open()
         return self._state
 
     def _start_batch(self, step_batch: StepBatch, *, stop: bool) -> PushedBatch:
-        num_shares = min(self._shares, step_batch.num_micro)
-        totals = PushedTotals(num_micro=step_batch.num_micro, wait=lambda: self._wait_for_shares(batch))
+        num_shares = min(self._max_shares, step_batch.num_micro)
+        reduction = PushedTotals(num_micro=step_batch.num_micro, wait=lambda: self._wait_for_shares(batch))
         result = StepResult(
             step=self.steps_done + 1,
             samples=step_batch.num_samples,
-            totals=totals,
+            reduction=reduction,
             async_grad_norm=None,
             compute_seconds=0.0,
             communication_seconds=0.0,
@@ -162,7 +168,7 @@ class ServerStep(SynchronousStep):
         shares = [
             BatchShare(step=self.steps_done, number=number, num_shares=num_shares) for number in range(num_shares)
         ]
-        batch = PushedBatch(number=self.steps_done, shares=shares, stop=stop, totals=totals, result=result)
+        batch = PushedBatch(number=self.steps_done, shares=shares, stop=stop, reduction=reduction, result=result)
         self._batches[self.steps_done] = batch
         self._open_batches.append(batch)
         return batch
@@ -230,14 +236,12 @@ class ServerStep(SynchronousStep):
             if kind == _APPLY_DECISION:
                 state.wait_until(lambda decided=updates: all(number in state.pushes for number, *_ in decided))  # type: ignore[misc]
                 pushes = {
-                    number: push_from_json(words, gradients=state.pushes.pop(lease).gradients)
-                    for lease, _, number, words in updates
+                    number: push_from_json(fields, gradients=state.pushes.pop(lease).gradients)
+                    for lease, _, number, fields in updates
                 }
                 self._apply_update(state, self._batches[updates[0][1]], pushes)
-                for number in [
-                    number for number in state.pushes if number < oldest_lease
-                ]:  # left over from workers that died
-                    del state.pushes[number]
+                for lease in [lease for lease in state.pushes if lease < oldest_lease]:  # of workers that died
+                    del state.pushes[lease]
 
     def _apply_leases(self, state: ServerState, leases: Sequence[Lease], pushes: Sequence[GradientPush]) -> None:
         """Apply one update, on all servers."""
@@ -275,16 +279,16 @@ class ServerStep(SynchronousStep):
         for parameter, gradient in zip(self._local_parameters, gradients, strict=True):
             parameter.grad = gradient
         if sums_shares:
-            batch.totals.store(pushes, stop=batch.stop, sums_shares=True)
+            batch.reduction.store(pushes, stop=batch.stop, sums_shares=True)
         loss = batch.result.loss if sums_shares else pushes[0].loss
-        counts = batch.result.reduced.counts if sums_shares else None  # a share may lack targets for a term
-        nonfinite_terms = batch.result.reduced.nonfinite_terms if sums_shares else ()
+        counts = batch.result.totals.counts if sums_shares else None  # a share may lack targets for a term
+        nonfinite_terms = batch.result.totals.nonfinite_terms if sums_shares else ()
         grad_norm, is_applied = update.commit(
             step=batch.number + 1,
             loss=loss,
             counts=counts,
             nonfinite_terms=nonfinite_terms,
-            steps_schedules=sums_shares,
+            steps_lr_schedulers=sums_shares,
         )
         batch.result.async_grad_norm = None if grad_norm is None else AsyncScalars(grad_norm)
         batch.result.lr = update.lr
@@ -292,12 +296,12 @@ class ServerStep(SynchronousStep):
         return is_applied
 
     def _complete_batch(self, state: ServerState, batch: PushedBatch) -> None:
-        """Complete a batch whose shares are all applied. If each share is one update, advance the schedules now."""
+        """Complete a batch whose shares are all applied. If each share is one update, advance the LR schedulers now."""
         del self._batches[batch.number]
         del state.locations[batch.number]
         if not self._leases.sums_shares:
-            batch.totals.store(batch.ordered_pushes(), stop=batch.stop, sums_shares=False)
-            self.replica.update.step_schedules()
+            batch.reduction.store(batch.ordered_pushes(), stop=batch.stop, sums_shares=False)
+            self.replica.update.step_lr_schedulers()
         while self._open_batches and self._open_batches[0].is_complete:
             self._open_batches.popleft()
         self.lag = len(self._open_batches)
@@ -310,6 +314,6 @@ def _location(step_batch: StepBatch, *, micro_batch_size: int) -> dict[str, Any]
     return location if summary is None else {**location, "epoch": batch.next_cursor.epoch, "summary": asdict(summary)}
 
 
-def _zero_gradient(parameter: nn.Parameter, *, as_rows: bool) -> Tensor:
-    """Return a zero gradient for another server's parameter; sparse for a sparse table."""
-    return torch.zeros_like(parameter, layout=torch.sparse_coo).coalesce() if as_rows else torch.zeros_like(parameter)
+def _zero_gradient(parameter: nn.Parameter, *, is_sparse: bool) -> Tensor:
+    """Return a zero gradient for another server's parameter; `is_sparse`: it is a sparse table's."""
+    return torch.zeros_like(parameter, layout=torch.sparse_coo).coalesce() if is_sparse else torch.zeros_like(parameter)

@@ -1,4 +1,4 @@
-"""The gradients that workers push for the shares of a batch, and the batch's result."""
+"""The gradients that workers push for the shares of a batch, and the totals of the batch."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +74,10 @@ class PushedTotals(TotalsReduction):
         self._wait_for_shares = wait
 
     def store(self, pushes: Sequence[GradientPush], *, stop: bool, sums_shares: bool) -> None:
-        """Store the results of all shares. If the batch is one update, each share was divided by the batch's counts."""
+        """Store the results of all shares.
+
+        If the batch is one update (`sums_shares`), the loss of each share was divided by the counts of the batch.
+        """
         self.names = tuple(next(iter(pushes[0].terms.values())))
         for push in pushes:
             for index, terms in push.terms.items():
@@ -86,7 +89,7 @@ class PushedTotals(TotalsReduction):
     def reduced(self) -> StepTotals:
         """Wait for all shares and return the totals."""
         self._wait_for_shares()
-        return super().reduced()
+        return super().wait_for_totals()
 
 
 @dataclass(kw_only=True)
@@ -96,7 +99,7 @@ class PushedBatch:
     number: int
     shares: Sequence[BatchShare]
     stop: bool
-    totals: PushedTotals
+    reduction: PushedTotals
     result: StepResult
     pushes: dict[int, GradientPush] = field(default_factory=dict)
 

@@ -16,7 +16,7 @@ from paceline.errors import DesyncError, RunError
 from paceline.step.parameter_server.flat_buffers import layout_of
 from paceline.step.parameter_server.pushed_gradients import GradientPush
 
-_PATIENCE = 0.25  # fraction of the timeout of the other end
+_PATIENCE = 0.25  # as a fraction of the worker's timeout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class ServerState:
         return self._layout.empty_buffer() if self._shared_buffer is None else self._shared_buffer
 
     def offer_shares(self, step: int, location: Mapping[str, Any], shares: Iterable[BatchShare]) -> None:
-        """Offer a batch's shares; `location` says where its samples are. The caller may have changed weights before."""
+        """Offer a batch's shares; `location` says where its samples are. Before the call, weights may have changed."""
         with self.lock:
             self.has_started = True
             self.locations[step] = location
@@ -127,11 +127,11 @@ class ServerState:
             self.last_disconnect_time = time.monotonic()
             freed = self.leases.release_worker(worker)
             if not self.is_over:
-                lost = ", ".join(
+                parts = ", ".join(
                     f"step {share.step + 1}'s part {share.number + 1} of {share.num_shares}" for share in freed
                 )
                 outcome = (
-                    f"its unpushed gradient is lost, and {lost} goes to the next free worker"
+                    f"its unpushed gradient is lost, and {parts} goes to the next free worker"
                     if freed
                     else "it computed no share"
                 )
@@ -139,9 +139,9 @@ class ServerState:
             self.lock.notify_all()
 
     def lease_share(self, worker: int, *, buffer: Tensor) -> tuple[Lease, Mapping[str, Any]] | None:
-        """Lease a share to this worker, and pack the weights into `row`.
+        """Lease a share to this worker, and pack the weights into `buffer`.
 
-        Returns None if no share is free for a while, or the run is over.
+        Returns the lease and where the batch's samples are, or None if no share is free for a while or the run is over.
         """
         granted_leases: list[Lease] = []
 
@@ -186,7 +186,7 @@ class ServerState:
                 )
 
     def pack_version(self, version: int, *, buffer: Tensor) -> int:
-        """Wait for `version` updates or a timeout, pack the newest weights into `row`, and return their version."""
+        """Wait for `version` updates or a timeout, pack the newest weights into `buffer`, and return their version."""
         with self.lock:
             self.lock.wait_for(lambda: self.is_over or self.version >= version, timeout=self.timeout_seconds)
             self._pack_weights(buffer)
@@ -199,7 +199,7 @@ class ServerState:
             self.lock.notify_all()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait, with the lock held, until `until()` is true.
+        """Wait, with the lock held, until `condition()` is true.
 
         Raises:
             RunError: it is not true within `timeout_seconds`.

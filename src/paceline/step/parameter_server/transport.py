@@ -1,4 +1,4 @@
-"""The connection between a worker and a server: a process group of two, so a failure breaks no other connection."""
+"""The connection between a worker and a server: a process group of two, so a failure breaks only this connection."""
 
 import json
 import time
@@ -98,7 +98,7 @@ class Connection:
             raise ConnectionLost(str(error)) from error
 
 
-def open_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
+def open_store(launch_info: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
     """Open the store at which workers and servers connect. The first server calls this and keeps the store.
 
     Raises:
@@ -106,27 +106,27 @@ def open_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
     """
     try:
         return TCPStore(
-            place.address,
-            place.port or 0,
+            launch_info.address,
+            launch_info.port or 0,
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_seconds),
-            master_listen_fd=place.listen_fd,
+            master_listen_fd=launch_info.listen_fd,
         )
     except (RuntimeError, dist.DistError) as error:
         raise MachineError(f"the workers' rendezvous store can't be opened: {error}") from error
 
 
-def connect_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
-    """Open a new connection to that store, so that a blocking wait delays no other caller.
+def connect_store(launch_info: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
+    """Open a new connection to the store of `open_store`, so that a blocking wait delays no other caller.
 
     Raises:
         ConnectionLost: the store does not answer.
     """
     try:
         return TCPStore(
-            place.address,
-            place.port or 0,
+            launch_info.address,
+            launch_info.port or 0,
             is_master=False,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_seconds),
@@ -135,30 +135,30 @@ def connect_store(place: LaunchInfo, *, timeout_seconds: float) -> TCPStore:
         raise ConnectionLost(str(error)) from error
 
 
-def connect_to_server(entrance: WorkerEndpoint, *, server: int, timeout_seconds: float) -> Connection:
-    """Open a worker's end of a new connection: the worker draws a ticket number, and the server connects to it.
+def connect_to_server(endpoint: WorkerEndpoint, *, server: int, timeout_seconds: float) -> Connection:
+    """Open a worker's end of a new connection: the worker draws a ticket number, and the server connects under it.
 
     Raises:
         ConnectionLost
     """
-    store = connect_store(entrance.place, timeout_seconds=timeout_seconds)
+    store = connect_store(endpoint.place, timeout_seconds=timeout_seconds)
     try:
-        number = int(store.add(_TICKET_KEY.format(entrance.session, server), 1))
+        number = int(store.add(_TICKET_KEY.format(endpoint.session, server), 1))
     except (RuntimeError, dist.DistError) as error:
         raise ConnectionLost(str(error)) from error
-    name = f"{entrance.session}/{server}/{number}"
+    name = f"{endpoint.session}/{server}/{number}"
     return Connection(store, name=name, is_server=False, timeout_seconds=timeout_seconds)
 
 
 class ConnectionAcceptor:
     """The server's acceptor of workers; it accepts new and restarted workers at any time."""
 
-    def __init__(self, entrance: WorkerEndpoint, *, server: int, timeout_seconds: float) -> None:
-        self._place = entrance.place
-        self._ticket_key = _TICKET_KEY.format(entrance.session, server)
-        self._name = f"{entrance.session}/{server}"
+    def __init__(self, endpoint: WorkerEndpoint, *, server: int, timeout_seconds: float) -> None:
+        self._launch_info = endpoint.place
+        self._ticket_key = _TICKET_KEY.format(endpoint.session, server)
+        self._name = f"{endpoint.session}/{server}"
         self._timeout = timeout_seconds
-        self._store = connect_store(entrance.place, timeout_seconds=timeout_seconds)
+        self._store = connect_store(endpoint.place, timeout_seconds=timeout_seconds)
         self._num_accepted = 0
         self.is_closed = False
 
@@ -177,6 +177,6 @@ class ConnectionAcceptor:
         Raises:
             ConnectionLost
         """
-        store = connect_store(self._place, timeout_seconds=self._timeout)
+        store = connect_store(self._launch_info, timeout_seconds=self._timeout)
         name = f"{self._name}/{number}"
         return Connection(store, name=name, is_server=True, timeout_seconds=self._timeout)

@@ -1,4 +1,4 @@
-"""The batches and microbatches in flight in a never-flushed pipeline, and gradient sums over a stage's replicas."""
+"""The batches and microbatches in flight in a pipeline without flush, and gradient sums over a stage's replicas."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class InFlightBatch:
     step_batch: StepBatch
     counts: Counts
     num_left: int
-    totals: TotalsReduction | None = None
+    reduction: TotalsReduction | None = None
     result: StepResult | None = None
     terms: dict[int, Terms] = field(default_factory=dict)
 
@@ -48,7 +48,7 @@ def sum_over_replicas(parameters: Sequence[nn.Parameter], *, world: World) -> No
         return
     has_gradient = torch.tensor([float(p.grad is not None) for p in parameters], device=world.device)
     world.all_reduce(has_gradient)
-    with_gradient = [p for p, number in zip(parameters, has_gradient.tolist(), strict=True) if number]
+    with_gradient = [p for p, num_replicas in zip(parameters, has_gradient.tolist(), strict=True) if num_replicas]
     for _, group in groupby(sorted(with_gradient, key=_dtype_name), key=_dtype_name):
         members = list(group)
         flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in members])

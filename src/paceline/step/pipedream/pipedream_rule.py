@@ -21,21 +21,21 @@ class WeightStashingRule(StepRule):
 
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return the step of this rank's stage; without a pipeline, the synchronous step."""
-        plan, piped = request.plan, request.parallelized_model.pipeline_model
-        if piped is None:
+        plan, pipeline_model = request.plan, request.parallelized_model.pipeline_model
+        if pipeline_model is None:
             return SynchronousStep(request.contexts[0])
-        _refuse_unsupported_model(request.contexts[0], request.parallelized_model, piped, plan)
+        _refuse_unsupported_model(request.contexts[0], request.parallelized_model, pipeline_model, plan)
         num_microbatches = -(-plan.num_micro // plan.replicas)
         return PipeDreamStep(
             request.contexts[0],
-            piped=piped,
+            pipeline_model=pipeline_model,
             version_rule=build_version_rule(plan.update_rule, plan.mesh),
             num_microbatches=num_microbatches,
         )
 
-    def identity(self, plan: ExecutionPlan, piped: PipelineModel | None) -> str:
+    def identity(self, plan: ExecutionPlan, pipeline_model: PipelineModel | None) -> str:
         """Return the rule, and for PipeDream the stages; 2BW has the same staleness in every stage."""
-        if piped is None or plan.update_rule.kind is not UpdateKind.PIPEDREAM:
+        if pipeline_model is None or plan.update_rule.kind is not UpdateKind.PIPEDREAM:
             return str(plan.update_rule)
         num_microbatches = -(-plan.num_micro // plan.replicas)
         blocks = "-".join(str(stop - start) for start, stop in piped.split.bounds)
@@ -44,7 +44,7 @@ class WeightStashingRule(StepRule):
 
 
 def _refuse_unsupported_model(
-    replica: ReplicaContext, placed: ParallelizedModel, piped: PipelineModel, plan: ExecutionPlan
+    replica: ReplicaContext, placed: ParallelizedModel, pipeline_model: PipelineModel, plan: ExecutionPlan
 ) -> None:
     """Raise if the model has something that pipeline stages with weight stashing cannot support.
 
@@ -52,7 +52,7 @@ def _refuse_unsupported_model(
         LayoutError, Problems
     """
     errors: list[PacelineError] = []
-    for name, ranks in sorted(piped.ties.items())[:1]:
+    for name, ranks in sorted(pipeline_model.ties.items())[:1]:
         errors.append(
             LayoutError(
                 f"--update {plan.update}: {name} is used in the stages of ranks {', '.join(map(str, ranks))}.",

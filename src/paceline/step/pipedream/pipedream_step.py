@@ -35,20 +35,25 @@ class PipeDreamStep(SynchronousStep):
     """A PipeDream step on one rank's stage. A batch has `num_microbatches` microbatches on each replica."""
 
     def __init__(
-        self, replica: ReplicaContext, *, piped: PipelineModel, version_rule: VersionRule, num_microbatches: int
+        self,
+        replica: ReplicaContext,
+        *,
+        pipeline_model: PipelineModel,
+        version_rule: VersionRule,
+        num_microbatches: int,
     ) -> None:
-        super().__init__(replica, forward_backward=PipelineForwardBackward(replica, piped=piped))
+        super().__init__(replica, forward_backward=PipelineForwardBackward(replica, pipeline_model=pipeline_model))
         self.lag = -(-(version_rule.stages - 1) // num_microbatches)
-        self._stage = piped.world.rank
+        self._stage = pipeline_model.world.rank
         self._version_rule = version_rule
         self._batch_boundaries = BatchBoundaries()
         self._stage_progress = StageProgress(
             version_rule=version_rule, stage=self._stage, batches=self._batch_boundaries
         )
         self._pipeline = Pipeline(
-            build_continuous_program(version_rule, sizes=[1]), world=piped.world, is_continuous=True
+            build_continuous_program(version_rule, sizes=[1]), world=pipeline_model.world, is_continuous=True
         )
-        self._work = _StageStepWork(replica, piped=piped, reports_loss=piped.has_loss)
+        self._work = _StageStepWork(replica, pipeline_model=pipeline_model, reports_loss=pipeline_model.has_loss)
         self._stand_ins = StandInMicrobatches(replica, is_always_needed=True)
         self._parameters = replica.update.parameters
         self._batches: dict[int, InFlightBatch] = {}
@@ -59,7 +64,9 @@ class PipeDreamStep(SynchronousStep):
         self._num_forwards = 0
         self._starts_batch = True
         direct = version_rule.needs_no_stash(self._stage)
-        self.versions = WeightVersions(replica.model, named=replica.update.named_parameters, is_direct=direct)
+        self.versions = WeightVersions(
+            replica.model, named_parameters=replica.update.named_parameters, is_direct=direct
+        )
 
     def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Start this batch: run the stage's next forwards and backwards, and the updates that become due."""
@@ -75,11 +82,11 @@ class PipeDreamStep(SynchronousStep):
         batch = self._add_batch(step_batch)
         actions = self._with_messages(self._stage_progress.batch_actions())
         waited_seconds = 0.0
-        if not self._work.reporter.has_names:
-            num_first = 1 + next(n for n, action in enumerate(actions) if action.op in self._handover_ops)
-            waited_seconds += self._run_actions(actions[:num_first])
-            self._work.reporter.agree_on_names(next(iter(batch.terms.values()), None))
-            actions = actions[num_first:]
+        if not self._work.totals_builder.has_names:
+            num_run = 1 + next(n for n, action in enumerate(actions) if action.op in self._handover_ops)
+            waited_seconds += self._run_actions(actions[:num_run])
+            self._work.totals_builder.agree_on_names(next(iter(batch.terms.values()), None))
+            actions = actions[num_run:]
         result = self._work.start_batch(batch, stop=stop)
         waited_seconds += self._run_actions(actions)
         self.steps_done += 1
@@ -94,21 +101,25 @@ class PipeDreamStep(SynchronousStep):
         return {"ends": [end - self._batch_boundaries.num_microbatches for end in self._batch_boundaries.ends]}
 
     def resume(self, step: int, *, ends: Sequence[int], older_weights: Mapping[int, Weights]) -> None:
-        """Resume after `step` updates; `older_weights` has older weight versions, by how many updates ago they were."""
+        """Resume after `step` updates; `older_weights` has the older weight versions by age, in updates."""
         ends = list(ends) or [0] * bool(step)
         self._batch_boundaries = BatchBoundaries(ends=ends, num_dropped=step - len(ends))
         self._stage_progress = StageProgress(
             version_rule=self._version_rule, stage=self._stage, batches=self._batch_boundaries
         )
         self._num_forwards = 0
-        self.versions.resume(newest=step, older_weights={step - ago: weights for ago, weights in older_weights.items()})
+        self.versions.resume(newest=step, older_weights={step - age: weights for age, weights in older_weights.items()})
 
     def collect_staleness(self) -> list[dict[str, Any]]:
         """Return the gradient staleness of this stage; each microbatch counts once."""
-        place = f", replica {self.replica.worlds.data.rank}" if self.replica.worlds.data.world_size > 1 else ""
-        late, sent = [list(pair) for pair in sorted(self._staleness_counts.items())], self._pipeline.sent_bytes
+        replica = f", replica {self.replica.worlds.data.rank}" if self.replica.worlds.data.world_size > 1 else ""
         return [
-            {"who": f"stage {self._stage}{place}", "late": late, "versions": self._max_versions, "sent_bytes": sent}
+            {
+                "who": f"stage {self._stage}{replica}",
+                "late": [list(pair) for pair in sorted(self._staleness_counts.items())],
+                "versions": self._max_versions,
+                "sent_bytes": self._pipeline.sent_bytes,
+            }
         ]
 
     def finish_pending(self) -> None:
@@ -128,12 +139,15 @@ class PipeDreamStep(SynchronousStep):
         return (Op.FORWARD,) if self._work.reports_loss else (Op.SEND_F,)
 
     def _add_batch(self, step_batch: StepBatch) -> InFlightBatch:
-        microbatches = [self.replica.load_microbatch(micro.data) for micro in step_batch.micro]
+        local_microbatches = [self.replica.load_microbatch(microbatch.data) for microbatch in step_batch.micro]
+        counts = self._work.counts([local.data for local in local_microbatches])
+        indices_and_sizes = [(microbatch.index, microbatch.num_samples) for microbatch in step_batch.micro]
         num_missing = self._stand_ins.count_missing(step_batch)
-        stand_ins = [self._stand_ins.load_stand_in(step_batch, microbatches)] * num_missing if num_missing else []
-        counts = self._work.counts([portion.data for portion in microbatches])
+        if num_missing:
+            local_microbatches += [self._stand_ins.load_stand_in(step_batch, local_microbatches)] * num_missing
+            indices_and_sizes += [(step_batch.num_micro, 0)] * num_missing
         batch = InFlightBatch(
-            number=self.steps_done, step_batch=step_batch, counts=counts, num_left=len(microbatches) + num_missing
+            number=self.steps_done, step_batch=step_batch, counts=counts, num_left=len(local_microbatches)
         )
         self._batches[self._batch_boundaries.num_batches] = batch
         indices_and_sizes = [(micro.index, micro.num_samples) for micro in step_batch.micro] + [
@@ -210,7 +224,7 @@ class PipeDreamStep(SynchronousStep):
         )
         self.versions.before_update(needed=needed)
         self.replica.update.commit(
-            step=batch.number + 1, loss=reduced.loss, counts=reduced.counts, nonfinite_terms=reduced.nonfinite_terms
+            step=batch.number + 1, loss=totals.loss, counts=totals.counts, nonfinite_terms=totals.nonfinite_terms
         )
         batch.result.lr = self.replica.update.lr
         self.versions.after_update(needed=needed)
@@ -223,8 +237,8 @@ class PipeDreamStep(SynchronousStep):
     def _buffer_write_error(self) -> JobError:
         names = self.replica.buffers.changed_names()
         return JobError(
-            f"the forward writes to {f'the buffer {names[0]}' if names else 'a buffer'}: there is no single order of "
-            "microbatches in a pipeline without flush.",
+            f"the forward writes to {f'the buffer {names[0]}' if names else 'a buffer'}, whose value depends on the "
+            "order of the microbatches, and a pipeline without flush has no fixed order.",
             cause="a counter or a statistic that is kept from forward to forward",
             hint="--update sync",
         )
@@ -233,13 +247,13 @@ class PipeDreamStep(SynchronousStep):
 class _StageStepWork:
     """The work at this rank's stage. The last stage reports a batch's loss terms as soon as they are known."""
 
-    def __init__(self, replica: ReplicaContext, *, piped: PipelineModel, reports_loss: bool) -> None:
+    def __init__(self, replica: ReplicaContext, *, pipeline_model: PipelineModel, reports_loss: bool) -> None:
         self._replica = replica
-        self._piped = piped
+        self._pipeline_model = pipeline_model
         self._names: list[str] | None = None
         self.reports_loss = reports_loss
-        self.reporter = replica.make_loss_reporter(reports_loss=reports_loss)
-        self.micro: dict[int, InFlightMicrobatch] = {}
+        self.totals_builder = replica.make_totals_builder(reports_loss=reports_loss)
+        self.waiting_microbatches: dict[int, InFlightMicrobatch] = {}
 
     def counts(self, data: Sequence[object]) -> Counts:
         """Return the counts of the whole batch, summed over replicas; the stages of one replica have equal samples."""
@@ -253,32 +267,32 @@ class _StageStepWork:
 
     def start_batch(self, batch: InFlightBatch, *, stop: bool) -> StepResult:
         """Create the batch's totals and result. A rank with nothing to report starts its all-reduce now."""
-        batch.totals = self.reporter.new_totals(batch.step_batch, None, stop=stop)
+        batch.reduction = self.totals_builder.new_reduction(batch.step_batch, None, stop=stop)
         samples = batch.step_batch.num_samples
         batch.result = StepResult(
             step=batch.number + 1,
             samples=samples,
-            totals=batch.totals,
+            reduction=batch.reduction,
             async_grad_norm=None,
             compute_seconds=0.0,
             communication_seconds=0.0,
         )
-        batch.totals.set_expected_counts(batch.counts or {})
+        batch.reduction.set_expected_counts(batch.counts or {})
         if not self.reports_loss or not batch.num_left:
             self._report(batch)
         return batch.result
 
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> StageOutput | Tensor | None:
         """Run the user's forward, and on the last stage the loss."""
-        micro, replica = self.micro.pop(microbatch), self._replica
-        for tape in replica.state_recorders:
-            tape.set_microbatch(micro.index, has_samples=micro.num_samples > 0)
-        replica.random_streams.enter(step=micro.batch.number, microbatch=micro.index)
+        in_flight, replica = self.waiting_microbatches.pop(microbatch), self._replica
+        for recorder in replica.state_recorders:
+            recorder.set_microbatch(in_flight.index, has_samples=in_flight.num_samples > 0)
+        replica.random_streams.enter(step=in_flight.batch.number, microbatch=in_flight.index)
         with open_all(replica.forward_contexts):
-            if micro.num_samples:
-                return self._piped.stages.run(stage, received, lambda: self._loss(micro))  # type: ignore[no-any-return]
+            if in_flight.num_samples:
+                return self._pipeline_model.stages.run(stage, received, lambda: self._loss(in_flight))  # type: ignore[no-any-return]
             with replica.zero_weight_context():
-                return self._piped.stages.run(stage, received, lambda: self._loss(micro))  # type: ignore[no-any-return]
+                return self._pipeline_model.stages.run(stage, received, lambda: self._loss(in_flight))  # type: ignore[no-any-return]
 
     def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
         """Return an empty context: without context parallelism, a rank's part is the whole microbatch."""
@@ -290,22 +304,22 @@ class _StageStepWork:
     def after_backward(self, *, stage: int, microbatch: int) -> None:
         """Do nothing: there is nothing to collect."""
 
-    def _loss(self, micro: InFlightMicrobatch) -> Tensor:
-        replica, batch = self._replica, micro.batch
-        with micro.local_microbatch.forward_context():
-            output = replica.contract.forward(replica.model, micro.local_microbatch.data)
-        terms = replica.contract.terms(output, micro.local_microbatch.data, num_samples=micro.num_samples)
+    def _loss(self, in_flight: InFlightMicrobatch) -> Tensor:
+        replica, batch = self._replica, in_flight.batch
+        with in_flight.local_microbatch.forward_context():
+            output = replica.contract.forward(replica.model, in_flight.local_microbatch.data)
+        terms = replica.contract.terms(output, in_flight.local_microbatch.data, num_samples=in_flight.num_samples)
         batch.num_left -= 1
-        if micro.num_samples:
-            batch.terms[micro.index] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
-        if not batch.num_left and batch.totals is not None:
+        if in_flight.num_samples:
+            batch.terms[in_flight.index] = {name: (total.detach(), count) for name, (total, count) in terms.items()}
+        if not batch.num_left and batch.reduction is not None:
             self._report(batch)
-        if not micro.num_samples:
+        if not in_flight.num_samples:
             return torch.stack([total for total, _ in terms.values()]).sum() * 0.0
         return loss_for_backward(terms, batch.counts)
 
     def _report(self, batch: InFlightBatch) -> None:
-        assert batch.totals is not None
+        assert batch.reduction is not None
         for index, terms in batch.terms.items():
-            self.reporter.store_terms(batch.totals, index, terms)
-        self.reporter.start_reduction(batch.totals)
+            self.totals_builder.store_terms(batch.reduction, index, terms)
+        self.totals_builder.start_reduction(batch.reduction)

@@ -25,12 +25,12 @@ class WeightVersions:
     stored. `newest` is the version of the parameters themselves.
     """
 
-    def __init__(self, model: nn.Module, *, named: Sequence[NamedParameter], is_direct: bool) -> None:
+    def __init__(self, model: nn.Module, *, named_parameters: Sequence[NamedParameter], is_direct: bool) -> None:
         self._call_wrapper = _CallWrapper(model)
-        self._parameters = {member.name: member.parameter for member in named}
+        self._parameters = {member.name: member.parameter for member in named_parameters}
         self._is_direct = is_direct
         self._versions: dict[int, Weights] = {}
-        self._lent_gradients: dict[str, Tensor | None] = {}
+        self._gradients_before_backward: dict[str, Tensor | None] = {}
         self._oldest = 0
         self.newest = 0
 
@@ -49,7 +49,7 @@ class WeightVersions:
         return max(number, self._oldest)
 
     def get(self, number: int) -> Weights | None:
-        """Return the weights after `number` updates; None means the parameters themselves."""
+        """Return the weights after `number` updates; None stands for the parameters themselves."""
         if self._is_direct:
             assert number == self.newest
             return None
@@ -73,17 +73,17 @@ class WeightVersions:
         """Prepare a backward on these weights: let them accumulate into the parameters' `.grad`."""
         for name, tensor in (weights or {}).items():
             tensor.grad = self._parameters[name].grad
-            self._lent_gradients[name] = tensor.grad
+            self._gradients_before_backward[name] = tensor.grad
 
     def collect_gradients(self, weights: Weights | None) -> None:
         """Move the gradients of these weights to the parameters, after the backward.
 
         Raises:
-            JobError: a parameter itself has got a gradient, so the forward does not read it from its module.
+            JobError: a parameter has got a gradient itself, so the forward does not read it from its module.
         """
         for name, tensor in (weights or {}).items():
             parameter = self._parameters[name]
-            if parameter.grad is not self._lent_gradients.pop(name):
+            if parameter.grad is not self._gradients_before_backward.pop(name):
                 raise JobError(
                     f"the forward does not use {name} through the attribute of its module, so it can't be "
                     "given another weight version.",

@@ -1,1 +1,1 @@
-"""An interpreter of pipeline schedules on each rank: actions, messages, split backward."""
+"""The execution of pipeline schedules on each rank: an interpreter of actions, messages, and split backward."""

@@ -1,4 +1,4 @@
-"""Point-to-point messages between stages: tensors in one buffer, and their layout when it changes; nothing is pickled.
+"""Point-to-point messages between stages: tensors in one buffer, preceded by their layout when it changes; no pickle.
 
 A message has the same length as the previous message on its link. Its first number says whether the layout changes. If
 so, the rest of the message is empty, and the new layout and the tensors follow in two more messages. Steps whose
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from paceline.comm.process_group import PendingMessage, World
 
-HEAD_BYTES = ALIGNED_BYTES = 64
+_HEADER_BYTES = _ALIGNMENT_BYTES = 64
 _CANCELLED = -1
-_TAGS = 1 << 18  # per channel; more than any pipeline has links
+_TAGS_PER_CHANNEL = 1 << 18  # per channel; more than any pipeline has links
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageLink:
-    """A link between two stages in one direction: the peer rank, and a tag that no other link to that rank has."""
+    """A link between two stages in one direction: the peer rank, and a tag that no other link with that rank has."""
 
     peer: int
     tag: int
@@ -33,10 +33,10 @@ class StageLink:
 class _LinkLayout:
     """The layout of the last message on a link, known to both sides."""
 
-    tensor_forms: Any = None
+    tensor_formats: Any = None
     note: Any = None
     layout: list[Any] = field(default_factory=list)
-    num_bytes: int = HEAD_BYTES
+    num_bytes: int = _HEADER_BYTES
 
 
 class StageChannel:
@@ -47,7 +47,7 @@ class StageChannel:
 
     def __init__(self, world: World, *, channel: int = 0) -> None:
         self._world = world
-        self._first_tag = channel * _TAGS
+        self._first_tag = channel * _TAGS_PER_CHANNEL
         self._device = torch.device("cpu") if world.backend == "gloo" else world.device
         self._sent: dict[StageLink, _LinkLayout] = {}
         self._received: dict[StageLink, _LinkLayout] = {}
@@ -60,69 +60,69 @@ class StageChannel:
         """True if receives can be posted early, because the transport matches messages by tag."""
         return self._world.backend == "gloo"
 
-    def send(self, edge: StageLink, tensors: list[Tensor], note: Any) -> None:
-        """Start sending and return immediately. `note` is JSON that rarely changes, and is never modified in place."""
-        layout_sent = self._sent.setdefault(edge, _LinkLayout())
-        forms = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
-        if forms != layout_sent.tensor_forms or note != layout_sent.note:
-            layout_sent.tensor_forms, layout_sent.note = forms, note
-            self._send_layout(edge, layout_sent, layout=[_tensor_form(tensor) for tensor in tensors])
+    def send(self, link: StageLink, tensors: list[Tensor], note: Any) -> None:
+        """Start sending and return immediately. `note` is JSON that rarely changes and is never modified in place."""
+        layout_sent = self._sent.setdefault(link, _LinkLayout())
+        formats = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+        if formats != layout_sent.tensor_formats or note != layout_sent.note:
+            layout_sent.tensor_formats, layout_sent.note = formats, note
+            self._send_layout(link, layout_sent, layout=[_describe_tensor(tensor) for tensor in tensors])
         buffer = torch.empty(layout_sent.num_bytes, dtype=torch.uint8, device=self._device)
         buffer[:8].zero_()
         for view, tensor in zip(_views(buffer, layout_sent.layout), tensors, strict=True):
             view.copy_(tensor.detach())
-        self._start(edge, buffer)
+        self._start_send(link, buffer)
 
-    def _send_layout(self, edge: StageLink, layout_sent: _LinkLayout, *, layout: list[Any]) -> None:
+    def _send_layout(self, link: StageLink, layout_sent: _LinkLayout, *, layout: list[Any]) -> None:
         """Announce that the layout changes, and send the new one."""
-        head = torch.zeros(layout_sent.num_bytes, dtype=torch.uint8, device=self._device)
+        header = torch.zeros(layout_sent.num_bytes, dtype=torch.uint8, device=self._device)
         text = json.dumps([layout_sent.note, layout], separators=(",", ":"))
         body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self._device)
-        head[:8].view(torch.int64)[0] = body.numel()
-        self._start(edge, head)
-        self._start(edge, body)
+        header[:8].view(torch.int64)[0] = body.numel()
+        self._start_send(link, header)
+        self._start_send(link, body)
         layout_sent.layout, layout_sent.num_bytes = layout, _num_bytes(layout)
 
-    def post_receive(self, edge: StageLink) -> None:
+    def post_receive(self, link: StageLink) -> None:
         """Post the next receive on a link, so that the transfer overlaps with compute."""
-        layout_received = self._received.setdefault(edge, _LinkLayout())
-        self._posted_receives[edge] = self._post(edge, layout_received.num_bytes)
+        layout_received = self._received.setdefault(link, _LinkLayout())
+        self._posted_receives[link] = self._start_receive(link, layout_received.num_bytes)
 
-    def receive(self, edge: StageLink) -> tuple[list[Tensor], Any]:
+    def receive(self, link: StageLink) -> tuple[list[Tensor], Any]:
         """Wait for the next message on a link; return its tensors, which are views of one buffer, and its note."""
-        if edge not in self._posted_receives:
-            self.post_receive(edge)
-        layout_received = self._received[edge]
-        buffer, wait = self._posted_receives.pop(edge)
+        if link not in self._posted_receives:
+            self.post_receive(link)
+        layout_received = self._received[link]
+        buffer, wait = self._posted_receives.pop(link)
         wait()
         layout_bytes = int(buffer[:8].view(torch.int64)[0])
         if layout_bytes:
-            body, wait = self._post(edge, layout_bytes)
+            body, wait = self._start_receive(link, layout_bytes)
             wait()
             layout_received.note, layout_received.layout = json.loads(bytes(body.cpu().numpy()))
             layout_received.num_bytes = _num_bytes(layout_received.layout)
-            buffer, wait = self._post(edge, layout_received.num_bytes)
+            buffer, wait = self._start_receive(link, layout_received.num_bytes)
             wait()
         if self._device != self._world.device:
             buffer = buffer.to(self._world.device)
         return list(_views(buffer, layout_received.layout)), layout_received.note
 
-    def has_posted_receive(self, edge: StageLink) -> bool:
+    def has_posted_receive(self, link: StageLink) -> bool:
         """Return whether a receive is posted on this link."""
-        return edge in self._posted_receives
+        return link in self._posted_receives
 
     def cancel_receives(self, *, used_links: Iterable[StageLink]) -> None:
         """Cancel the posted receives of both sides: each side sends an empty message on its outgoing links.
 
         Both sides call this at the same point in their programs.
         """
-        for edge in used_links:
-            layout_sent = self._sent[edge]
+        for link in used_links:
+            layout_sent = self._sent[link]
             buffer = torch.zeros(layout_sent.num_bytes, dtype=torch.uint8, device=self._device)
             buffer[:8].view(torch.int64)[0] = _CANCELLED
-            self._start(edge, buffer)
-        for edge in list(self._posted_receives):
-            buffer, wait = self._posted_receives.pop(edge)
+            self._start_send(link, buffer)
+        for link in list(self._posted_receives):
+            buffer, wait = self._posted_receives.pop(link)
             wait()
             assert int(buffer[:8].view(torch.int64)[0]) == _CANCELLED, "both sides cancel at the same point"
         self.finish()
@@ -133,18 +133,18 @@ class StageChannel:
             work.wait()
         self._pending_sends.clear()
 
-    def _start(self, edge: StageLink, buffer: Tensor) -> None:
+    def _start_send(self, link: StageLink, buffer: Tensor) -> None:
         self._pending_sends = [(work, tensor) for work, tensor in self._pending_sends if not work.is_completed()]
-        work = self._world.start_send(buffer, to=edge.peer, tag=self._first_tag + edge.tag)
+        work = self._world.start_send(buffer, to=link.peer, tag=self._first_tag + link.tag)
         self._pending_sends.append((work, buffer))
         self.sent_bytes += buffer.numel()
 
-    def _post(self, edge: StageLink, num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
+    def _start_receive(self, link: StageLink, num_bytes: int) -> tuple[Tensor, Callable[[], object]]:
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return buffer, self._world.start_receive(buffer, source=edge.peer, tag=self._first_tag + edge.tag).wait
+        return buffer, self._world.start_receive(buffer, source=link.peer, tag=self._first_tag + link.tag).wait
 
 
-def _tensor_form(tensor: Tensor) -> list[Any]:
+def _describe_tensor(tensor: Tensor) -> list[Any]:
     """Return dtype and shape, and the strides if the memory is dense."""
     stride = list(tensor.stride()) if _is_dense(tensor) else []
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), stride]
@@ -160,24 +160,24 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _num_tensor_bytes(form: list[Any]) -> int:
-    dtype: torch.dtype = getattr(torch, form[0])
-    return int(math.prod(form[1])) * dtype.itemsize
+def _num_tensor_bytes(description: list[Any]) -> int:
+    dtype: torch.dtype = getattr(torch, description[0])
+    return int(math.prod(description[1])) * dtype.itemsize
 
 
 def _num_bytes(layout: list[Any]) -> int:
-    return HEAD_BYTES + sum(_aligned(_num_tensor_bytes(form)) for form in layout)
+    return _HEADER_BYTES + sum(_aligned(_num_tensor_bytes(form)) for form in layout)
 
 
 def _aligned(size: int) -> int:
-    return -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
+    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _views(buffer: Tensor, layout: list[Any]) -> Iterator[Tensor]:
-    offset = HEAD_BYTES
-    for form in layout:
-        kind, shape, stride = form
-        size = _num_tensor_bytes(form)
-        flat = buffer[offset : offset + size].view(getattr(torch, kind))
+    offset = _HEADER_BYTES
+    for description in layout:
+        dtype_name, shape, stride = description
+        size = _num_tensor_bytes(description)
+        flat = buffer[offset : offset + size].view(getattr(torch, dtype_name))
         yield flat.as_strided(shape, stride) if stride else flat.view(shape)
         offset += _aligned(size)

@@ -25,11 +25,11 @@ Counts = dict[str, Tensor] | None
 class PipelineForwardBackward:
     """A runner that executes this rank's part of a pipeline program; the last stage computes the loss."""
 
-    def __init__(self, replica: ReplicaContext, *, piped: PipelineModel) -> None:
+    def __init__(self, replica: ReplicaContext, *, pipeline_model: PipelineModel) -> None:
         self._replica = replica
-        self._piped = piped
-        self.reports_loss = piped.has_loss and replica.worlds.tp.rank == 0
-        self._reporter = replica.make_loss_reporter(reports_loss=self.reports_loss)
+        self._pipeline_model = pipeline_model
+        self.reports_loss = pipeline_model.has_loss and replica.worlds.tp.rank == 0
+        self._totals_builder = replica.make_totals_builder(reports_loss=self.reports_loss)
         self._stand_ins = StandInMicrobatches(replica)
         self._pipelines: dict[Program, Pipeline] = {}
         self._on_action: ActionObserver | None = None
@@ -57,25 +57,25 @@ class PipelineForwardBackward:
 
     def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
         """Run this replica's microbatches, and stand-ins of weight zero if all replicas must run equally many."""
-        microbatches = [self._replica.load_microbatch(micro.data) for micro in step_batch.micro]
-        counts = self._reporter.gather_counts([portion.data for portion in microbatches])
+        local_microbatches = [self._replica.load_microbatch(microbatch.data) for microbatch in step_batch.micro]
+        counts = self._totals_builder.gather_counts([local.data for local in local_microbatches])
         num_missing = self._stand_ins.count_missing(step_batch)
-        stand_ins = [self._stand_ins.load_stand_in(step_batch, microbatches)] * num_missing if num_missing else []
-        work = _StepWork(self._replica, piped=self._piped, step=step, counts=counts)
-        work.indices_and_sizes = [(micro.index, micro.num_samples) for micro in step_batch.micro]
+        stand_ins = [self._stand_ins.load_stand_in(step_batch, local_microbatches)] * num_missing if num_missing else []
+        work = _StepWork(self._replica, pipeline_model=self._pipeline_model, step=step, counts=counts)
+        work.indices_and_sizes = [(microbatch.index, microbatch.num_samples) for microbatch in step_batch.micro]
         work.indices_and_sizes += [(step_batch.num_micro, 0)] * num_missing
-        work.microbatches = [*microbatches, *stand_ins]
+        work.microbatches = [*local_microbatches, *stand_ins]
         if work.microbatches:
             program = self._piped.build_program(len(work.microbatches))
             work.num_backwards_left = _num_backwards(program, rank=self._piped.world.rank)
             self._pipeline(program).run(work)
-        totals = self._reporter.new_totals(step_batch, next(iter(work.terms.values()), None), stop=stop)
+        reduction = self._totals_builder.new_reduction(step_batch, next(iter(work.terms.values()), None), stop=stop)
         for position, terms in work.terms.items():
             if position < len(step_batch.micro):
-                self._reporter.store_terms(totals, step_batch.micro[position].index, terms)
-        self._reporter.start_reduction(totals)
-        totals.set_expected_counts(counts or {})
-        return totals, counts is None
+                self._totals_builder.store_terms(reduction, step_batch.micro[position].index, terms)
+        self._totals_builder.start_reduction(reduction)
+        reduction.set_expected_counts(counts or {})
+        return reduction, counts is None
 
     def evaluate_microbatch(self, batch: Any, *, num_samples: int, on_output: OutputObserver) -> None:
         """Run one microbatch forward; the rank of the last stage calls `on_output`."""
@@ -108,7 +108,7 @@ class PipelineForwardBackward:
 
     def _pipeline(self, program: Program) -> Pipeline:
         if program not in self._pipelines:
-            piped = self._piped
+            pipeline_model = self._pipeline_model
             self._pipelines[program] = Pipeline(
                 program, world=piped.world, splits=piped.can_split_backward, on_action=self._on_action
             )
@@ -121,9 +121,9 @@ class _StepWork:
     `indices_and_sizes` has the index and the number of samples of each microbatch.
     """
 
-    def __init__(self, replica: ReplicaContext, *, piped: PipelineModel, step: int, counts: Counts) -> None:
+    def __init__(self, replica: ReplicaContext, *, pipeline_model: PipelineModel, step: int, counts: Counts) -> None:
         self._replica = replica
-        self._piped = piped
+        self._pipeline_model = pipeline_model
         self._step = step
         self._counts = counts
         self.indices_and_sizes: list[tuple[int, int]] = []
@@ -134,14 +134,14 @@ class _StepWork:
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> Any:
         """Run the user's forward, and on the last stage the loss."""
         replica, (index, num_samples) = self._replica, self.indices_and_sizes[microbatch]
-        for tape in replica.state_recorders:
-            tape.set_microbatch(index, has_samples=num_samples > 0)
+        for recorder in replica.state_recorders:
+            recorder.set_microbatch(index, has_samples=num_samples > 0)
         replica.random_streams.enter(step=self._step, microbatch=index)
         with open_all(replica.forward_contexts):
             if num_samples:
-                return self._piped.stages.run(stage, received, lambda: self._loss(microbatch, num_samples))
+                return self._pipeline_model.stages.run(stage, received, lambda: self._loss(microbatch, num_samples))
             with replica.zero_weight_context():
-                return self._piped.stages.run(stage, received, lambda: self._loss(microbatch, num_samples))
+                return self._pipeline_model.stages.run(stage, received, lambda: self._loss(microbatch, num_samples))
 
     def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
         """Return the context that the microbatch's backward runs in."""
@@ -150,10 +150,10 @@ class _StepWork:
     def before_backward(self, *, stage: int, microbatch: int) -> None:
         """Prepare the reducer, which starts the final reduction at the step's last backward."""
         index, num_samples = self.indices_and_sizes[microbatch]
-        for tape in self._replica.state_recorders:
-            tape.set_microbatch(index, has_samples=num_samples > 0)
+        for recorder in self._replica.state_recorders:
+            recorder.set_microbatch(index, has_samples=num_samples > 0)
         self.num_backwards_left -= 1
-        self._replica.reducer.before_backward(last=self.num_backwards_left == 0, counts=num_samples > 0)
+        self._replica.reducer.before_backward(last=self.num_backwards_left == 0, has_samples=num_samples > 0)
 
     def after_backward(self, *, stage: int, microbatch: int) -> None:
         """Pass the gradients to the reducer."""
@@ -173,12 +173,12 @@ class _StepWork:
 class _EvaluationWork:
     """The stage work of a forward without gradients."""
 
-    def __init__(self, piped: PipelineModel, run_model: Callable[[], None]) -> None:
-        self._piped = piped
+    def __init__(self, pipeline_model: PipelineModel, run_model: Callable[[], None]) -> None:
+        self._pipeline_model = pipeline_model
         self._run_model = run_model
 
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> Any:
-        return self._piped.stages.run(stage, received, self._run_model)
+        return self._pipeline_model.stages.run(stage, received, self._run_model)
 
     def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
         """Return an empty context; there is no backward."""
@@ -192,6 +192,6 @@ class _EvaluationWork:
 
 
 def _num_backwards(program: Program, *, rank: int) -> int:
-    """Return how often weight gradients are added on a rank."""
+    """Return how many of a rank's actions add weight gradients."""
     actions: Sequence[Any] = program.actions[rank]
     return sum(action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT) for action in actions)

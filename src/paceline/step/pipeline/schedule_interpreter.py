@@ -15,7 +15,7 @@ from paceline.parallel.pipeline.chain.stages import StageOutput
 from paceline.schedule.program import Action, Op, Program
 from paceline.step.pipeline.p2p import StageChannel, StageLink
 from paceline.step.pipeline.split_backward import DeferredWeightGrad, backward_input, backward_weight
-from paceline.torch_internals.private_api import add_gradients
+from paceline.torch_internals.private_api import run_backward
 
 StageMicrobatch = tuple[int, int]
 ActionObserver = Callable[[Action, float, float], None]
@@ -63,7 +63,7 @@ class Pipeline:
         program: Program,
         *,
         world: World,
-        splits: bool = True,
+        splits_backward: bool = True,
         is_continuous: bool = False,
         on_action: ActionObserver | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class Pipeline:
         self._outputs: dict[StageMicrobatch, StageOutput] = {}
         self._output_gradients: dict[StageMicrobatch, list[Tensor | None]] = {}
         self._input_gradients: dict[StageMicrobatch, list[Tensor | None]] = {}
-        self._num_expected: dict[StageLink, int] = {}
+        self._num_expected_messages: dict[StageLink, int] = {}
         self._handlers: dict[Op, Callable[[Action, StageWork], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -125,7 +125,7 @@ class Pipeline:
     def pause(self) -> None:
         """Cancel the posted receives. All ranks call this after the same part of the program."""
         self._channel.cancel_receives(
-            used_links=sorted(self._used_links, key=lambda edge: edge.tag) if self._channel.matches_tags else ()
+            used_links=sorted(self._used_links, key=lambda link: link.tag) if self._channel.matches_tags else ()
         )
         self._used_links.clear()
 
@@ -152,7 +152,7 @@ class Pipeline:
             outputs = [] if output is None else [output]
             if self.program.has_backward and not any(tensor.requires_grad for tensor in outputs):
                 raise JobError(
-                    "the loss does not depend on any trainable parameter of the last stage or before it.",
+                    "the loss does not depend on any trainable parameter of any stage.",
                     hint="return the loss as a tensor that the model's output flows into",
                 )
         if self.program.has_backward:
@@ -171,7 +171,7 @@ class Pipeline:
         work.before_backward(stage=action.stage, microbatch=action.microbatch)
         if pending.outputs:
             with work.backward_context(microbatch=action.microbatch):
-                add_gradients(pending.outputs, pending.gradients)
+                run_backward(pending.outputs, pending.gradients)
         self._store_input_gradients(key, [tensor.grad for tensor in pending.inputs])
         work.after_backward(stage=action.stage, microbatch=action.microbatch)
 
@@ -233,24 +233,24 @@ class Pipeline:
         self._send(action, sent, [int(gradient is not None) for gradient in gradients])
 
     def _send(self, action: Action, tensors: list[Tensor], note: Any) -> None:
-        edge = _link_of(action)
-        self._channel.send(edge, tensors, note)
+        link = _link_of(action)
+        self._channel.send(link, tensors, note)
         if self._is_continuous:
-            self._used_links.add(edge)
+            self._used_links.add(link)
 
     def _receive_backward(self, action: Action, work: StageWork) -> None:
-        tensors, is_present = self._receive(action)
+        tensors, has_gradients = self._receive(action)
         remaining = iter(tensors)
         self._output_gradients[action.stage, action.microbatch] = [
-            next(remaining) if there else None for there in is_present
+            next(remaining) if has_gradient else None for has_gradient in has_gradients
         ]
 
     def _receive(self, action: Action) -> tuple[list[Tensor], Any]:
-        edge = _link_of(action)
-        message = self._channel.receive(edge)
-        self._num_expected[edge] -= 1
-        if (self._num_expected[edge] or self._is_continuous) and self._channel.matches_tags:
-            self._channel.post_receive(edge)
+        link = _link_of(action)
+        message = self._channel.receive(link)
+        self._num_expected_messages[link] -= 1
+        if (self._num_expected_messages[link] or self._is_continuous) and self._channel.matches_tags:
+            self._channel.post_receive(link)
         return message
 
     def expect_actions(self, actions: Iterable[Action]) -> None:
@@ -258,15 +258,15 @@ class Pipeline:
 
         The first receive on each link is posted now; each later one is posted when the previous message has arrived.
         """
-        self._num_expected = {}
+        self._num_expected_messages = {}
         for action in actions:
             if action.op.is_receive:
-                edge = _link_of(action)
-                self._num_expected[edge] = self._num_expected.get(edge, 0) + 1
+                link = _link_of(action)
+                self._num_expected_messages[link] = self._num_expected_messages.get(link, 0) + 1
         if self._channel.matches_tags:
-            for edge in self._num_expected:
-                if not self._channel.has_posted_receive(edge):
-                    self._channel.post_receive(edge)
+            for link in self._num_expected_messages:
+                if not self._channel.has_posted_receive(link):
+                    self._channel.post_receive(link)
 
 
 def _link_of(action: Action) -> StageLink:

@@ -67,7 +67,7 @@ def backward_input(
 def backward_weight(deferred: DeferredWeightGrad) -> None:
     """Add the weight gradients to `.grad`; parameter hooks run as in any backward."""
     if deferred.full_backward is not None:
-        add_gradients(*deferred.full_backward)
+        run_backward(*deferred.full_backward)
         return
     weight_gradients = list(deferred.shared_gradients)
     for node, weights, output_gradients in deferred.boundaries:
@@ -78,7 +78,7 @@ def backward_weight(deferred: DeferredWeightGrad) -> None:
         weight_gradients += [(w, g) for w, g in zip(weights, gradients, strict=True) if g is not None]
     deferred.boundaries.clear()
     if weight_gradients:
-        add_gradients([weight for weight, _ in weight_gradients], [gradient for _, gradient in weight_gradients])
+        run_backward([weight for weight, _ in weight_gradients], [gradient for _, gradient in weight_gradients])
 
 
 def _gradient_saver(node: Node, saved_gradients: dict[Node, tuple[Tensor | None, ...]]) -> Any:
@@ -97,38 +97,36 @@ def _find_boundaries(
     input_nodes = {get_gradient_edge(tensor).node for tensor in inputs}
     weights: dict[Node, dict[int, Tensor]] = {}
     for node in order:
-        successors = [after for after, _ in node.next_functions if after is not None]
-        if any(after in on_path for after in successors):
+        successors = [successor for successor, _ in node.next_functions if successor is not None]
+        if any(successor in on_path for successor in successors):
             on_path.add(node)
         if node not in on_path:
             variable = getattr(node, "variable", None)
             node_weights = {} if variable is None else {id(variable): variable}
-            for after in successors:
-                node_weights |= weights[after]
+            for successor in successors:
+                node_weights |= weights[successor]
             weights[node] = node_weights
     weights_off_path = {
-        node: _merged(
-            [weights[after] for after, _ in node.next_functions if after is not None and after not in on_path]
-        )
+        node: _merge([weights[child] for child, _ in node.next_functions if child is not None and child not in on_path])
         for node in order
         if node in on_path and node not in input_nodes
     }
     num_uses: dict[int, int] = {}
     tensors: dict[int, Tensor] = {}
-    rootless = [weights[root] for root in roots if root not in on_path]
-    for each in [*weights_off_path.values(), *rootless, *rootless]:  # roots that depend on no input count as shared
-        for key, tensor in each.items():
+    weights_of_off_path_roots = [weights[root] for root in roots if root not in on_path] * 2  # twice: they are shared
+    for node_weights in [*weights_off_path.values(), *weights_of_off_path_roots]:
+        for key, tensor in node_weights.items():
             num_uses[key] = num_uses.get(key, 0) + 1
             tensors[key] = tensor
     exclusive = [
-        (node, [t for key, t in mine.items() if num_uses[key] == 1]) for node, mine in weights_off_path.items()
+        (node, [tensor for key, tensor in node_weights.items() if num_uses[key] == 1])
+        for node, node_weights in weights_off_path.items()
     ]
-    return [(node, mine) for node, mine in exclusive if mine], [
-        tensors[key] for key, used in num_uses.items() if used > 1
-    ]
+    boundaries = [(node, node_tensors) for node, node_tensors in exclusive if node_tensors]
+    return boundaries, [tensors[key] for key, count in num_uses.items() if count > 1]
 
 
-def _merged(parts: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:
+def _merge(parts: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:
     merged: dict[int, Tensor] = {}
     for part in parts:
         merged |= part
@@ -147,5 +145,5 @@ def _reverse_topological_order(roots: Sequence[Node]) -> list[Node]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack += [(after, False) for after, _ in node.next_functions if after is not None and after not in seen]
+            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
     return order

@@ -24,15 +24,15 @@ class HogwildStep(SynchronousStep):
 
     lag = LAG
 
-    def __init__(self, replica: ReplicaContext, *, shared: SharedModel) -> None:
+    def __init__(self, replica: ReplicaContext, *, shared_model: SharedModel) -> None:
         replica.reducer.close()
-        for tape in replica.state_recorders:
-            tape.close()
+        for recorder in replica.state_recorders:
+            recorder.close()
         replica = replace(
             replica, reducer=LocalReducer(named_parameters=replica.update.named_parameters), state_recorders=()
         )
         super().__init__(replica, forward_backward=MicrobatchForwardBackward(replica, divides_locally=True))
-        self._shared = shared
+        self._shared_model = shared_model
         self._staleness_counts: dict[int, int] = {}
         self._has_started = False
 
@@ -44,24 +44,26 @@ class HogwildStep(SynchronousStep):
         if not self.replica.model.training:
             self.replica.model.train()
         start_time = time.perf_counter()
-        updates_before = self._shared.count_peer_updates()
+        updates_before = self._shared_model.count_peer_updates()
         self.replica.reducer.begin()
-        totals, needs_division = self.forward_backward.run(step_batch, step=self.steps_done, stop=stop)
-        count = totals.local_count()
+        reduction, needs_division = self.forward_backward.run(step_batch, step=self.steps_done, stop=stop)
+        count = reduction.local_count()
         if count:  # a share without a target makes no update
             self.replica.reducer.finish(divisor=count if needs_division else None)
-            _, is_applied = self.replica.update.commit(step=self.steps_done + 1, loss=totals.local_loss(), counts=None)
+            _, is_applied = self.replica.update.commit(
+                step=self.steps_done + 1, loss=reduction.local_loss(), counts=None
+            )
             if is_applied:
-                self._shared.record_update()
-                staleness = self._shared.count_peer_updates() - updates_before
+                self._shared_model.record_update()
+                staleness = self._shared_model.count_peer_updates() - updates_before
                 self._staleness_counts[staleness] = self._staleness_counts.get(staleness, 0) + 1
         else:
-            self.replica.update.step_schedules()
+            self.replica.update.step_lr_schedulers()
         self.steps_done += 1
         return StepResult(
             step=self.steps_done,
             samples=step_batch.num_samples,
-            totals=totals,
+            reduction=reduction,
             async_grad_norm=None,
             compute_seconds=time.perf_counter() - start_time,
             communication_seconds=0.0,
@@ -74,7 +76,7 @@ class HogwildStep(SynchronousStep):
 
     def collect_staleness(self) -> list[dict[str, Any]]:
         """Return how many updates other workers made between this worker's read and its write."""
-        lost, made = self._shared.lost_additions
-        late = [list(pair) for pair in sorted(self._staleness_counts.items())]
+        lost, made = self._shared_model.lost_additions
+        staleness_counts = [list(pair) for pair in sorted(self._staleness_counts.items())]
         worker_name = f"worker {self.replica.world.rank}"
-        return [{"who": worker_name, "late": late, "lost": lost, "made": made}]
+        return [{"who": worker_name, "late": staleness_counts, "lost": lost, "made": made}]

@@ -36,7 +36,7 @@ class HogwildRule(StepRule):
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return a worker's step."""
         assert request.shared_model is not None
-        return HogwildStep(request.contexts[0], shared=request.shared_model)
+        return HogwildStep(request.contexts[0], shared_model=request.shared_model)
 
     def buffer_note(self, policy: str) -> str:
         """Return the line on the shared buffers."""

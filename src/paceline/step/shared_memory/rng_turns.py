@@ -1,4 +1,4 @@
-"""Turns for replicas in one process: they share the host's random generators, so passes that draw run one at a time.
+"""Turns of replicas in one process: they share the host's random generators, so passes that draw run one at a time.
 
 The generators are seeded for one microbatch, whose forward then draws from them. Two replicas at the same time would
 draw from each other's stream. The first step runs all forwards and backwards one at a time and detects which of them
@@ -64,7 +64,8 @@ class HostRngTurns:
     def backward_context(self) -> Iterator[None]:
         """Return the context for a backward.
 
-        Activation checkpointing restores the generators after it draws, so a detector finds draws, not their states.
+        Activation checkpointing restores the generators after it draws. So draws are detected by operation, not by a
+        comparison of generator states.
         """
         if self.host_randomness in (HostRandomness.NONE, HostRandomness.FORWARD):
             yield

@@ -10,7 +10,8 @@ import torch
 
 from paceline.comm.rank_threads import ThreadWorld
 from paceline.parallel.data_parallel.thread_replicas import ThreadReplicas
-from paceline.step.microbatches import StepBatch, split_over_replicas
+from paceline.parallel.gradients.partition import do_nothing
+from paceline.step.microbatches import StepBatch, select_replica_share
 from paceline.step.replica_context import ReplicaContext
 from paceline.step.shared_memory.rng_turns import HostRandomness, HostRngTurns
 from paceline.step.shared_memory.thread_pool import ReplicaThreads
@@ -41,12 +42,12 @@ class ThreadsStep(SynchronousStep):
     def compute_gradients(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Compute the global gradient in the first replica.
 
-        If a model that did not draw random numbers so far draws in this step, run the step again, in turns.
+        If a model that has not drawn random numbers so far draws some in this step, run the step again, in turns.
         """
         while True:
             self._thread_replicas.refresh()
             draws_nothing = self._rng_turns.host_randomness is HostRandomness.NONE
-            undo = self._thread_replicas.save_step_state() if draws_nothing else _nothing
+            undo = self._thread_replicas.save_step_state() if draws_nothing else do_nothing
             states_before = self._rng_turns.states() if draws_nothing else ()
             result = self._run_replicas(step_batch, stop)
             if not draws_nothing:
@@ -68,7 +69,7 @@ class ThreadsStep(SynchronousStep):
         self._rendezvous.reset()
         num_replicas = 1 + len(self._other_steps)
         shares = [
-            split_over_replicas(step_batch, replica=index, replicas=num_replicas) for index in range(num_replicas)
+            select_replica_share(step_batch, replica=index, num_replicas=num_replicas) for index in range(num_replicas)
         ]
         for step in (self, *self._other_steps):
             step.replica.random_streams.is_gpu_only = self._rng_turns.host_randomness is HostRandomness.NONE
@@ -76,7 +77,7 @@ class ThreadsStep(SynchronousStep):
             other.steps_done = self.steps_done
         compute_first = super().compute_gradients
         bodies: list[Callable[[], StepResult]] = [lambda: compute_first(shares[0], stop=stop)]
-        bodies += [_replica_body(other, mine) for other, mine in zip(self._other_steps, shares[1:], strict=True)]
+        bodies += [_replica_body(other, share) for other, share in zip(self._other_steps, shares[1:], strict=True)]
         result, *_ = self._threads.run(bodies)
         for other in self._other_steps:
             other.replica.reducer.begin()
@@ -90,7 +91,3 @@ def _replica_body(step: SynchronousStep, step_batch: StepBatch) -> Callable[[], 
         return step.compute_gradients(step_batch)
 
     return run_replica
-
-
-def _nothing() -> None:
-    return None

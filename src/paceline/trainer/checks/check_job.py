@@ -1,4 +1,4 @@
-"""Checks of a job's model, optimizers and schedules before the first step; all problems are reported at once."""
+"""Checks of a job's model, optimizers and LR schedulers before the first step; all problems are reported at once."""
 
 import inspect
 import math
@@ -27,7 +27,7 @@ _WRAPPERS = {
 
 
 def check_job(job: Job, model: nn.Module, *, takes_sparse: bool = False) -> None:
-    """Raise if the model cannot be trained, sent or saved. The optimizer is built only to report its problems as well.
+    """Raise if the model cannot be trained, sent or saved. If so, also build the optimizer, to report its problems too.
 
     Raises:
         JobError, Problems: with every problem.
@@ -49,7 +49,9 @@ def check_job(job: Job, model: nn.Module, *, takes_sparse: bool = False) -> None
         with suppress(Exception):
             optimizers = create_optimizers(job, model)
             problems += unfit_optimizers(optimizers)
-            problems += unfit_schedules([job.lr_schedule(o) for o in optimizers] if job.lr_schedule else [], optimizers)
+            problems += unfit_lr_schedulers(
+                [job.lr_schedule(o) for o in optimizers] if job.lr_schedule else [], optimizers
+            )
         raise_all(problems)
 
 
@@ -77,14 +79,14 @@ def unfit_optimizers(optimizers: Sequence[Optimizer]) -> list[PacelineError]:
     ]
 
 
-def unfit_schedules(schedules: Sequence[Any], optimizers: Sequence[Optimizer]) -> list[PacelineError]:
-    """Return errors for schedules whose `step` needs arguments, that move another optimizer, or can't be saved."""
+def unfit_lr_schedulers(lr_schedulers: Sequence[Any], optimizers: Sequence[Optimizer]) -> list[PacelineError]:
+    """Return errors for LR schedulers that control another optimizer, can't be saved, or need arguments for `step`."""
     interface_problems: list[PacelineError] = [
         JobError(
             f"lr_schedule= returned a {type(schedule).__name__}, expected a schedule with step() and state_dict().",
             hint="lr_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, steps)",
         )
-        for schedule in schedules
+        for schedule in lr_schedulers
         if not all(hasattr(schedule, name) for name in ("step", "state_dict", "load_state_dict"))
     ]
     optimizer_mismatches: list[PacelineError] = [
@@ -93,10 +95,10 @@ def unfit_schedules(schedules: Sequence[Any], optimizers: Sequence[Optimizer]) -
             cause="it was built from an optimizer in a variable; a run builds its own with optimizer=",
             hint="lr_schedule=lambda optimizer: ...(optimizer, ...): use the argument",
         )
-        for schedule, optimizer in zip(schedules, optimizers, strict=False)
+        for schedule, optimizer in zip(lr_schedulers, optimizers, strict=False)
         if getattr(schedule, "optimizer", optimizer) is not optimizer
     ]
-    schedules = [] if interface_problems else schedules
+    lr_schedulers = [] if interface_problems else lr_schedulers
     return [*interface_problems, *optimizer_mismatches] + [
         JobError(
             f"lr_schedule= returned {type(schedule).__name__}, "
@@ -105,14 +107,14 @@ def unfit_schedules(schedules: Sequence[Any], optimizers: Sequence[Optimizer]) -
             hint="lr_schedule=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, steps); "
             "early_stopping=3 ends a run at a plateau",
         )
-        for schedule in schedules
+        for schedule in lr_schedulers
         if _required_step_arguments(schedule)
     ]
 
 
-def _required_step_arguments(stepped: Any) -> list[str]:
+def _required_step_arguments(optimizer_or_scheduler: Any) -> list[str]:
     """Return the arguments that `step` of this object requires."""
-    parameters = inspect.signature(stepped.step).parameters.values()
+    parameters = inspect.signature(optimizer_or_scheduler.step).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
@@ -124,7 +126,7 @@ def _is_on_device(value: Any) -> bool:
 def _find_wrapper(model: nn.Module) -> list[PacelineError]:
     """Return an error if another tool has already made the model parallel."""
     for name, module in model.named_modules():
-        kind = next((one.__name__ for one in type(module).__mro__ if one.__name__ in _WRAPPERS), None)
+        kind = next((base.__name__ for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
         if kind is not None:
             return [
                 JobError(
@@ -144,7 +146,7 @@ def _find_complex_parameters(model: nn.Module) -> list[PacelineError]:
         JobError(
             f"the model has complex parameters: {first_names(names)}.",
             cause="reductions, clipping and verification are for real numbers",
-            hint="use a real parameter with a last axis of 2, and torch.view_as_complex(parameter) in the forward",
+            hint="use a real parameter with a last dimension of 2, and torch.view_as_complex(parameter) in the forward",
         )
     ]
 

@@ -1,4 +1,4 @@
-"""Checks of the evaluations that the job and the command request, and notes about them for the banner."""
+"""Checks of the requested evaluations and of batch sizes, and notes about them for the banner."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -85,7 +85,7 @@ def job_choices(job: Job) -> dict[str, Any]:
 def evaluation_notes(
     job: Job, settings: Settings, *, model: nn.Module, micro_batch_size: int, is_resumed: bool = False
 ) -> Iterator[str]:
-    """Yield lines for the banner. A resumed run has already reported its microbatches at its first start."""
+    """Yield the banner's lines on batch norm, evaluations and EMA. A resumed run does not report microbatches again."""
     train_settings = settings.train
     is_microbatch_fixed = is_resumed or train_settings.micro_batch_size or train_settings.gradient_accumulation_steps
     if (

@@ -1,4 +1,4 @@
-"""The example batch: one microbatch run through the whole model before placement, to plan cuts and splits."""
+"""The example batch: one microbatch that runs through the whole model before it is placed, to plan how to split it."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class ExampleBatch:
                 "the forward or the loss takes a gradient (torch.autograd.grad), but planning runs without gradients.",
                 where=str(user_line(error) or ""),
                 cause="a gradient penalty or an energy",
-                hint="--layout ddp, zero1 or zero2, which keep the graph whole",
+                hint="--layout ddp, zero1 or zero2, which need no such planning",
             ) from error
         return {name: total for name, (total, _) in terms.items()}
 

@@ -15,18 +15,17 @@ from torch.optim.lr_scheduler import (
 )
 
 _SMALL_FRACTION = 0.05
-_MAX_UPDATES_PER_EPOCH, _MIN_EPOCH_STEPS = (
-    2.0,
-    8,
-)  # a schedule in updates lasts longer than 2 updates per epoch if an epoch has 8 or more
+# A schedule that is meant in updates lasts longer than 2 updates for each epoch, if an epoch has 8 or more.
+_MAX_UPDATES_PER_EPOCH, _MIN_EPOCH_STEPS = 2.0, 8
 _NEGLIGIBLE_LR = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Span:
-    """The update `end_step` after which a schedule is constant; `text` is the schedule, `epoch_text` that in epochs.
+    """The length of a schedule: after the update `end_step`, the learning rate is constant.
 
-    `is_decay`: each step of the schedule multiplies the rate, which is negligible at its end.
+    `text` is the schedule as written, `epoch_text` the same schedule in epochs, `lengths` are its options that count
+    steps. `is_decay`: each step of the schedule multiplies the rate, which is negligible at its end.
     """
 
     end_step: float
@@ -39,14 +38,14 @@ class _Span:
 def schedules_in_epochs(schedules: Sequence[Any], *, total_steps: int | None, epoch_steps: int | None) -> list[str]:
     """Return a warning for each of torch's schedules that reaches its lowest rate suspiciously early.
 
-    That is within a small share of the run, after as many updates as the run has epochs, after at most two updates for
-    each epoch, or, if it multiplies the rate at each of its steps, within the first epoch.
+    Suspicious is an end within a small fraction of the run, after as many updates as the run has epochs, after at most
+    two updates for each epoch, or, if each step of the schedule multiplies the rate, within the first epoch.
     """
     if not total_steps:
         return []
     warnings = []
     for schedule in schedules:
-        span = _span(schedule, f"{epoch_steps:,}".replace(",", "") if epoch_steps else "steps_of_an_epoch")
+        span = _find_span(schedule, f"{epoch_steps:,}".replace(",", "") if epoch_steps else "steps_of_an_epoch")
         if span is not None and _ends_early(span, total_steps=total_steps, epoch_steps=epoch_steps):
             warnings.append(
                 f"lr_schedule= is stepped once per update, not once per epoch: {span.text} reaches its lowest rate "
@@ -70,12 +69,12 @@ def _ends_early(span: _Span, *, total_steps: int, epoch_steps: int | None) -> bo
     return span.end_step <= _SMALL_FRACTION * total_steps
 
 
-def _span(schedule: Any, unit: str) -> _Span | None:
+def _find_span(schedule: Any, unit: str) -> _Span | None:
     """Return the span of a schedule that only decreases, or of a sequence's last part; None for all others."""
     kind = type(schedule)
     if kind is SequentialLR:
         last_schedule, start = schedule._schedulers[-1], schedule._milestones[-1]
-        inner = _span(last_schedule, unit)
+        inner = _find_span(last_schedule, unit)
         return inner and _Span(end_step=start + inner.end_step, text=inner.text, epoch_text=inner.epoch_text)
     if kind is CosineAnnealingLR:
         minimum = f", eta_min={schedule.eta_min:g}" if schedule.eta_min else ""
@@ -101,8 +100,8 @@ def _span(schedule: Any, unit: str) -> _Span | None:
     if not milestones:
         return None
     scaled = f"MultiStepLR(o, [n * {unit} for n in {milestones}], gamma={gamma:g})"
-    written = f"MultiStepLR(milestones={milestones}, gamma={gamma:g})"
-    return _Span(end_step=milestones[-1], text=written, epoch_text=scaled, is_decay=True)
+    text = f"MultiStepLR(milestones={milestones}, gamma={gamma:g})"
+    return _Span(end_step=milestones[-1], text=text, epoch_text=scaled, is_decay=True)
 
 
 def _make_span(

@@ -1,4 +1,4 @@
-"""Checks for incompatible combinations of job, settings and plan."""
+"""Checks of combinations of job, settings and plan that are not supported."""
 
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ def _check_on_update(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
         return []
     if not plan.update_rule.is_synchronous:
         return [
-            JobError(f"on_update= with --update {plan.update}: each rank takes its own updates.", hint="--update sync")
+            JobError(f"on_update= with --update {plan.update}: each rank makes its own updates.", hint="--update sync")
         ]
     mesh = plan.mesh
     if mesh.zero == 3 or mesh.pp > 1 or mesh.tp > 1 or mesh.ep > 1:
@@ -120,8 +120,8 @@ def _check_batch_loss(job: Job, settings: Settings, plan: ExecutionPlan) -> list
         hint = "leave --train.micro_batch_size out, or more --ranks"
         if not train.micro_batch_size and not train.gradient_accumulation_steps:
             cause += f"; this run was started with microbatches of {plan.micro_batch_size}"
-            share = -(-plan.global_batch_size // plan.replicas)
-            hint = f"--train.micro_batch_size {share} --allow micro_batch_size, or more --ranks"
+            samples_per_replica = -(-plan.global_batch_size // plan.replicas)
+            hint = f"--train.micro_batch_size {samples_per_replica} --allow micro_batch_size, or more --ranks"
         problems.append(
             UsageError(
                 f'loss_over="batch" does not support accumulation: {plan.num_micro} microbatches for '

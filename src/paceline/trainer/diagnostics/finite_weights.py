@@ -1,10 +1,10 @@
-"""A check that refuses to save non-finite weights: such a checkpoint is of no use, and the previous one is."""
+"""Refuse to save non-finite weights: such a checkpoint is useless, and would replace an older one that is good."""
 
 import torch
 
 from paceline.console.formatting import first_names
 from paceline.errors import NonFiniteError
-from paceline.step.optimizer_update import gradient_values
+from paceline.step.optimizer_update import stored_values
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
@@ -14,11 +14,11 @@ def refuse_nonfinite_weights(setup: TrainingSetup, *, step: int) -> None:
     Loss and gradients of a step can be finite although its update is not.
 
     Raises:
-        NonFiniteError: with the first parameters.
+        NonFiniteError: a weight is not finite; the error names the first such parameters.
     """
     with torch.no_grad():
         checks = [
-            (m.name, torch.isfinite(gradient_values(m.parameter)).all())
+            (m.name, torch.isfinite(stored_values(m.parameter)).all())
             for m in setup.update.named_parameters
             if m.parameter.numel()
         ]

@@ -1,4 +1,4 @@
-"""A comparison of a run's first steps with its forecast: peak bytes of the fullest rank, and seconds per step."""
+"""Compare a run's first steps with its forecast: the highest peak memory of a rank, and the seconds per step."""
 
 import time
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ from paceline.profiling.machine_benchmarks.benchmark_cache import machine_finger
 from paceline.trainer.diagnostics.memory_report import MemoryBaseline
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
-STEPS = 10
-COMPARABLE = 512 << 20  # below this, libraries and allocator dominate the resident memory
-_WARM = 2
-_LEAST_SECONDS = 0.02  # shorter forecast steps are mostly overhead, and say nothing about longer ones
+_NUM_STEPS = 10
+MIN_COMPARABLE_BYTES = 512 << 20  # below this, libraries and allocator dominate the resident memory
+_NUM_WARMUP_STEPS = 2
+_MIN_STEP_SECONDS = 0.02  # shorter forecast steps are mostly overhead, and say nothing about longer ones
 
 
 class ForecastCheck:
@@ -62,7 +62,7 @@ class ForecastCheck:
 
     def report_when_ready(self, *, step: int, is_last_step: bool) -> None:
         """Report the comparison once enough steps have run, or the run is over."""
-        if self._forecast is None or self._report is not None or not (len(self._times) >= STEPS or is_last_step):
+        if self._forecast is None or self._report is not None or not (len(self._times) >= _NUM_STEPS or is_last_step):
             return
         cpu_times = (
             None if self._start_cpu_times is None else vars(read_cpu_times().difference_from(self._start_cpu_times))
@@ -71,7 +71,7 @@ class ForecastCheck:
         peaks = [peak for peak, _, _ in by_rank if peak is not None]
         forecast, seconds = self._forecast, max(seconds for _, seconds, _ in by_rank)
         measured = max(peaks) if len(peaks) == len(by_rank) else None
-        is_comparable = measured is not None and (self._on_gpu or forecast.peak_bytes >= COMPARABLE)
+        is_comparable = measured is not None and (self._on_gpu or forecast.peak_bytes >= MIN_COMPARABLE_BYTES)
         self._report = ForecastChecked(
             step=step,
             layout=forecast.layout,
@@ -97,13 +97,13 @@ class ForecastCheck:
             machine = machine_fingerprint(ranks=plan.mesh.ranks, device=plan.device)
             if machine.threads != plan.threads:
                 return
-            is_time_reliable = not report.others and forecast.step_seconds / forecast.longer >= _LEAST_SECONDS
-            fuller = None if report.memory_ratio is None else report.memory_ratio * forecast.fuller
+            is_time_reliable = not report.others and forecast.step_seconds / forecast.longer >= _MIN_STEP_SECONDS
+            # `longer` and `fuller`, keys of the calibration, are measured over forecast time and memory.
             record_forecast_ratio(
                 machine,
                 forecast.family,
                 longer=report.time_ratio * forecast.longer if is_time_reliable else None,
-                fuller=fuller,
+                fuller=None if report.memory_ratio is None else report.memory_ratio * forecast.fuller,
             )
 
     def _record_time(self) -> Any:
@@ -115,7 +115,7 @@ class ForecastCheck:
 
     def _seconds(self) -> float:
         """Return the median step time without the warm-up steps."""
-        num_warmup = _WARM if len(self._times) > 2 * _WARM else int(len(self._times) > 1)
+        num_warmup = _NUM_WARMUP_STEPS if len(self._times) > 2 * _NUM_WARMUP_STEPS else int(len(self._times) > 1)
         if self._on_gpu:
             torch.cuda.synchronize(self._setup.world.device)
             return float(median(start.elapsed_time(end) / 1e3 for start, end in self._times[num_warmup:]))

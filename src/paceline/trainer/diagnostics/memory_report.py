@@ -1,4 +1,4 @@
-"""Report of a rank's memory by purpose when it runs out, as far as it can still be counted."""
+"""Report a rank's memory by purpose when it runs out, as far as it can still be counted."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -46,7 +46,7 @@ class MemoryBaseline:
 
 @contextmanager
 def explain_out_of_memory(setup: TrainingSetup | None, memory_baseline: MemoryBaseline) -> Iterator[None]:
-    """Convert an out-of-memory error into one that lists memory by purpose; without `setup`, of the build."""
+    """Convert an out-of-memory error into one that lists memory by purpose; without `setup`, for the model's build."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A check of a failed, non-finite step: whether its inputs were non-finite as well."""
+"""Find out whether the inputs of a step with a non-finite loss or gradient were non-finite too."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,9 +32,11 @@ def explain_nonfinite_inputs(
         by_rank = world.gather_json(by_rank[0])
     is_known = 1 < world.world_size == len(by_rank)
     microbatches_by_rank = {rank: indices for rank, (_, indices) in enumerate(by_rank)} if is_known else {}
-    nonfinite_microbatches = set() if over_batch else {index for index, _ in error.broken}
+    nonfinite_microbatches = set() if over_batch else {index for index, _ in error.nonfinite_terms}
     error.where = (
-        "" if over_batch else describe_microbatches(error.broken, microbatches_by_rank, num_micro=step_batch.num_micro)
+        ""
+        if over_batch
+        else describe_microbatches(error.nonfinite_terms, microbatches_by_rank, num_micro=step_batch.num_micro)
     )
     error.ranks = tuple(rank for rank, indices in microbatches_by_rank.items() if nonfinite_microbatches & set(indices))
     bad_samples = sorted({sample for rank_samples, _ in by_rank for sample in rank_samples})
@@ -52,17 +54,17 @@ def explain_nonfinite_inputs(
 
 
 def describe_microbatches(
-    broken: Sequence[tuple[int, str]], microbatches_by_rank: Mapping[int, Sequence[int]], *, num_micro: int
+    nonfinite_terms: Sequence[tuple[int, str]], microbatches_by_rank: Mapping[int, Sequence[int]], *, num_micro: int
 ) -> str:
     """Return the text that names the microbatches with a non-finite loss, and their ranks if they are known."""
     microbatches = []
-    for index in dict.fromkeys(index for index, _ in broken):
+    for index in dict.fromkeys(index for index, _ in nonfinite_terms):
         ranks = [str(rank) for rank, indices in microbatches_by_rank.items() if index in indices]
         rank_text = f" (rank{'s' * (len(ranks) > 1)} {', '.join(ranks)})" if ranks else ""
         microbatches.append(f"{index + 1}{rank_text}")
     if not microbatches:
         return ""
-    names = list(dict.fromkeys(name for _, name in broken))
+    names = list(dict.fromkeys(name for _, name in nonfinite_terms))
     term = f"the term{'s' * (len(names) > 1)} {', '.join(names)} of " if names != ["loss"] else "the loss of "
     more_text = f" and {len(microbatches) - _MAX_SHOWN} more" if len(microbatches) > _MAX_SHOWN else ""
     noun = "microbatch" if len(microbatches) == 1 else "microbatches"

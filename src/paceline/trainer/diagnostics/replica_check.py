@@ -1,4 +1,4 @@
-"""A cheap check every K steps that replicas are still equal; it names the first parameter that differs."""
+"""A cheap check, every `train.check_every` steps, that replicas are equal; it names the first tensor that differs."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from paceline.errors import DesyncError
 from paceline.parallel.module_access.tensor_access import bits_checksum
-from paceline.trainer.local_sgd_state import get_sites
+from paceline.trainer.local_sgd_state import get_site_synchronizer
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 _AVERAGE = "the average (ema) of "
@@ -37,11 +37,12 @@ def check_replicas(setup: TrainingSetup, *, step: int) -> None:
     Raises:
         DesyncError: a tensor differs; the error names the first one and the ranks that differ from rank 0.
     """
-    sites = get_sites(setup)
-    differing_tensor = None if sites is None else sites.find_difference()
+    synchronizer = get_site_synchronizer(setup)
+    differing_tensor = None if synchronizer is None else synchronizer.find_difference()
     if differing_tensor is not None:
         raise DesyncError(
-            f"at step {step} the sites have agreed on different weights: {differing_tensor} differs between them.",
+            f"at step {step} the synchronised weights differ between the sites: {differing_tensor} is not the same on "
+            "all of them.",
             cause="code that changes weights on some sites only, or damaged messages",
             hint="--update sync, which reports what differs where",
         )
@@ -67,17 +68,19 @@ def find_replica_mismatch(setup: TrainingSetup) -> ReplicaMismatch | None:
     if world.world_size == 1:
         return None
     weights = setup.weights
-    named = [
+    named_tensors = [
         (name, local_tensor.tensor)
         for name, local_tensor in weights.local_tensors.items()
         if name in weights.parameter_names
     ]
     if ema is not None:
         averages = dict(zip(ema.names, ema.averages, strict=True))
-        named += [(f"{_AVERAGE}{name}", averages.get(name)) for name, _ in named]
-    checksums = torch.stack([bits_checksum(tensor) if tensor is not None else _NO_CHECKSUM for _, tensor in named])
+        named_tensors += [(f"{_AVERAGE}{name}", averages.get(name)) for name, _ in named_tensors]
+    checksums = torch.stack(
+        [bits_checksum(tensor) if tensor is not None else _NO_CHECKSUM for _, tensor in named_tensors]
+    )
     if not weights.is_unsharded:
-        return _find_shard_mismatch(setup, [name for name, _ in named], checksums)
+        return _find_shard_mismatch(setup, [name for name, _ in named_tensors], checksums)
     highest, lowest = checksums.clone(), checksums.clone()
     world.all_reduce(highest, op="max")
     world.all_reduce(lowest, op="min")
@@ -87,20 +90,23 @@ def find_replica_mismatch(setup: TrainingSetup) -> ReplicaMismatch | None:
     values = world.gather_json(int(checksums[differing[0]]))
     differing_ranks = [rank for rank, value in enumerate(values) if value != values[0]]
     return ReplicaMismatch(
-        name=named[differing[0]][0], ranks=differing_ranks, num_differing=len(differing), num_tensors=len(named)
+        name=named_tensors[differing[0]][0],
+        ranks=differing_ranks,
+        num_differing=len(differing),
+        num_tensors=len(named_tensors),
     )
 
 
 def _find_shard_mismatch(setup: TrainingSetup, names: list[str], checksums: Tensor) -> ReplicaMismatch | None:
-    """Compare shards: ranks that hold the same boxes of a tensor must hold the same values."""
+    """Compare shards: ranks that hold the same region of a tensor must hold the same values."""
     checksums_by_rank = setup.site.gather_json(checksums.tolist())
     mismatches: list[tuple[str, list[int]]] = []
     for index, name in enumerate(names):
         first_checksums: dict[object, int] = {}
         differing_ranks = []
-        for rank, part in enumerate(setup.weights.shard_specs(name.removeprefix(_AVERAGE))):
+        for rank, spec in enumerate(setup.weights.shard_specs(name.removeprefix(_AVERAGE))):
             value = checksums_by_rank[rank][index]
-            if part.boxes and first_checksums.setdefault(part.boxes, value) != value:
+            if spec.boxes and first_checksums.setdefault(spec.boxes, value) != value:
                 differing_ranks.append(rank)
         if differing_ranks:
             mismatches.append((name, differing_ranks))
@@ -114,5 +120,5 @@ def _find_shard_mismatch(setup: TrainingSetup, names: list[str], checksums: Tens
 
 
 def averaged_names(names: list[str]) -> list[str]:
-    """Return the names that the averages of these parameters have."""
+    """Return the names that this check gives to the averages (EMA) of these parameters."""
     return [f"{_AVERAGE}{name}" for name in names]

@@ -1,6 +1,6 @@
 """The decisions that follow from an evaluation: whether it is the best so far, and whether to stop early.
 
-Values measured by different rules are not comparable: if a resumed job names another metric, both start over.
+Values of different metrics are not comparable: if a resumed job names another metric, both decisions start over.
 """
 
 import math

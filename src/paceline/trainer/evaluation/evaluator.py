@@ -1,4 +1,4 @@
-"""Exact metrics: each sample counts once, without padding, and sums do not depend on which rank computed them."""
+"""Exact metrics: each sample counts once, without padding, and sums do not depend on which ranks computed them."""
 
 import math
 import time
@@ -28,8 +28,8 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 _MAX_PENDING_VOTES = 4  # batches that are still evaluated after a stop request
 _LIMB_BITS = 32
-_SCALE_BITS = 1088
-_LIMBS = 72
+_SCALE_BITS = 1088  # a sum is an integer in units of 2**-1088, which is below the smallest float64
+_NUM_LIMBS = 72  # 2304 bits: the largest float64 in these units, and room for the sum of many
 LOSS = "loss"
 
 
@@ -61,13 +61,13 @@ class ExactSum:
         """Return the base 2^32 digits of the magnitude, each with the sum's sign, and a flag for a non-finite sum."""
         magnitude, sign = abs(self._total), -1 if self._total < 0 else 1
         mask = (1 << _LIMB_BITS) - 1
-        return [sign * ((magnitude >> (_LIMB_BITS * i)) & mask) for i in range(_LIMBS)] + [int(self._is_nonfinite)]
+        return [sign * ((magnitude >> (_LIMB_BITS * i)) & mask) for i in range(_NUM_LIMBS)] + [int(self._is_nonfinite)]
 
     @staticmethod
     def total(limbs: list[int]) -> float:
         """Return the float nearest to the sum of all ranks' limbs."""
-        *digits, broken = limbs
-        if broken:
+        *digits, is_nonfinite = limbs
+        if is_nonfinite:
             return math.nan
         total = sum(digit << (_LIMB_BITS * i) for i, digit in enumerate(digits))
         return float(Fraction(total, 1 << _SCALE_BITS))
@@ -95,7 +95,7 @@ class Evaluator:
         self._needs_equal_microbatches = replica.needs_equal_microbatches
         self._needs_lockstep = replica.needs_equal_microbatches or self._worlds.data.world_size < self._world.world_size
         self._reports_metrics = setup.step.forward_backward.reports_loss
-        self._passes = setup.step.forward_backward
+        self._forward_backward = setup.step.forward_backward
         self._checked_metrics: set[str] = set()  # metrics that were checked once to be sums over samples
         self.note = ""
         """A warning about a metric of the last split that is not a sum over samples; equal on every rank."""
@@ -118,14 +118,14 @@ class Evaluator:
         with _eval_mode(self._model), torch.no_grad():
             source = self._data.split(data, name=name)
             loader = self._make_loader(source, batch_size, name, shard_totals)
-            for micro in (
+            for microbatch in (
                 self._read_in_lockstep(loader, source, batch_size, name, stop) if self._needs_lockstep else loader
             ):
                 if stop() and not self._needs_lockstep:
                     break
-                seed_all(stream_key(self._seed, "evaluate", micro.index))  # equal draws on any rank
-                self._evaluate_batch(micro.data, micro.num_samples, sums, torchmetrics)
-                samples += micro.num_samples
+                seed_all(stream_key(self._seed, "evaluate", microbatch.index))  # the same draws on any rank
+                self._evaluate_batch(microbatch.data, microbatch.num_samples, sums, torchmetrics)
+                samples += microbatch.num_samples
                 if send_heartbeat is not None:
                     send_heartbeat()
         by_rank = self._world.gather_json([stop(), shard_totals, self.note])
@@ -172,11 +172,11 @@ class Evaluator:
         If a forward waits for other replicas, a replica without a batch repeats an old one with zero samples.
         Otherwise pipeline stages do not wait for each other: they read the decision to stop a few batches later.
         """
-        repeated_micro: ReplicaMicrobatch | None = None
+        repeated_microbatch: ReplicaMicrobatch | None = None
         votes: deque[tuple[Tensor, Callable[[], object]]] = deque()
         while True:
-            micro = next(loader, None)
-            vote = torch.tensor([int(stop()), int(micro is not None)], device=self._world.device)
+            microbatch = next(loader, None)
+            vote = torch.tensor([int(stop()), int(microbatch is not None)], device=self._world.device)
             votes.append((vote, self._world.start_all_reduce(vote)))
             if len(votes) > (0 if self._needs_equal_microbatches else _MAX_PENDING_VOTES):
                 vote, wait = votes.popleft()
@@ -186,13 +186,13 @@ class Evaluator:
                     for _, wait in votes:
                         wait()
                     return
-            if micro is None and not self._needs_equal_microbatches:
+            if microbatch is None and not self._needs_equal_microbatches:
                 continue
-            if micro is None and repeated_micro is None:
-                repeated_micro = self._read_first_batch(source, batch_size, name)
-            repeated_micro = micro or repeated_micro
-            assert repeated_micro is not None
-            yield micro or replace(repeated_micro, num_samples=0)
+            if microbatch is None and repeated_microbatch is None:
+                repeated_microbatch = self._read_first_batch(source, batch_size, name)
+            repeated_microbatch = microbatch or repeated_microbatch
+            assert repeated_microbatch is not None
+            yield microbatch or replace(repeated_microbatch, num_samples=0)
 
     def _read_first_batch(self, source: Source, batch_size: int, name: str) -> ReplicaMicrobatch:
         """Return the first batch, regardless of which rank evaluates it."""
@@ -208,11 +208,11 @@ class Evaluator:
     ) -> None:
         batch = to_device(data, self._world.device)
 
-        def record_outputs(output: Any, terms: Terms, part: Any) -> None:
+        def record_outputs(output: Any, terms: Terms, local_batch: Any) -> None:
             if num_samples:
-                self._record_outputs(output, terms, part, sums, torchmetrics)
+                self._record_outputs(output, terms, local_batch, sums, torchmetrics)
 
-        self._passes.evaluate_microbatch(batch, num_samples=num_samples, on_output=record_outputs)
+        self._forward_backward.evaluate_microbatch(batch, num_samples=num_samples, on_output=record_outputs)
 
     def _record_outputs(
         self,
@@ -234,10 +234,10 @@ class Evaluator:
                     f"the metric {name!r} returned a {type(sum_and_count).__name__}, expected (sum, count).",
                     hint=f"metrics={{{name!r}: lambda output, batch: (correct.sum(), correct.numel())}}",
                 )
-            for part in sum_and_count:
-                if as_number(part) is None:
+            for value in sum_and_count:
+                if as_number(value) is None:
                     description = (
-                        f"shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"type {type(part).__name__}"
+                        f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
                     )
                     raise JobError(
                         f"the metric {name!r} returned a value of {description} in its pair, "
@@ -255,19 +255,18 @@ class Evaluator:
         if self._worlds.data.world_size == self._world.world_size:
             return metrics
         by_rank: list[dict[str, float] | None] = self._world.gather_json(metrics if self._reports_metrics else None)
-        return next(one for one in by_rank if one is not None)
+        return next(rank_metrics for rank_metrics in by_rank if rank_metrics is not None)
 
     def _reduce_sums(self, sums: dict[str, tuple[ExactSum, ExactSum]], samples: int) -> tuple[dict[str, float], int]:
         names = sorted({name for rank_names in self._world.gather_json(list(sums)) for name in rank_names})
         local_sums = sums if self._reports_metrics else {}
-        rows = [
-            limb for name in names for part in local_sums.get(name, (ExactSum(), ExactSum())) for limb in part.limbs()
-        ]
+        pairs = [local_sums.get(name, (ExactSum(), ExactSum())) for name in names]
+        limbs = [limb for pair in pairs for exact_sum in pair for limb in exact_sum.limbs()]
         num_samples = samples if self._reports_metrics and self._worlds.cp.rank == 0 else 0
-        vector = torch.tensor([*rows, num_samples], dtype=torch.int64, device=self._world.device)
+        vector = torch.tensor([*limbs, num_samples], dtype=torch.int64, device=self._world.device)
         self._world.all_reduce(vector)
         values = vector.tolist()
-        width = _LIMBS + 1
+        width = _NUM_LIMBS + 1
         metrics, empty_terms = {}, set()
         for position, name in enumerate(names):
             start = 2 * position * width
@@ -276,9 +275,9 @@ class Evaluator:
             metrics[name] = total / count if count else math.nan
             if not count and not total and self._on_empty == "zero":
                 empty_terms.add(name)
-        parts = [value for name, value in metrics.items() if name.startswith(f"{LOSS}/") and name not in empty_terms]
-        if parts:
-            metrics = {LOSS: math.fsum(parts), **metrics}
+        terms = [value for name, value in metrics.items() if name.startswith(f"{LOSS}/") and name not in empty_terms]
+        if terms:
+            metrics = {LOSS: math.fsum(terms), **metrics}
         return metrics, int(values[-1])
 
 
@@ -295,7 +294,7 @@ def _metric_note(name: str, fault: LossFault) -> str:
 
 @contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode, and restore each module's own mode afterwards, also of frozen modules."""
+    """Put the model into evaluation mode, and restore afterwards the mode that each module had."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -322,5 +321,5 @@ def _check_same_samples(totals_by_rank: Sequence[Mapping[str, list[int]]], name:
 
 def _add_to_sums(sums: dict[str, tuple[ExactSum, ExactSum]], name: str, total: Any, count: Any) -> None:
     pair = sums.setdefault(name, (ExactSum(), ExactSum()))
-    for part, value in zip(pair, (total, count), strict=True):
-        part.add(float(value.detach() if isinstance(value, Tensor) else value))
+    for exact_sum, value in zip(pair, (total, count), strict=True):
+        exact_sum.add(float(value.detach() if isinstance(value, Tensor) else value))

@@ -1,4 +1,4 @@
-"""Metric objects (torchmetrics): updated where the data is, with their states gathered from all ranks."""
+"""Metric objects (torchmetrics): each rank updates its own with its data, and their states are gathered at the end."""
 
 import base64
 import warnings
@@ -51,14 +51,14 @@ class TorchMetricsAdapter:
         flat = state.detach().cpu().contiguous()
         raw = bytes(flat.reshape(-1).view(torch.uint8).numpy()) if flat.numel() else b""
         local_state = [str(flat.dtype).removeprefix("torch."), list(flat.shape), base64.b64encode(raw).decode()]
-        states = [_decode_tensor(*packed).to(state.device) for packed in self._world.gather_json(local_state)]
-        return [one for one in states if one.numel()] or states[:1]
+        states = [_decode_tensor(*encoded).to(state.device) for encoded in self._world.gather_json(local_state)]
+        return [rank_state for rank_state in states if rank_state.numel()] or states[:1]
 
 
 def _synchronised_metrics(metric: Any) -> Iterator[Any]:
     """Yield every metric that gathers its own state: a metric, those inside a wrapper, those of a collection."""
-    parts = metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
-    yield from (part for part in parts if hasattr(part, "dist_sync_fn"))
+    candidates = metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
+    yield from (candidate for candidate in candidates if hasattr(candidate, "dist_sync_fn"))
 
 
 def _decode_tensor(dtype: str, shape: list[int], text: str) -> Tensor:
@@ -71,8 +71,8 @@ def _decode_tensor(dtype: str, shape: list[int], text: str) -> Tensor:
 
 def _named_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _named_numbers(f"{name}/{key}", part)
+        for key, inner_value in value.items():
+            yield from _named_numbers(f"{name}/{key}", inner_value)
         return
     if isinstance(value, Tensor) and value.numel() != 1:
         if value.dim() != 1:
@@ -80,7 +80,7 @@ def _named_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
                 f"the metric {name!r} computed a tensor of shape {list(value.shape)}, expected numbers.",
                 hint="log it from on_eval",
             )
-        yield from ((f"{name}/{index}", float(part)) for index, part in enumerate(value))
+        yield from ((f"{name}/{index}", float(number)) for index, number in enumerate(value))
         return
     yield name, float(value)
 

@@ -72,7 +72,7 @@ class TrainingSetup:
     `site` is the world of the ranks that share one set of weights: all ranks, unless sites train separately.
     `weights` are the shards of parameters and buffers in the models, `optim_shards` those of the parameters in
     the optimizers. `named_parameters` are this rank's parameters, or its shards of them. `initial_options` are the
-    optimizers' options before a schedule changed them.
+    optimizers' options before an LR scheduler changed them.
     """
 
     job: Job
@@ -187,16 +187,16 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
     models = [m.to(group.all_ranks.device) for m, group in zip(initial_models, groups, strict=True)]
     check_job(job, models[0], takes_sparse=rule.traits.accepts_sparse_gradients)
     refuse_compiled_model(models[0], plan)
-    named = [trainable_parameters(model) for model in models]
+    named_parameters = [trainable_parameters(model) for model in models]
     notes = [*unused_placement_notes(settings.place, plan), *initial_models[0].notes, *set_train_mode(models)]
     notes += _broadcast_initial_weights(models[0], world) if initial_models[0].is_whole else []
     notes += [] if world.is_simulated else loss_notes(job.loss, model=models[0], world=world)
     shared_model = rule.share_model(models[0], world=world)
-    factory = build_optimizer_factory(job, named[0], plan=plan, exact=settings.train.exact)
+    factory = build_optimizer_factory(job, named_parameters[0], plan=plan, exact=settings.train.exact)
     nonpersistent_buffers, data = NonPersistentBuffers(models[0]), JobData(job, settings)
     contracts = [LossContract(job=job, model=model, probes_model_loss=not world.is_simulated) for model in models]
     if len(groups) > 1:
-        parallel_models = _parallelize_threads(models, named, groups, exact=settings.train.exact)
+        parallel_models = _parallelize_threads(models, named_parameters, groups, exact=settings.train.exact)
     else:
         parallel_models = [_parallelize_replica(
             job, settings, plan, initial_models[0], models[0], contracts[0], groups[0], factory, data,
@@ -222,7 +222,7 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
         else ShardedTensors(world=world, tensors=model_tensors(models[0])),
         optim_shards=parallel_models[0].optim_shards
         if replicas is None
-        else ShardedTensors(world=world, tensors=param_tensors(named[0])),
+        else ShardedTensors(world=world, tensors=param_tensors(named_parameters[0])),
         parallelized_model=parallel_models[0],
         step=rule.make_step(request),
         grid=parallel_models[0].grid,
@@ -235,7 +235,7 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
 
 def _parallelize_threads(
     models: Sequence[nn.Module],
-    named: Sequence[Sequence[NamedParameter]],
+    named_parameters: Sequence[Sequence[NamedParameter]],
     replica_groups: Sequence[MeshGroups],
     *,
     exact: bool,
@@ -243,9 +243,9 @@ def _parallelize_threads(
     """Parallelize the replicas that are threads of this process."""
     return [
         parallelize_thread_replica(
-            model, members=parameters, targets=named[0], world=mesh_groups.all_ranks, exact=exact
+            model, members=parameters, targets=named_parameters[0], world=mesh_groups.all_ranks, exact=exact
         )
-        for model, parameters, mesh_groups in zip(models, named, replica_groups, strict=True)
+        for model, parameters, mesh_groups in zip(models, named_parameters, replica_groups, strict=True)
         if isinstance(mesh_groups.all_ranks, ThreadWorld)
     ]
 
@@ -335,7 +335,7 @@ def _build_replica_context(
 ) -> ReplicaContext:
     """Return the context of one replica."""
     train = settings.train
-    batchnorm_rounds = synchronize_batchnorms(model, world=worlds.data) if train.buffers == "sync_bn" else None
+    sync_bn_weights = synchronize_batchnorms(model, world=worlds.data) if train.buffers == "sync_bn" else None
     streams = RandomStreams(seed=settings.seed)
     streams.attach(model)
     return ReplicaContext(
@@ -359,7 +359,7 @@ def _build_replica_context(
         random_streams=streams,
         precision=train.precision,
         exact=train.exact,
-        sync_bn_weights=batchnorm_rounds,
+        sync_bn_weights=sync_bn_weights,
         rng_turns=rng_turns,
         undo_reduction=parallelized_model.reducer.undo
         if isinstance(parallelized_model.reducer, ErrorFeedbackReducer)
@@ -374,8 +374,8 @@ def _build_rng_turns(settings: Settings, replica_groups: Sequence[MeshGroups]) -
 
 def _can_forwards_wait(mesh: Mesh) -> bool:
     """Return True if a replica's forward may wait for another's: it runs on one rank, without collectives inside."""
-    gathers = mesh.zero == 3 and mesh.dp_shard > 1
-    return not (gathers or mesh.sites) and mesh.pp == mesh.ep == 1
+    gathers_weights = mesh.zero == 3 and mesh.dp_shard > 1
+    return not (gathers_weights or mesh.sites) and mesh.pp == mesh.ep == 1
 
 
 def _replica_mesh_groups(plan: ExecutionPlan, settings: Settings, worlds: MeshGroups) -> list[MeshGroups]:

@@ -1,4 +1,4 @@
-"""The length of a run, and the counters of the training loop."""
+"""The length of a run, the loop's saved progress, and the times of its steps."""
 
 import math
 import resource
@@ -12,7 +12,7 @@ import torch
 from paceline.config.settings import Settings
 from paceline.data.order.cursor import Cursor
 
-SHORTEST_INTERVAL = 10
+_MIN_INTERVAL = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,11 @@ class Length:
 
 @dataclass
 class Progress:
-    """Loop state that is saved with the cursor.
+    """The loop's state that is saved with the cursor. The names of the fields are keys of checkpoints.
 
-    `best_of` and `rule_of` are the metric and mode (`loss:min`) that `best` and `rule_best` belong to. `unjudged` is
-    True if a stop came before a due evaluation.
+    `best` is the best value for `Job(best=)`, `rule_best` that for early stopping; `best_of` and `rule_of` name their
+    metric and mode (`loss:min`). `waited` counts the evaluations since `rule_best`. `unjudged` is True if a stop came
+    before a due evaluation.
     """
 
     tokens: float = 0.0
@@ -130,7 +131,7 @@ class Clock:
 
 def derived_interval(total: int | None) -> int:
     """Return a tenth of the run in steps, but at least 10; 1000 if the run's length is not known."""
-    return max(SHORTEST_INTERVAL, total // 10) if total else 1000
+    return max(_MIN_INTERVAL, total // 10) if total else 1000
 
 
 def format_interval(every: int, *, total: int | None) -> str:
@@ -152,7 +153,7 @@ def requested_length(settings: Settings, *, epoch_samples: int | None) -> Length
 
 
 def peak_gib(device: torch.device) -> float:
-    """Return the most memory in GiB that this rank has held so far."""
+    """Return this rank's peak memory so far, in GiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

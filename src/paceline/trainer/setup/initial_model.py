@@ -49,16 +49,17 @@ class InitialModel:
 
 
 class _SizeLimitExceeded(BaseException):
-    """The build has passed the limit. A `BaseException`, so that a constructor's `except Exception` can't catch it."""
+    """The size limit of a build is exceeded. A `BaseException`: a constructor's `except Exception` can't catch it."""
 
 
 def build_initial_full_model(
     build: Build, *, seed: int, limit_bytes: int, pretrained: PretrainedModel | None = None
 ) -> nn.Module:
-    """Return the full model: from a plain build up to the limit, above it with each tensor drawn by its own seed.
+    """Return the full model: a plain build up to the limit; above it, each tensor is drawn with a seed of its own.
 
     Raises:
-        JobError: `build` returns no model. UsageError: above the limit, and the constructor can't be recorded.
+        JobError: `build` returns no model.
+        UsageError: the model is above the limit, and its constructor can't be recorded.
     """
     if pretrained is not None:
         return build()
@@ -79,7 +80,8 @@ def build_initial_model(
     determines the shards, each rank builds the full model up to the limit.
 
     Raises:
-        JobError, UsageError, DesyncError: no model, one that can't be built in shards, or a different one on a rank.
+        JobError, UsageError, DesyncError: `build` returns no model, or one that can't be built in shards, or different
+            models on different ranks.
     """
     if worlds.all_ranks.is_simulated:
         return InitialModel(model=build())
@@ -93,29 +95,31 @@ def build_initial_model(
         return InitialModel(model=model)
     del model
     if not shards_rows_only(worlds.mesh):
-        draft = defer_large_model(
+        deferred_init = defer_large_model(
             build, seed=seed, world=worlds.all_ranks, limit_bytes=limit_bytes, pretrained=pretrained
         )
-        if draft is None:
+        if deferred_init is None:
             return _build_full_initial_model(build, seed=seed, limit_bytes=limit_bytes, pretrained=pretrained)
         return InitialModel(
-            model=draft.model,
-            deferred_model=DeferredModel(deferred_init=draft, device=worlds.all_ranks.device),
-            notes=draft.notes,
+            model=deferred_init.model,
+            deferred_model=DeferredModel(deferred_init=deferred_init, device=worlds.all_ranks.device),
+            notes=deferred_init.notes,
         )
-    draft = defer_init(build, seed=seed, world=worlds.all_ranks, limit_bytes=limit_bytes, pretrained=pretrained)
-    if draft.source.is_local:
+    deferred_init = defer_init(build, seed=seed, world=worlds.all_ranks, limit_bytes=limit_bytes, pretrained=pretrained)
+    if deferred_init.source.is_local:
         return InitialModel(
-            model=draft.model,
-            deferred_model=DeferredModel(deferred_init=draft, device=worlds.all_ranks.device),
-            notes=draft.notes,
+            model=deferred_init.model,
+            deferred_model=DeferredModel(deferred_init=deferred_init, device=worlds.all_ranks.device),
+            notes=deferred_init.notes,
         )
-    parts = row_shard_specs(draft.model, world=worlds.shard)
-    values, notes = draft.values(parts)
-    tensors = named_tensors(draft.model)
-    replace_tensors(draft.model, {n: with_data(tensors[n], value) for n, value in values.items() if n not in parts})
-    rows = {name: value for name, value in values.items() if name in parts}
-    return InitialModel(model=draft.model, deferred_rows=rows, notes=(*draft.notes, *notes))
+    row_specs = row_shard_specs(deferred_init.model, world=worlds.shard)
+    values, notes = deferred_init.values(row_specs)
+    tensors = named_tensors(deferred_init.model)
+    replace_tensors(
+        deferred_init.model, {n: with_data(tensors[n], value) for n, value in values.items() if n not in row_specs}
+    )
+    rows = {name: value for name, value in values.items() if name in row_specs}
+    return InitialModel(model=deferred_init.model, deferred_rows=rows, notes=(*deferred_init.notes, *notes))
 
 
 def _build_full_initial_model(
@@ -164,14 +168,14 @@ def _build_within_limit(build: Build, *, max_bytes: int) -> nn.Module | None:
 @contextmanager
 def _limit_build_size(max_bytes: int) -> Iterator[None]:
     """Stop a build once its registered parameters exceed `max_bytes`."""
-    counted: dict[int, Tensor] = {}
+    counted_parameters: dict[int, Tensor] = {}
     total = 0
 
     def count_bytes(_: nn.Module, name: str, parameter: nn.Parameter) -> None:
         nonlocal total
         del name
-        if parameter is not None and id(parameter) not in counted and not is_lazy(parameter):
-            counted[id(parameter)] = parameter
+        if parameter is not None and id(parameter) not in counted_parameters and not is_lazy(parameter):
+            counted_parameters[id(parameter)] = parameter
             total += parameter.numel() * parameter.element_size()  # sparse: no `nbytes`, refused later
             if total > max_bytes:
                 raise _SizeLimitExceeded

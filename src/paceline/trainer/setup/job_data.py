@@ -1,4 +1,4 @@
-"""The data of a job as a run reads it."""
+"""The data of a job, as the sources and loaders that a run reads from."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -80,7 +80,7 @@ def build_loader(
 def read_first(
     data: JobData, settings: Settings, *, partition: BatchPartition, count: int = 1, **loader_options: Any
 ) -> list[StepInput]:
-    """Read a replica's share of the first batches, in a process that may read data, before the run has a loader."""
+    """Read a replica's share of the first batches before the run has a loader, with data workers in another process."""
     source = data.train
 
     def read() -> list[StepInput]:
@@ -113,7 +113,7 @@ def read_first(
 def build_partition(
     plan: ExecutionPlan, settings: Settings, data: World, *, reads_samples: bool = True
 ) -> BatchPartition:
-    """Return the part of each global batch that this replica reads; `data` is the world of replicas."""
+    """Return the part of each global batch that this replica reads; `data` is the world of the replicas."""
     return BatchPartition(
         global_batch_size=plan.global_batch_size,
         micro_batch_size=plan.micro_batch_size,

@@ -1,4 +1,4 @@
-"""The optimizer update of a run: the job's optimizers on this rank's parameters, schedules, loss scaler and average."""
+"""The optimizer update of a run: optimizers for this rank's parameters, LR schedulers, loss scaler and EMA."""
 
 import math
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ from paceline.parallel.placement import ParallelizedModel
 from paceline.parallel.sharding.optimizer_offload import offload_state
 from paceline.parallel.sharding.zero_sharded_optimizer import ShardedOptimizerFactory, try_optimizer_factory
 from paceline.planner.layout.execution_plan import ExecutionPlan
-from paceline.step.optimizer_update import Ema, GradNormFunction, OptimizerUpdate, gradient_values
+from paceline.step.optimizer_update import Ema, GradNormFunction, OptimizerUpdate, stored_values
 from paceline.step.update_rules import step_rule
 from paceline.torch_internals.private_api import JointScaler
-from paceline.trainer.checks.check_job import unfit_optimizers, unfit_schedules
+from paceline.trainer.checks.check_job import unfit_lr_schedulers, unfit_optimizers
 
 
 def build_optimizer_factory(
-    job: Job, named: Sequence[NamedParameter], *, plan: ExecutionPlan, exact: bool
+    job: Job, named_parameters: Sequence[NamedParameter], *, plan: ExecutionPlan, exact: bool
 ) -> ShardedOptimizerFactory | None:
     """Run the job's optimizer factory on the full model's shapes; return None if every rank holds the full model.
 
@@ -38,7 +38,7 @@ def build_optimizer_factory(
     """
     if plan.mesh.ranks == plan.mesh.dp_replicate:
         return None
-    optimizer_factory = try_optimizer_factory(job.optimizer, named)
+    optimizer_factory = try_optimizer_factory(job.optimizer, named_parameters)
     raise_all(unfit_optimizers(optimizer_factory.optimizers))
     check_optimizers(optimizer_factory.optimizers, {id(p): name for name, p in optimizer_factory.pairs})
     if plan.mesh.zero == 3:
@@ -58,7 +58,7 @@ def make_update(
     *,
     world: World,
 ) -> tuple[OptimizerUpdate, Options]:
-    """Return the optimizer update, and the optimizers' options before a schedule overwrites them."""
+    """Return the optimizer update, and the optimizers' options before an LR scheduler overwrites them."""
     if optimizer_factory is not None:
         optimizer_factory.refuse_slices(_partially_held_parameters(parallelized_model), layout=plan.layout)
     optimizers = (
@@ -73,13 +73,13 @@ def make_update(
         for optimizer in optimizers:
             offload_state(optimizer)
     initial_options = factory_options(optimizers)
-    schedules = [job.lr_schedule(optimizer) for optimizer in optimizers] if job.lr_schedule else []
-    raise_all([*unfit_optimizers(optimizers), *unfit_schedules(schedules, optimizers)])
+    lr_schedulers = [job.lr_schedule(optimizer) for optimizer in optimizers] if job.lr_schedule else []
+    raise_all([*unfit_optimizers(optimizers), *unfit_lr_schedulers(lr_schedulers, optimizers)])
     fp16, traits = settings.train.precision == "fp16", step_rule(plan.update_rule).traits
     update = OptimizerUpdate(
         named_parameters=parallelized_model.named_parameters,
         optimizers=optimizers,
-        schedules=schedules,
+        lr_schedulers=lr_schedulers,
         scaler=make_scaler(parallelized_model.optim_shards, world) if fp16 else None,
         max_grad_norm=settings.train.max_grad_norm,
         check_finite=not fp16,
@@ -91,14 +91,14 @@ def make_update(
         if job.ema is not None
         else None,
         joint_grad_norm=_build_norm(parallelized_model, settings, world=world) if traits.measures_joint_norm else None,
-        spread=parallelized_model.sync_after_update if traits.spreads_updates else do_nothing,
+        sync_after_update=parallelized_model.sync_after_update if traits.spreads_updates else do_nothing,
         on_update=None if job.on_update is None else partial(job.on_update, model),
     )
     return update, initial_options
 
 
 def lr_factor(rule: str, ratio: float) -> float:
-    """Return the factor for the learning rate if the batch is `ratio` times as large as the job's own.
+    """Return the factor for the learning rate if the global batch is `ratio` times the job's `global_batch_size`.
 
     Linear: Goyal et al. 2017 (SGD). Square root: Krizhevsky 2014, Malladi et al. 2022 (Adam).
     """
@@ -137,7 +137,7 @@ def _build_norm(parallelized_model: ParallelizedModel, settings: Settings, *, wo
 
     def norm() -> Tensor:
         return joint_norm(
-            [gradient_values(p.grad) for p in owned_parameters if p.grad is not None], worlds=worlds, exact=exact
+            [stored_values(p.grad) for p in owned_parameters if p.grad is not None], worlds=worlds, exact=exact
         )
 
     return norm

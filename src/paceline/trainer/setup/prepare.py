@@ -1,4 +1,4 @@
-"""Preparation of a job with its settings and plan, before any process group exists."""
+"""Prepare a job before any process group exists: load it, merge its settings, make its plan, choose its run folder."""
 
 import os
 from dataclasses import dataclass, replace
@@ -53,7 +53,8 @@ def prepare(task: Task, *, job: Job | None = None) -> PreparedJob:
     if job is None and task.job_handle is not None:
         job = receive_job(task.job_handle)
     if job is None:
-        params = {name[4:]: value for name, value in requested.values.items() if name.startswith("job.")}
+        job_values = {name: value for name, value in requested.values.items() if name.startswith("job.")}
+        params = {name.removeprefix("job."): value for name, value in job_values.items()}
         start_folder = Path.cwd()
         # What the file draws, such as a random_split, has to be the same on every rank and after a restart.
         seed_all(stream_key(_seed_before_job(requested), "job"))
@@ -108,31 +109,21 @@ def make_plan(
 
 
 def with_saved_microbatches(prepared_job: PreparedJob, *, folder: Path, world: World) -> PreparedJob:
-    """Return the job with the microbatch size of the run's first start, unless the user has set another one."""
+    """Return the job with the microbatch size that the run had at its first start, unless the user has set one."""
     path = folder / "plan.json"
     saved = world.share_json(_read_saved_plan(path) if world.is_main else None)
     train_settings, current_plan = prepared_job.settings.train, prepared_job.plan
     if saved is None or saved["global_batch_size"] != current_plan.global_batch_size:
         return prepared_job
     is_set_by_user = train_settings.micro_batch_size or train_settings.gradient_accumulation_steps
-    if is_set_by_user or saved["micro_batch_size"] == current_plan.micro_batch_size:
-        micro_batch_size = train_settings.micro_batch_size
-        return replace(
-            prepared_job,
-            plan=make_plan(
-                prepared_job.task,
-                prepared_job.job,
-                prepared_job.settings,
-                micro_batch_size=micro_batch_size,
-                is_resumed=True,
-            ),
-        )
-    micro = saved["micro_batch_size"]
-    plan = make_plan(
-        prepared_job.task, prepared_job.job, prepared_job.settings, micro_batch_size=micro, is_resumed=True
-    )
-    note = f"batch: microbatches of {plan.micro_batch_size}, as at the start of this run"
-    return replace(prepared_job, plan=replace(plan, notes=(*plan.notes, note)))
+    is_unchanged = bool(is_set_by_user) or saved["micro_batch_size"] == current_plan.micro_batch_size
+    micro_batch_size = train_settings.micro_batch_size if is_unchanged else saved["micro_batch_size"]
+    task, job, settings = prepared_job.task, prepared_job.job, prepared_job.settings
+    plan = make_plan(task, job, settings, micro_batch_size=micro_batch_size, is_resumed=True)
+    if not is_unchanged:
+        note = f"batch: microbatches of {plan.micro_batch_size}, as at the start of this run"
+        plan = replace(plan, notes=(*plan.notes, note))
+    return replace(prepared_job, plan=plan)
 
 
 def _read_saved_plan(path: Path) -> dict[str, Any] | None:
@@ -147,7 +138,7 @@ def _read_saved_plan(path: Path) -> dict[str, Any] | None:
 def join_world(prepared_job: PreparedJob) -> World:
     """Join the other ranks of this process's group."""
     plan, seconds = prepared_job.plan, prepared_job.settings.train.timeout_seconds
-    return step_rule(plan.update_rule).join(plan, place=LaunchInfo.read(os.environ), timeout_seconds=seconds)
+    return step_rule(plan.update_rule).join(plan, launch_info=LaunchInfo.read(os.environ), timeout_seconds=seconds)
 
 
 def is_gradient_worker(prepared_job: PreparedJob) -> bool:
@@ -156,8 +147,8 @@ def is_gradient_worker(prepared_job: PreparedJob) -> bool:
     return step_rule(rule).is_gradient_worker(rule, rank=LaunchInfo.read(os.environ).rank)
 
 
-def with_run_folder(task: Task, *, is_chooser: bool = True) -> Task:
-    """Return the task with a run folder and the checkpoint to resume from; unchanged unless `is_first_rank`."""
+def with_run_folder(task: Task, *, is_chooser: bool) -> Task:
+    """Return the task with a run folder and the checkpoint to resume from; unchanged unless `is_chooser` (rank 0)."""
     if not is_chooser:
         return task
     name = task.short_job

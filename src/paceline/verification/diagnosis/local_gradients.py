@@ -54,7 +54,7 @@ def compute_local_gradients(
         for recorder in replica.state_recorders:
             recorder.set_microbatch(micro.index)
         batch = to_device(micro.data, replica.world.device)
-        with setup.step.autocast():
+        with setup.step.replica.autocast():
             output = replica.contract.forward(replica.model, batch)
             terms = replica.contract.terms(output, batch, num_samples=micro.num_samples)
         parameters = [targets[name] for name in names]

@@ -21,41 +21,42 @@ from paceline.parallel.module_access.tensor_access import bits_checksum, copy_in
 from paceline.planner.layout.local_sgd_checks import assign_fragments, fragment_to_send
 from paceline.step.local_sgd.outer_step import Fragment, SiteGroup, averaging_dtype_tensor
 
-_RESHAPED = 2
+_RESHAPED = 2  # how a buffer has changed: 0 not, 1 its values, 2 its shape
 
 
-class FragmentSchedule:
-    """The outer optimizer on one rank: it sends and applies each fragment when it is due.
+class SiteSynchronizer:
+    """The synchronisation of the sites, on one rank: it sends and applies each fragment when it is due.
 
-    `weights` has the name and full shape of every parameter, on every rank. `peers` are the ranks at the same position
-    in all sites. `on_write` is called after buffers or weights were overwritten.
+    `tensors` are the parameters and buffers of the model; each rank knows their names and full shapes. `peers` are the
+    ranks at the same position in all sites. `sync_after_update` updates the copies of weights on the other ranks after
+    weights were written. `on_write` is called after writes to weights or buffers.
     """
 
     def __init__(
         self,
         *,
         rule: UpdateRule,
-        named: Sequence[NamedParameter],
-        weights: ShardedTensors,
+        named_parameters: Sequence[NamedParameter],
+        tensors: ShardedTensors,
         peers: World,
-        spread: Callable[[], None],
+        sync_after_update: Callable[[], None],
         on_write: Callable[[], None],
     ) -> None:
         self._rule = rule
-        self._weights = weights
-        self._spread = spread
+        self._tensors = tensors
+        self._sync_after_update = sync_after_update
         self._on_write = on_write
         self._sites = SiteGroup(peers)
         self._has_diverged = False
         shapes = {
-            name: weights.local_tensors[name].shard_spec.shape
-            for name in weights.names
-            if name in weights.parameter_names
+            name: tensors.local_tensors[name].shard_spec.shape
+            for name in tensors.names
+            if name in tensors.parameter_names
         }
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         fragment_index = assign_fragments(sizes, fragments=rule.fragments)
         self.fragments = [
-            Fragment([m for m in named if fragment_index[m.name] == number], rule=rule, sites=self._sites)
+            Fragment([m for m in named_parameters if fragment_index[m.name] == number], rule=rule, sites=self._sites)
             for number in range(rule.fragments)
         ]
         self._initial_buffers = {name: tensor.clone() for name, tensor in self._buffers() if tensor.is_floating_point()}
@@ -86,7 +87,7 @@ class FragmentSchedule:
         for fragment in due:
             fragment.apply()
         if due:
-            self._spread()
+            self._sync_after_update()
         if fragment_number == 0:
             self._average_buffers()
         self._has_diverged = not self._is_synchronized(step)
@@ -99,13 +100,13 @@ class FragmentSchedule:
     def find_difference(self) -> str | None:
         """Return the first parameter whose synchronised weights differ between sites, or None if all are equal."""
         pairs = [
-            (member.name, agreed)
+            (member.name, synchronized)
             for fragment in self.fragments
-            for member, agreed in zip(fragment.members, fragment.synchronized, strict=True)
+            for member, synchronized in zip(fragment.members, fragment.synchronized, strict=True)
         ]
         if not pairs:
             return None
-        checksums = torch.stack([bits_checksum(agreed.detach()) for _, agreed in pairs])
+        checksums = torch.stack([bits_checksum(synchronized.detach()) for _, synchronized in pairs])
         largest, smallest = (
             self.peers.all_reduce(checksums.clone(), op="max"),
             self.peers.all_reduce(checksums.clone(), op="min"),
@@ -150,14 +151,14 @@ class FragmentSchedule:
         self._write(current, {name: tensor for name, tensor in local_weights.items() if name in current})
 
     def _is_synchronized(self, step: int) -> bool:
-        """Return whether all sites have equal weights; a mean is then skipped, because rounding could change them."""
+        """Return whether all sites have equal weights. Their mean is then not computed, since rounding may differ."""
         return fragment_to_send(step, update=self._rule) == 0 and self._rule.fragments == 1 and not self._rule.delay
 
     def _write(self, targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for name, value in values.items():
                 copy_into(targets[name], value.to(targets[name].dtype))
-        self._spread()
+        self._sync_after_update()
         self._on_write()
 
     def _local_state(self) -> Iterator[tuple[str, Tensor]]:
@@ -192,21 +193,21 @@ class FragmentSchedule:
         current = dict(self._buffers())
         changes = [
             _RESHAPED
-            if current[name].shape != first.shape
-            else name in self._changing_buffers or not torch.equal(current[name], first)
-            for name, first in self._initial_buffers.items()
+            if current[name].shape != initial.shape
+            else name in self._changing_buffers or not torch.equal(current[name], initial)
+            for name, initial in self._initial_buffers.items()
         ]
         change_by_buffer = self._sites.peers.all_reduce(
             torch.tensor(changes, dtype=torch.uint8, device=self.peers.device), op="max"
         )
         return {
             name
-            for name, how in zip(self._initial_buffers, change_by_buffer.tolist(), strict=True)
-            if how and how != _RESHAPED
+            for name, change in zip(self._initial_buffers, change_by_buffer.tolist(), strict=True)
+            if change and change != _RESHAPED
         }
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for name, entry in self._weights.local_tensors.items():
+        for name, entry in self._tensors.local_tensors.items():
             tensor = entry.tensor if entry.is_buffer else None
             if tensor is not None:
                 yield name, tensor
