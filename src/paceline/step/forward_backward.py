@@ -186,7 +186,7 @@ class BatchForwardBackward:
         if terms is not None:
             backward(replica, mean_terms(terms), last=True)
         elif replica.reducer.needs_equal_microbatches:  # gradients reduced during backward wait for this replica
-            replica.reducer.before_backward(last=True, counts=False)
+            replica.reducer.before_backward(last=True, has_samples=False)
             replica.reducer.after_backward()
         return totals, False
 
@@ -289,7 +289,7 @@ def backward(
     """
     if not loss.requires_grad:
         raise no_gradient_error()
-    replica.reducer.before_backward(last=last, counts=has_samples)
+    replica.reducer.before_backward(last=last, has_samples=has_samples)
     rng_contexts = [] if replica.rng_turns is None else [replica.rng_turns.backward_context]
     backward_contexts = [] if microbatch is None else [microbatch.backward_context]
     with open_all([*rng_contexts, *(tape.recording_context for tape in replica.state_recorders), *backward_contexts]):

@@ -298,7 +298,7 @@ def _microbatch(
     if counts:
         reducer.before_backward(last=number == len(own) - 1)
     else:
-        reducer.before_backward(last=True, counts=case.fault == "a stand-in counts")
+        reducer.before_backward(last=True, has_samples=case.fault == "a stand-in counts")
     total.backward()
     reducer.after_backward()
     if case.layout in ("zero2", "fsdp"):

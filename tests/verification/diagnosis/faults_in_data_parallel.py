@@ -14,11 +14,11 @@ IN_PARTS = [
 from paceline.parallel.data_parallel.reducer import BucketReducer
 _before = BucketReducer.before_backward
 
-def before_backward(self, *, last, counts=True):
+def before_backward(self, *, last, has_samples=True):
     if last:
         for member in self._named_parameters:
             member.parameter.grad = None
-    _before(self, last=last, counts=counts)
+    _before(self, last=last, has_samples=has_samples)
 
 BucketReducer.before_backward = before_backward
 """,

@@ -152,7 +152,7 @@ class MicrobatchStatistics:
                 self._detect_writes(norm_tape, by_value=not self._is_checked)
                 self._start_microbatch(norm_tape, microbatch)
         if self._numbers is not None:
-            self._numbers.set_microbatch(microbatch if has_samples else None, sets=not self._is_relayed)
+            self._numbers.set_microbatch(microbatch if has_samples else None, sets_numbers=not self._is_relayed)
         self._has_run = True
         self._microbatch, self._counts = microbatch if has_samples else self._microbatch, has_samples
 

@@ -1,4 +1,4 @@
-"""Construction of the reducer for replicas that compress their gradients, and of its codec."""
+"""Build the reducer of replicas that compress their gradients, and its codec."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -13,12 +13,12 @@ from paceline.parallel.compression.powersgd import LowRankBucket
 from paceline.parallel.compression.quantized import QuantizedBucket
 from paceline.parallel.compression.topk import TopKBucket
 from paceline.parallel.data_parallel.reducer import BucketReducer
-from paceline.parallel.module_access.parameters import NamedParameter, num_bytes
+from paceline.parallel.module_access.parameters import NamedParameter
 
 _CODECS: Mapping[Method, Callable[[Compression], Codec]] = {
-    Method.BF16: lambda how: Bf16(),
-    Method.FP16: lambda how: BlockScaledCodec(block=how.block, is_float=True),
-    Method.INT8: lambda how: BlockScaledCodec(block=how.block, is_float=False),
+    Method.BF16: lambda compression: Bf16(),
+    Method.FP16: lambda compression: BlockScaledCodec(block=compression.block, is_float=True),
+    Method.INT8: lambda compression: BlockScaledCodec(block=compression.block, is_float=False),
 }
 _ERROR_FEEDBACK_BUCKETS: Mapping[Method, Callable[..., ErrorFeedbackBucket]] = {
     Method.TOPK: TopKBucket,
@@ -70,7 +70,7 @@ def compression_notes(
     if not (compression.is_on and isinstance(reducer, BucketReducer | ErrorFeedbackReducer)):
         return
     ranks = world.world_size
-    uncompressed_bytes = 2 * (ranks - 1) / ranks * sum(num_bytes(member.parameter) for member in named_parameters)
+    uncompressed_bytes = 2 * (ranks - 1) / ranks * sum(member.parameter.nbytes for member in named_parameters)
     sent_bytes = reducer.sent_bytes(ranks)
-    sizes = format_size(round(sent_bytes)), format_size(round(uncompressed_bytes))
-    yield f"compress: {compression}; each rank sends {sizes[0]} of gradients per update, {sizes[1]} without"
+    sent, uncompressed = format_size(round(sent_bytes)), format_size(round(uncompressed_bytes))
+    yield f"compress: {compression}; each rank sends {sent} of gradients per update, {uncompressed} without"

@@ -18,7 +18,7 @@ from paceline.torch_internals.private_api import copy_all, divide_all
 
 
 class Reducer(Protocol):
-    """A reducer of the gradients of this rank's microbatches to the gradient of the global batch."""
+    """A reducer sums the gradients of all ranks' microbatches to the gradient of the global batch."""
 
     @property
     def needs_equal_microbatches(self) -> bool:
@@ -27,8 +27,8 @@ class Reducer(Protocol):
     def begin(self) -> None:
         """Clear the gradients of the previous step."""
 
-    def before_backward(self, *, last: bool, counts: bool = True) -> None:
-        """Prepare for a microbatch's backward. `last`: it is the step's last; without `counts` it contributes zeros."""
+    def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
+        """Prepare for a microbatch's backward, the step's `last` or not; without samples it contributes zeros."""
 
     def after_backward(self) -> None:
         """Collect gradients after a microbatch's backward."""
@@ -53,7 +53,7 @@ class LocalReducer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def before_backward(self, *, last: bool, counts: bool = True) -> None:
+    def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
         """Do nothing: there is nothing to prepare."""
 
     def after_backward(self) -> None:
@@ -72,7 +72,7 @@ class LocalReducer:
 class Bucket(Protocol):
     """A bucket of gradients that are reduced together, in one or two messages.
 
-    `flags`, which only the model's last bucket has, marks the parameters that got a gradient.
+    `flags` marks the parameters that got a gradient, in the model's last bucket; in others it is empty or None.
     """
 
     members: list[NamedParameter]
@@ -131,11 +131,11 @@ class _AllReduceBucket:
         """Do nothing: there is only one message."""
 
     def _fill_payload(self) -> Tensor:
+        """Return the tensor to all-reduce: the filled flat buffer, or the gradient of a bucket's only parameter."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         if self.flat is None:
-            only = self.parameters[0]
-            only.grad = grads[0].contiguous()
-            return only.grad
+            self.parameters[0].grad = grads[0].contiguous()
+            return self.parameters[0].grad
         copy_all(self.views, grads)
         for parameter in self.parameters:
             parameter.grad = None
@@ -200,7 +200,7 @@ class BucketReducer:
         self._is_last_microbatch = False
         self._next_bucket = 0
 
-    def before_backward(self, *, last: bool, counts: bool = True) -> None:
+    def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
         """Enable communication for the last microbatch; before it, gradients only accumulate locally."""
         self._is_last_microbatch = last
 
@@ -251,7 +251,7 @@ class BucketReducer:
             missing_indices = [member.index for member in self._named_parameters if not self._has_grad[member.index]]
             if missing_indices:
                 bucket.flags[missing_indices] = 0.0
-        if self._next_bucket > 1:  # second messages overlap with backward too, in the same order on every rank
+        if self._next_bucket > 1:  # two buckets later, since by then the first message has usually arrived
             self._buckets[self._next_bucket - 2].start_second_message()
         bucket.launch(self._world)
         self._next_bucket += 1

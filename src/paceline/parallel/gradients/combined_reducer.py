@@ -27,10 +27,10 @@ class ComposedReducer:
         for reducer in self._reducers:
             reducer.begin()
 
-    def before_backward(self, *, last: bool, counts: bool = True) -> None:
+    def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
         """Prepare all reducers for a microbatch's backward."""
         for reducer in self._reducers:
-            reducer.before_backward(last=last, counts=counts)
+            reducer.before_backward(last=last, has_samples=has_samples)
 
     def after_backward(self) -> None:
         """Collect gradients in all reducers after a microbatch's backward."""

@@ -1,14 +1,17 @@
-"""Trainable parameters, and buckets: groups of gradients sent together, in the same order on every rank."""
+"""List the trainable parameters, and group them into buckets, whose gradients are sent together.
+
+The buckets have the same order on every rank.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-import torch
 from torch import nn
 
 from paceline.comm.process_group import World
 
+# The planner's forecast has copies of these sizes (planner/cost/memory.py).
 LARGE_PARAMETER_BYTES = 16 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -62,8 +65,8 @@ def transient_bucket_bytes(world: World) -> int:
     return TRANSIENT_BUCKET_BYTES if world.device.type == "cpu" and world.backend != "nccl" else BUCKET_BYTES
 
 
-def _needs_own_bucket(member: NamedParameter) -> tuple[bool, ...]:
-    return (True,) if num_bytes(member.parameter) > LARGE_PARAMETER_BYTES else ()
+def _needs_own_bucket(member: NamedParameter) -> bool:
+    return member.parameter.nbytes > LARGE_PARAMETER_BYTES
 
 
 def _group_by_size(
@@ -75,15 +78,10 @@ def _group_by_size(
         size = 0
         for member in similar_members:
             bucket.append(member)
-            size += num_bytes(member.parameter)
+            size += member.parameter.nbytes
             if size >= (bucket_bytes if buckets or has_earlier_bucket else FIRST_BUCKET_BYTES):
                 buckets.append(bucket)
                 bucket, size = [], 0
         if bucket:
             buckets.append(bucket)
     return buckets
-
-
-def num_bytes(tensor: torch.Tensor) -> int:
-    """Return the size of the tensor's elements in bytes."""
-    return tensor.numel() * tensor.element_size()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel.module_access.parameters import NamedParameter, num_bytes
+from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs, row_range
 
 RowRange = tuple[int, int]
@@ -82,23 +82,21 @@ def make_row_splits(
     }
     bytes_by_rank = [0] * num_shards
     for member in sorted(
-        (m for m in named_parameters if m.name in full_tensor_names), key=lambda m: (-num_bytes(m.parameter), m.index)
+        (m for m in named_parameters if m.name in full_tensor_names), key=lambda m: (-m.parameter.nbytes, m.index)
     ):
         owner = bytes_by_rank.index(min(bytes_by_rank))
-        bytes_by_rank[owner] += num_bytes(member.parameter)
+        bytes_by_rank[owner] += member.parameter.nbytes
         shape = tuple(member.parameter.shape)
-        rows = shape[0] if shape else 1
-        ranges = tuple((0, rows) if place == owner else (0, 0) for place in range(num_shards))
+        num_rows = shape[0] if shape else 1
+        ranges = tuple((0, num_rows) if rank == owner else (0, 0) for rank in range(num_shards))
         row_splits[member.name] = RowSplit(shape=shape, ranges=ranges, owner=owner)
     return row_splits
 
 
 def _split_by_rows(shape: tuple[int, ...], num_shards: int) -> RowSplit:
-    rows = shape[0] if shape else 1
-    return RowSplit(
-        shape=shape,
-        ranges=tuple(row_range(rows, shard_rank=place, num_shards=num_shards) for place in range(num_shards)),
-    )
+    num_rows = shape[0] if shape else 1
+    ranges = tuple(row_range(num_rows, shard_rank=rank, num_shards=num_shards) for rank in range(num_shards))
+    return RowSplit(shape=shape, ranges=ranges)
 
 
 def make_row_shards(

@@ -153,7 +153,7 @@ class _StepWork:
         for tape in self._replica.state_recorders:
             tape.set_microbatch(index, has_samples=num_samples > 0)
         self.num_backwards_left -= 1
-        self._replica.reducer.before_backward(last=self.num_backwards_left == 0, counts=num_samples > 0)
+        self._replica.reducer.before_backward(last=self.num_backwards_left == 0, has_samples=num_samples > 0)
 
     def after_backward(self, *, stage: int, microbatch: int) -> None:
         """Pass the gradients to the reducer."""

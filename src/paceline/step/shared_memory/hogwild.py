@@ -74,7 +74,7 @@ class HogwildStep(SynchronousStep):
 
     def collect_staleness(self) -> list[dict[str, Any]]:
         """Return how many updates other workers made between this worker's read and its write."""
-        lost, made = self._shared.lost_additions
+        lost, made = self._shared.lost_and_all_additions
         late = [list(pair) for pair in sorted(self._staleness_counts.items())]
         worker_name = f"worker {self.replica.world.rank}"
         return [{"who": worker_name, "late": late, "lost": lost, "made": made}]
