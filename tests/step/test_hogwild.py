@@ -163,9 +163,9 @@ def test_what_two_writers_lose_is_counted() -> None:
     assert all(torch.equal(a, b) for a, b in zip(values, net.parameters(), strict=True))
     for _ in range(7):
         model.record_update()
-    assert model.lost_additions == (0, 14)
+    assert model.lost_and_all_additions == (0, 14)
     model.parameter_counts[1] -= 3
-    assert model.lost_additions == (3, 14)
+    assert model.lost_and_all_additions == (3, 14)
     fork = multiprocessing.get_context("fork")
     barrier = fork.Barrier(2)
     found = int(model.parameter_counts[0])

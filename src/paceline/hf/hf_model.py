@@ -61,11 +61,11 @@ class FolderModel:
         """Build the model as the constructor leaves it, without the folder's weights."""
         return self.build()
 
-    def load(self, model: nn.Module, parts: ShardSpecs) -> LoadedShards:
-        """Load this rank's parts of the folder's tensors, and return them with notes."""
+    def load(self, model: nn.Module, shard_specs: ShardSpecs) -> LoadedShards:
+        """Load this rank's shards of the folder's tensors, and return them with notes."""
         return load_shards(
             model,
-            shard_specs=parts,
+            shard_specs=shard_specs,
             folder=self.folder,
             recipes=recipes_for(model),
             ignored=ignored_tensors(model, other_head=bool(self.new)),

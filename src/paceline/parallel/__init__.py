@@ -1,1 +1,1 @@
-"""Parallelism of a model: data parallel, sharded, tensor, context, expert and pipeline parallel, and checkpointing."""
+"""Parallelize a model: by data, sharding, tensors, context, experts and pipeline stages, and with checkpointing."""

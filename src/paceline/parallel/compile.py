@@ -1,4 +1,4 @@
-"""`torch.compile`, block by block: all blocks of a class share one compilation; a block that fails runs uncompiled.
+"""Compile a model block by block: all blocks of a class share one compilation; a block that fails runs uncompiled.
 
 Only a block's forward is compiled. Hooks on the block, such as those that start its random stream or gather its
 weights, run around it unchanged; activation checkpointing recomputes the compiled forward.
@@ -18,7 +18,7 @@ from paceline.torch_internals.private_api import enable_compile_errors
 from paceline.torch_internals.rng import get_rng_states, set_rng_states
 
 Report = Callable[[str], None]
-_NUM_GUARDED_CALLS = 2
+_NUM_GUARDED_CALLS = 2  # the first calls, which compile: the buffers are restored if that fails
 
 
 def compile_blocks(model: nn.Module, *, report: Report, blocks: Sequence[Block] | None = None) -> Undo:
@@ -33,8 +33,8 @@ def compile_blocks(model: nn.Module, *, report: Report, blocks: Sequence[Block] 
     undos = [_compile_forward(block.name, block.module, report) for block in chosen or [full_model]]
 
     def undo() -> None:
-        for each in reversed(undos):
-            each()
+        for undo_block in reversed(undos):
+            undo_block()
 
     return undo
 

@@ -55,7 +55,7 @@ class ParallelismEntry:
 
 
 class TiedUseRecords:
-    """A separate gradient for each use of a tied weight, as exact mode requires."""
+    """Records of the gradient of each use of a tied weight, as exact mode requires."""
 
     name = "tied uses"
 
@@ -78,7 +78,7 @@ class TensorPlanning:
         return request.worlds.mesh.tp > 1
 
     def apply(self, placement: Placement) -> None:
-        """Choose the plan. Expert weights are replicated over the `tp` ranks."""
+        """Choose the plan, in which the weights of distributed experts are not split."""
         request, mesh, settings = placement.request, placement.request.worlds.mesh, placement.request.settings
         if mesh.ep > 1:
             experts = (name_pattern(block.name) for block in find_experts(placement.model))
@@ -380,14 +380,15 @@ def parallelize(model: nn.Module, request: PlacementRequest) -> ParallelizedMode
     worlds, absent, base, partition = request.worlds, placement.absent_names, placement.base_specs, placement.partition
     assert partition is not None
     optim_shards = [
-        optimizer_tensor_after_placement(one, partition.shard_of(one.name), base) for one in placement.named_parameters
+        optimizer_tensor_after_placement(member, partition.shard_of(member.name), base)
+        for member in placement.named_parameters
     ]
     refuse_lost_hooks(hooked, model, absent_names=absent, layout=layout_label(request.layout, worlds.mesh))
     return ParallelizedModel(
         named_parameters=partition.named_parameters,
         weights=ShardedTensors(
             world=worlds.all_ranks,
-            tensors=[model_tensor_after_placement(one, partition, absent) for one in placement.tensors],
+            tensors=[model_tensor_after_placement(tensor, partition, absent) for tensor in placement.tensors],
         ),
         optim_shards=ShardedTensors(world=worlds.all_ranks, tensors=optim_shards),
         reducer=partition.reducer,
@@ -415,7 +416,7 @@ def build_fixed_point_grid(
         raise LayoutError(
             f"exact mode with pp: {name} is used on the stages of ranks {', '.join(map(str, ties[name]))} by one name.",
             cause="one process adds the gradients of its uses before they are rounded to the grid, stages after",
-            hint="a module of its own for each use, with the weight tied (head.weight = embed.weight); "
+            hint="a separate module for each use, with the weight tied (head.weight = embed.weight); "
             "or leave --train.exact out",
         )
     grid = FixedPointGrid(names=[m.name for m in members], extra_worlds=[stage_world], tied_uses=tied_uses)

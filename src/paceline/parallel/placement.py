@@ -1,4 +1,4 @@
-"""The state of a model while parallelisms are applied to it, and the interface of a parallelism."""
+"""Hold the state of a model while parallelisms are applied to it, and define the interface of a parallelism."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -99,10 +99,10 @@ class Placement:
         """The shard spec of each parameter after expert and tensor parallelism; empty if all are full tensors."""
         if self.placed_experts is None and self.tensor_placement is None:
             return {}
-        full_specs = {one.name: one.shard_spec for one in self.tensors if not one.is_buffer}
+        full_specs = {tensor.name: tensor.shard_spec for tensor in self.tensors if not tensor.is_buffer}
         return {
             **full_specs,
-            **({} if self.tensor_placement is None else self.tensor_placement.parts),
+            **({} if self.tensor_placement is None else self.tensor_placement.shard_specs),
             **self.expert_specs,
         }
 
@@ -138,14 +138,13 @@ class Placement:
         """Partition this rank's parameters over the data-parallel ranks; expert parameters are not sharded."""
         parameters, absent_names = dict(self.model.named_parameters()), self.absent_names
         self.current_parameters = [
-            replace(one, parameter=parameters[one.name])
-            for one in self.named_parameters
-            if one.name not in absent_names
+            replace(member, parameter=parameters[member.name])
+            for member in self.named_parameters
+            if member.name not in absent_names
         ]
         expert_specs = self.expert_specs
-        self.partition = partition_parameters(
-            [one for one in self.current_parameters if one.name not in expert_specs], self.sharding_request()
-        )
+        sharded_parameters = [member for member in self.current_parameters if member.name not in expert_specs]
+        self.partition = partition_parameters(sharded_parameters, self.sharding_request())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Example runs of one microbatch before placement, to measure block times and to choose a tensor plan."""
+"""Run one microbatch before placement, to measure block times and to choose a tensor plan."""
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
@@ -93,8 +93,6 @@ def choose_tensor_plan(
     def compute() -> TensorPlan:
         return choose() if deferred_model is None else deferred_model.run_without_values(choose)
 
-    return (
-        compute()
-        if example_run is None
-        else example_run.once(("tensor", ranks, file, tuple(settings.replicate)), compute)
-    )
+    if example_run is None:
+        return compute()
+    return example_run.once(("tensor", ranks, file, tuple(settings.replicate)), compute)

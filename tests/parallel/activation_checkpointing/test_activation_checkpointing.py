@@ -244,7 +244,7 @@ def test_what_cannot_be_run_again_is_refused() -> None:
     with pytest.raises(LayoutError, match="no repeated block"):
         apply_remat(ConvNet(8, 0.0), policy=parse_remat("full"))
     norm = ConvNet(8, 0.0)
-    with pytest.raises(LayoutError, match="a normalisation alone"):
+    with pytest.raises(LayoutError, match="a single normalisation layer"):
         apply_remat(norm, policy=parse_remat("full"), blocks=find_blocks(norm, listed_names=["features.1"]))
     with pytest.raises(LayoutError, match="no operation 'matmull'"):
         apply_remat(Images(), policy=parse_remat("selective:matmull"))

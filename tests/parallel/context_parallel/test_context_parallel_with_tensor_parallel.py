@@ -94,7 +94,7 @@ def far(*, sequence: bool = False, groups: int = 2) -> float:
             total = summed(mine(part.data[0]), part.data[1])
         total.backward()
         grads = {n: over.all_reduce(p.grad.clone()) for n, p in mine.named_parameters() if p.grad is not None}
-        return over.all_reduce(total.detach().clone()), grads, placed.parts
+        return over.all_reduce(total.detach().clone()), grads, placed.shard_specs
 
     found = grid(work, sequence=sequence)
     apart = [float((total - loss.detach()).abs() / loss.detach()) for total, _, _ in found.values()]

@@ -83,7 +83,7 @@ def train_split(model: nn.Module, run: Run, plan: TensorPlan, *, ranks: int, seq
         mine = copy.deepcopy(model)
         placed = split_model_in_group(mine, plan=plan, group=wire)
         found = train(mine, run)
-        found.parts, found.notes = placed.parts, placed.notes
+        found.parts, found.notes = placed.shard_specs, placed.notes
         return found
 
     return run_group(work, ranks=ranks, sequence=sequence)

@@ -163,7 +163,7 @@ def _vision(name: str) -> nn.Module:
 
 def test_stages_whose_heads_do_not_divide_stay_whole_beside_those_that_do() -> None:
     plan = choose_plan(_vision("swin"), ranks=2, run=models.image_run)
-    assert any("3 heads do not divide by tp=2" in note for note in plan.notes)
+    assert any("3 heads are not divisible by tp=2" in note for note in plan.notes)
     assert plan.roles["swin.encoder.layers.1.blocks.0.attention.q_proj"].heads == 6
     assert "swin.encoder.layers.0.blocks.0.attention.q_proj" not in plan.roles
     models.check(lambda: _vision("swin"), models.image_run, plan=plan)

@@ -76,7 +76,7 @@ for name, (make, run) in CASES.items():
             mine = copy.deepcopy(model)
             placed = split_model(mine, plan=plan, world=world_of(rank, RANKS), sequence=sequence)
             found = models.train(mine, seeded(run))
-            found.parts = placed.parts
+            found.parts = placed.shard_specs
             torch.save(found, f"rank-{rank}.pt")
         forked(work)
         found = [torch.load(f"rank-{rank}.pt", weights_only=False) for rank in range(RANKS)]
@@ -106,7 +106,7 @@ def work(rank):
         output = mine(input_ids=models.ids(), labels=models.text_labels())
     output.loss.backward()
     for name, p in mine.named_parameters():
-        whole, part = alone.gradients[name], placed.parts[name]
+        whole, part = alone.gradients[name], placed.shard_specs[name]
         apart = models.relative(p.grad.full_tensor(), part.extract(whole)) if part.extract(whole).abs().max() > 0 else 0.0
         assert apart < models.FAR, (name, apart)
     assert abs(float(output.loss) - alone.loss) < 1e-12

@@ -168,11 +168,11 @@ def said(work: Any) -> str:
 
 def test_heads_that_do_not_divide() -> None:
     text = said(lambda: derive_plan(models.hugging_face("llama", num_attention_heads=4), run=models.text_run, ranks=3))
-    assert "q_proj: 4 heads do not divide by tp=3" in text and "tp=2" in text
+    assert "q_proj: 4 heads are not divisible by tp=3" in text and "tp=2" in text
     text = said(lambda: derive_plan(models.gpt(), run=models.gpt_run, ranks=3))
-    assert "blocks.0.qkv: 4 heads do not divide by tp=3" in text or "blocks.1.qkv: 4 heads" in text
+    assert "blocks.0.qkv: 4 heads are not divisible by tp=3" in text or "blocks.1.qkv: 4 heads" in text
     own = choose_plan(models.hugging_face("llama"), ranks=3)
-    assert "q_proj.weight: 4 heads do not divide by tp=3" in said(
+    assert "q_proj.weight: 4 heads are not divisible by tp=3" in said(
         lambda: resolve_plan(models.hugging_face("llama"), own, ranks=3)
     )
 
@@ -199,7 +199,7 @@ def test_bad_plans_by_name() -> None:
     )
     assert "layers.0.weight has 22 along dimension 0" in text and "'layer.2', but no module" in text
     text = said(lambda: resolve_plan(mlp, TensorPlan(roles={"layers.0": C}), ranks=23))
-    assert "22 along dimension 0 are too few for tp=23" in text
+    assert "size 22 along dimension 0 is too small for tp=23" in text
     mlp.layers[0].weight = nn.Parameter(torch.zeros(22, 6, dtype=torch.int8), requires_grad=False)
     assert "layers.0.weight holds int8" in said(lambda: resolve_plan(mlp, TensorPlan(roles={"layers.0": C}), ranks=2))
     experts = models.hugging_face("mixtral")

@@ -1,1 +1,1 @@
-"""Activation checkpointing: blocks whose activations are recomputed in backward."""
+"""Activation checkpointing: the activations of blocks are freed in forward and recomputed in backward."""

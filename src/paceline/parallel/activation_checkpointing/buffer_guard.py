@@ -1,4 +1,4 @@
-"""Protection of a block's buffers while its forward is recomputed.
+"""Protect a block's buffers while its forward is recomputed.
 
 A recomputed forward must not read or change the buffers that the first run has written: BatchNorm would count its batch
 twice, and a spectral norm would start from other vectors. So while a block is recomputed, each buffer that its forward
@@ -47,13 +47,13 @@ class BufferSnapshot:
             JobError: the run has written a buffer that no earlier call wrote, so its old value was not saved.
         """
         current = dict(self._block.current_buffers())
-        replaced = {key for key, (old, _) in self._buffers.items() if current.get(key) is not old}
+        replaced = {key for key, (buffer, _) in self._buffers.items() if current.get(key) is not buffer}
         written = {
             key
-            for key, (old, before) in self._buffers.items()
-            if tensor_version(old) != before or self._has_changed(key, old)
+            for key, (buffer, version_before) in self._buffers.items()
+            if tensor_version(buffer) != version_before or self._has_changed(key, buffer)
         }
-        for key in sorted((written | replaced) - self._copies.keys(), key=lambda k: k[1]):
+        for key in sorted((written | replaced) - self._copies.keys(), key=lambda key: key[1]):
             if key in written:
                 raise self._block.late_write_error(key)
             self._copies[key] = self._buffers[key][0]
@@ -83,7 +83,7 @@ class BufferSnapshot:
     @contextmanager
     def use_saved_buffers(self) -> Iterator[None]:
         """Replace the block's buffers by copies of their old values inside this context."""
-        current = {key: key[0]._buffers[key[1]] for key in self._copies}
+        current = {(module, name): module._buffers[name] for module, name in self._copies}
         try:
             for (module, name), copy in self._copies.items():
                 with hide_from_modes():
@@ -102,7 +102,7 @@ class BlockBuffers:
     def __init__(self, *, name: str, block: nn.Module) -> None:
         self._name, self._block = name, block
         self.written_buffers: set[_Key] | None = None
-        self.norm_buffers = {(m, own) for m in block.modules() if isinstance(m, NormBase) for own in m._buffers}
+        self.norm_buffers = {(m, name) for m in block.modules() if isinstance(m, NormBase) for name in m._buffers}
 
     def current_buffers(self) -> list[tuple[_Key, Tensor]]:
         """Return the current buffers."""
@@ -118,7 +118,8 @@ class BlockBuffers:
         owner = next(name for name, module in self._block.named_modules() if module is key[0])
         path = ".".join(part for part in (self._name, owner, key[1]) if part)
         return JobError(
-            f"the forward wrote to the buffer {path}, which it had not changed before: it can't be recomputed exactly.",
+            f"the forward wrote to the buffer {path}, which it had not changed before, so it can't be recomputed "
+            "exactly.",
             cause="remat recomputes a block's forward in backward",
             hint="write to it in every training forward or in none, or remat=none",
         )

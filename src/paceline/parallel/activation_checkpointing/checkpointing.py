@@ -127,10 +127,10 @@ class _CheckpointedCall:
 
 def _wrap_forward(name: str, block: nn.Module, context_fn: Contexts) -> Undo:
     if isinstance(block, NormBase | torch.jit.ScriptModule):
-        kind = "a normalisation alone" if isinstance(block, NormBase) else "a ScriptModule"
+        kind = "a single normalisation layer" if isinstance(block, NormBase) else "a ScriptModule"
         raise LayoutError(
             f"remat: {name} is {kind} ({type(block).__name__}), which can't be recomputed by itself.",
-            hint="name the block that holds it, or remat=none",
+            hint="name the block that contains it, or remat=none",
         )
     previous_forward = vars(block).get("forward")
     vars(block)["forward"] = RecomputedForward(name=name, block=block, inner=block.forward, context_fn=context_fn)

@@ -1,4 +1,4 @@
-"""Key-value caches that a model passes to its blocks, and that training does not need."""
+"""Copy or leave out the key-value caches that a model passes to its blocks, which training does not need."""
 
 import copy
 import inspect
@@ -18,7 +18,7 @@ class KVCaches:
 
     def without_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments with `use_cache=False` and None for each cache."""
-        positional = [self._without_cache(self._argument_name(place), value) for place, value in enumerate(args)]
+        positional = [self._without_cache(self._argument_name(index), value) for index, value in enumerate(args)]
         return positional, {name: self._without_cache(name, value) for name, value in kwargs.items()}
 
     @staticmethod
@@ -31,7 +31,7 @@ class KVCaches:
 
     def find_filled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Return the name of a cache that is not empty for this block, or None."""
-        named = [*((self._argument_name(place), value) for place, value in enumerate(args)), *kwargs.items()]
+        named = [*((self._argument_name(index), value) for index, value in enumerate(args)), *kwargs.items()]
         return next((name for name, value in named if _is_cache(value) and value.get_seq_length(self._layer)), None)
 
     def _argument_name(self, position: int) -> str:
@@ -46,12 +46,12 @@ class KVCaches:
 
 def _copy_caches(value: Any) -> Any:
     if isinstance(value, list):
-        return [_copy_caches(one) for one in value]
+        return [_copy_caches(item) for item in value]
     if not _is_cache(value):
         return value
     copied = copy.copy(value)
     vars(copied).update(
-        {key: dict(one) if isinstance(one, dict) else _copy_caches(one) for key, one in vars(value).items()}
+        {key: dict(item) if isinstance(item, dict) else _copy_caches(item) for key, item in vars(value).items()}
     )
     return copied
 

@@ -60,7 +60,7 @@ def is_random_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bo
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     arguments = func._schema.arguments
-    position = next((at for at, each in enumerate(arguments) if each.name == "dropout_p"), None)
+    position = next((index for index, argument in enumerate(arguments) if argument.name == "dropout_p"), None)
     if position is None:
         return True
     rate = args[position] if position < len(args) else kwargs.get("dropout_p", arguments[position].default_value)

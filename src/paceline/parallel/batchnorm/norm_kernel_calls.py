@@ -1,4 +1,4 @@
-"""Recording of the kernel calls that update a norm's running statistics, also for norms with a custom forward."""
+"""Record the kernel calls that update a norm's running statistics, also for norms with a custom forward."""
 
 from typing import Any
 
@@ -11,8 +11,9 @@ from paceline.parallel.module_access.tensor_access import equal_tensors
 from paceline.torch_internals.private_api import BatchNormBase, NormBase, storage_key
 
 Call = tuple[Tensor, float]
-"""Mean and variance, flattened, after a write, and the weight of the batch in it."""
+"""The mean and variance after a write, flattened, and the weight of the batch in them."""
 
+# the positions of the running mean, of whether it is written, and of the momentum
 _TORCH_ARGUMENT_POSITIONS = {torch.batch_norm: (3, 5, 6), torch.instance_norm: (3, 5, 6)}
 _MODE_ARGUMENT = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
 
@@ -115,7 +116,9 @@ def _is_running_average(before: Tensor, after: Tensor, weight: float, x: object)
     x = x.detach().to(before.dtype).transpose(0, 1).flatten(1)
     batch_term, tolerance = after - (1.0 - weight) * before, 1e-3 * (1.0 + before.abs().max())
     mean, variances = x.mean(1), [x.var(1, correction=unbiased) for unbiased in (0, 1)]
-    return any(bool(((batch_term - weight * torch.cat([mean, each])).abs() <= tolerance).all()) for each in variances)
+    return any(
+        bool(((batch_term - weight * torch.cat([mean, variance])).abs() <= tolerance).all()) for variance in variances
+    )
 
 
 def _running_mean_argument(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, bool, float]:
@@ -127,8 +130,7 @@ def _running_mean_argument(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | 
         default = func is F.instance_norm
         return arguments.get("running_mean"), bool(arguments.get(flag, default)), float(arguments.get("momentum", 0.1))
     if func in _TORCH_ARGUMENT_POSITIONS:
-        mean, is_written, weight = (
-            args[place] if len(args) > place else None for place in _TORCH_ARGUMENT_POSITIONS[func]
-        )
+        positions = _TORCH_ARGUMENT_POSITIONS[func]
+        mean, is_written, weight = (args[position] if len(args) > position else None for position in positions)
         return mean, bool(is_written), float(weight or 0.0)
     return None, False, 0.0

@@ -1,4 +1,4 @@
-"""The tape of one norm's running statistics in a step, and its replay in the order of microbatches."""
+"""Record one norm's running statistics in a step on a tape, and replay the tape in the order of microbatches."""
 
 from dataclasses import dataclass, field
 
@@ -91,8 +91,8 @@ class NormTape:
         return None if self.module.momentum is None else float(self.module.momentum)
 
     def _version(self) -> tuple[int, ...]:
-        parts = (self.module.running_mean, self.module.running_var)
-        return tuple(number for part in parts if part is not None for number in (id(part), tensor_version(part)))
+        tensors = (self.module.running_mean, self.module.running_var)
+        return tuple(number for t in tensors if t is not None for number in (id(t), tensor_version(t)))
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ def fold_statistics(calls: TapedCalls, tape: Tensor) -> Tensor:
     norm_tape, rows = calls.norm_tape, iter(tape.view(-1, calls.norm_tape.width))
     start = norm_tape.initial_statistics.to(tape.dtype)
     folded, num_earlier = start, 0
-    for count, increments in zip(calls.num_calls, calls.count_increments, strict=True):
+    for num_calls, increments in zip(calls.num_calls, calls.count_increments, strict=True):
         local_statistics = start
-        for _ in range(count):
+        for _ in range(num_calls):
             row = next(rows)
             after, weight = row[:-1], float(row[-1])
             if folded is local_statistics:
@@ -136,9 +136,9 @@ def fold_statistics(calls: TapedCalls, tape: Tensor) -> Tensor:
             elif weight >= 0.0:
                 folded = torch.add(after, folded - local_statistics, alpha=1.0 - weight)
             else:
-                number = round(-1.0 / weight)
-                batch_statistics = torch.add(local_statistics, after - local_statistics, alpha=number)
-                folded = folded + (batch_statistics - folded) / (number + num_earlier)
+                local_count = round(-1.0 / weight)  # a cumulative average: the batches that this rank has counted
+                batch_statistics = torch.add(local_statistics, after - local_statistics, alpha=local_count)
+                folded = folded + (batch_statistics - folded) / (local_count + num_earlier)
             local_statistics = after
         num_earlier += increments
     return folded

@@ -1,4 +1,4 @@
-"""Norms whose result depends on the order of microbatches, and the errors if ranks can't run them in that order."""
+"""Refuse norms whose result depends on the order of microbatches, if ranks can't run them in that order."""
 
 from dataclasses import dataclass
 

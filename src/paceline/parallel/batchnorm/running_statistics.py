@@ -1,4 +1,4 @@
-"""BatchNorm running statistics that equal those of one process, updated microbatch by microbatch.
+"""Keep BatchNorm's running statistics equal to those of one process, which updates them microbatch by microbatch.
 
 Norm layers are not replaced: each updates its statistics with its momentum whenever it is called. So a process that
 runs all microbatches in order needs no correction. If several ranks run them, each microbatch starts from the values
@@ -83,7 +83,7 @@ class MicrobatchStatistics:
         self.notes: list[str] = []
         self._reported_notes: set[str] = set()
         self._has_new_access = False
-        self._microbatch, self._counts = 0, True
+        self._microbatch, self._has_samples = 0, True
         self._has_run = self._is_checked = False
         self._norm_tapes = [open_tape(name, module) for name, module in norms_with_statistics(model)]
         self._records = world.world_size > 1 or exact or not in_order
@@ -152,9 +152,9 @@ class MicrobatchStatistics:
                 self._detect_writes(norm_tape, by_value=not self._is_checked)
                 self._start_microbatch(norm_tape, microbatch)
         if self._numbers is not None:
-            self._numbers.set_microbatch(microbatch if has_samples else None, sets=not self._is_relayed)
+            self._numbers.set_microbatch(microbatch if has_samples else None, sets_numbers=not self._is_relayed)
         self._has_run = True
-        self._microbatch, self._counts = microbatch if has_samples else self._microbatch, has_samples
+        self._microbatch, self._has_samples = microbatch if has_samples else self._microbatch, has_samples
 
     def recording_context(self) -> AbstractContextManager[object]:
         """Return a context for a forward and its loss, or a backward, that detects reads of norm statistics.
@@ -173,7 +173,7 @@ class MicrobatchStatistics:
 
     def end_forward(self, microbatch: int) -> None:
         """Send the statistics on after this microbatch's forward, if forwards run in order."""
-        if self._is_relayed and self._counts:
+        if self._is_relayed and self._has_samples:
             assert self._relay is not None
             for norm_tape in self._norm_tapes:
                 norm_tape.compare_momentum()
@@ -193,11 +193,10 @@ class MicrobatchStatistics:
             for norm_tape in self._norm_tapes:
                 self._detect_writes(norm_tape, by_value=not self._is_checked)
                 norm_tape.compare_momentum()
-            calls, is_settled = self._gather_calls(num_micro)
-            if (
-                not (is_settled or self._numbers.agree_on_changes(is_relayed=self._is_relayed))
-                or self._must_rerun_watched()
-            ):
+            calls, changed_as_expected = self._gather_calls(num_micro)
+            if not (changed_as_expected or self._numbers.agree_on_changes(is_relayed=self._is_relayed)):
+                return False
+            if self._must_rerun_watched():
                 return False
             if not self._set_final_statistics(calls, num_micro=num_micro):
                 return False
@@ -229,14 +228,14 @@ class MicrobatchStatistics:
             if taped_calls.is_split:
                 self._refuse_mixed_modes(taped_calls.norm_tape)
         dependences = [
-            one.dependence
-            for one in calls
-            if one.dependence.is_order_dependent and (num_micro > 1 or one.dependence.is_bypassed)
+            taped_calls.dependence
+            for taped_calls in calls
+            if taped_calls.dependence.is_order_dependent and (num_micro > 1 or taped_calls.dependence.is_bypassed)
         ]
         if not self._can_wait or any(dependence.is_recomputed for dependence in dependences):
-            for need in dependences:
-                need.refuse(over_batch=self._over_batch)
-                self._add_note(need.stale_note)
+            for dependence in dependences:
+                dependence.refuse(over_batch=self._over_batch)
+                self._add_note(dependence.stale_note)
         elif dependences and not self._is_relayed:
             modules = [layer.module for layer in self._norm_tapes]
             self._relay = StatisticsRelay(modules, numbers=self._numbers, world=self._world)
@@ -266,7 +265,7 @@ class MicrobatchStatistics:
             return
         current, recorded = copy_statistics(norm_tape.module), norm_tape.statistics_during(self._microbatch)
         num_kept_calls = next(
-            (place for place in reversed(range(len(recorded))) if equal_tensors(recorded[place], current)), None
+            (index for index in reversed(range(len(recorded))) if equal_tensors(recorded[index], current)), None
         )
         if num_kept_calls is None:
             self._mark_bypassed(norm_tape)
@@ -337,8 +336,9 @@ class MicrobatchStatistics:
             self._relay = self._relay if stays_sequential else None
             return
         changed = [taped_calls for taped_calls in calls if any(taped_calls.num_calls + taped_calls.count_increments)]
-        for one, tape in zip(changed, self._gather_tapes(changed), strict=True):
-            one.norm_tape.write_statistics(fold_statistics(one, tape), sum(one.count_increments))
+        for taped_calls, tape in zip(changed, self._gather_tapes(changed), strict=True):
+            statistics = fold_statistics(taped_calls, tape)
+            taped_calls.norm_tape.write_statistics(statistics, sum(taped_calls.count_increments))
 
     def _add_note(self, note: str) -> None:
         if note and note not in self._reported_notes and self._world.world_size > 1:
@@ -347,7 +347,7 @@ class MicrobatchStatistics:
 
     def _refuse_mixed_modes(self, norm_tape: NormTape) -> None:
         modes = self._world.gather_json(norm_tape.begins_training)
-        eval_ranks = [str(rank) for rank, is_live in enumerate(modes) if not is_live]
+        eval_ranks = [str(rank) for rank, is_training in enumerate(modes) if not is_training]
         raise DesyncError(
             f"{norm_tape.name} is in eval mode on rank {', '.join(eval_ranks)} and in training mode on the others.",
             cause="code that calls eval() or train() on some ranks only",
@@ -359,16 +359,15 @@ class MicrobatchStatistics:
         if not changed:
             return []
         first = changed[0].norm_tape.initial_statistics
-        widths = [[count * calls.norm_tape.width for count in calls.num_calls] for calls in changed]
+        widths = [[num_calls * calls.norm_tape.width for num_calls in calls.num_calls] for calls in changed]
         dtype = torch.promote_types(first.dtype, torch.float32)
         flat = torch.zeros(sum(map(sum, widths)), dtype=dtype, device=first.device)
         tapes = list(flat.split([sum(row_sizes) for row_sizes in widths]))
-        for calls, each, tape in zip(changed, widths, tapes, strict=True):
-            for index, row in enumerate(tape.split(each)):
-                for tape_row, (after, weight) in zip(
-                    row.view(-1, calls.norm_tape.width), calls.norm_tape.calls.get(index, ()), strict=False
-                ):
-                    tape_row[:-1], tape_row[-1] = after, weight
+        for calls, row_sizes, tape in zip(changed, widths, tapes, strict=True):
+            for microbatch, rows in enumerate(tape.split(row_sizes)):
+                local_calls = calls.norm_tape.calls.get(microbatch, ())
+                for row, (after, weight) in zip(rows.view(-1, calls.norm_tape.width), local_calls, strict=False):
+                    row[:-1], row[-1] = after, weight
         self._world.all_reduce(flat)
         return tapes
 
@@ -379,7 +378,7 @@ class MicrobatchStatistics:
             norm_tape.is_inside = True
             if not (self._has_run and norm_tape.has_statistics):
                 return
-            if self._counts and not torch.compiler.is_compiling():
+            if self._has_samples and not torch.compiler.is_compiling():
                 self._detect_writes(norm_tape)
             if not has_torch_forward(norm_tape.module):
                 norm_tape.watches.append(KernelWatch(norm_tape.module, () if self._is_checked else inputs))

@@ -69,17 +69,17 @@ class StatisticsRelay:
 
     def _pack(self) -> Tensor:
         """Return statistics and numbers as one float64 tensor, which represents all of them exactly."""
-        parts = [part.detach().reshape(-1).double() for part in self._statistics()]
+        statistics = [tensor.detach().reshape(-1).double() for tensor in self._statistics()]
         numbers = self._numbers.numbers.encode(self._numbers.names)
-        return torch.cat([*parts, torch.tensor(numbers, dtype=torch.float64, device=self._world.device)])
+        return torch.cat([*statistics, torch.tensor(numbers, dtype=torch.float64, device=self._world.device)])
 
     def _unpack(self, values: Tensor) -> None:
-        parts = self._statistics()
-        *statistics, numbers = values.split([*(part.numel() for part in parts), WIDTH * len(self._numbers.names)])
-        for part, value in zip(parts, statistics, strict=True):
-            part.data.copy_(value.view_as(part))  # `.data` bypasses autograd: no later backward uses these values
+        tensors = self._statistics()
+        *statistics, numbers = values.split([*(t.numel() for t in tensors), WIDTH * len(self._numbers.names)])
+        for tensor, value in zip(tensors, statistics, strict=True):
+            tensor.data.copy_(value.view_as(tensor))  # `.data` bypasses autograd: no later backward uses these values
         self._numbers.numbers.decode(self._numbers.names, numbers.tolist())
 
     def _statistics(self) -> list[Tensor]:
         statistics = [(module.running_mean, module.running_var, module.num_batches_tracked) for module in self._modules]
-        return [part for parts in statistics for part in parts if part is not None]
+        return [tensor for tensors in statistics for tensor in tensors if tensor is not None]

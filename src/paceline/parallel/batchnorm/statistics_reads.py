@@ -1,4 +1,4 @@
-"""Detection of user code that reads a norm's statistics during a step, such as `h + self.norm.running_mean`.
+"""Detect user code that reads a norm's statistics during a step, such as `h + self.norm.running_mean`.
 
 Each microbatch of a rank starts from the statistics before the step, so such a read gets different values from those of
 one process. The norm's own use of its statistics is allowed: `KernelWatch` records its kernels, and a formula such as
@@ -102,8 +102,8 @@ class StatisticsReads(TorchFunctionMode):
         return norm if reference is not None and reference() is tensor else None
 
     def _find_storages(self) -> None:
-        parts = [(getattr(norm, name), norm) for norm in self._all_norms for name in STATISTICS]
-        self._norm_by_storage = {_storage_key(part): norm for part, norm in parts if part is not None}
+        statistics = [(getattr(norm, name), norm) for norm in self._all_norms for name in STATISTICS]
+        self._norm_by_storage = {_storage_key(tensor): norm for tensor, norm in statistics if tensor is not None}
 
 
 class StatisticsAccesses:

@@ -1,8 +1,8 @@
-"""Synchronized BatchNorm over one microbatch of every replica, on any device.
+"""Synchronize BatchNorm over one microbatch of every replica, on any device.
 
 torch's `SyncBatchNorm` refuses CPU tensors. This one sums counts and values over the ranks, then the squared deviations
-from the joint mean: the mean of squares minus the squared mean would cancel. Every rank takes part in every call, also
-a rank without samples.
+from the joint mean, because the mean of squares minus the squared mean would lose all digits if they are nearly equal.
+Every rank takes part in every call, also a rank without samples.
 """
 
 import copy
@@ -34,7 +34,7 @@ class _JointMoments(torch.autograd.Function):
 
 @dataclass
 class SyncBatchNormWeights:
-    """The weight of this rank's samples in all synchronized layers; zero for a stand-in microbatch."""
+    """The weight of this rank's samples in all synchronized layers: zero for a batch that stands in for none."""
 
     weight: float = 1.0
 
@@ -70,10 +70,10 @@ class _SynchronizedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_SynchronizedForward":
         """Copy the layer but share the process group, so that the norms of a copied model are synchronized too."""
-        module = copy.copy(self)
-        module._module = copy.deepcopy(self._module, memo)
-        module._local_forward = partial(type(module._module).forward, module._module)
-        return module
+        copied = copy.copy(self)
+        copied._module = copy.deepcopy(self._module, memo)
+        copied._local_forward = partial(type(copied._module).forward, copied._module)
+        return copied
 
     def _update_statistics(self, mean: Tensor, variance: Tensor) -> None:
         module = self._module

@@ -1,4 +1,4 @@
-"""Construction of the reducer for replicas that compress their gradients, and of its codec."""
+"""Build the reducer of replicas that compress their gradients, and its codec."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,9 +16,9 @@ from paceline.parallel.data_parallel.reducer import BucketReducer
 from paceline.parallel.module_access.parameters import NamedParameter, size_in_bytes
 
 _CODECS: Mapping[Method, Callable[[Compression], Codec]] = {
-    Method.BF16: lambda how: Bf16(),
-    Method.FP16: lambda how: BlockScaledCodec(block=how.block, is_float=True),
-    Method.INT8: lambda how: BlockScaledCodec(block=how.block, is_float=False),
+    Method.BF16: lambda compression: Bf16(),
+    Method.FP16: lambda compression: BlockScaledCodec(block=compression.block, is_float=True),
+    Method.INT8: lambda compression: BlockScaledCodec(block=compression.block, is_float=False),
 }
 _ERROR_FEEDBACK_BUCKETS: Mapping[Method, Callable[..., ErrorFeedbackBucket]] = {
     Method.TOPK: TopKBucket,
@@ -72,5 +72,5 @@ def compression_notes(
     ranks = world.world_size
     uncompressed_bytes = 2 * (ranks - 1) / ranks * sum(size_in_bytes(member.parameter) for member in named_parameters)
     sent_bytes = reducer.sent_bytes(ranks)
-    sizes = format_size(round(sent_bytes)), format_size(round(uncompressed_bytes))
-    yield f"compress: {compression}; each rank sends {sizes[0]} of gradients per update, {sizes[1]} without"
+    sent, uncompressed = format_size(round(sent_bytes)), format_size(round(uncompressed_bytes))
+    yield f"compress: {compression}; each rank sends {sent} of gradients per update, {uncompressed} without"

@@ -1,4 +1,4 @@
-"""Codecs that pack numbers into bytes. Each row of the packed tensor is sent to one rank."""
+"""Codecs pack numbers into bytes; each row of the packed tensor is sent to one rank."""
 
 from typing import Protocol
 
@@ -68,12 +68,12 @@ class BlockScaledCodec:
 
     def unpack(self, packed: Tensor, *, dtype: torch.dtype) -> Tensor:
         """Multiply each number by the scale of its block."""
-        rows = len(packed)
-        blocks = packed.shape[1] // (_SCALE_BYTES + self.block * self._dtype.itemsize)
-        num_scale_bytes = _SCALE_BYTES * blocks
+        num_rows = len(packed)
+        num_blocks = packed.shape[1] // (_SCALE_BYTES + self.block * self._dtype.itemsize)
+        num_scale_bytes = _SCALE_BYTES * num_blocks
         scale = packed[:, :num_scale_bytes].contiguous().view(torch.float32).to(dtype)
-        numbers = packed[:, num_scale_bytes:].contiguous().view(self._dtype).view(rows, blocks, self.block).to(dtype)
-        return (numbers * scale.unsqueeze(-1)).view(rows, -1)
+        numbers = packed[:, num_scale_bytes:].contiguous().view(self._dtype).view(num_rows, num_blocks, self.block)
+        return (numbers.to(dtype) * scale.unsqueeze(-1)).view(num_rows, -1)
 
     def num_bytes(self, numbers: int) -> int:
         """Return the bytes of the numbers and their scales."""

@@ -1,4 +1,4 @@
-"""Gradient reduction with error feedback: a part is sent, and the residual is added to the next step's gradient.
+"""Reduce gradients with error feedback: what is not sent (the residual) is added to the next step's gradient.
 
 The residual is in units of the mean gradient, so that its weight does not depend on the sample count of the next batch
 (Stich et al., "Sparsified SGD with memory", 2018; Karimireddy et al., "Error feedback fixes SignSGD", 2019). The count
@@ -63,9 +63,8 @@ class ErrorFeedbackReducer:
 
     def sent_bytes(self, ranks: int) -> float:
         """Return the bytes that a rank sends in a step."""
-        return sum(bucket.sent_bytes(ranks) for bucket in self._buckets) + 2 * (ranks - 1) / ranks * len(
-            self._named_parameters
-        )
+        flag_bytes = 2 * (ranks - 1) / ranks * len(self._named_parameters)
+        return sum(bucket.sent_bytes(ranks) for bucket in self._buckets) + flag_bytes
 
     def begin(self) -> None:
         """Clear the last step's gradients."""
@@ -117,10 +116,13 @@ class ErrorFeedbackReducer:
     @property
     def shared_state(self) -> Mapping[str, Tensor]:
         """Return the other persistent buffers, which are equal on every replica."""
-        shared_buffers = [
-            memory for bucket in self._buckets for memory in bucket.persistent_buffers if memory is not bucket.residuals
-        ]
-        return {name: tensor for memory in shared_buffers for name, tensor in memory.current.items()}
+        return {
+            name: tensor
+            for bucket in self._buckets
+            for buffers in bucket.persistent_buffers
+            if buffers is not bucket.residuals
+            for name, tensor in buffers.current.items()
+        }
 
     def _persistent_buffers(self) -> Iterator[ResidualBuffers]:
         for bucket in self._buckets:

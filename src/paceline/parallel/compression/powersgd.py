@@ -1,4 +1,4 @@
-"""Low-rank compression of gradients by one step of a power iteration (Vogels et al., "PowerSGD", 2019)."""
+"""Compress gradients to low rank by one step of a power iteration (Vogels et al., "PowerSGD", 2019)."""
 
 from collections.abc import Callable, Sequence
 
@@ -30,7 +30,7 @@ class LowRankBucket:
         for name, tensor in self.basis.current.items():
             tensor.copy_(make_first_basis(name, tensor.shape))
         self._left_shapes = [(rows, ranks[name]) for name, (rows, _) in shapes.items()]
-        self._first = self._second = torch.zeros(0, dtype=self._dtype, device=self._device)
+        self._first_message = self._second_message = torch.zeros(0, dtype=self._dtype, device=self._device)
         self._left_factors: list[Tensor] = []
         self._world: World | None = None
         self._wait: Callable[[], object] | None = None
@@ -42,21 +42,19 @@ class LowRankBucket:
 
     def sent_bytes(self, ranks: int) -> float:
         """Return the bytes that a rank sends for this bucket."""
-        numbers = sum(m.parameter.numel() for m in self._uncompressed) + sum(
-            rows * rank for rows, rank in self._left_shapes
-        )
-        numbers += sum(tensor.numel() for tensor in self.basis.current.values())
-        return 2 * (ranks - 1) / ranks * numbers * self._dtype.itemsize
+        numel = self._num_uncompressed() + sum(rows * rank for rows, rank in self._left_shapes)
+        numel += sum(tensor.numel() for tensor in self.basis.current.values())
+        return 2 * (ranks - 1) / ranks * numel * self._dtype.itemsize
 
     def launch(self, world: World) -> None:
         """Send each matrix times its basis, and the uncompressed gradients."""
         self._world = world
         self.residuals.add_gradients([_gradient(m).reshape(_matrix_shape(m.parameter)) for m in self._compressed])
         messages = [_gradient(m).reshape(-1).to(self._dtype) for m in self._uncompressed]
-        products = zip(self.residuals.next.values(), self.basis.current.values(), strict=True)
-        messages += [(matrix @ scale_near_one(basis)).view(-1) for matrix, basis in products]
-        self._first = torch.cat(messages)
-        self._wait = world.start_all_reduce(self._first)
+        matrices_and_bases = zip(self.residuals.next.values(), self.basis.current.values(), strict=True)
+        messages += [(matrix @ scale_near_one(basis)).view(-1) for matrix, basis in matrices_and_bases]
+        self._first_message = torch.cat(messages)
+        self._wait = world.start_all_reduce(self._first_message)
 
     def start_second_message(self) -> None:
         """Orthonormalize the summed columns, send each matrix's projection onto them, and store the residual."""
@@ -65,24 +63,29 @@ class LowRankBucket:
         self._wait = None
         if not self._compressed:
             return
-        columns = self._first[self._num_uncompressed() :].split([rows * rank for rows, rank in self._left_shapes])
+        columns = self._first_message[self._num_uncompressed() :].split(
+            [rows * rank for rows, rank in self._left_shapes]
+        )
         self._left_factors = [
-            torch.linalg.qr(c.view(side)).Q for c, side in zip(columns, self._left_shapes, strict=True)
+            torch.linalg.qr(column.view(shape)).Q for column, shape in zip(columns, self._left_shapes, strict=True)
         ]
         projections = []
         for matrix, left_factor in zip(self.residuals.next.values(), self._left_factors, strict=True):
             projections.append(matrix.T @ left_factor)
             matrix.sub_(left_factor @ projections[-1].T)
-        self._second = torch.cat([one.reshape(-1) for one in projections])
-        self._wait = self._world.start_all_reduce(self._second)
+        self._second_message = torch.cat([projection.reshape(-1) for projection in projections])
+        self._wait = self._world.start_all_reduce(self._second_message)
 
     def finish(self) -> Tensor:
         """Multiply the factors into `.grad`, and return a number that is finite if every gradient is."""
         if self._wait is not None:
             self._wait()
-            self.basis.next_flat.copy_(self._second)
-        values = list(self._first[: self._num_uncompressed()].split([m.parameter.numel() for m in self._uncompressed]))
-        values += [axes @ basis.T for axes, basis in zip(self._left_factors, self.basis.next.values(), strict=True)]
+            self.basis.next_flat.copy_(self._second_message)
+        values = list(
+            self._first_message[: self._num_uncompressed()].split([m.parameter.numel() for m in self._uncompressed])
+        )
+        factors = zip(self._left_factors, self.basis.next.values(), strict=True)
+        values += [left_factor @ basis.T for left_factor, basis in factors]
         for member, value in zip([*self._uncompressed, *self._compressed], values, strict=True):
             member.parameter.grad = value.view(member.parameter.shape).to(member.parameter.dtype)
         return torch.stack([value.sum(dtype=torch.float64) for value in values]).sum()

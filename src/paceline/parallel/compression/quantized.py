@@ -1,4 +1,4 @@
-"""Quantized all-reduce of a bucket: an all-to-all of the chunks, then an all-gather of their sums.
+"""All-reduce a bucket of quantized gradients by an all-to-all of the chunks and an all-gather of their sums.
 
 Each rank sums one chunk, in rank order and in full precision, so that all replicas get the same bits. Each rank sends
 as many numbers as in a reduce-scatter and an all-gather.

@@ -1,4 +1,4 @@
-"""Double-buffered tensors that change only when a step succeeds."""
+"""Store tensors in two buffers, so that they change only when a step succeeds."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence

@@ -14,7 +14,7 @@ from paceline.parallel.sharding.flat_buffer import start_all_gather
 
 
 class TopKBucket:
-    """A bucket of gradients of which only the largest elements are sent. Of equal elements, the first are sent."""
+    """A bucket of gradients, of each of which only the largest elements are sent; of equal elements, the first ones."""
 
     def __init__(self, members: Sequence[NamedParameter], *, compression: Compression) -> None:
         self._parameters = [member.parameter for member in members]
@@ -58,21 +58,19 @@ class TopKBucket:
         self._wait()
         self._sum.zero_()
         num_index_bytes = sum(self._counts) * self._index_dtype.itemsize
-        for row in self._received:
-            indices, values = (
-                row[:num_index_bytes].clone().view(self._index_dtype),
-                row[num_index_bytes:].clone().view(self._sum.dtype),
-            )
+        for message in self._received:
+            indices = message[:num_index_bytes].clone().view(self._index_dtype)
+            values = message[num_index_bytes:].clone().view(self._sum.dtype)
             self._sum.index_add_(0, indices.long(), values)
-        for parameter, part in zip(self._parameters, self._sum.split(self._sizes), strict=True):
-            parameter.grad = part.view(parameter.shape).to(parameter.dtype)
+        for parameter, total in zip(self._parameters, self._sum.split(self._sizes), strict=True):
+            parameter.grad = total.view(parameter.shape).to(parameter.dtype)
         return self._sum.sum(dtype=torch.float64)
 
     def _largest_indices(self, gradients: Tensor) -> Iterator[Tensor]:
         start = 0
-        for part, count in zip(gradients.split(self._sizes), self._counts, strict=True):
-            yield largest_element_indices(part, count) + start
-            start += len(part)
+        for gradient, count in zip(gradients.split(self._sizes), self._counts, strict=True):
+            yield largest_element_indices(gradient, count) + start
+            start += len(gradient)
 
 
 def largest_element_indices(values: Tensor, count: int) -> Tensor:

@@ -20,12 +20,12 @@ from paceline.parallel.gradients.tied_parameters import ExactTies
 from paceline.parallel.gradients.tied_uses import TiedUses
 from paceline.parallel.module_access.parameters import NamedParameter, make_buckets
 
-VALUE_BITS = 51
-HEADROOM_BITS = 8
-MIN_BITS = 24
+VALUE_BITS = 51  # a rounded gradient is below 2^51 times 2^k
+HEADROOM_BITS = 8  # gradients may grow by this factor 2^8 before a new exponent is needed
+MIN_BITS = 24  # as many bits as a float32
 # a float64 has no bit below 2^MIN_EXPONENT, and 1.5 * 2^(52+k) overflows for k above MAX_EXPONENT
 MIN_EXPONENT, MAX_EXPONENT = -1074, 971
-MAX_MICROBATCHES = 1 << 12
+MAX_MICROBATCHES = 1 << 12  # then the sums fit in an int64
 
 
 class FixedPointGrid:
@@ -73,7 +73,7 @@ class FixedPointGrid:
 
     def fits_all(self, largest: Sequence[Sequence[float]]) -> bool:
         """Return whether gradients of these magnitudes all fit the grid; every rank gets the same result."""
-        return all(self.fits(index, size) for index, (size, _) in enumerate(largest))
+        return all(self.fits(index, magnitude) for index, (magnitude, _) in enumerate(largest))
 
     def update_exponents(self, largest: Sequence[Sequence[float]]) -> None:
         """Choose all exponents for gradients of these magnitudes.
@@ -81,9 +81,9 @@ class FixedPointGrid:
         Raises:
             RunError: a gradient is too large for any exponent; raised on every rank.
         """
-        for index, (name, (size, _)) in enumerate(zip(self.names, largest, strict=True)):
-            check_magnitude(name, size)
-            self.update_exponent(index, size)
+        for index, (name, (magnitude, _)) in enumerate(zip(self.names, largest, strict=True)):
+            check_magnitude(name, magnitude)
+            self.update_exponent(index, magnitude)
 
     def fits(self, index: int, largest: float) -> bool:
         """Return whether the grid represents a gradient of this magnitude without overflow and with enough bits."""
@@ -92,14 +92,14 @@ class FixedPointGrid:
             return True
         if exponent is None:
             return False
-        top = math.frexp(largest)[1]
-        return top - exponent <= VALUE_BITS and (top - exponent >= MIN_BITS or exponent == MIN_EXPONENT)
+        num_bits = math.frexp(largest)[1] - exponent
+        return num_bits <= VALUE_BITS and (num_bits >= MIN_BITS or exponent == MIN_EXPONENT)
 
     def update_exponent(self, index: int, largest: float) -> None:
         """Choose one parameter's exponent for gradients of this magnitude, with headroom."""
         if largest > 0.0 and math.isfinite(largest):
-            top = math.frexp(largest)[1]
-            self.exponents[index] = min(max(top + HEADROOM_BITS - VALUE_BITS, MIN_EXPONENT), MAX_EXPONENT)
+            exponent = math.frexp(largest)[1] + HEADROOM_BITS - VALUE_BITS
+            self.exponents[index] = min(max(exponent, MIN_EXPONENT), MAX_EXPONENT)
 
 
 class _ExactBucket:
@@ -138,9 +138,9 @@ class ExactReducer:
         self._is_last_microbatch = False
         self._next_bucket = 0
         self._handles = [
-            member.parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, member, part))
+            member.parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, member, sums))
             for bucket in self._buckets
-            for member, part in zip(bucket.members, bucket.member_sums, strict=True)
+            for member, sums in zip(bucket.members, bucket.member_sums, strict=True)
         ]
 
     def begin(self) -> None:
@@ -222,15 +222,15 @@ class ExactReducer:
         self._next_bucket += 1
 
     def _make_gradient(
-        self, member: NamedParameter, sums: Tensor, magnitude: Sequence[float], divisor: float | Tensor | None
+        self, member: NamedParameter, sums: Tensor, largest: Sequence[float], divisor: float | Tensor | None
     ) -> Tensor | None:
-        size, has_grad = magnitude
+        magnitude, has_grad = largest
         if not has_grad:
             return None
         gradient = torch.empty_like(member.parameter, memory_format=torch.contiguous_format)
         exponent = self._grid.exponents[member.index] or 0
         write_scaled_sums(sums, out=gradient, exponent=exponent, divisor=divisor, scratch=self._scratch)
-        return gradient if math.isfinite(size) else gradient.fill_(math.nan)
+        return gradient if math.isfinite(magnitude) else gradient.fill_(math.nan)
 
 
 class GradientMagnitudes:
@@ -248,15 +248,15 @@ class GradientMagnitudes:
     def max_over_ranks(self, worlds: Sequence[World]) -> list[list[float]]:
         """Return for each parameter the largest magnitude over all microbatches, and 1 if it got a gradient, else 0.
 
-        NaN counts as infinite, because MAX over ranks would drop it.
+        NaN has_samples as infinite, because MAX over ranks would drop it.
         """
         rows = torch.zeros(self._num_parameters, 2, dtype=torch.float64)
         if self._extremes:
             lows = torch.stack([low.double() for _, low, _ in self._extremes])
             highs = torch.stack([high.double() for _, _, high in self._extremes])
-            sizes = torch.maximum(-lows, highs).nan_to_num(nan=math.inf).tolist()
-            for (index, _, _), size in zip(self._extremes, sizes, strict=True):
-                rows[index, 0] = max(float(rows[index, 0]), size)
+            magnitudes = torch.maximum(-lows, highs).nan_to_num(nan=math.inf).tolist()
+            for (index, _, _), magnitude in zip(self._extremes, magnitudes, strict=True):
+                rows[index, 0] = max(float(rows[index, 0]), magnitude)
                 rows[index, 1] = 1.0
         for world in worlds:
             rows = world.all_reduce(rows.to(world.device), op="max")

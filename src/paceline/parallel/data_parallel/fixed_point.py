@@ -17,9 +17,9 @@ def add_rounded_gradient(gradient: Tensor, *, sums: Tensor, exponent: int, is_fi
     constant = rounding_constant(exponent)
     offset = float_bits(constant)
     for start in range(0, gradient.numel(), _CHUNK):
-        piece, target = gradient[start : start + _CHUNK], sums[start : start + _CHUNK]
-        rounded = target.view(torch.float64) if is_first else scratch[: piece.numel()]
-        rounded.copy_(piece)
+        chunk, target = gradient[start : start + _CHUNK], sums[start : start + _CHUNK]
+        rounded = target.view(torch.float64) if is_first else scratch[: chunk.numel()]
+        rounded.copy_(chunk)
         rounded.add_(constant)
         if is_first:
             target.sub_(offset)

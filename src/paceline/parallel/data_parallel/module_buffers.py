@@ -1,4 +1,4 @@
-"""Policies that keep the module buffers of all replicas equal if a forward changes them."""
+"""Keep the module buffers of all replicas equal, by one of several policies, if a forward changes them."""
 
 from typing import Literal
 
@@ -133,8 +133,8 @@ class BufferPolicy:
             pairs = zip(self._watched, self._initial_values, self._versions, current_versions, strict=True)
             self._changed_without_version = [
                 name
-                for (name, new), old, *versions in pairs
-                if versions[0] == versions[1] and not equal_tensors(old, new)
+                for (name, new), old, old_version, new_version in pairs
+                if old_version == new_version and not equal_tensors(old, new)
             ]
         changed_versions = [
             name

@@ -18,7 +18,7 @@ from paceline.torch_internals.private_api import copy_all, divide_all
 
 
 class Reducer(Protocol):
-    """A reducer of the gradients of this rank's microbatches to the gradient of the global batch."""
+    """A reducer sums the gradients of all ranks' microbatches to the gradient of the global batch."""
 
     @property
     def needs_equal_microbatches(self) -> bool:
@@ -131,11 +131,11 @@ class _AllReduceBucket:
         """Do nothing: there is only one message."""
 
     def _fill_payload(self) -> Tensor:
+        """Return the tensor to all-reduce: the filled flat buffer, or the gradient of a bucket's only parameter."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         if self.flat is None:
-            only = self.parameters[0]
-            only.grad = grads[0].contiguous()
-            return only.grad
+            self.parameters[0].grad = grads[0].contiguous()
+            return self.parameters[0].grad
         copy_all(self.views, grads)
         for parameter in self.parameters:
             parameter.grad = None
@@ -251,7 +251,7 @@ class BucketReducer:
             missing_indices = [member.index for member in self._named_parameters if not self._has_grad[member.index]]
             if missing_indices:
                 bucket.flags[missing_indices] = 0.0
-        if self._next_bucket > 1:  # second messages overlap with backward too, in the same order on every rank
+        if self._next_bucket > 1:  # two buckets later, since by then the first message has usually arrived
             self._buckets[self._next_bucket - 2].start_second_message()
         bucket.launch(self._world)
         self._next_bucket += 1

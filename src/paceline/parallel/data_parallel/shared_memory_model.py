@@ -31,14 +31,12 @@ class SharedModel:
         tensors = [*weights, *(buffer for buffer in model.buffers() if buffer.is_contiguous() and buffer.numel())]
         sizes = [_align(tensor.nbytes) for tensor in tensors]
         memory = _open_shared_memory(sum(sizes) + _align(8 * (world.world_size + len(weights))), world=world)
-        *parts, rows = memory.split([*sizes, memory.numel() - sum(sizes)])
-        for tensor, part in zip(tensors, parts, strict=True):
-            _move_storage(tensor, part[: tensor.nbytes], write=world.is_main)
-        counts = rows.view(torch.int64)
-        self.worker_counts, self.parameter_counts = (
-            counts[: world.world_size],
-            counts[world.world_size :][: len(weights)],
-        )
+        *tensor_memories, counter_memory = memory.split([*sizes, memory.numel() - sum(sizes)])
+        for tensor, tensor_memory in zip(tensors, tensor_memories, strict=True):
+            _move_storage(tensor, tensor_memory[: tensor.nbytes], write=world.is_main)
+        counts = counter_memory.view(torch.int64)
+        self.worker_counts = counts[: world.world_size]
+        self.parameter_counts = counts[world.world_size :][: len(weights)]
         world.barrier()
 
     def count_peer_updates(self) -> int:
@@ -51,7 +49,7 @@ class SharedModel:
         self.parameter_counts += 1
 
     @property
-    def lost_additions(self) -> tuple[int, int]:
+    def lost_and_all_additions(self) -> tuple[int, int]:
         """Return the number of lost and of all additions to `parameter_counts`; valid while no worker updates."""
         num_additions = int(self.worker_counts.sum()) * len(self.parameter_counts)
         return num_additions - int(self.parameter_counts.sum()), num_additions
@@ -69,13 +67,13 @@ def _open_shared_memory(size: int, *, world: World) -> Tensor:
             f"--update hogwild needs all ranks on one machine, but they are on {', '.join(hosts)}.",
             hint="--update sync, or all ranks on one machine",
         )
-    handle, path = _create_shared_memory(size, world=world, has_name=False)
+    descriptor, path = _create_shared_memory(size, world=world, has_name=False)
     if not all(world.gather_json(os.access(path, os.R_OK | os.W_OK))):  # ranks that don't see each other's processes
-        handle, path = _create_shared_memory(size, world=world, has_name=True)
+        descriptor, path = _create_shared_memory(size, world=world, has_name=True)
     memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     world.barrier()
     if world.is_main:
-        os.close(handle)
+        os.close(descriptor)
         if not path.startswith("/proc/"):
             Path(path).unlink()
     return memory
@@ -86,17 +84,17 @@ def _create_shared_memory(size: int, *, world: World, has_name: bool) -> tuple[i
 
     Without `has_name`, the memory has no file name and is freed even if a rank is killed.
     """
-    handle, path, problem = -1, "", ""
+    descriptor, path, problem = -1, "", ""
     if world.is_main:
         try:
             if has_name or not hasattr(os, "memfd_create"):
-                handle, path = tempfile.mkstemp(
+                descriptor, path = tempfile.mkstemp(
                     prefix="paceline-", dir=_SHARED_MEMORY_FOLDER if _SHARED_MEMORY_FOLDER.is_dir() else None
                 )
             else:
-                handle = os.memfd_create("paceline-hogwild")
-                path = f"/proc/{os.getpid()}/fd/{handle}"
-            os.posix_fallocate(handle, 0, size)
+                descriptor = os.memfd_create("paceline-hogwild")
+                path = f"/proc/{os.getpid()}/fd/{descriptor}"
+            os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
             problem = str(error)
     path, problem = world.share_json([path, problem])
@@ -106,12 +104,12 @@ def _create_shared_memory(size: int, *, world: World, has_name: bool) -> tuple[i
             where=str(_SHARED_MEMORY_FOLDER),
             hint="a container with more of it (--shm-size)",
         )
-    return handle, path
+    return descriptor, path
 
 
-def _move_storage(tensor: Tensor, part: Tensor, *, write: bool) -> None:
-    """Move a tensor's storage to `part`; with `write` (rank 0), copy its values there first."""
-    view = part.view(tensor.dtype).view(tensor.shape)
+def _move_storage(tensor: Tensor, memory: Tensor, *, write: bool) -> None:
+    """Move a tensor's storage to `memory`; with `write` (rank 0), copy its values there first."""
+    view = memory.view(tensor.dtype).view(tensor.shape)
     if write:
         view.copy_(tensor.detach())
     tensor.data = view

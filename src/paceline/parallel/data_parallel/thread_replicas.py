@@ -163,7 +163,7 @@ def _check_separate(first: nn.Module, other: nn.Module) -> None:
     if _model_structure(first) != _model_structure(other):
         raise JobError(
             "model= built two different models in two calls.",
-            cause="it counts its calls, or depends on state that the first build changed",
+            cause="it has_samples its calls, or depends on state that the first build changed",
             hint="build only from the arguments of make_job, or --layout ddp",
         )
     for first_parameter, other_parameter in zip(first.parameters(), other.parameters(), strict=True):
@@ -178,5 +178,4 @@ def _model_structure(model: nn.Module) -> tuple[list[str], list[tuple[str, torch
 
 def shared_gpu(devices: Sequence[torch.device]) -> torch.device | None:
     """Return a GPU that more than one replica computes on, or None."""
-    twice = [device for device in devices if device.type == "cuda" and list(devices).count(device) > 1]
-    return twice[0] if twice else None
+    return next((device for device in devices if device.type == "cuda" and list(devices).count(device) > 1), None)

@@ -1,4 +1,4 @@
-"""The norm of a gradient that is sharded over several ranks.
+"""Compute the norm of a gradient that is sharded over several ranks.
 
 Each element of the full gradient is counted by one rank. By default, float32 norms of short rows are squared and summed
 in float64. This is as accurate as float64 throughout and many times faster; a single float32 sum over millions of
@@ -26,36 +26,36 @@ def joint_norm(owned_tensors: Sequence[Tensor], *, worlds: Sequence[World], exac
     tensors are distributed over the ranks of `worlds`. The norm is not finite if an element is not.
     """
     device = next((world.device for world in worlds), owned_tensors[0].device if owned_tensors else torch.device("cpu"))
-    pieces = [piece.detach() for piece in owned_tensors if piece.numel()]
-    return _integer_norm(pieces, worlds, device) if exact else _float_norm(pieces, worlds, device)
+    tensors = [tensor.detach() for tensor in owned_tensors if tensor.numel()]
+    return _integer_norm(tensors, worlds, device) if exact else _float_norm(tensors, worlds, device)
 
 
-def _float_norm(pieces: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> Tensor:
-    total = _joint_square(pieces, worlds, device)
+def _float_norm(tensors: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> Tensor:
+    total = _joint_sum_of_squares(tensors, worlds, device)
     if device.type != "cpu" or _TINY < total.item() < math.inf:
         return total.sqrt()  # the value is not checked on a GPU, because that would synchronize
-    largest = _joint_largest(pieces, worlds, device)
+    largest = _joint_max_magnitude(tensors, worlds, device)
     if largest == 0.0 or not math.isfinite(largest):
         return total.sqrt()
-    scaled = [piece.double() / largest for piece in pieces]
-    return _joint_square(scaled, worlds, device).sqrt() * largest
+    scaled = [tensor.double() / largest for tensor in tensors]
+    return _joint_sum_of_squares(scaled, worlds, device).sqrt() * largest
 
 
-def _joint_square(pieces: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> Tensor:
+def _joint_sum_of_squares(tensors: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for piece in pieces:
-        total += _square(piece).to(device)
+    for tensor in tensors:
+        total += _sum_of_squares(tensor).to(device)
     for world in worlds:
         world.all_reduce(total)
     return total
 
 
-def _square(piece: Tensor) -> Tensor:
+def _sum_of_squares(tensor: Tensor) -> Tensor:
     """Return the sum of squares in float64."""
-    if piece.dtype != torch.float32 or piece.device.type != "cpu":
-        square: Tensor = torch.linalg.vector_norm(piece, dtype=torch.float64).square()
+    if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+        square: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
         return square
-    flat = piece.reshape(-1)
+    flat = tensor.reshape(-1)
     num_row_elements = flat.numel() - flat.numel() % _ROW
     total: Tensor = torch.linalg.vector_norm(flat[num_row_elements:]).double().square()
     if num_row_elements:
@@ -63,37 +63,37 @@ def _square(piece: Tensor) -> Tensor:
     return total
 
 
-def _joint_largest(pieces: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> float:
+def _joint_max_magnitude(tensors: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> float:
     """Return the largest magnitude over all ranks; NaN counts as infinite, because MAX over ranks would drop it."""
     largest = torch.zeros((), dtype=torch.float64, device=device)
-    for piece in pieces:
-        low, high = torch.aminmax(piece)
-        size = torch.maximum(-low, high).double().nan_to_num(nan=math.inf, posinf=math.inf).to(device)
-        largest = torch.maximum(largest, size)
+    for tensor in tensors:
+        low, high = torch.aminmax(tensor)
+        magnitude = torch.maximum(-low, high).double().nan_to_num(nan=math.inf, posinf=math.inf).to(device)
+        largest = torch.maximum(largest, magnitude)
     for world in worlds:
         world.all_reduce(largest, op="max")
     return float(largest.item())
 
 
-def _integer_norm(pieces: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> Tensor:
+def _integer_norm(tensors: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> Tensor:
     """Return the norm from squares that are rounded to 2^-56 of the largest and summed as two 28-bit integers each.
 
     This is valid for up to 2^34 elements: then the sum of the higher integers is below 2^63.
     """
-    largest = _joint_largest(pieces, worlds, device)
+    largest = _joint_max_magnitude(tensors, worlds, device)
     if largest == 0.0 or not math.isfinite(largest):
         return torch.tensor(largest if largest == 0.0 else math.nan, dtype=torch.float64, device=device)
     exponent = math.frexp(largest)[1]
     limbs = torch.zeros(2, dtype=torch.int64, device=device)
-    for piece in pieces:
-        flat = piece.reshape(-1)
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
         for start in range(0, flat.numel(), _CHUNK):
             limbs += _limbs(flat[start : start + _CHUNK].to(torch.float64, copy=True), exponent).to(device)
     for world in worlds:
         world.all_reduce(limbs)
     high, low = limbs.tolist()
     total = (int(high) << LIMB_BITS) + int(low)
-    return torch.tensor(_root(total, exponent), dtype=torch.float64, device=device)
+    return torch.tensor(_scaled_sqrt(total, exponent), dtype=torch.float64, device=device)
 
 
 def _limbs(values: Tensor, exponent: int) -> Tensor:
@@ -105,7 +105,7 @@ def _limbs(values: Tensor, exponent: int) -> Tensor:
     return torch.stack([high.to(torch.int64).sum(), low.to(torch.int64).sum()])
 
 
-def _root(total: int, exponent: int) -> float:
+def _scaled_sqrt(total: int, exponent: int) -> float:
     """Return the square root of total * 2^-56, times 2^exponent; infinity if a float64 can't hold it."""
     try:
         return math.ldexp(math.sqrt(total), exponent - LIMB_BITS)

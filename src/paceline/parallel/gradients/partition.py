@@ -1,4 +1,4 @@
-"""Partition of a model's parameters over the data-parallel ranks, and the reducer of their gradients."""
+"""Partition a model's parameters over the data-parallel ranks, and build the reducer of their gradients."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

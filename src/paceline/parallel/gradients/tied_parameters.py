@@ -1,4 +1,4 @@
-"""Gradient sums, in floating point or as integers, for tied parameters that several pipeline stages hold."""
+"""Sum the gradients of tied parameters over the pipeline stages that hold them, in floating point or as integers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from paceline.comm.process_group import World
 from paceline.parallel.data_parallel.reducer import Reducer
 from paceline.parallel.module_access.parameters import NamedParameter
 
-_TAG = 1 << 20
+_TAG = 1 << 20  # message tags from here on, which activations do not use
 
 
 class ExactTies:
@@ -17,7 +17,7 @@ class ExactTies:
 
     def __init__(self, ties: Mapping[str, Sequence[int]], *, world: World) -> None:
         self._world = world
-        self._holders = {name: (place, ranks) for place, (name, ranks) in enumerate(sorted(ties.items()))}
+        self._holders = {name: (index, ranks) for index, (name, ranks) in enumerate(sorted(ties.items()))}
 
     def sum_over_stages(self, name: str, local_sum: Tensor) -> Tensor:
         """Return the sum over the ranks that hold the parameter; each calls this, in the same order of parameters."""
@@ -43,9 +43,10 @@ class TiedReducer:
         self._inner = inner
         self._world = world
         local_parameters = {member.name: member.parameter for member in named_parameters}
-        entries = [(place, name, ranks) for place, (name, ranks) in enumerate(sorted(ties.items()))]
         self._tied = [
-            (place, local_parameters[name], ranks) for place, name, ranks in entries if name in local_parameters
+            (index, local_parameters[name], ranks)
+            for index, (name, ranks) in enumerate(sorted(ties.items()))
+            if name in local_parameters
         ]
 
     @property

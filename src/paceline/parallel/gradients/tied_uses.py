@@ -1,10 +1,11 @@
-"""A separate gradient for each use of a tied weight, so that exact mode adds the same terms in every layout.
+"""Record a separate gradient for each use of a tied weight, so that exact mode adds the same terms in every layout.
 
 In one process autograd sums the gradients of all uses in floating point, while each pipeline stage sees only its own
 uses. So while a module runs, a tied weight is replaced by a view. The view's gradient is stored here, and the weight
 itself gets zeros, so that its hook still reports when all gradients are ready.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from functools import partial
 from typing import Any
@@ -16,9 +17,9 @@ from paceline.errors import LayoutError
 
 
 class TiedUses:
-    """The uses of a model's tied weights. `names` are the first names of the tied weights.
+    """The uses of a model's tied weights.
 
-    `multi_stage_names` are those that several pipeline stages hold.
+    `names` are the tied weights' first names; `multi_stage_names` are those that several pipeline stages hold.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,11 +28,9 @@ class TiedUses:
         for module in model.modules():
             for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 locations.setdefault(first_names[id(parameter)], []).append((module, attribute))
-        count: dict[str, int] = {}
-        for _, parameter in model.named_parameters(remove_duplicate=False):
-            count[first_names[id(parameter)]] = count.get(first_names[id(parameter)], 0) + 1
-        self.names = frozenset(name for name, number in count.items() if number > 1)
-        self._locations = [(name, *place) for name in self.names for place in locations[name]]
+        counts = Counter(first_names[id(p)] for _, p in model.named_parameters(remove_duplicate=False))
+        self.names = frozenset(name for name, count in counts.items() if count > 1)
+        self._locations = [(name, *location) for name in self.names for location in locations[name]]
         self._use_gradients: dict[str, list[Tensor]] = {}
         self._handles: list[Any] = []
         self.multi_stage_names: Collection[str] = ()
@@ -62,7 +61,8 @@ class TiedUses:
                 raise LayoutError(
                     f"exact mode with pp: {name} is read on several stages, and by a module that does not hold it.",
                     cause="one process adds the gradients of such reads before they are rounded to the grid",
-                    hint="read it where it is a module's own (head.weight = embed.weight), or leave --train.exact out",
+                    hint="tie it to a parameter of the module that reads it (head.weight = embed.weight), or leave "
+                    "--train.exact out",
                 )
             gradients.append(outside_gradient)
         return gradients

@@ -1,4 +1,4 @@
-"""Initialization: values from one plain build of the model, or from one random stream per tensor name.
+"""Initialize a model: each rank gets only its shards.
 
-Each rank gets only its shards.
+The values come from one plain build of the model, or from one random stream per tensor name.
 """

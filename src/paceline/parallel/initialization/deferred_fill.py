@@ -1,4 +1,4 @@
-"""A model that is sharded on the meta device and then filled with this rank's shards, so no rank holds all of it."""
+"""Fill a model that was sharded on the meta device with this rank's shards, so that no rank holds all of it."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -49,17 +49,10 @@ class DeferredModel:
         try:
             with meta_forward(self.device):
                 return function()
-        except (
-            Exception,
-            UnknownNumber,
-        ) as error:  # the rerun with real values reports any error, as it does for a small model
+        except (Exception, UnknownNumber) as error:  # if the forward itself is wrong, the rerun reports the error
             reason, line = str(error).partition("\n")[0], user_line(error)
-            reason = (
-                f"{type(error).__name__}: {reason}"
-                if isinstance(error, Exception)
-                else f"the forward asks for {reason}"
-            )
-            reason += f" (at {line})" if line else ""
+            prefix = f"{type(error).__name__}: " if isinstance(error, Exception) else "the forward asks for "
+            reason = f"{prefix}{reason} (at {line})" if line else f"{prefix}{reason}"
         result = self.run_with_values(function)
         self.notes.append(f"start: planned with real values, each parameter created and freed in turn: {reason}")
         return result
@@ -103,9 +96,9 @@ class DeferredModel:
         wanted_specs = {
             name: base_specs.get(name, ShardSpec.full(parameter.shape)) for name, parameter in local_parameters.items()
         }
-        shardable_specs = {name: part for name, part in wanted_specs.items() if name not in expert_names}
+        shardable_specs = {name: spec for name, spec in wanted_specs.items() if name not in expert_names}
         row_specs = {} if shard_world is None else row_shard_specs(model, world=shard_world, base_specs=shardable_specs)
-        unsharded_specs = {name: part for name, part in wanted_specs.items() if name not in row_specs}
+        unsharded_specs = {name: spec for name, spec in wanted_specs.items() if name not in row_specs}
         eager_row_specs = {} if self.deferred_init.source.is_local else row_specs
         values = self._values({**unsharded_specs, **eager_row_specs})
         replace_tensors(model, {name: with_data(local_parameters[name], values[name]) for name in unsharded_specs})

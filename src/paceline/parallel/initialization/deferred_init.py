@@ -220,7 +220,9 @@ def _make_replayed_init(recorded: RecordedModel, world: World, limit_bytes: int)
     num_stored_bytes = recorded.tape.constant_bytes + sum(tensor.nbytes for tensor in recorded.real_tensors.values())
     if num_stored_bytes > limit_bytes:
         raise _too_large_error(
-            recorded.num_bytes, limit_bytes, f"{num_stored_bytes:,} bytes of it are created outside torch, or read"
+            recorded.num_bytes,
+            limit_bytes,
+            f"{num_stored_bytes:,} bytes of its values come from outside torch (NumPy, a file)",
         )
     unregistered_name = next(iter(recorded.unregistered_names), "")
     if unregistered_name and recorded.num_bytes > limit_bytes:
@@ -240,7 +242,7 @@ def _too_large_error(num_bytes: int, limit_bytes: int, reason: str) -> UsageErro
     return UsageError(
         f"the model has {num_bytes:,} bytes, init.limit is {limit_bytes:,}, and its constructor can't be recorded.",
         cause=reason,
-        hint=f"--init.limit {num_bytes} to build it whole at the start",
+        hint=f"--init.limit {num_bytes} to build the full model at the start",
     )
 
 

@@ -1,4 +1,4 @@
-"""Recording of a constructor's tensor operations on the meta device, and their replay for single tensors.
+"""Record a constructor's tensor operations on the meta device, and replay them for single tensors.
 
 The tape tracks storages, not tensors: an operation creates some storages and writes to others. To find the operations
 that a tensor depends on, the tape is searched backwards for writes to its storage, and to the storages that these
@@ -110,12 +110,12 @@ class InitTape:
                 for step_index in self.required_steps(view)
                 if self.steps[step_index].is_random and step_index not in self._stream_keys
             ]
-            for draw_index, number in enumerate(step_indices):
-                self._stream_keys[number] = stream_key(self.seed, "init", name, draw_index)
+            for draw_index, step_index in enumerate(step_indices):
+                self._stream_keys[step_index] = stream_key(self.seed, "init", name, draw_index)
 
     def depends_on_random(self, view: RecordedView) -> bool:
         """Return whether the values of the view depend on a random draw."""
-        return any(self.steps[number].is_random for number in self.required_steps(view))
+        return any(self.steps[step_index].is_random for step_index in self.required_steps(view))
 
     def required_steps(self, *views: RecordedView) -> list[int]:
         """Return the steps that these values depend on, in order."""
@@ -161,7 +161,7 @@ class InitTape:
     @staticmethod
     def _memory_of(view: RecordedView, memory_by_storage: dict[int, Tensor]) -> Tensor:
         if view.storage not in memory_by_storage:
-            raise Unrecordable("a tensor without memory that was made before the model")
+            raise Unrecordable("it uses a tensor on the meta device that was created before the model")
         return memory_by_storage[view.storage]
 
     def _storages_freed_after(self, step_indices: Sequence[int], *, kept_storages: set[int]) -> dict[int, list[int]]:

@@ -1,4 +1,4 @@
-"""A forward of a model with parameters on the meta device, with shapes only or with temporary parameter values.
+"""Run the forward of a model whose parameters are on the meta device, with shapes only or with temporary values.
 
 In `meta_forward`, tensors that depend on a parameter are meta tensors: they have a shape and a dtype but no values. All
 others (the batch, positions, masks, buffers) are computed as usual, so the forward takes the same branches as in a real
@@ -78,7 +78,7 @@ class _MetaForwardMode(TorchDispatchMode):
         if targets and self._overwrites_with_known(func, inputs):
             return func(*args, **kwargs)
         if not targets and not any(is_on_meta(tensor) for tensor in inputs) and _is_view(func):
-            return func(*args, **kwargs)  # a view of lost memory, which must see later writes
+            return func(*args, **kwargs)  # a view of overwritten memory, which must see later writes
         result = self._run_on_meta(func, args, kwargs)
         for tensor in targets:
             self._unknown_storages[tensor.untyped_storage()] = True
@@ -90,7 +90,7 @@ class _MetaForwardMode(TorchDispatchMode):
         try:
             return func(*map_arguments(args, to_meta), **map_arguments(kwargs, to_meta))
         except NotImplementedError as error:
-            raise UnknownNumber(f"what {operation_name(func)} gives") from error
+            raise UnknownNumber(f"the result of {operation_name(func)}") from error
 
     def _overwrites_with_known(self, func: Any, inputs: list[Tensor]) -> bool:
         """Return True if the operation overwrites a full tensor with known values."""

@@ -1,4 +1,4 @@
-"""A model on the meta device: its recording, the comparison of two builds, and the replacement of its tensors."""
+"""Build a model on the meta device, compare two builds, and replace a model's tensors."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -50,7 +50,8 @@ def record_model(build: Callable[[], nn.Module], *, seed: int) -> RecordedModel:
             model = build()
     except Exception as error:
         line = user_line(error)
-        raise Unrecordable(f"{type(error).__name__}: {error}" + (f" (at {line})" if line else "")) from error
+        reason = str(error) if isinstance(error, Unrecordable) else f"{type(error).__name__}: {error}"
+        raise Unrecordable(reason + (f" (at {line})" if line else "")) from error
     tensors = named_tensors(model)
     views = {name: RecordedView.from_tensor(tensor) for name, tensor in tensors.items() if is_on_meta(tensor)}
     tape.assign_random_streams(list(views.items()))
@@ -104,10 +105,10 @@ def replace_tensors(model: nn.Module, replacements: Mapping[str, Tensor]) -> Non
     old = named_tensors(model)
     replacement_by_id = {id(old[name]): tensor for name, tensor in replacements.items()}
     for module in model.modules():
-        for holder in module_registries(module):
-            for name, tensor in list(holder.items()):
+        for registry in module_registries(module):
+            for name, tensor in list(registry.items()):
                 if tensor is not None and id(tensor) in replacement_by_id:
-                    holder[name] = replacement_by_id[id(tensor)]
+                    registry[name] = replacement_by_id[id(tensor)]
         for _, container, key, tensor in _attribute_tensors(module):
             if id(tensor) in replacement_by_id:
                 container[key] = replacement_by_id[id(tensor)]
@@ -126,7 +127,7 @@ def _fill_attributes(model: nn.Module, tape: InitTape, *, registered_ids: set[in
 
 
 def _attribute_tensors(module: nn.Module) -> Iterator[tuple[str, Any, Any, Tensor]]:
-    """Yield tensors in plain attributes of a module, also in lists and dicts: name, holder, place, tensor."""
+    """Yield the tensors in a module's plain attributes, also in lists and dicts: (name, container, key, tensor)."""
     for name, value in list(vars(module).items()):
         if name not in ("_parameters", "_buffers", "_modules"):
             yield from _nested_tensors(name, vars(module), name, value, depth=0)

@@ -1,4 +1,4 @@
-"""Distribution of initial values from the one rank of each node that has built the model."""
+"""Distribute initial values from the rank of each node that has built the model."""
 
 import hashlib
 import json
@@ -17,12 +17,9 @@ from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs
 
 
 def ranks_by_node(world: World) -> list[list[int]]:
-    """Return the ranks of each node; the first one builds the model.
-
-    Two ranks are on the same node if global rank minus local rank is equal.
-    """
-    node_ids = world.gather_json(_global_rank(world) - world.local_rank)
-    return [[rank for rank, start in enumerate(node_ids) if start == node] for node in dict.fromkeys(node_ids)]
+    """Return the ranks of each node; the first of them builds the model."""
+    node_ids = world.gather_json(_global_rank(world) - world.local_rank)  # the global rank of the node's first rank
+    return [[rank for rank, node in enumerate(node_ids) if node == node_id] for node_id in dict.fromkeys(node_ids)]
 
 
 def is_first_of_node(world: World) -> bool:
@@ -41,14 +38,15 @@ def match_rank_zero(
         DesyncError: the models still differ.
     """
     gathered = world.gather_json([hash_description(describe_model(model)), reason])
-    if all(mark == gathered[0][0] for mark, _ in gathered) and not any(text for _, text in gathered):
+    if all(digest == gathered[0][0] for digest, _ in gathered) and not any(text for _, text in gathered):
         return model, []
     expected = world.share_json(describe_model(model) if world.rank == 0 else None)
     description = describe_model(model)
     if description != expected and not reason:
         name = _first_difference(description, expected)
         reason = (
-            f"{name} is {description.get(name, 'absent')} without memory, and {expected.get(name, 'absent')} with it"
+            f"{name} is {description.get(name, 'absent')} on the meta device, and {expected.get(name, 'absent')} in a "
+            "plain build"
         )
     if reason and not is_plain:
         model = release_memory(build())
@@ -114,21 +112,21 @@ class NodeBroadcast:
         self._equalize_nodes(nodes)
         specs_by_rank = self._gather_specs(node_ranks, shard_specs)
         values = {}
-        for name, part in shard_specs.items():
+        for name, shard_spec in shard_specs.items():
             if world.rank == node_ranks[0]:
                 for rank in node_ranks[1:]:
                     self._send_shard(name, specs_by_rank[rank][name], target=rank)
-                if part.local_shape is not None:
-                    values[name] = self._local_shard(name, part)
+                if shard_spec.local_shape is not None:
+                    values[name] = self._local_shard(name, shard_spec)
                 self.tensors.pop(name)
-            elif part.local_shape is not None:
-                values[name] = self._receive_shard(name, part, source=node_ranks[0])
+            elif shard_spec.local_shape is not None:
+                values[name] = self._receive_shard(name, shard_spec, source=node_ranks[0])
         return values, []
 
     def _gather_specs(self, node_ranks: list[int], shard_specs: ShardSpecs) -> dict[int, dict[str, ShardSpec]]:
         """Send this rank's shard specs to the node's first rank, which returns the specs of all its ranks."""
         if self.world.rank != node_ranks[0]:
-            text = json.dumps({name: part.as_json() for name, part in shard_specs.items()}).encode()
+            text = json.dumps({name: spec.as_json() for name, spec in shard_specs.items()}).encode()
             self._send_tensor(torch.tensor([len(text)]), node_ranks[0])
             self._send_tensor(torch.frombuffer(bytearray(text), dtype=torch.uint8), node_ranks[0])
             return {}

@@ -1,4 +1,4 @@
-"""Loading of a model whose weights are in files: each rank reads only its shards, and none builds the full model."""
+"""Load a model whose weights are in files: each rank reads only its shards, and none builds the full model."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ class PretrainedModel(Protocol):
     def skeleton(self) -> nn.Module:
         """Return the model as its constructor leaves it."""
 
-    def load(self, model: nn.Module, parts: ShardSpecs) -> LoadedShards:
+    def load(self, model: nn.Module, shard_specs: ShardSpecs) -> LoadedShards:
         """Return this rank's shards of the tensors in the files, by the first name of each, and notes."""
 
     def __call__(self) -> nn.Module:
@@ -72,12 +72,8 @@ def open_pretrained(
     tape, views, notes = InitTape(seed=seed), dict[str, RecordedView](), list[str]()
     try:
         recorded = record_model(pretrained.skeleton, seed=seed)
-        model, tape, views, real_tensors = (
-            recorded.model,
-            recorded.tape,
-            dict(recorded.views),
-            dict(recorded.real_tensors),
-        )
+        model, tape = recorded.model, recorded.tape
+        views, real_tensors = dict(recorded.views), dict(recorded.real_tensors)
     except Unrecordable as error:
         model = pretrained.skeleton()
         real_tensors = {name: tensor.detach() for name, tensor in named_tensors(model).items()}

@@ -1,7 +1,7 @@
-"""Recording of a model's constructor: its tensors are meta tensors, and each operation is added to a tape.
+"""Record a model's constructor: its tensors are meta tensors, and each operation is added to a tape.
 
-To the constructor they look like CPU tensors. Values that it reads (`.item()`, `.tolist()`, `.numpy()`, a comparison)
-are computed from the tape.
+The constructor sees CPU tensors. Values that it reads (`.item()`, `.tolist()`, `.numpy()`, a comparison) are computed
+from the tape.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,13 +57,17 @@ class ReportedDeviceMode(TorchFunctionMode):
         if func is Tensor.cpu:
             return first
         if func is Tensor.to:
-            args = (first, *(arg for arg in args[1:] if not self._is_here(arg)))
-            kwargs = {name: value for name, value in kwargs.items() if not (name == "device" and self._is_here(value))}
+            args = (first, *(arg for arg in args[1:] if not self._is_reported_device(arg)))
+            kwargs = {
+                name: value
+                for name, value in kwargs.items()
+                if not (name == "device" and self._is_reported_device(value))
+            }
             kwargs = {name: value for name, value in kwargs.items() if not (name == "device" and value is None)}
             return func(*args, **kwargs) if len(args) > 1 or set(kwargs) - {"non_blocking", "copy"} else first
         return func(*args, **kwargs)
 
-    def _is_here(self, value: Any) -> bool:
+    def _is_reported_device(self, value: Any) -> bool:
         if isinstance(value, torch.device):
             return value.type == "cpu" or value == self._device
         return isinstance(value, str) and value in ("cpu", str(self._device))
@@ -94,15 +98,13 @@ class _RecordMode(TorchDispatchMode):
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if inputs and not any(is_on_meta(tensor) for tensor in inputs):
             if is_random:
-                self._doubts.append(f"it draws into a tensor that was made elsewhere ({operation_name(func)})")
+                self._doubts.append(f"it draws into a tensor that was created elsewhere ({operation_name(func)})")
             return func(*args, **kwargs)
-        is_read = (
-            operation_name(func) == "_to_copy" and kwargs.get("device") == _CPU
-        )  # code inside torch reads the values
-        if is_read or returns_numbers(func):
+        is_read_by_torch = operation_name(func) == "_to_copy" and kwargs.get("device") == _CPU
+        if is_read_by_torch or returns_numbers(func):
             return self._run_on_real(func, args, kwargs)
         if operation_name(func) == "resize_":
-            raise Unrecordable("resize_ changes how much memory a tensor has")
+            raise Unrecordable("it calls resize_, which changes how much memory a tensor has")
         written = _written_arguments(func, args, kwargs)
         if any(not is_on_meta(tensor) for tensor in written):
             return self._run_on_real(func, args, kwargs)
@@ -118,14 +120,14 @@ class _RecordMode(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], written: list[Tensor], is_random: bool
     ) -> Any:
         if "device" in argument_names(func):
-            on_meta: dict[str, Any] = {**kwargs, "device": torch.device("meta")}
+            meta_kwargs: dict[str, Any] = {**kwargs, "device": torch.device("meta")}
         else:
-            on_meta = dict(kwargs)
+            meta_kwargs = dict(kwargs)
         try:
-            result = func(*map_arguments(args, to_meta), **map_arguments(on_meta, to_meta))
+            result = func(*map_arguments(args, to_meta), **map_arguments(meta_kwargs, to_meta))
         except NotImplementedError as error:
             if written:
-                raise Unrecordable(f"{operation_name(func)} has no form without memory") from error
+                raise Unrecordable(f"{operation_name(func)} does not run on the meta device") from error
             return self._run_on_real(func, args, kwargs)
         read_storages = frozenset(RecordedView.from_tensor(tensor).storage for tensor in inputs if is_on_meta(tensor))
         created_views = tuple(self._created_view(tensor, read_storages) for tensor in find_tensors(result))
@@ -149,7 +151,7 @@ class _RecordMode(TorchDispatchMode):
 
     def _created_view(self, tensor: Tensor, read_storages: frozenset[int]) -> RecordedView | None:
         if tensor.layout is not torch.strided:
-            raise Unrecordable(f"a tensor of layout {tensor.layout}")
+            raise Unrecordable(f"it creates a tensor of layout {tensor.layout}")
         view = RecordedView.from_tensor(tensor)
         if view.storage in read_storages or self._tape.has_storage(view.storage):
             return None

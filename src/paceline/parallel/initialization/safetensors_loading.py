@@ -1,4 +1,4 @@
-"""Loading of shards from safetensors files: each rank reads only the boxes of its shard specs."""
+"""Load shards from safetensors files: each rank reads only the boxes of its shard specs."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -45,15 +45,16 @@ class SafetensorsFolder:
         if not shard_spec.shape:
             return self.read_tensor(name)
         source = self._slice(name)
-        pieces = [(box, source[tuple(slice(w, w + n) for w, n in zip(box.full_offset, box.size, strict=True))])
-                  for box in shard_spec.boxes]  # fmt: skip
-        if len(pieces) == 1 and tuple(pieces[0][1].shape) == shard_spec.local_shape:
-            single: Tensor = pieces[0][1]
-            return single
-        dtype = pieces[0][1].dtype if pieces else self._dtype(name)
+        box_values: list[Tensor] = [
+            source[tuple(slice(start, start + size) for start, size in zip(box.full_offset, box.size, strict=True))]
+            for box in shard_spec.boxes
+        ]
+        if len(box_values) == 1 and tuple(box_values[0].shape) == shard_spec.local_shape:
+            return box_values[0]
+        dtype = box_values[0].dtype if box_values else self._dtype(name)
         shard = torch.empty(shard_spec.local_shape, dtype=dtype)
-        for box, piece in pieces:
-            box.view_local(shard).copy_(piece)
+        for box, value in zip(shard_spec.boxes, box_values, strict=True):
+            box.view_local(shard).copy_(value)
         return shard
 
     def _dtype(self, name: str) -> torch.dtype:
@@ -86,7 +87,7 @@ class SafetensorsFolder:
         if not (self.folder / SINGLE).is_file():
             examples = sorted(path.name for path in self.folder.glob("*"))[:6] if self.folder.is_dir() else []
             raise CheckpointError(
-                f"{self.folder} holds neither {SINGLE} nor {INDEX}.",
+                f"{self.folder} contains neither {SINGLE} nor {INDEX}.",
                 cause=f"it has {', '.join(examples)}" if examples else "the folder does not exist, or it is empty",
                 hint="a folder that save_pretrained or `paceline ckpt consolidate` has written",
             )
@@ -161,7 +162,7 @@ def load_shards(
     """Return this rank's shards of the tensors in the files, by the first name of each, and notes.
 
     Args:
-        parts: shard specs by first name; a tensor that is not listed is returned in full.
+        shard_specs: by first name; a tensor that is not listed is returned in full.
         new: prefixes of tensors that may be missing in the files.
         ignored: returns whether the model may lack a tensor of the files.
 

@@ -1,4 +1,4 @@
-"""Checks for tensors that no layout supports: overlapping parameters, sparse or nested tensors, NaN initial values."""
+"""Refuse tensors that no layout supports: overlapping parameters, sparse or nested tensors, NaN initial values."""
 
 from collections.abc import Sequence
 

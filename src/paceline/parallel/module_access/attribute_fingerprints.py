@@ -1,4 +1,4 @@
-"""Fingerprints of module attributes that hold state: lists, helper objects, generators, unregistered tensors."""
+"""Compute fingerprints of module attributes that hold state: lists, objects, generators, unregistered tensors."""
 
 import itertools
 import random

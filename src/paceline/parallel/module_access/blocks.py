@@ -61,13 +61,13 @@ def _find_listed(model: nn.Module, names: Sequence[str]) -> tuple[Block, ...]:
                 cause=did_you_mean(name, modules),
                 hint="the names that model.named_modules() gives",
             )
-        enclosing = next((o for o in names if name.startswith(f"{o}.")), None)
+        enclosing = next((other for other in names if name.startswith(f"{other}.")), None)
         if enclosing is not None or list(names).count(name) > 1:
             raise LayoutError(
                 f"the blocks list {name!r} "
                 + ("twice." if enclosing is None else f"and {enclosing!r}, which holds it."),
                 cause="each block is a separate module, and no block contains another",
-                hint="each module once; the forward calls them one after another",
+                hint="list each module once, in the order in which the forward calls them",
             )
     return tuple(Block(index=index, name=name, module=modules[name]) for index, name in enumerate(names))
 
@@ -89,7 +89,7 @@ def _entries(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _has_repeated_class(module: nn.Module) -> bool:
     class_counts = Counter(type(child) for _, child in _entries(module) if _is_composite(child))
-    return any(number > 1 for number in class_counts.values())
+    return any(count > 1 for count in class_counts.values())
 
 
 def _is_composite(module: nn.Module) -> bool:

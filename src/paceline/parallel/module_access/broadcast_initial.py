@@ -1,4 +1,4 @@
-"""Broadcast of rank 0's initial weights and buffers, after a check that all ranks have built the same model."""
+"""Broadcast rank 0's initial weights and buffers, after a check that all ranks have built the same model."""
 
 import hashlib
 
@@ -27,9 +27,9 @@ def broadcast_initial_tensors(model: nn.Module, *, world: World) -> list[str]:
     return changed_names
 
 
-def _is_bitwise_equal(one: Tensor, other: Tensor) -> bool:
+def _is_bitwise_equal(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors are equal in every bit: a NaN equals itself, and 0.0 differs from -0.0."""
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
 def _check_structure(model: nn.Module, world: World) -> None:

@@ -1,4 +1,4 @@
-"""Numbers in module attributes that a training forward changes, kept equal to those of one process on every rank.
+"""Keep numbers in module attributes, which a training forward changes, equal to those of one process on every rank.
 
 In one process a counter such as `self.calls += 1` counts all microbatches. A rank that runs only every second one would
 count half of them, and all values that a forward derives from the counter would differ: a warm-up factor, a layer that
@@ -32,7 +32,7 @@ _NUMBER_TYPES: tuple[type, ...] = (type(None), bool, int, float)
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 _MAX_INTEGER = 2**53  # float64 can't represent all larger integers
 MISSING = "missing"
-WIDTH = 2
+WIDTH = 2  # the numbers that encode one attribute: its type and its value
 
 Number = None | bool | int | float | tuple[int, float]
 """The value of an attribute; a tensor without dimensions is its dtype's index and its value."""
@@ -92,7 +92,7 @@ class ModuleNumbers:
             return False
         attributes, saved_contents = self._modules[_module_of(name)], self._saved_contents[_module_of(name)]
         added_names = _attribute_names(attributes) - saved_contents
-        has_object = any(_as_number(attributes.get(each, MISSING)) == MISSING for each in added_names)
+        has_object = any(_as_number(attributes.get(added_name, MISSING)) == MISSING for added_name in added_names)
         return has_object or bool(self._new_hooks_of_module(name))
 
     def changed_names(self) -> list[str]:
@@ -146,7 +146,7 @@ class ModuleNumbers:
             elif isinstance(value, str):
                 encoded += [-1.0, 0.0]
             else:
-                type_index = next(place for place, kind in enumerate(_NUMBER_TYPES) if isinstance(value, kind))
+                type_index = next(index for index, kind in enumerate(_NUMBER_TYPES) if isinstance(value, kind))
                 encoded += [float(type_index), float(value or 0)]
         return encoded
 
@@ -248,22 +248,22 @@ class ForwardNumbers:
         if self._num_micro and self._num_steps == _FIRST_STEPS - 1:
             self._fingerprints = attribute_fingerprints(self._model)
 
-    def set_microbatch(self, microbatch: int | None, *, sets: bool = True) -> None:
-        """Set the numbers to those of one process before this microbatch; None for a stand-in that doesn't count.
+    def set_microbatch(self, microbatch: int | None, *, sets_numbers: bool = True) -> None:
+        """Set the numbers to those of one process before this microbatch; None: a stand-in batch, which doesn't count.
 
-        Without `sets` the numbers were received from the rank of the previous microbatch.
+        Without `sets_numbers`, they were received from the rank of the previous microbatch.
         """
         if not self._num_micro:
             return
         self._record_changes()
         self._microbatches.add(microbatch)
         self._microbatch = microbatch
-        if microbatch is not None and sets:
+        if microbatch is not None and sets_numbers:
             for name in self._increments:
                 self.numbers.set_value(name, self._values.get((name, microbatch), self._expected(name, microbatch)))
 
     def changed_as_expected(self, *, is_relayed: bool = False) -> bool:
-        """Return whether this rank's forwards changed numbers as expected. `is_relayed`: other ranks sent them."""
+        """Return whether the numbers changed as expected; with `is_relayed`, other ranks sent them: new ones only."""
         self._record_changes()
         names = self._increments if not is_relayed else ()
         self._broken_names = [
@@ -283,13 +283,14 @@ class ForwardNumbers:
     def agree_on_changes(self, *, is_relayed: bool = False) -> bool:
         """Agree with all ranks on how each new number changes; return False if the step must be rerun."""
         gathered = self._world.gather_json([len(self._microbatches), self._new_increments, self._broken_names])
-        increments_by_rank = [found for runs, found, _ in gathered if runs]
+        increments_by_rank = [increments for num_microbatches, increments, _ in gathered if num_microbatches]
         broken_names = sorted({name for *_, names in gathered for name in names})
         has_new_counter = False
-        for name in sorted({name for found in increments_by_rank for name in found}):
-            increment, *rest = [found.get(name) for found in increments_by_rank]
-            is_first = self._always or self._num_steps < _FIRST_STEPS  # later, ranks may already have different counts
-            if increment and is_first and all(other == increment for other in rest) and self._num_reruns < _MAX_RERUNS:
+        is_early = self._always or self._num_steps < _FIRST_STEPS  # later, ranks may already have different counts
+        can_add = is_early and self._num_reruns < _MAX_RERUNS
+        for name in sorted({name for increments in increments_by_rank for name in increments}):
+            increment, *others = [increments.get(name) for increments in increments_by_rank]
+            if increment and can_add and all(other == increment for other in others):
                 self._increments[name] = increment
                 has_new_counter = True
             else:

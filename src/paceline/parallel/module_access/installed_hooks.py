@@ -1,4 +1,4 @@
-"""Hooks that a forward installs once, in its first call.
+"""Find and remove hooks that a forward installs once, in its first call.
 
 Before a step is rerun, the flag or the handle that marks the hooks as installed is restored. The hooks must be removed
 too, or the forward installs them twice.

@@ -1,4 +1,4 @@
-"""Deep copies of a user's model, also if its modules store tensors of a forward."""
+"""Deep-copy a user's model, also if its modules store tensors of a forward."""
 
 import copy
 from collections.abc import Iterable

@@ -1,14 +1,17 @@
-"""Trainable parameters, and buckets: groups of gradients sent together, in the same order on every rank."""
+"""List the trainable parameters, and group them into buckets, whose gradients are sent together.
+
+The buckets have the same order on every rank.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-import torch
 from torch import nn
 
 from paceline.comm.process_group import World
 
+# The planner's forecast has copies of these sizes (planner/cost/memory.py).
 LARGE_PARAMETER_BYTES = 16 << 20
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20

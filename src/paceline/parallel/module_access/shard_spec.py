@@ -1,4 +1,4 @@
-"""Shard specs: the boxes that map a rank's local tensor into the full tensor.
+"""A shard spec maps a rank's local tensor into the full tensor, box by box.
 
 A rank that holds the full tensor has one box; a rank that holds heads of a fused projection has several; a rank that
 holds nothing has none. Each further split (by tensor parallelism, then by rows) narrows the boxes.
@@ -76,7 +76,7 @@ class ShardSpec:
     def narrow(self, *, dim: int, start: int, stop: int) -> "ShardSpec":
         """Return the spec of the rows `[start, stop)` of the local tensor along `dim`."""
         assert self.local_shape is not None
-        boxes = [cut for box in self.boxes if (cut := _narrow_box(box, dim, start, stop)) is not None]
+        boxes = [narrow for box in self.boxes if (narrow := _narrow_box(box, dim, start, stop)) is not None]
         local_shape = tuple(max(stop - start, 0) if d == dim else n for d, n in enumerate(self.local_shape))
         return ShardSpec(shape=self.shape, local_shape=local_shape, boxes=tuple(boxes))
 
@@ -101,11 +101,14 @@ class ShardSpec:
     @staticmethod
     def from_json(value: Sequence[Any]) -> "ShardSpec":
         """Return the spec that `as_json` encoded."""
-        shape, local, boxes = value
+        shape, local_shape, boxes = value
         return ShardSpec(
             shape=tuple(shape),
-            local_shape=None if local is None else tuple(local),
-            boxes=tuple(Box(full_offset=tuple(w), local_offset=tuple(o), size=tuple(s)) for w, o, s in boxes),
+            local_shape=None if local_shape is None else tuple(local_shape),
+            boxes=tuple(
+                Box(full_offset=tuple(full_offset), local_offset=tuple(local_offset), size=tuple(size))
+                for full_offset, local_offset, size in boxes
+            ),
         )
 
 

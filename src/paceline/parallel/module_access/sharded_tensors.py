@@ -1,4 +1,4 @@
-"""Tensors that are sharded over several ranks, and the bitwise exact gathering of full tensors."""
+"""Describe tensors that are sharded over several ranks, and gather full tensors with the same bits."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,11 +37,13 @@ class ShardedTensors:
 
     def __init__(self, *, world: World, tensors: Sequence[LocalTensor]) -> None:
         self._world = world
-        self.local_tensors = {one.name: one for one in tensors}
-        gathered = world.gather_json([None if one.shard_spec.is_full else one.shard_spec.as_json() for one in tensors])
+        self.local_tensors = {tensor.name: tensor for tensor in tensors}
+        specs_by_rank = world.gather_json(
+            [None if tensor.shard_spec.is_full else tensor.shard_spec.as_json() for tensor in tensors]
+        )
         self._shard_specs = {
-            one.name: _decode_specs(one, [parts[place] for parts in gathered])
-            for place, one in enumerate(self.local_tensors.values())
+            tensor.name: _decode_specs(tensor, [specs[index] for specs in specs_by_rank])
+            for index, tensor in enumerate(self.local_tensors.values())
         }
 
     @property
@@ -57,23 +59,23 @@ class ShardedTensors:
     @cached_property
     def parameter_names(self) -> frozenset[str]:
         """Return the names of the parameters."""
-        return frozenset(name for name, one in self.local_tensors.items() if not one.is_buffer)
+        return frozenset(name for name, tensor in self.local_tensors.items() if not tensor.is_buffer)
 
     @cached_property
     def is_unsharded(self) -> bool:
         """Return whether every rank holds all full tensors."""
-        return all(part.is_full for parts in self._shard_specs.values() for part in parts)
+        return all(spec.is_full for specs in self._shard_specs.values() for spec in specs)
 
     def shard_specs(self, name: str) -> list[ShardSpec]:
         """Return every rank's shard spec of a tensor."""
         return self._shard_specs[name]
 
     def copy_ranks(self, name: str) -> list[list[int]]:
-        """Return for each copy of a tensor the ranks whose shards form it."""
+        """Return for each copy of a tensor the ranks whose shards form the copy."""
         holders: dict[object, list[int]] = {}
-        for rank, part in enumerate(self._shard_specs[name]):
-            if part.boxes:
-                holders.setdefault(part.boxes, []).append(rank)
+        for rank, spec in enumerate(self._shard_specs[name]):
+            if spec.boxes:
+                holders.setdefault(spec.boxes, []).append(rank)
         num_copies = max(map(len, holders.values()), default=0)
         return [[ranks[copy % len(ranks)] for ranks in holders.values()] for copy in range(num_copies)]
 
@@ -147,7 +149,7 @@ def _current_tensor(model: nn.Module, name: str) -> Tensor:
 
 def _decode_specs(local_tensor: LocalTensor, gathered: Sequence[Sequence[Any] | None]) -> list[ShardSpec]:
     """Return every rank's spec; ranks that sent the same object share one spec."""
-    distinct = {id(each): each for each in gathered}
+    distinct = {id(value): value for value in gathered}
     full = ShardSpec.full(local_tensor.shard_spec.shape)
-    specs_by_id = {place: full if each is None else ShardSpec.from_json(each) for place, each in distinct.items()}
-    return [specs_by_id[id(each)] for each in gathered]
+    specs_by_id = {key: full if value is None else ShardSpec.from_json(value) for key, value in distinct.items()}
+    return [specs_by_id[id(value)] for value in gathered]

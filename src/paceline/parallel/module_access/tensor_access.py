@@ -1,14 +1,14 @@
-"""Helpers for tensors whose memory differs from their elements: expanded tensors and DTensors."""
+"""Copy and compare tensors, also expanded ones and DTensors, whose memory differs from their elements."""
 
 import torch
 from torch import Tensor
 
 
 def copy_into(target: Tensor, value: Tensor, *, non_blocking: bool = False) -> None:
-    """Copy `value` into `target`; on an expanded axis only index 0 is written, since all indices share its memory."""
-    for axis, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+    """Copy `value` into `target`; in an expanded dimension only index 0 is written, since all indices share memory."""
+    for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if size > 1 and stride == 0:
-            target, value = target.narrow(axis, 0, 1), value.narrow(axis, 0, 1)
+            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
     target.copy_(value, non_blocking=non_blocking)
 
 

@@ -1,4 +1,4 @@
-"""Calls of user code without side effects, for planning: afterwards the model is unchanged."""
+"""Call user code without side effects, for planning: afterwards the model is unchanged."""
 
 import random
 from collections import Counter, OrderedDict, defaultdict, deque

@@ -1,4 +1,4 @@
-"""Checks for user hooks on parameters: a layout that replaces a parameter by another tensor can't call them."""
+"""Check user hooks on parameters: a layout that replaces a parameter by another tensor can't call its hooks."""
 
 from collections.abc import Collection, Mapping
 
@@ -16,9 +16,9 @@ def find_hooked_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if has_hooks(parameter)}
 
 
-def hook_notes(hooked_names: Collection[str], *, counts_first: bool) -> list[str]:
+def hook_notes(hooked_names: Collection[str], *, divides_before_backward: bool) -> list[str]:
     """Return a warning about hooks on parameters if the gradient is divided by the sample count after backward."""
-    if not hooked_names or counts_first:
+    if not hooked_names or divides_before_backward:
         return []
     return [
         f"warning: the hook on {first_names(list(hooked_names))} gets the gradient of one microbatch's loss sum, "
@@ -36,7 +36,7 @@ def refuse_hooks(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if has_hooks(tensor):
             raise JobError(
-                f"above init.limit the values of {name} go into a new tensor, and the hook on it would never be "
+                f"above init.limit, {name} is replaced by a new tensor, and the hook on the old one would never be "
                 "called.",
                 cause=_CAUSE,
                 hint="a larger --init.limit, if the model fits into each rank's memory; or do the same in loss=",

@@ -18,7 +18,7 @@ _MAX_RECORDED = 4096
 
 
 class UnitOrderCheck:
-    """A check of the order in which ranks gather units. `names` holds the units' names, indexed by unit number."""
+    """A check of the order in which ranks gather units, which are numbered by their positions in `names`."""
 
     def __init__(self, names: Sequence[str], *, world: World) -> None:
         self._names, self._world = tuple(names), world
@@ -63,11 +63,11 @@ class UnitOrderCheck:
         """
         if self._pending is None:
             return
-        (host, event, recorded), self._pending = self._pending, None
-        if event is not None:
-            event.synchronize()
-        largest, smallest = host.tolist()
-        if largest != -smallest:
+        (host_vector, cuda_event, recorded), self._pending = self._pending, None
+        if cuda_event is not None:
+            cuda_event.synchronize()
+        largest, negative_smallest = host_vector.tolist()
+        if largest != -negative_smallest:
             raise self._order_error(self._world.gather_json(recorded))
 
     def describe_progress(self) -> str:
@@ -87,15 +87,14 @@ class UnitOrderCheck:
             (n for n, (a, b) in enumerate(pairs) if a != b), min(len(all_recorded[0]), len(all_recorded[rank]))
         )
         descriptions = [
-            self._describe(own[position]) if position < len(own) else "nothing"
-            for own in (all_recorded[0], all_recorded[rank])
+            self._describe(recorded[position]) if position < len(recorded) else "nothing"
+            for recorded in (all_recorded[0], all_recorded[rank])
         ]
         return DesyncError(
-            f"fsdp gathered different units on different ranks: {descriptions[0]} on one, {descriptions[1]} on another "
-            f"(ranks 0 and {rank} of those that hold each other's rows).",
-            cause="a branch of the forward that depends on a rank's samples, or on a random draw: a "
-            "block that is skipped, "
-            "chosen or reordered",
+            f"fsdp gathered different units on different ranks: {descriptions[0]} on rank 0 and {descriptions[1]} on "
+            f"rank {rank} of a shard group.",
+            cause="a branch of the forward that depends on a rank's samples, or on a random draw: a block that is "
+            "skipped, chosen or reordered",
             hint="--layout zero2 or ddp, where each rank may run different blocks",
         )
 

@@ -1,4 +1,4 @@
-"""Flat buffer layout: the rows of several parameters, packed for one reduce-scatter or all-gather.
+"""Pack the rows of several parameters into a flat buffer, for one reduce-scatter or all-gather.
 
 The buffer has one chunk for each rank of the shard group, all of one size. Parameters that are split by rows have the
 same offset in every chunk, so that a full tensor is copied in or out at once; a rank with fewer rows leaves the end of
@@ -30,10 +30,10 @@ class FlatBufferLayout:
         shared_offsets = list(accumulate(shared_sizes, initial=0))
         ends = [shared_offsets[-1]] * num_shards
         self._offsets = shared_offsets[:-1]
-        for position, each in enumerate(self.row_splits):
-            if each.owner is not None:
-                self._offsets[position] = ends[each.owner]
-                ends[each.owner] += each.numel(each.owner)
+        for position, split in enumerate(self.row_splits):
+            if split.owner is not None:
+                self._offsets[position] = ends[split.owner]
+                ends[split.owner] += split.numel(split.owner)
         self.chunk_numel = max(ends)
 
     def allocate(self, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -42,8 +42,8 @@ class FlatBufferLayout:
 
     def member_views(self, chunk: Tensor, *, shard_rank: int) -> list[Tensor]:
         """Return flat views of a rank's rows in its chunk, one per parameter."""
-        sizes = [each.numel(shard_rank) for each in self.row_splits]
-        return [chunk.narrow(0, o if n else 0, n) for o, n in zip(self._offsets, sizes, strict=True)]
+        sizes = [split.numel(shard_rank) for split in self.row_splits]
+        return [chunk.narrow(0, start if size else 0, size) for start, size in zip(self._offsets, sizes, strict=True)]
 
     def matching_views(self, position: int, buffer: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of matching views of the buffer and of a parameter's contiguous tensor, as few as possible."""
@@ -62,8 +62,8 @@ class FlatBufferLayout:
             if num_full_shards
             else []
         )
-        rest = flat[num_full_shards * shard_numel :]
-        return [*pairs, (buffer[num_full_shards].narrow(0, offset, rest.numel()), rest)] if rest.numel() else pairs
+        last = flat[num_full_shards * shard_numel :]  # the rows of a rank that has fewer
+        return [*pairs, (buffer[num_full_shards].narrow(0, offset, last.numel()), last)] if last.numel() else pairs
 
     def views_by_rank(self, position: int, buffer: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield flat (buffer, tensor) views of a parameter's elements, rank by rank; strided rows are copied first."""
@@ -75,11 +75,11 @@ class FlatBufferLayout:
     def pack_chunk(self, chunk: Tensor, local_tensors: Sequence[Tensor], *, shard_rank: int) -> None:
         """Copy a rank's local tensors into its chunk."""
         pairs = [
-            (p, t)
-            for p, t in zip(self.member_views(chunk, shard_rank=shard_rank), local_tensors, strict=True)
-            if t.numel()
+            (view, tensor)
+            for view, tensor in zip(self.member_views(chunk, shard_rank=shard_rank), local_tensors, strict=True)
+            if tensor.numel()
         ]
-        copy_all([piece.view(tensor.shape) for piece, tensor in pairs], [tensor for _, tensor in pairs])
+        copy_all([view.view(tensor.shape) for view, tensor in pairs], [tensor for _, tensor in pairs])
 
     def unpack_into(self, buffer: Tensor, full_tensors: Sequence[Tensor]) -> None:
         """Copy all ranks' rows from the buffer into the full tensors."""

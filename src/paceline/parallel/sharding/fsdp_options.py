@@ -1,4 +1,4 @@
-"""Options of full sharding."""
+"""Read the options of full sharding from the layout and the settings."""
 
 from dataclasses import dataclass, field
 

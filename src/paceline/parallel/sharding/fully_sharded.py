@@ -47,7 +47,7 @@ def shard_zero3(
     absent_names: Collection[str] | None = None, expert_names: Collection[str] = (),
     deferred_rows: DeferredRows | None = None,
 ) -> ShardedModel:  # fmt: skip
-    """Shard the model in place; before, every rank holds the same full weights. On one rank nothing is sharded.
+    """Shard the model, of which every rank holds the same full weights, in place. On one rank nothing is sharded.
 
     `absent_names`: the parameters of other pipeline stages, None without a pipeline. In a pipeline, other forwards run
     before the model's backward, so parameters outside all units stay gathered until the end of the step.
@@ -245,7 +245,10 @@ def _find_unsharded_parameters(model: nn.Module, guards: UnitGuards) -> dict[str
                 parameter = getattr(owner, name)
                 if not isinstance(parameter, DTensor):
                     unsharded[full_name] = parameter
-                    guards.register_parameter(module, full_name, owner, name, [model_parameters[full_name], parameter])
+                    sharded_parameter = model_parameters[full_name]
+                    guards.register_parameter(
+                        module, full_name, owner, name, sharded=sharded_parameter, gathered=parameter
+                    )
             module.reshard()
     return unsharded
 

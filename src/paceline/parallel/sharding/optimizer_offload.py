@@ -1,4 +1,4 @@
-"""Offload of optimizer state to host memory; it is on the parameters' device only during the step."""
+"""Keep optimizer state in host memory, and move it to the parameters' device only for the step."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from torch.utils.hooks import RemovableHandle
 def offload_state(optimizer: Optimizer) -> list[RemovableHandle]:
     """Keep the optimizer's state in host memory between steps, and return the hook handles."""
     return [
-        optimizer.register_step_pre_hook(lambda o, *_: _move_state(o, to_host=False)),
-        optimizer.register_step_post_hook(lambda o, *_: _move_state(o, to_host=True)),
+        optimizer.register_step_pre_hook(lambda stepped, *_: _move_state(stepped, to_host=False)),
+        optimizer.register_step_post_hook(lambda stepped, *_: _move_state(stepped, to_host=True)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Gradient reduce-scatter: each rank keeps only its rows of the sums (ZeRO-2 and -3; Rajbhandari et al., 2020).
+"""Reduce-scatter gradients: each rank keeps only its rows of the sums (ZeRO-2 and -3; Rajbhandari et al., 2020).
 
 A hook copies each gradient to the buffer of its bucket as soon as backward has computed it. A full bucket is
 reduce-scattered at once, while backward continues, and its buffer is freed when this is done. The hook is registered
@@ -35,7 +35,7 @@ class _ScatterBucket:
         self.num_ready = 0
         self.is_launched = False
         self.buffer: Tensor | None = None
-        self._sizes = [cut.numel(shard_rank) for cut in layout.row_splits]
+        self._sizes = [split.numel(shard_rank) for split in layout.row_splits]
         self._dtype, self._device = dtype, device
 
     @cached_property
@@ -121,9 +121,9 @@ class ScatterReducer:
         self._reset()
         if self._grid is not None:
             self._grid.begin()
-        for share, source in zip(self._row_shards, self._leaf_parameters, strict=True):
-            share.parameter.grad = None
-            source.grad = None
+        for row_shard, leaf in zip(self._row_shards, self._leaf_parameters, strict=True):
+            row_shard.parameter.grad = None
+            leaf.grad = None
 
     def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
         """Prepare for a microbatch's backward; with `has_samples=False` it contributes zeros."""
@@ -218,12 +218,13 @@ class ScatterReducer:
     ) -> None:
         index = self._row_shards[member.index].index
         exponent = grid.exponents[index]
-        for number, gradient in enumerate(gradients):
+        for use_index, gradient in enumerate(gradients):
             self._magnitudes.record(index, gradient)
             if exponent is None:
                 continue
             for target, rows in bucket.layout.views_by_rank(position, bucket.get_buffer(), gradient):
-                add_rounded_gradient(rows, sums=target, exponent=exponent, is_first=number == 0, scratch=self._scratch)
+                is_first = use_index == 0
+                add_rounded_gradient(rows, sums=target, exponent=exponent, is_first=is_first, scratch=self._scratch)
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next_bucket]
@@ -238,7 +239,7 @@ class ScatterReducer:
 
     def _finish(self, divisor: float | Tensor | None) -> bool:
         flags = torch.ones(len(self._row_shards), device=self._shard_world.device)
-        missing_indices = [index for index, touched in enumerate(self._has_grad) if not touched]
+        missing_indices = [index for index, has_grad in enumerate(self._has_grad) if not has_grad]
         if missing_indices:
             flags[missing_indices] = 0.0
         for world in self._worlds:
@@ -258,12 +259,11 @@ class ScatterReducer:
         for bucket in self._buckets if fits else ():
             for member, local_sum in zip(bucket.layout.members, bucket.member_sums, strict=True):
                 row_shard = self._row_shards[member.index]
-                size, has_grad = largest[row_shard.index]
+                magnitude, has_grad = largest[row_shard.index]
                 total = grid.sum_over_stages(row_shard.name, local_sum)
                 if has_grad:
-                    self._store_gradient(
-                        row_shard.parameter, total, size, grid.exponents[row_shard.index] or 0, divisor
-                    )
+                    exponent = grid.exponents[row_shard.index] or 0
+                    self._store_gradient(row_shard.parameter, total, magnitude, exponent, divisor)
         grid.update_exponents(largest)
         return fits
 

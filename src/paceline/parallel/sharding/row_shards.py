@@ -88,18 +88,16 @@ def make_row_splits(
         owner = bytes_by_rank.index(min(bytes_by_rank))
         bytes_by_rank[owner] += size_in_bytes(member.parameter)
         shape = tuple(member.parameter.shape)
-        rows = shape[0] if shape else 1
-        ranges = tuple((0, rows) if place == owner else (0, 0) for place in range(num_shards))
+        num_rows = shape[0] if shape else 1
+        ranges = tuple((0, num_rows) if rank == owner else (0, 0) for rank in range(num_shards))
         row_splits[member.name] = RowSplit(shape=shape, ranges=ranges, owner=owner)
     return row_splits
 
 
 def _split_by_rows(shape: tuple[int, ...], num_shards: int) -> RowSplit:
-    rows = shape[0] if shape else 1
-    return RowSplit(
-        shape=shape,
-        ranges=tuple(row_range(rows, shard_rank=place, num_shards=num_shards) for place in range(num_shards)),
-    )
+    num_rows = shape[0] if shape else 1
+    ranges = tuple(row_range(num_rows, shard_rank=rank, num_shards=num_shards) for rank in range(num_shards))
+    return RowSplit(shape=shape, ranges=ranges)
 
 
 def make_row_shards(

@@ -18,12 +18,7 @@ from paceline.torch_internals.dispatch_modes import hide_from_modes
 
 OPTIMIZER_FIELDS = ("state", "param_groups")
 _SMALL_SHAPE = (7, 5, 3, 2, 2)
-_LARGE_SHAPES = (
-    (301,),
-    (161, 143),
-    (137, 12, 11),
-    (137, 11, 4, 3),
-)  # some optimizers use another rule for small matrices
+_LARGE_SHAPES = ((301,), (161, 143), (137, 12, 11), (137, 11, 4, 3))  # some rules differ for small matrices
 _GRADIENT_SCALES = (*(1.0,) * 8, 1e-4, 1e4, 1.0, 1e4)  # of the gradients in each step; large ones, to detect clipping
 _ZERO_GRADIENT_STEP = 5  # the step in which one half has a zero gradient
 _SMALL_NUMEL = 10_000
@@ -58,8 +53,8 @@ def shardability_error(optimizer: Optimizer, group: Mapping[str, Any], *, exact:
         except Exception as error:
             return f"{kind} could not be tried on a small matrix ({type(error).__name__}: {error})"
         if not _results_agree(full_result, torch.cat(half_results, dim if dim < 0 else dim + 1), exact):
-            rows = "bits" if exact else "values"
-            return f"{kind} gives different {rows} on the two halves of a matrix than on the whole"
+            difference = "bits" if exact else "values"
+            return f"{kind} gives different {difference} on the two halves of a matrix than on the whole"
     return ""
 
 
@@ -71,10 +66,8 @@ def refuse_combining_rule(optimizer: Optimizer) -> None:
     """
     for group in merge_equal_groups(optimizer):
         shape = _trial_shapes(max(p.dim() for p in group["params"]))[0]
-        (first_start, first_gradients), (second_start, second_gradients) = (
-            _make_trial(shape, False),
-            _make_trial(shape, False, seed=1),
-        )
+        first_start, first_gradients = _make_trial(shape, False)
+        second_start, second_gradients = _make_trial(shape, False, seed=1)
         try:
             joint_results = _run_steps(
                 optimizer,
@@ -89,7 +82,8 @@ def refuse_combining_rule(optimizer: Optimizer) -> None:
         except Exception:
             return  # `shardability_error` reports it
         if not all(
-            _results_agree(here, alone, False) for here, alone in zip(joint_results, separate_results, strict=True)
+            _results_agree(joint, separate, False)
+            for joint, separate in zip(joint_results, separate_results, strict=True)
         ):
             raise JobError(
                 f"{type(optimizer).__name__} updates a parameter differently when a second one is present.",
@@ -116,7 +110,7 @@ def refuse_ignored_groups(optimizer: Optimizer) -> None:
     if groups:
         raise JobError(
             f"{type(optimizer).__name__} does not update the parameters in its param_groups.",
-            cause=f"{len(_GRADIENT_SCALES)} steps did not change them: it updates others, which it stores elsewhere",
+            cause=f"{len(_GRADIENT_SCALES)} steps did not change them: it updates tensors that it stores elsewhere",
             hint="read self.param_groups in step(), or --layout ddp",
         )
 
@@ -125,9 +119,8 @@ def accepts_empty_tensor(optimizer: Optimizer) -> bool:
     """Return whether the optimizer can step on an empty tensor; True also if it can't step on any single tensor."""
     for group in merge_equal_groups(optimizer):
         non_empty = torch.zeros(_trial_shapes(max(p.dim() for p in group["params"]))[0])
-        empty = (
-            non_empty[:0] if non_empty.dim() else non_empty.new_zeros(0)
-        )  # another rank's scalar is an empty vector here
+        # a scalar that another rank owns is an empty vector on this one
+        empty = non_empty[:0] if non_empty.dim() else non_empty.new_zeros(0)
         for start in (non_empty, empty):
             try:
                 _run_steps(optimizer, group, [start], [[start]])
@@ -181,12 +174,11 @@ def _run_steps(
         for step in gradients:
             for parameter, gradient in zip(parameters, step, strict=True):
                 parameter.grad = gradient.clone()
-            type(optimizer_copy).step(
-                optimizer_copy
-            )  # a scheduler's wrapper in the instance would step the original optimizer
+            # the step of the class: the instance may have a scheduler's wrapper, which steps the original optimizer
+            type(optimizer_copy).step(optimizer_copy)
             for history, parameter in zip(histories, parameters, strict=True):
                 history.append(parameter.detach().clone())
-    return [torch.stack(way) for way in histories]
+    return [torch.stack(history) for history in histories]
 
 
 def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
@@ -201,9 +193,9 @@ def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
     return optimizer_copy
 
 
-def _results_agree(one: Tensor, other: Tensor, exact: bool) -> bool:
+def _results_agree(first: Tensor, second: Tensor, exact: bool) -> bool:
     """Return whether two results agree; non-finite values count as equal, since large gradients may overflow."""
-    if torch.equal(one, other):
+    if torch.equal(first, second):
         return True
-    one, other = one.nan_to_num(), other.nan_to_num()
-    return torch.equal(one, other) if exact else torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+    first, second = first.nan_to_num(), second.nan_to_num()
+    return torch.equal(first, second) if exact else torch.allclose(first, second, rtol=1e-9, atol=1e-12)

@@ -64,7 +64,10 @@ def shard_zero12(
     base_specs: ShardSpecs | None = None,
     full_tensor_names: Sequence[str] = (),
 ) -> ShardedModel:
-    """Shard for ZeRO stage 1 or 2: the model keeps full parameters. One rank each updates `full_tensor_names`."""
+    """Shard for ZeRO stage 1 or 2: the model keeps full parameters.
+
+    A parameter in `full_tensor_names` is updated by one rank, which has all its rows.
+    """
     row_splits = make_row_splits(
         named_parameters, num_shards=data_groups.shard_world.world_size, full_tensor_names=full_tensor_names
     )
@@ -79,7 +82,7 @@ def shard_zero12(
         sync_after_load=lambda: None,  # the row shards are views of the model's full parameters
         shard_specs=base_specs or make_full_specs(full_parameters),
         local_tensors=full_parameters,
-        leaf_parameters=[share.model_parameter for share in row_shards],
+        leaf_parameters=[row_shard.model_parameter for row_shard in row_shards],
         data_groups=data_groups,
     )
 
@@ -93,7 +96,7 @@ def _build_reducer(
     grid: FixedPointGrid | None,
 ) -> Reducer:
     if stage == 2:
-        leaf_parameters = [share.model_parameter for share in row_shards]
+        leaf_parameters = [row_shard.model_parameter for row_shard in row_shards]
         return ScatterReducer(
             row_shards=row_shards,
             leaf_parameters=leaf_parameters,

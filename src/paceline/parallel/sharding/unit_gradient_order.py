@@ -1,4 +1,4 @@
-"""FSDP units that keep the order of gradient sums, as exact mode requires.
+"""Keep the order in which gradients are summed in FSDP units, as exact mode requires.
 
 `fully_shard` passes all inputs of a unit through one identity function, which collects their gradients. A tensor that
 several units read (an encoder's output, a position bias) then gets its gradient unit by unit, while one process adds it

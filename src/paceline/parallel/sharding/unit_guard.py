@@ -1,4 +1,4 @@
-"""Guards that detect calls in which an FSDP unit would behave differently from the same module in one process.
+"""Guards detect calls in which an FSDP unit would behave differently from the same module in one process.
 
 `fully_shard` passes a unit copies of the lists and dicts in its arguments, replaces the unit's parameters before it
 runs, and drops writes to them at the next gather. It raises no error: a lost write or a replaced parameter would
@@ -10,6 +10,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from traceback import extract_tb
 from typing import Any
@@ -44,7 +45,7 @@ class UnitGuards:
     """
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module], *, world: World, is_pipelined: bool) -> None:
-        names = {id(module): name or "the model's own" for name, module in model.named_modules()}
+        names = {id(module): name or "the model itself" for name, module in model.named_modules()}
         self._guards = {id(unit): _Guard(self, names[id(unit)], n) for n, unit in enumerate(units)}
         self.order = UnitOrderCheck([guard.name for guard in self._guards.values()], world=world)
         self._is_pipelined, self._model = is_pipelined, model
@@ -66,14 +67,29 @@ class UnitGuards:
         return output
 
     def register_parameter(
-        self, unit: nn.Module, name: str, owner: nn.Module, attribute: str, forms: Sequence[nn.Parameter]
+        self,
+        unit: nn.Module,
+        name: str,
+        owner: nn.Module,
+        attribute: str,
+        *,
+        sharded: nn.Parameter,
+        gathered: nn.Parameter,
     ) -> None:
         """Register a parameter of a unit, with its sharded and its gathered form."""
-        if isinstance(forms[0], DTensor):
-            forms[0].__class__ = LockedParameter  # type: ignore[assignment]
-            vars(forms[0])["known_as"] = name
-        self._guards[id(unit)].parameters.append((name, module_registries(owner)[0], attribute, tuple(forms)))
-        self._guards[id(unit)].requires_grad.append(forms[0].requires_grad)
+        if isinstance(sharded, DTensor):
+            sharded.__class__ = LockedParameter  # type: ignore[assignment]
+            vars(sharded)["known_as"] = name
+        self._guards[id(unit)].parameters.append(
+            _UnitParameter(
+                name=name,
+                registry=module_registries(owner)[0],
+                attribute=attribute,
+                sharded=sharded,
+                gathered=gathered,
+                requires_grad=sharded.requires_grad,
+            )
+        )
 
     def intercept_calls(self) -> None:
         """Intercept calls of the model, after all parameters are registered; pipeline stages do not call the model."""
@@ -98,13 +114,24 @@ class UnitGuards:
             self._num_running -= 1
 
 
+@dataclass(kw_only=True)
+class _UnitParameter:
+    """A parameter of a unit, which `registry` of its module has under `attribute` in its sharded or gathered form."""
+
+    name: str
+    registry: dict[str, Any]
+    attribute: str
+    sharded: nn.Parameter
+    gathered: nn.Parameter
+    requires_grad: bool
+
+
 class _Guard:
     """The guard of one unit, with the state of its current and last call."""
 
     def __init__(self, guards: UnitGuards, name: str, number: int) -> None:
         self.name, self._guards, self._number = name, guards, number
-        self.parameters: list[tuple[str, dict[str, Any], str, tuple[nn.Parameter, ...]]] = []
-        self.requires_grad: list[bool] = []
+        self.parameters: list[_UnitParameter] = []
         self._caller_containers: list[Any] = []
         self._copied_containers: list[tuple[Any, Any]] = []
         self._versions: list[int] = []
@@ -113,17 +140,19 @@ class _Guard:
     def check_before_call(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Check the unit's parameters before the call; a forward pre-hook that runs before all others."""
         self._caller_containers = [*_containers((*args, *kwargs.values()))]
-        for number, (name, owner, attribute, forms) in enumerate(self.parameters):
-            if self._versions_after_call and tensor_version(forms[-1]) != self._versions_after_call[number]:
+        for index, parameter in enumerate(self.parameters):
+            if self._versions_after_call and tensor_version(parameter.gathered) != self._versions_after_call[index]:
                 raise LayoutError(
-                    f"{name} was written to while it was gathered, but the rows that fsdp keeps were not changed.",
+                    f"{parameter.name} was written to while it was gathered, but the rows that fsdp keeps were not "
+                    "changed.",
                     cause="a callback that changes weights after an evaluation",
                     hint=_ALTERNATIVE,
                 )
-            if not any(owner.get(attribute) is known for known in forms):
+            registered = parameter.registry.get(parameter.attribute)
+            if registered is not parameter.sharded and registered is not parameter.gathered:
                 raise LayoutError(
-                    f"{self.name} is called with another tensor instead of its parameter {name}, and fsdp would "
-                    "restore its own.",
+                    f"{self.name} is called with another tensor instead of its parameter {parameter.name}, and fsdp "
+                    "would restore its own.",
                     cause="torch.func.functional_call, or an assignment to the parameter",
                     hint=_ALTERNATIVE,
                 )
@@ -138,31 +167,30 @@ class _Guard:
         self._copied_containers = [
             (container, _content(container)) for container in containers if id(container) not in caller_ids
         ]
-        self._versions = [tensor_version(either[-1]) for *_, either in self.parameters]
+        self._versions = [tensor_version(parameter.gathered) for parameter in self.parameters]
 
     def _sync_requires_grad(self) -> None:
         """Apply a change of `requires_grad`, made on either the sharded or the gathered parameter, to both."""
-        for number, (*_, forms) in enumerate(self.parameters):
-            if forms[0].requires_grad != forms[-1].requires_grad:
-                for parameter in forms:
-                    parameter.requires_grad_(not self.requires_grad[number])
-            self.requires_grad[number] = forms[0].requires_grad
+        for parameter in self.parameters:
+            if parameter.sharded.requires_grad != parameter.gathered.requires_grad:
+                for form in (parameter.sharded, parameter.gathered):
+                    form.requires_grad_(not parameter.requires_grad)
+            parameter.requires_grad = parameter.sharded.requires_grad
 
     def check_after_call(self, *_: Any) -> None:
         """Check for lost writes after the call; a forward hook that runs before those that free the parameters."""
         for container, before in self._copied_containers:
             if not _is_same(_content(container), before):
                 raise LayoutError(
-                    f"{self.name} writes to a {type(container).__name__} that it gets as an argument, "
-                    "and under fsdp it gets a "
-                    "copy: the change would be lost.",
+                    f"{self.name} writes to a {type(container).__name__} that it gets as an argument, and under fsdp "
+                    "it gets a copy: the change would be lost.",
                     cause="append, update or an assignment to an object of the caller",
                     hint=f"return the value instead; or {_ALTERNATIVE}",
                 )
         for parameter, version_before in zip(self.parameters, self._versions, strict=True):
-            if tensor_version(parameter[-1][-1]) != version_before:
+            if tensor_version(parameter.gathered) != version_before:
                 raise JobError(
-                    f"the forward writes to the parameter {parameter[0]}: each replica would write different values.",
+                    f"the forward writes to the parameter {parameter.name}: each replica would write different values.",
                     cause="nn.Embedding(max_norm=...), or a forward that assigns to its weights",
                     hint="F.normalize(self.weight) where it is used, or --ranks 1 without --train.exact",
                 )

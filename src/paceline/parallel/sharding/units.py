@@ -1,4 +1,4 @@
-"""Choice of FSDP units, the modules whose parameters are gathered together, outermost last.
+"""Choose the FSDP units: the modules whose parameters are gathered together.
 
 A unit's parameters are gathered while its forward or backward runs. By default the units are the repeated blocks; they
 can also be chosen by class, by name pattern or by size. Parameters in no unit belong to the root module and stay
@@ -126,4 +126,4 @@ def _shared_parameters(model: nn.Module, units: dict[str, nn.Module]) -> set[int
         owner = max(enclosing_units, key=len, default="")
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(owner)
-    return {parameter for parameter, found in owners.items() if len(found) > 1}
+    return {parameter_id for parameter_id, names in owners.items() if len(names) > 1}

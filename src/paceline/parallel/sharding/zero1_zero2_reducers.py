@@ -28,7 +28,7 @@ class RowShardReducer:
     ) -> None:
         self._inner = inner
         self._row_shards = list(row_shards)
-        self._row_splits = [row_splits[share.name] for share in row_shards]
+        self._row_splits = [row_splits[row_shard.name] for row_shard in row_shards]
         self._shard_rank = shard_rank
 
     def begin(self) -> None:
@@ -84,22 +84,24 @@ class ParameterAllGather:
         """Gather the updated rows, a few buckets at a time, so that memory never holds a second copy of the model."""
         staging_buffers = [_StagingBuffer(self._layouts[index::MAX_IN_FLIGHT]) for index in range(MAX_IN_FLIGHT)]
         pending: list[Callable[[], None]] = []
-        for turn, layout in enumerate(self._layouts):
+        for index, layout in enumerate(self._layouts):
             if len(pending) == MAX_IN_FLIGHT:
                 pending.pop(0)()
-            pending.append(self._start(layout, staging_buffers[turn % MAX_IN_FLIGHT]))
+            pending.append(self._start(layout, staging_buffers[index % MAX_IN_FLIGHT]))
         for finish in pending:
             finish()
 
     def _start(self, layout: FlatBufferLayout, staging_buffer: "_StagingBuffer") -> Callable[[], None]:
         row_shards = [self._row_shards[member.index] for member in layout.members]
         out, chunk = staging_buffer.make_views(layout)
-        layout.pack_chunk(chunk, [share.parameter.detach() for share in row_shards], shard_rank=self._world.rank)
+        layout.pack_chunk(
+            chunk, [row_shard.parameter.detach() for row_shard in row_shards], shard_rank=self._world.rank
+        )
         wait = start_all_gather(chunk, out=out, world=self._world)
 
         def finish() -> None:
             wait()
-            layout.unpack_into(out, [share.model_parameter.detach() for share in row_shards])
+            layout.unpack_into(out, [row_shard.model_parameter.detach() for row_shard in row_shards])
 
         return finish
 
@@ -112,7 +114,7 @@ class _StagingBuffer:
     """
 
     def __init__(self, layouts: Sequence[FlatBufferLayout]) -> None:
-        self._num_bytes = max((_chunk_bytes(packing) * (packing.num_shards + 1) for packing in layouts), default=0)
+        self._num_bytes = max((_chunk_bytes(layout) * (layout.num_shards + 1) for layout in layouts), default=0)
         self._memory: Tensor | None = None
 
     def make_views(self, layout: FlatBufferLayout) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The job's optimizer on row shards: its groups are built for the full model, its updates act on local tensors.
+"""Build the job's optimizer on row shards: its groups are those of the full model, its updates act on local tensors.
 
 An elementwise update rule is correct on any shard; `shardability_check` tests by experiment whether a rule is.
 """
@@ -68,7 +68,7 @@ class ShardedOptimizerFactory:
             raise LayoutError(
                 f"{reason}, and {layout} shards {name} by rows.",
                 cause="the update rule needs a whole tensor",
-                hint=f"--layout zero1 or zero2, which assign such parameters whole to one rank each; or "
+                hint=f"--layout zero1 or zero2, which assign each such parameter to one rank; or "
                 f"torch.optim.AdamW{' without fused=True' if exact else ''}",
             )
 
@@ -100,7 +100,7 @@ class ShardedOptimizerFactory:
                     raise LayoutError(
                         f"{type(optimizer).__name__} needs whole {kind}, and {layout} leaves pieces of "
                         f"{names[id(first)]}.",
-                        cause=f"its step on a piece of {kind} differs from its step on the whole",
+                        cause="its step on a piece differs from its step on the whole",
                         hint="--layout ddp, zero1, zero2 or pp, where a matrix stays whole; or torch.optim.AdamW",
                     )
 
@@ -110,7 +110,7 @@ class ShardedOptimizerFactory:
         Parameters without a row shard are left out, and so are empty row shards if the rule fails on empty tensors.
         Call this once: it changes the optimizers in place.
         """
-        local_parameters = {share.name: share.parameter for share in row_shards}
+        local_parameters = {row_shard.name: row_shard.parameter for row_shard in row_shards}
         names = {id(p): name for name, p in self.pairs}
         return [_replace_parameters(optimizer, local_parameters, names) for optimizer in self.optimizers]
 
@@ -144,9 +144,9 @@ def _replace_parameters(
     optimizer: Optimizer, local_parameters: Mapping[str, nn.Parameter], names: Mapping[int, str]
 ) -> Optimizer:
     """Replace the optimizer's parameters by the row shards, in place, since a new optimizer refuses empty groups."""
-    empty_names = [name for name, share in local_parameters.items() if not share.numel()]
+    empty_names = [name for name, row_shard in local_parameters.items() if not row_shard.numel()]
     if empty_names and not accepts_empty_tensor(optimizer):
-        local_parameters = {name: share for name, share in local_parameters.items() if share.numel()}
+        local_parameters = {name: row_shard for name, row_shard in local_parameters.items() if row_shard.numel()}
     groups = [_make_group(group, local_parameters, names) for group in optimizer.param_groups]
     if optimizer.state:
         return rebuild_optimizer(optimizer, groups)
@@ -169,7 +169,7 @@ def _refuse_hooked(optimizer: Optimizer) -> None:
     attributes = vars(optimizer)
     hooks = [h for when in ("pre", "post") for h in attributes.get(f"_optimizer_step_{when}_hooks", {}).values()]
     step = attributes.get("step")
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # an LR scheduler's wrapper has no own effect
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # an LR scheduler's wrapper only counts steps
         hooks.append(step)
     for hook in hooks:
         name = getattr(hook, "__qualname__", type(hook).__qualname__)

@@ -1,4 +1,4 @@
-"""Derivation of a tensor plan from a run of the model, and checks of a plan against one process."""
+"""Derive a tensor plan by running the model, and check a plan by comparing its results with those of one process."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ from paceline.torch_internals.dispatch_modes import has_dispatch_mode
 
 ModelRun = Callable[[nn.Module], Any]
 LOCAL_MODULE_REASON = "its module runs on shards"
-MIN_VOCABULARY = 1000  # the number of rows from which an embedding without a head is a vocabulary
+MIN_VOCABULARY = 1000  # an embedding without a head counts as a vocabulary from this number of rows
 
 
 def choose_plan(
@@ -100,16 +100,16 @@ def derive_plan(model: nn.Module, *, run: ModelRun, ranks: int, replicate: Seque
     _check_head_counts(decisions, ranks, search.group.heads)
     roles = {**_build_roles(model, decisions, search.group.heads), **local}
     notes = [
-        f"{n} stays whole: {f.reason}"
-        for n, f in _decisions_by_pattern(decisions).items()
-        if f.kind == "whole" and f.reason and f.reason != LOCAL_MODULE_REASON
+        f"{pattern} stays whole: {decision.reason}"
+        for pattern, decision in _decisions_by_pattern(decisions).items()
+        if decision.kind == "whole" and decision.reason and decision.reason != LOCAL_MODULE_REASON
     ]
     if not roles:
         raise LayoutError(
             f"tensor parallelism finds nothing to split in {type(model).__name__}: {_layer_counts(model)}",
             cause=_transform_reason(decisions)
             or "; ".join(notes[:2])
-            or "it splits pairs of matmuls with elementwise operations or attention between them; "
+            or "it splits a pair of matmuls with only elementwise operations or attention between them; "
             "convolutions stay whole",
             hint="--layout fsdp or ddp",
         )
@@ -124,7 +124,7 @@ def _refuse_unknown(model: nn.Module, replicate: Sequence[str]) -> None:
             raise LayoutError(
                 f"place.replicate names {pattern!r}, but this model has no module or parameter of that name.",
                 cause=did_you_mean(pattern, [*modules, *names]) or f"the model has {', '.join(modules[:3])}, ...",
-                hint="the names that model.named_modules() gives; * is one name between dots",
+                hint="the names that model.named_modules() gives; * stands for one part between dots",
             )
 
 
@@ -154,7 +154,8 @@ def _search_until_stable(
         n: (name_pattern(n), p.shape) for n, p in model.named_parameters() if p.dim() == 2
     }
     decisions, earlier_decisions = dict(fixed_decisions), list[dict[str, WeightDecision]]()
-    while decisions not in earlier_decisions and len(earlier_decisions) < 12 + 2 * len(similarity_keys):
+    max_runs = 12 + 2 * len(similarity_keys)
+    while decisions not in earlier_decisions and len(earlier_decisions) < max_runs:
         earlier_decisions.append(copy.deepcopy(decisions))
         search = PlanSearchMode(names=names, decisions=decisions, ranks=ranks)
         with side_effect_free(model), torch.no_grad(), _report_as_planning_error(model, run), search:
@@ -215,17 +216,17 @@ def _check_head_counts(decisions: dict[str, WeightDecision], ranks: int, heads: 
         if decision.kind != "whole" or not decision.heads or decision.heads % ranks == 0:
             continue
         if has_sharded_projection:
-            decision.reason = f"{decision.heads} heads do not divide by tp={ranks}"
+            decision.reason = f"{decision.heads} heads are not divisible by tp={ranks}"
             continue
         module = name.rpartition(".")[0]
         parent = module.rpartition(".")[0]
         sharded_siblings = [
-            n for n, f in decisions.items() if n.rpartition(".")[0].rpartition(".")[0] == parent and f.dim is not None
+            n for n, d in decisions.items() if n.rpartition(".")[0].rpartition(".")[0] == parent and d.dim is not None
         ]
         if not sharded_siblings:
             nearest = next(n for n in range(ranks, 0, -1) if decision.heads % n == 0)
             problems[name_pattern(module)] = LayoutError(
-                f"{module}: {decision.heads} heads do not divide by tp={ranks}.",
+                f"{module}: {decision.heads} heads are not divisible by tp={ranks}.",
                 cause="each rank takes the same number of whole heads",
                 hint=f"tp={nearest}, or keep it whole: --place.replicate '{name_pattern(module)}'",
             )
@@ -305,15 +306,16 @@ def _layer_counts(model: nn.Module) -> str:
     kinds = [type(m).__name__ for m in model.modules()]
     convolutions = sum("Conv" in kind and kind != "Conv1D" for kind in kinds)
     return (
-        f"{sum(kind == 'Linear' for kind in kinds)} linear layers and {convolutions} convolutions, none in such a pair."
+        f"{sum(kind == 'Linear' for kind in kinds)} linear layers and {convolutions} convolutions, "
+        "and none is in a pair that can be split."
     )
 
 
 def check_plan_by_function(model: nn.Module, *, plan: TensorPlan, run: ModelRun, ranks: int) -> None:
-    """Check a plan in one run: compute each function on sharded tensors by all ranks and by one process.
+    """Check a plan in one run: compute each function on sharded tensors on all ranks, and in one process.
 
-    The check is skipped for a model with parameters on the meta device, and inside a dispatch mode, because these have
-    no values to compare.
+    The check is skipped for a model with parameters on the meta device, and inside a dispatch mode: then there are no
+    values to compare.
 
     Raises:
         LayoutError: a result on a rank differs from that of one process; the message gives the line of the call.
@@ -365,19 +367,18 @@ def check_plan(model: nn.Module, *, plan: TensorPlan, run: ModelRun, ranks: int,
         LayoutError: an output differs by more than rounding.
     """
 
-    def run_alone(subject: nn.Module) -> list[Tensor]:
+    def full_outputs(model: nn.Module) -> list[Tensor]:
         with torch.no_grad():
-            return [
-                t.full_tensor() if isinstance(t, ShardPropagatingTensor) else t for t in _floats(run(subject.eval()))
-            ]
+            outputs = _float_tensors(run(model.eval()))
+            return [t.full_tensor() if isinstance(t, ShardPropagatingTensor) else t for t in outputs]
 
     def run_rank(world: World) -> list[Tensor]:
         local_model = copy_model(model)
         split_model_in_group(local_model, plan=plan, group=WorldGroup(world, sequence=sequence))
-        return run_alone(local_model)
+        return full_outputs(local_model)
 
     with side_effect_free(model, parameters=False):
-        expected, rerun = (run_alone(copy_model(model)) for _ in range(2))
+        expected, rerun = (full_outputs(copy_model(model)) for _ in range(2))
         if not all(
             _relative_difference(*pair) <= 4096 * torch.finfo(pair[1].dtype).eps
             for pair in zip(rerun, expected, strict=True)
@@ -385,22 +386,22 @@ def check_plan(model: nn.Module, *, plan: TensorPlan, run: ModelRun, ranks: int,
             raise JobError(
                 f"run gives different outputs of the whole {type(model).__name__} each time, so "
                 "no plan can be checked.",
-                cause="it makes a new batch each time, or the model draws random numbers in evaluation mode too",
-                hint="make the batch once, outside of it: batch = torch.randn(4, 16), run = lambda model: model(batch)",
+                cause="run makes a new batch each time, or the model draws random numbers in evaluation mode too",
+                hint="make the batch once, outside run: batch = torch.randn(4, 16), run = lambda model: model(batch)",
             )
         rank_outputs = run_simulated_ranks(run_rank, ranks=ranks)
-    worst = 0.0
+    largest_difference = 0.0
     for rank, outputs in enumerate(rank_outputs):
-        for number, (output, reference) in enumerate(zip(outputs, expected, strict=True)):
+        for index, (output, reference) in enumerate(zip(outputs, expected, strict=True)):
             difference = _relative_difference(output, reference)
-            worst = max(worst, difference)
+            largest_difference = max(largest_difference, difference)
             if not difference <= 4096 * torch.finfo(reference.dtype).eps:
                 raise LayoutError(
-                    f"the {plan.source} tensor plan changes output {number} of {type(model).__name__} on rank {rank} "
-                    f"by {difference:.1e} of its size.",
-                    hint="keep the modules behind it whole: --place.replicate NAME, and report this as a bug",
+                    f"the {plan.source} tensor plan changes output {index} of {type(model).__name__} on rank {rank} "
+                    f"by {difference:.1e} of its largest value.",
+                    hint="keep the modules that compute it whole: --place.replicate NAME, and report this as a bug",
                 )
-    return worst
+    return largest_difference
 
 
 def _relative_difference(output: Tensor, reference: Tensor) -> float:
@@ -409,8 +410,8 @@ def _relative_difference(output: Tensor, reference: Tensor) -> float:
     )
 
 
-def _floats(value: Any) -> list[Tensor]:
+def _float_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() else []
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [t for v in inner for t in _floats(v)]
+    return [t for v in inner for t in _float_tensors(v)]

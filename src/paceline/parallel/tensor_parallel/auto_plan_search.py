@@ -1,4 +1,4 @@
-"""Search for the weights that can be sharded, by running the model as rank 0 of a group without other ranks.
+"""Search for the weights that can be sharded, by running the model as rank 0 of a group that has no other ranks.
 
 The weight of every matmul is first sharded column-wise, and the sharding propagates through the model's forward. If it
 reaches another matmul, the weight of that matmul is sharded row-wise. If a function needs the full tensor, the weight
@@ -55,7 +55,11 @@ class WeightDecision:
 
 
 class PlanSearchMode(TorchFunctionMode):
-    """A function mode that decides each weight at its first use, and replaces the weights by sharded tensors."""
+    """A function mode that decides each weight at its first use, and replaces the weights by sharded tensors.
+
+    `embeddings` has the number of rows of each embedding weight. `consumers` says what reads the outputs of a weight:
+    "row" (a row-parallel matmul) or "output" (the loss, or the model's output).
+    """
 
     def __init__(self, *, names: dict[int, str], decisions: dict[str, WeightDecision], ranks: int) -> None:
         super().__init__()
@@ -140,6 +144,7 @@ class PlanSearchMode(TorchFunctionMode):
 
 
 def _row_sharding(x: Any) -> DimSharding | None:
+    """Return the sharding of a matmul's input if its last dimension is sharded."""
     return x.sharding if isinstance(x, ShardPropagatingTensor) and x.sharding.dim == len(x.full_shape) - 1 else None
 
 
@@ -158,13 +163,15 @@ def learn_from_all_gathers(search: PlanSearchMode, decisions: dict[str, WeightDe
     """
     gathered = [
         (decisions[origin], function, incompatible_reshape)
-        for origins, function, incompatible_reshape in search.group.events
+        for origins, function, incompatible_reshape in search.group.all_gathers
         for origin in sorted(origins)
         if decisions[origin].kind == "column"
     ]
-    is_refined = [_refine(decision, incompatible_reshape) for decision, _, incompatible_reshape in gathered]
-    has_dropped = [] if any(is_refined) else [_drop_suggestion(decision) for decision, _, _ in gathered]
-    if any(is_refined) or any(has_dropped):
+    has_new_borders = [_add_borders(decision, incompatible_reshape) for decision, _, incompatible_reshape in gathered]
+    if any(has_new_borders):
+        return True
+    has_dropped = [_drop_suggestion(decision) for decision, _, _ in gathered]
+    if any(has_dropped):
         return True
     for decision, function, incompatible_reshape in gathered:
         if decision.kind == "column":
@@ -174,17 +181,17 @@ def learn_from_all_gathers(search: PlanSearchMode, decisions: dict[str, WeightDe
     return bool(gathered)
 
 
-def _refine(decision: WeightDecision, incompatible_reshape: IncompatibleReshape | None) -> bool:
+def _add_borders(decision: WeightDecision, incompatible_reshape: IncompatibleReshape | None) -> bool:
+    """Add the section borders that an incompatible reshape suggests, and return whether the borders have changed."""
     if incompatible_reshape is None or not incompatible_reshape.sections:
         return False
-    rows_per_element = decision.size // sum(
-        incompatible_reshape.sections
-    )  # rows of the weight per element of the sliced dimension
+    # rows of the weight per element of the sliced dimension
+    rows_per_element = decision.size // sum(incompatible_reshape.sections)
     ends, offset = set() if decision.is_suggested else set(decision.borders), 0
     for size in incompatible_reshape.sections[:-1]:
         offset += size * rows_per_element
         ends.add(offset)
-    if frozenset(ends) == decision.borders or len(ends) >= 8:
+    if frozenset(ends) == decision.borders or len(ends) >= 8:  # no fused projection has more than 8 sections
         return False
     decision.borders, decision.is_suggested = frozenset(ends), False
     return True
@@ -219,12 +226,11 @@ def suggest_borders(decisions: dict[str, WeightDecision], similarity_keys: dict[
     `similarity_keys` maps names to a key that is equal for corresponding weights of different blocks. Without
     suggestions the search needs one run per block.
     """
-    decided = [
-        n
-        for n, decision in decisions.items()
-        if n in similarity_keys and not (decision.kind or decision.is_suggested or decision.rejects_suggestions)
-    ]
-    known_borders = {similarity_keys[name]: decisions[name].borders for name in decided}
+    known_borders = {
+        similarity_keys[name]: decision.borders
+        for name, decision in decisions.items()
+        if name in similarity_keys and not (decision.kind or decision.is_suggested or decision.rejects_suggestions)
+    }
     for name, key in similarity_keys.items():
         if name not in decisions and key in known_borders:
             decisions[name] = WeightDecision(borders=known_borders[key], is_suggested=True)

@@ -1,7 +1,8 @@
 """Collectives of a tensor-parallel group, plain and as autograd functions.
 
 All functions keep one invariant: the gradient of a full tensor is full and equal on all ranks, and the gradient of a
-shard is the shard of the gradient. (They include f and g of Megatron-LM.)
+shard is the shard of the gradient. Megatron-LM's f and g are `copy_to_parallel_region` and
+`reduce_from_parallel_region`.
 """
 
 from typing import Any, Protocol
@@ -64,8 +65,8 @@ class WorldGroup:
             return tensor
         sizes = [sharding.local_size(rank) for rank in range(self.size)]
         local = tensor.movedim(sharding.dim, 0).contiguous()
-        pieces = self._world.all_gather(local, shapes=[(size, *local.shape[1:]) for size in sizes])
-        return concat_shards([piece.movedim(0, sharding.dim) for piece in pieces], sharding)
+        shards = self._world.all_gather(local, shapes=[(size, *local.shape[1:]) for size in sizes])
+        return concat_shards([shard.movedim(0, sharding.dim) for shard in shards], sharding)
 
     def reduce_scatter(self, tensor: Tensor, sharding: DimSharding) -> Tensor:
         """Reduce-scatter the tensor; use an all-reduce if the shards are unequal or have several sections."""
@@ -84,28 +85,28 @@ class WorldGroup:
 
 def slice_shard(full_tensor: Tensor, sharding: DimSharding, rank: int) -> Tensor:
     """Return a rank's shard of a full tensor."""
-    parts = [full_tensor.narrow(sharding.dim, start, stop - start) for start, stop in sharding.ranges(rank)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, sharding.dim)
+    slices = [full_tensor.narrow(sharding.dim, start, stop - start) for start, stop in sharding.ranges(rank)]
+    return slices[0] if len(slices) == 1 else torch.cat(slices, sharding.dim)
 
 
-def concat_shards(pieces: list[Tensor], sharding: DimSharding) -> Tensor:
+def concat_shards(shards: list[Tensor], sharding: DimSharding) -> Tensor:
     """Return the full tensor from the shards of all ranks."""
     if len(sharding.sections) == 1:
-        return torch.cat(pieces, sharding.dim)
-    parts, offsets = [], [0] * len(pieces)
-    for fences in sharding.sections:
-        for rank, piece in enumerate(pieces):
-            length = fences[rank + 1] - fences[rank]
-            parts.append(piece.narrow(sharding.dim, offsets[rank], length))
+        return torch.cat(shards, sharding.dim)
+    slices, offsets = [], [0] * len(shards)
+    for bounds in sharding.sections:
+        for rank, shard in enumerate(shards):
+            length = bounds[rank + 1] - bounds[rank]
+            slices.append(shard.narrow(sharding.dim, offsets[rank], length))
             offsets[rank] += length
-    return torch.cat(parts, sharding.dim)
+    return torch.cat(slices, sharding.dim)
 
 
 class _CopyToParallelRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full_tensor: Tensor, group: TensorParallelGroup) -> Tensor:
         ctx.group = group
-        return full_tensor.detach()  # not a view: a view and the input that caches it would keep each other alive
+        return full_tensor.detach()  # not a view: the input caches the result, and a view would keep the input alive
 
     @staticmethod
     @once_differentiable

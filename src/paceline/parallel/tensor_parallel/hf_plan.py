@@ -1,4 +1,4 @@
-"""Tensor plans of Hugging Face models: `_tp_plan` and `base_model_tp_plan`."""
+"""Read the tensor plan of a Hugging Face model from its `_tp_plan` and `base_model_tp_plan`."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def read_model_plan(model: nn.Module, *, ranks: int) -> TensorPlan | None:
             )
         heads = _heads(pattern, config)
         if pattern.endswith(KEY_VALUE_NAMES) and heads is not None and heads % ranks:
-            notes.append(f"{pattern} stays whole: {heads} key-value heads do not divide by {ranks}")
+            notes.append(f"{pattern} stays whole: {heads} key-value heads are not divisible by tp={ranks}")
             continue
         base = STYLES[style]
         roles[pattern] = ParameterRole(kind=base.kind, fused=base.fused, dim=base.dim, heads=heads)

@@ -1,4 +1,4 @@
-"""Dry runs that search or check a plan. Each sharded tensor also holds the full tensor of one process.
+"""Dry runs search or check a plan: each sharded tensor also holds the full tensor of one process.
 
 User code reads the values of one process, so an `assert`, a `while error > tolerance` or a branch behaves as in the
 real run.
@@ -21,7 +21,7 @@ from paceline.parallel.tensor_parallel.sharding import DimSharding, Incompatible
 from paceline.torch_internals.function_signatures import bind_arguments
 from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 
-_EMPTY = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
+_FACTORIES = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 
 
 def wrap_full_tensor(
@@ -70,7 +70,7 @@ class DryRunGroup:
     rank: int = 0
     size: int
     sequence: bool = False
-    events: list[tuple[frozenset[str], str, IncompatibleReshape | None]] = field(default_factory=list)
+    all_gathers: list[tuple[frozenset[str], str, IncompatibleReshape | None]] = field(default_factory=list)
     heads: dict[str, int] = field(default_factory=dict)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class DryRunGroup:
         self, origins: frozenset[str], name: str, incompatible_reshape: IncompatibleReshape | None
     ) -> None:
         """Record that a function needed the full tensor."""
-        self.events.append((origins, name.strip("."), incompatible_reshape))
+        self.all_gathers.append((origins, name.strip("."), incompatible_reshape))
 
     def on_heads_viewed(self, origins: frozenset[str], heads: int) -> None:
         """Record that the output of a projection was reshaped to this number of heads."""
@@ -154,7 +154,7 @@ class PlanCheckGroup(DryRunGroup):
         Raises:
             LayoutError: a result on a rank differs from that of one process.
         """
-        if _draws_random_numbers(name, args, kwargs) or name in _EMPTY or name.startswith("."):
+        if _draws_random_numbers(name, args, kwargs) or name in _FACTORIES or name.startswith("."):
             return super().apply_function(func, args, kwargs, name=name)
         leaves, args_spec = tree_flatten((args, kwargs))
         can_share = name.rstrip("_") == name and not kwargs.get("inplace")
@@ -173,7 +173,7 @@ class PlanCheckGroup(DryRunGroup):
         if not any(isinstance(leaf, Tensor) for leaf in results):
             return tree_unflatten(results, spec)
         references = tree_flatten(_call_in_one_process(func, args, kwargs))[0]
-        self._compare_ranks(name, [one for (one, _), _ in rank_results], references)
+        self._compare_ranks(name, [leaves_of_rank for (leaves_of_rank, _), _ in rank_results], references)
         return tree_unflatten(
             [self._with_reference(*pair, local_leaves, leaves) for pair in zip(results, references, strict=True)], spec
         )
@@ -206,7 +206,7 @@ class PlanCheckGroup(DryRunGroup):
                         f"{name.strip('.')} on a tensor that tp={self.size} splits gives {difference} on rank {rank}.",
                         where=str(current_user_line() or ""),
                         cause="the plan was tried on one microbatch, and each function was compared with one process",
-                        hint="--place.replicate NAME for the module that makes it, or --layout fsdp; "
+                        hint="--place.replicate NAME for the module that computes this tensor, or --layout fsdp; "
                         "and report this as a bug",
                     )
 
@@ -267,5 +267,5 @@ def _describe_difference(result: Any, expected: Tensor, full_reference: Tensor) 
     return (
         ""
         if difference <= tolerance * scale
-        else f"values that are {float(difference / scale):.1e} of its size from those of one process"
+        else f"values that differ from those of one process by {float(difference / scale):.1e} of the largest value"
     )

@@ -1,4 +1,4 @@
-"""Reading and writing of a tensor plan as a small TOML file that users can edit."""
+"""Read and write a tensor plan as a small TOML file that users can edit."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def read_plan(path: Path, *, model: nn.Module | None = None) -> TensorPlan:
         ) from None
     problems: list[PacelineError] = [
         UsageError(
-            f"unknown table or key {key!r}; a tensor plan has [roles] alone.",
+            f"unknown table or key {key!r}; a tensor plan has only the table [roles].",
             where=_find_line(path, text, key),
             cause=did_you_mean(key, ["roles"]),
             hint="[roles], and below it one line per name",
@@ -103,8 +103,8 @@ def read_plan(path: Path, *, model: nn.Module | None = None) -> TensorPlan:
             )
         )
     if problems and model is not None:
-        entry = {name: v.get("role") if isinstance(v, dict) else v for name, v in table.get("roles", {}).items()}
-        problems += unknown_names(model, entry)
+        kinds = {name: v.get("role") if isinstance(v, dict) else v for name, v in table.get("roles", {}).items()}
+        problems += unknown_names(model, kinds)
     raise_all(problems)
     return TensorPlan(roles=roles, source=str(path))
 
@@ -115,13 +115,13 @@ def _find_problem(value: Any) -> str:
         return f"a role, or {{ role = ... }}, is expected, got {value!r}."
     for key, field_value in entry.items():
         if key not in FIELDS:
-            return f"unknown key {key!r}; there are {', '.join(FIELDS)}."
+            return f"unknown key {key!r}; the keys are {', '.join(FIELDS)}."
         if not isinstance(field_value, FIELDS[key]) or isinstance(field_value, bool):
             return f"{key} = {field_value!r} is not {FIELDS[key].__name__}."
         if key != "dim" and isinstance(field_value, int) and field_value < 1:
             return f"{key} = {field_value!r} is not positive."
     if entry["role"] not in KINDS:
-        return f"unknown role {entry['role']!r}; there are {', '.join(KINDS)}."
+        return f"unknown role {entry['role']!r}; the roles are {', '.join(KINDS)}."
     if any(not isinstance(n, int) or n < 1 for n in entry.get("sections", [])):
         return "sections must be positive integers."
     return ""

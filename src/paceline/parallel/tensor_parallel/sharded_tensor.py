@@ -96,6 +96,7 @@ class ShardPropagatingTensor(Tensor):
     origins: frozenset[str]
     full_shape: tuple[int, ...]
     gathered_tensors: dict[tuple[bool, bool], "GatheredTensor"]
+    """The all-gathered tensors, by `partial` of `gather_shards` and whether gradients were enabled."""
     reference: Tensor | None
     """The full tensor as one process computes it; set only while a plan is searched or checked."""
 
@@ -136,7 +137,7 @@ class ShardPropagatingTensor(Tensor):
         if any(
             tensor_version(cached.full_tensor) != cached.full_version for cached in self.gathered_tensors.values()
         ) and not is_searching(self):
-            raise _in_place_write_error("a view of it, made by a function without a rule,", self)
+            raise _in_place_write_error("the code, through a view from a function without a sharding rule,", self)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -151,16 +152,13 @@ class ShardPropagatingTensor(Tensor):
         if not torch.is_grad_enabled() and not name.startswith("."):
             _refuse_custom_autograd()
         try:
-            searching_group = next(
-                (v.group for v in (*args, *kwargs.values()) if isinstance(v, ShardPropagatingTensor)), None
-            )
-            apply = getattr(
-                searching_group or find_sharded_tensors(args, kwargs)[0].group, "apply_function", apply_rule
-            )
+            group = next((v.group for v in (*args, *kwargs.values()) if isinstance(v, ShardPropagatingTensor)), None)
+            group = group or find_sharded_tensors(args, kwargs)[0].group
+            apply = getattr(group, "apply_function", apply_rule)  # the groups of a plan search have `apply_function`
             return apply(func, args, kwargs, name=name)
-        except NoRule as unknown:
+        except NoRule as no_rule:
             return apply_to_full_tensors(
-                func, args, kwargs, name=name, incompatible_reshape=unknown.incompatible_reshape
+                func, args, kwargs, name=name, incompatible_reshape=no_rule.incompatible_reshape
             )
 
     @classmethod
@@ -231,10 +229,10 @@ def apply_to_full_tensors(
         return None
     leaves, spec = tree_flatten((args, kwargs))
     full_leaves = [leaf.full_tensor() if isinstance(leaf, ShardPropagatingTensor) else leaf for leaf in leaves]
-    versions_before = [tensor_version(whole) for whole in full_leaves if isinstance(whole, Tensor)]
+    versions_before = [tensor_version(leaf) for leaf in full_leaves if isinstance(leaf, Tensor)]
     args, kwargs = tree_unflatten(full_leaves, spec)
     result = func(*args, **kwargs)
-    versions_after = [tensor_version(whole) for whole in full_leaves if isinstance(whole, Tensor)]
+    versions_after = [tensor_version(leaf) for leaf in full_leaves if isinstance(leaf, Tensor)]
     tensor_leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     for leaf, old_version, new_version in zip(tensor_leaves, versions_before, versions_after, strict=True):
         if isinstance(leaf, ShardPropagatingTensor) and old_version != new_version and not is_searching(leaf):
@@ -290,8 +288,8 @@ def _refuse_custom_autograd() -> None:
 
 def _find_custom_autograd() -> tuple[str, list[ShardPropagatingTensor]]:
     """Return the name of the custom autograd function whose forward is running, and its sharded arguments."""
-    frame: FrameType | None = sys._getframe(3)
-    for _ in range(12):
+    frame: FrameType | None = sys._getframe(3)  # the caller of `__torch_function__`
+    for _ in range(12):  # torch's own frames between `apply` and the call are fewer
         if frame is None:
             break
         if frame.f_code.co_name == "apply" and frame.f_code.co_filename == AUTOGRAD_FUNCTION_FILE:

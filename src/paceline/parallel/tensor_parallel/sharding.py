@@ -14,7 +14,10 @@ SectionBounds = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class DimSharding:
-    """The sharding of dimension `dim`. With the bounds of a section, rank r holds `[bounds[r], bounds[r + 1])`."""
+    """The sharding of dimension `dim`, with the bounds of each section.
+
+    Rank r holds `[bounds[r], bounds[r + 1])` of the section, counted from the section's start.
+    """
 
     dim: int
     sections: tuple[SectionBounds, ...]
@@ -47,7 +50,8 @@ class DimSharding:
 
     def repeat_interleave(self, repeats: int) -> "DimSharding":
         """Return the sharding of the result of `repeat_interleave` along the dimension."""
-        return DimSharding(dim=self.dim, sections=tuple(tuple(f * repeats for f in bounds) for bounds in self.sections))
+        sections = tuple(tuple(bound * repeats for bound in bounds) for bounds in self.sections)
+        return DimSharding(dim=self.dim, sections=sections)
 
     def find_sections(self, start: int, stop: int) -> "tuple[int, int] | None":
         """Return the sections `[first, last)` that make up `[start, stop)` exactly, or None."""
@@ -121,25 +125,30 @@ def _equal_product_groups(old_shape: Sequence[int], new_shape: Sequence[int]) ->
 def _reshape_group(
     sharding: DimSharding, old_shape: list[int], position: int, new_shape: list[int], dims: list[int]
 ) -> DimSharding | IncompatibleReshape:
+    """Return the sharding after one group of dimensions is reshaped.
+
+    `position` is the sharded dimension's position in `old_shape`; `dims` are the result's dimensions of `new_shape`.
+    """
     inner = math.prod(old_shape[position + 1 :])
-    flat_sections = [tuple(f * inner for f in bounds) for bounds in sharding.sections] * math.prod(old_shape[:position])
-    for q, size in enumerate(new_shape):
-        sections = _unflatten_sections(
-            flat_sections, outer=math.prod(new_shape[:q]), inner=math.prod(new_shape[q + 1 :]), size=size
-        )
+    flat_sections = [tuple(bound * inner for bound in bounds) for bounds in sharding.sections]
+    flat_sections *= math.prod(old_shape[:position])
+    for new_position, size in enumerate(new_shape):
+        outer, inner = math.prod(new_shape[:new_position]), math.prod(new_shape[new_position + 1 :])
+        sections = _unflatten_sections(flat_sections, outer=outer, inner=inner, size=size)
         if sections is not None:
-            return DimSharding(dim=dims[q], sections=sections)
+            return DimSharding(dim=dims[new_position], sections=sections)
     return _suggest_sharding(sharding, old_shape, new_shape)
 
 
 def _unflatten_sections(
-    flat: list[SectionBounds], *, outer: int, inner: int, size: int
+    flat_sections: list[SectionBounds], *, outer: int, inner: int, size: int
 ) -> tuple[SectionBounds, ...] | None:
-    if size == 0 or outer == 0 or inner == 0 or len(flat) % outer:
+    """Return the sections of the middle dimension of a reshape to (outer, size, inner); None if there are none."""
+    if size == 0 or outer == 0 or inner == 0 or len(flat_sections) % outer:
         return None
-    period = len(flat) // outer
-    pattern = flat[:period]
-    if sum(f[-1] for f in pattern) != size * inner or any(flat[i] != pattern[i % period] for i in range(len(flat))):
+    period = len(flat_sections) // outer
+    pattern = flat_sections[:period]
+    if sum(bounds[-1] for bounds in pattern) != size * inner or flat_sections != pattern * outer:
         return None
     if any(bound % inner for bounds in pattern for bound in bounds):
         return None
@@ -149,7 +158,8 @@ def _unflatten_sections(
 def _suggest_sharding(sharding: DimSharding, old_shape: list[int], new_shape: list[int]) -> IncompatibleReshape:
     """Return the incompatible reshape with a suggestion.
 
-    A small leading size indicates a fused projection. A sharding of the last size would split a head.
+    A small first dimension (3 for q, k and v) indicates a fused projection. The last dimension is the width of a head,
+    so the one before it is the number of heads.
     """
     description = f"a reshape of {'×'.join(map(str, old_shape))} to {'×'.join(map(str, new_shape))}"
     nontrivial_sizes = [n for n in new_shape if n > 1]

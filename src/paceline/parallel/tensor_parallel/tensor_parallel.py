@@ -1,4 +1,4 @@
-"""Sharding of a model over tensor-parallel ranks; modules and parameter names do not change."""
+"""Shard a model over tensor-parallel ranks; its modules and parameter names do not change."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def split_model(model: nn.Module, *, plan: TensorPlan, world: World, sequence: b
 def split_model_in_group(model: nn.Module, *, plan: TensorPlan, group: TensorParallelGroup) -> TensorParallelPlacement:
     """Shard the model as `split_model` does, over any `TensorParallelGroup`."""
     shardings = resolve_plan(model, plan, ranks=group.size)
-    parts: dict[str, ShardSpec] = {}
+    shard_specs: dict[str, ShardSpec] = {}
     new_parameters: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -68,42 +68,37 @@ def split_model_in_group(model: nn.Module, *, plan: TensorPlan, group: TensorPar
             if id(parameter) in {id(p) for p in new_parameters.values()}:
                 continue  # the module is registered twice
             if sharding is None:
-                parts[name] = ShardSpec.full(parameter.shape)
+                shard_specs[name] = ShardSpec.full(parameter.shape)
                 continue
-            parts[name] = ShardSpec.from_ranges(parameter.shape, dim=sharding.dim, ranges=sharding.ranges(group.rank))
+            ranges = sharding.ranges(group.rank)
+            shard_specs[name] = ShardSpec.from_ranges(parameter.shape, dim=sharding.dim, ranges=ranges)
             if id(parameter) not in new_parameters:
-                new_parameters[id(parameter)] = _shard_parameter(parameter, parts[name])
+                new_parameters[id(parameter)] = _shard_parameter(parameter, shard_specs[name])
             module.register_parameter(key, new_parameters[id(parameter)])
-    undo, hide_parameters = show_sharded_parameters(model, shardings, group)
+    close, hide_parameters = show_sharded_parameters(model, shardings, group)
     return TensorParallelPlacement(
         parts=_drop_tied_names(model, parts),
         plan=plan,
         group=group,
-        close=undo,
+        close=close,
         hide_parameters=hide_parameters,
     )
 
 
-def _shard_parameter(parameter: nn.Parameter, part: ShardSpec) -> nn.Parameter:
+def _shard_parameter(parameter: nn.Parameter, shard_spec: ShardSpec) -> nn.Parameter:
     full_parameter = parameter.detach()
-    if (
-        full_parameter.dim() and not any(full_parameter.stride()) and part.local_shape is not None
-    ):  # strides 0: another stage owns the memory
+    is_placeholder = full_parameter.dim() > 0 and not any(full_parameter.stride())  # another stage owns the memory
+    if is_placeholder and shard_spec.local_shape is not None:
         local_shard = (
-            full_parameter[(0,) * full_parameter.dim()].expand(part.local_shape)
+            full_parameter[(0,) * full_parameter.dim()].expand(shard_spec.local_shape)
             if full_parameter.numel()
             else full_parameter
         )
     else:
-        local_shard = part.extract(full_parameter)
+        local_shard = shard_spec.extract(full_parameter)
     local_parameter = nn.Parameter(local_shard, requires_grad=parameter.requires_grad)
     local_parameter.__dict__.update(parameter.__dict__)
     return local_parameter
-
-
-def _drop_tied_names(model: nn.Module, parts: dict[str, ShardSpec]) -> dict[str, ShardSpec]:
-    """Return the parts by the names of `named_parameters()`, which lists each tied weight once."""
-    return {name: parts[name] for name, _ in model.named_parameters()}
 
 
 def show_sharded_parameters(
@@ -128,17 +123,16 @@ def show_sharded_parameters(
             handles += shown_modules[-1].register_hooks()
     handles += _register_model_hooks(model, shown_modules)
 
-    def undo() -> None:
+    def hide_parameters() -> None:
+        for module_parameters in shown_modules:
+            module_parameters.hide_all()
+
+    def close() -> None:
         for handle in handles:
             handle.remove()
-        for module_parameters in shown_modules:
-            module_parameters.hide_all()
+        hide_parameters()
 
-    def rest() -> None:
-        for module_parameters in shown_modules:
-            module_parameters.hide_all()
-
-    return undo, rest
+    return close, hide_parameters
 
 
 def _join(prefix: str, key: str) -> str:
@@ -168,10 +162,10 @@ class _ShownParameters:
         self._depth += 1
         for key, (name, sharding) in self._shardings.items():
             parameter = self.module._parameters[key]
-            shown_modules = self.module.__dict__.get(key)
-            if type(parameter) not in (nn.Parameter, Tensor) and not _is_plain(parameter):
+            shown = self.module.__dict__.get(key)
+            if type(parameter) not in (nn.Parameter, Tensor) and _is_dtensor(parameter):
                 continue  # FSDP has not gathered this parameter yet: it is shown after the all-gather
-            if shown_modules is None or shown_modules.local is not parameter:
+            if shown is None or shown.local is not parameter:
                 assert parameter is not None
                 self.module.__dict__[key] = ShardPropagatingTensor.from_local(
                     parameter, sharding, self._group, origins=(name,)
@@ -188,12 +182,12 @@ class _ShownParameters:
             self.module.__dict__.pop(key, None)
 
 
-def _is_plain(parameter: Any) -> bool:
-    return type(parameter).__torch_function__ is Tensor.__torch_function__ or not hasattr(parameter, "placements")
+def _is_dtensor(parameter: Any) -> bool:
+    return type(parameter).__torch_function__ is not Tensor.__torch_function__ and hasattr(parameter, "placements")
 
 
 def _register_model_hooks(model: nn.Module, shown_modules: list[_ShownParameters]) -> list[Any]:
-    """Register hooks that show all sharded parameters in the model's forward, for modules that read a tied weight."""
+    """Register hooks that show all sharded parameters during the model's forward, for reads outside their modules."""
 
     def show(*_: Any) -> None:
         for module_parameters in shown_modules:

@@ -1,4 +1,4 @@
-"""The tensor-parallel plan: a readable mapping of name patterns to roles, which say how parameters are sharded."""
+"""The tensor-parallel plan maps patterns of names to roles, which say how parameters are sharded."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ class TensorPlan:
         return None
 
     def with_replicated(self, patterns: Sequence[str]) -> "TensorPlan":
-        """Return the plan with the parameters and modules that these patterns match unsharded (role `whole`)."""
+        """Return the plan with role `whole` (not sharded) for the parameters and modules that match a pattern."""
         roles = dict(self.roles)
         for pattern in patterns:
             roles[pattern] = roles[f"{pattern}.**"] = ParameterRole(kind="whole")
@@ -97,7 +97,7 @@ def resolve_plan(model: nn.Module, plan: TensorPlan, *, ranks: int) -> Parameter
             continue
         try:
             is_local = any(name.startswith(f"{module}.") for module in local_modules)
-            sharding = _shard_parameter(name, parameter, owner, role, ranks, grouped=is_local)
+            sharding = _shard_parameter(name, parameter, owner, role, ranks, for_grouped_matmul=is_local)
             _check_tied(name, parameter, sharding, role, first_uses)
         except PacelineError as error:
             problems.append(error)
@@ -155,11 +155,11 @@ def sharded_dim(parameter: Tensor, owner: nn.Module, role: ParameterRole) -> int
 
 
 def _shard_parameter(
-    name: str, parameter: Tensor, owner: nn.Module, role: ParameterRole, ranks: int, *, grouped: bool
+    name: str, parameter: Tensor, owner: nn.Module, role: ParameterRole, ranks: int, *, for_grouped_matmul: bool
 ) -> DimSharding | None:
     """Return the sharding of one parameter by its role, or None if it is not sharded.
 
-    With `grouped` the shard sizes are multiples of 16 bytes if possible, as torch's grouped matmul requires.
+    With `for_grouped_matmul` (experts), the sizes of shards are multiples of 16 bytes if possible, as torch requires.
     """
     dim = sharded_dim(parameter, owner, role)
     if dim is None:
@@ -168,13 +168,13 @@ def _shard_parameter(
         raise LayoutError(
             f"{name} holds {str(parameter.dtype).removeprefix('torch.')}: a quantised or "
             "integer weight can't be split.",
-            cause="sums over pieces need floating point",
+            cause="the partial sums of a split weight need floating point",
             hint=f"keep it whole: --place.replicate {name}",
         )
     size = parameter.shape[dim]
     if role.heads is not None and role.heads % ranks:
         raise LayoutError(
-            f"{name}: {role.heads} heads do not divide by tp={ranks}.",
+            f"{name}: {role.heads} heads are not divisible by tp={ranks}.",
             cause="each rank takes the same number of whole heads",
             hint=f"tp={_nearest_divisor(role.heads, ranks)}, or keep it whole: "
             f"--place.replicate {name.rpartition('.')[0]}",
@@ -188,10 +188,10 @@ def _shard_parameter(
         )
     if min(sections) < ranks:
         raise LayoutError(
-            f"{name}: {min(sections)} along dimension {dim} are too few for tp={ranks}.",
+            f"{name}: size {min(sections)} along dimension {dim} is too small for tp={ranks}.",
             hint=f"a smaller tp, or keep it whole: --place.replicate {name.rpartition('.')[0]}",
         )
-    unit = 16 // parameter.element_size() if grouped else 1
+    unit = 16 // parameter.element_size() if for_grouped_matmul else 1
     fits_unit = all(n % unit == 0 and n // unit >= ranks for n in sections)
     return shard_evenly(size, ranks=ranks, sections=sections, dim=dim, unit=unit if fits_unit else 1)
 
@@ -210,7 +210,7 @@ def _check_tied(
     other_name, other_sharding = first_uses.setdefault(id(parameter), (name, sharding))
     if other_sharding != sharding:
         raise LayoutError(
-            f"{name} and {other_name} are one weight in two roles: {role.kind} splits it differently.",
+            f"{name} and {other_name} are one weight in two roles, which split it differently.",
             cause="they are tied: one tensor, which can be split in only one way",
             hint="the same role for both, or 'whole' for both",
         )
@@ -230,7 +230,7 @@ def unknown_names(model: nn.Module, roles: Mapping[str, object]) -> list[Pacelin
         LayoutError(
             f"the tensor plan names {pattern!r}, but no module or parameter of this model has that name.",
             cause=did_you_mean(pattern, map(name_pattern, names)) or f"the model has {', '.join(names[1:4])}, ...",
-            hint="the names that model.named_modules() gives; * is one name between dots",
+            hint="the names that model.named_modules() gives; * stands for one part between dots",
         )
         for pattern, role in roles.items()
         if getattr(role, "kind", role) != "whole"
@@ -248,7 +248,8 @@ def _unsharded_local_parameters(
             if f"{name}.{key}" not in shardings:
                 problems.append(
                     LayoutError(
-                        f"{name}.{key} is whole in a module that runs on shards: the sum would count it once per rank.",
+                        f"{name}.{key} is whole in a module that runs on shards (role local): the sum over the ranks "
+                        "would count it once per rank.",
                         hint=f"keep the module whole: --place.replicate {name}",
                     )
                 )

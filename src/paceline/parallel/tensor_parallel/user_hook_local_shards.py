@@ -1,4 +1,4 @@
-"""Plain local shards for module hooks that do not support sharded tensors."""
+"""Give plain local shards to module hooks that do not support sharded tensors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

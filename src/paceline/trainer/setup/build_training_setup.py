@@ -393,7 +393,7 @@ def _placement_notes(
     notes = compression_notes(
         plan.compression, parallelized_model.reducer, named_parameters=parallelized_model.named_parameters, world=world
     )
-    return [*notes, *hook_notes(parallelized_model.hooked_names, counts_first=contract.has_early_counts)]
+    return [*notes, *hook_notes(parallelized_model.hooked_names, divides_before_backward=contract.has_early_counts)]
 
 
 def _broadcast_initial_weights(model: nn.Module, world: World) -> list[str]:

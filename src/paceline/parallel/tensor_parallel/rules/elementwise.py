@@ -27,13 +27,17 @@ from paceline.parallel.tensor_parallel.sharded_tensor import (
 )
 from paceline.parallel.tensor_parallel.sharding import DimSharding
 
-BINARY = "add sub mul div true_divide floor_divide remainder fmod pow rsub maximum minimum atan2 eq ne lt le gt ge"
+BINARY = (
+    "add sub mul div true_divide floor_divide remainder fmod pow rsub maximum minimum atan2 eq ne lt le gt ge "
+    "logical_and logical_or bitwise_and bitwise_or"
+)
 UNARY = (
     "abs neg exp expm1 log log1p log2 sqrt rsqrt square reciprocal sin cos tan tanh sigmoid erf sign floor ceil round "
     "clamp clip clamp_min clamp_max nan_to_num isnan isinf isfinite relu relu6 gelu silu mish elu selu celu leaky_relu "
     "hardtanh hardswish hardsigmoid softplus softsign logsigmoid threshold tanhshrink positive logical_not bitwise_not "
-    "masked_fill where addcmul addcdiv lerp logical_and logical_or bitwise_and bitwise_or erfc sinh cosh trunc frac"
+    "erfc sinh cosh trunc frac"
 )
+TERNARY = "where masked_fill addcmul addcdiv lerp"
 DUNDER = "add radd sub rsub mul rmul truediv rtruediv floordiv pow rpow mod neg pos abs eq ne lt le gt ge and or invert"
 
 
@@ -48,10 +52,10 @@ def _torch_names(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(resolved))
 
 
-ELEMENTWISE = _torch_names([*BINARY.split(), *UNARY.split(), *(f"__{name}__" for name in DUNDER.split())])
+_NAMES = [*BINARY.split(), *UNARY.split(), *TERNARY.split()]
+ELEMENTWISE = _torch_names([*_NAMES, *(f"__{name}__" for name in DUNDER.split())])
 IN_PLACE = _torch_names(
-    [*(f"{name}_" for name in [*BINARY.split(), *UNARY.split(), "zero", "fill", "copy"])]
-    + [f"__i{name}__" for name in DUNDER.split()]
+    [*(f"{name}_" for name in [*_NAMES, "zero", "fill", "copy"]), *(f"__i{name}__" for name in DUNDER.split())]
 )
 
 
@@ -131,33 +135,37 @@ def _reduce_sharded_dim(call: FunctionCall, x: ShardPropagatingTensor, dims: lis
     if call.name in ("all", "any"):
         local = x.local.bool() if call.name == "any" else ~x.local.bool()
         is_any = x.group.all_reduce_max(
-            local.any(dims, keepdim).byte() if local.numel() else _empty_any(local, dims, keepdim)
+            local.any(dims, keepdim).byte() if local.numel() else _any_of_empty(local, dims, keepdim)
         ).bool()
         return is_any if call.name == "any" else ~is_any
     if (
         call.name not in ("sum", "mean")
         or not x.local.is_floating_point()
-        or (is_searching(x) and not _is_one_vector(x))
+        or (is_searching(x) and not _is_vector_per_sample(x))
     ):
-        raise NoRule  # the plan search does not shard a dimension that a norm reduces
+        raise NoRule  # in a plan search, such a sum or mean is taken for a hand-written norm layer, which stays whole
     result_dtype = call["dtype"] or x.local.dtype
     compute_dtype = torch.float32 if result_dtype in (torch.float16, torch.bfloat16) else result_dtype
     total = reduce_from_parallel_region(torch.sum(x.local, dims, keepdim, dtype=compute_dtype), x.group)
     return (total if call.name == "sum" else total / math.prod(x.full_shape[d] for d in dims)).to(result_dtype)
 
 
-def _is_one_vector(x: ShardPropagatingTensor) -> bool:
-    """Return whether the tensor is one vector per sample, as in global response norm, so that its sums are small."""
+def _is_vector_per_sample(x: ShardPropagatingTensor) -> bool:
+    """Return whether all dimensions but the first and the sharded one have size 1, as in global response norm.
+
+    The all-reduce of its sums is then small.
+    """
     return len(x.full_shape) > 1 and all(n == 1 for d, n in enumerate(x.full_shape) if d not in (0, x.sharding.dim))
 
 
-def _empty_any(local: Tensor, dims: list[int], keepdim: bool) -> Tensor:
-    """Return False (as bytes) for all results, on a rank whose shard is empty."""
+def _any_of_empty(local: Tensor, dims: list[int], keepdim: bool) -> Tensor:
+    """Return `any` of an empty shard, as bytes: False for every element of the result."""
     return local.sum(dims, keepdim).byte()
 
 
 @register_rule("layer_norm", "rms_norm")
-def _norm(call: FunctionCall) -> Any:
+def _layer_norm(call: FunctionCall) -> Any:
+    """Normalize over dimensions that are not sharded."""
     x = require_sharded(call["input"])
     if x.sharding.dim >= len(x.full_shape) - len(call["normalized_shape"]):
         raise NoRule

@@ -32,22 +32,20 @@ def narrow_sharded(
 
 
 def _narrow_by_sizes(x: ShardPropagatingTensor, dim: int, sizes: list[int]) -> tuple[ShardPropagatingTensor, ...]:
-    pieces, start = [], 0
+    slices, start = [], 0
     for size in sizes:
-        pieces.append(narrow_sharded(x, dim, start, start + size, sections=tuple(sizes)))
+        slices.append(narrow_sharded(x, dim, start, start + size, sections=tuple(sizes)))
         start += size
-    return tuple(pieces)
+    return tuple(slices)
 
 
 @register_rule("split", "split_with_sizes", "chunk", "tensor_split")
 def _split(call: FunctionCall) -> Any:
-    x, dim = require_sharded(call["input"]), call["dim"]
-    dim, (split_argument,) = (
-        positive_dim(dim, len(x.full_shape)),
-        (call[name] for name in call.arguments if name not in ("input", "dim")),
-    )
-    probe = torch.empty(x.full_shape[dim], device="meta")
-    return _narrow_by_sizes(x, dim, [len(part) for part in getattr(Tensor, call.name)(probe, split_argument)])
+    x = require_sharded(call["input"])
+    dim = positive_dim(call["dim"], len(x.full_shape))
+    (split_argument,) = (call[name] for name in call.arguments if name not in ("input", "dim"))
+    vector = torch.empty(x.full_shape[dim], device="meta")  # torch splits it, which gives the sizes
+    return _narrow_by_sizes(x, dim, [len(part) for part in getattr(Tensor, call.name)(vector, split_argument)])
 
 
 @register_rule("narrow")
@@ -101,10 +99,8 @@ def _index_select(call: FunctionCall) -> Any:
 def _getitem(call: FunctionCall) -> Any:
     x, raw_index = require_sharded(call.args[0]), call.args[1]
     index = tuple(_normalize_index(i) for i in (raw_index if isinstance(raw_index, tuple) else (raw_index,)))
-    is_nested_list = isinstance(raw_index, list) and any(
-        not isinstance(i, int) for i in raw_index
-    )  # torch reads it as a tuple
-    if is_nested_list or any(isinstance(i, ShardPropagatingTensor) for i in index):
+    is_tuple_as_list = isinstance(raw_index, list) and any(not isinstance(i, int) for i in raw_index)
+    if is_tuple_as_list or any(isinstance(i, ShardPropagatingTensor) for i in index):
         raise NoRule
     index = _expand_ellipsis(index, len(x.full_shape))
     position = _index_of_dim(index, x.sharding.dim)
@@ -144,6 +140,7 @@ def _num_indexed_dims(index: Any) -> int:
 
 
 def _index_of_dim(index: tuple[Any, ...], dim: int) -> int:
+    """Return the position of the index entry that indexes a dimension."""
     dims_before = 0
     for position, i in enumerate(index):
         if dims_before <= dim < dims_before + _num_indexed_dims(i):

@@ -186,12 +186,12 @@ def _nll_per_row(
     log_probs: ShardPropagatingTensor, target: Tensor, weight: Tensor | None, ignore_index: int, dim: int
 ) -> Tensor:
     """Return the negative log-likelihood of each row, times its class weight; zero if the target is ignored."""
-    is_counted, is_local, index = _locate_targets(log_probs, target, ignore_index)
+    is_counted, is_local, local_index = _locate_targets(log_probs, target, ignore_index)
     if log_probs.local.shape[dim]:
-        local_index = log_probs.local.gather(dim, index.unsqueeze(dim)).squeeze(dim)
+        target_log_probs = log_probs.local.gather(dim, local_index.unsqueeze(dim)).squeeze(dim)
     else:
-        local_index = log_probs.local.sum(dim)
-    losses = -reduce_from_parallel_region(local_index.masked_fill(~is_local, 0.0), log_probs.group)
+        target_log_probs = log_probs.local.sum(dim)  # zeros: this rank holds no classes
+    losses = -reduce_from_parallel_region(target_log_probs.masked_fill(~is_local, 0.0), log_probs.group)
     return losses if weight is None else losses * weight[torch.where(is_counted, target, 0)]
 
 
@@ -207,11 +207,9 @@ def _locate_targets(x: ShardPropagatingTensor, target: Tensor, ignore_index: int
         raise IndexError(f"Target {int(target[is_out_of_range][0])} is out of bounds.")
     is_local = is_counted & (target >= start) & (target < stop)
     local_index = torch.where(is_local, target - start, 0)
-    return (
-        is_counted,
-        is_local,
-        local_index if target.device.type == "cpu" else local_index.masked_fill(is_out_of_range, stop - start),
-    )  # gather raises
+    if target.device.type != "cpu":  # `gather` raises for such an index
+        local_index = local_index.masked_fill(is_out_of_range, stop - start)
+    return is_counted, is_local, local_index
 
 
 def _sum_over_classes(log_probs: ShardPropagatingTensor, weight: Tensor | None, dim: int) -> Tensor:

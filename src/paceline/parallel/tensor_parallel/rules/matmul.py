@@ -80,10 +80,8 @@ def _linear(call: FunctionCall) -> Any:
         if isinstance(bias, ShardPropagatingTensor):
             raise NoRule
         partial = F.linear(take_matching_shard(x, weight.sharding, -1, group), weight.local)
-        total = sum_partials(partial, group)
-        return (
-            total if bias is None else total + bias.to(total.dtype)
-        )  # under autocast the product and the weights have different dtypes
+        total = sum_partials(partial, group)  # under autocast its dtype differs from that of the bias
+        return total if bias is None else total + bias.to(total.dtype)
     if (
         not isinstance(x, ShardPropagatingTensor)
         or isinstance(bias, ShardPropagatingTensor)
@@ -133,8 +131,8 @@ def _addmm(call: FunctionCall) -> Any:
     if call["beta"] != 1 or call["alpha"] != 1:
         raise NoRule
     if not (isinstance(b, ShardPropagatingTensor) and _negative_sharded_dim(b) == -1):
-        product = torch.matmul(a, b)
-        return product + bias.to(product.dtype)
+        output = torch.matmul(a, b)
+        return output + bias.to(output.dtype)
     local_bias = take_matching_shard(bias, b.sharding, -1, b.group)
     return ShardPropagatingTensor.from_local(
         torch.addmm(local_bias, read_full_operand(a, b.group), b.local), b.sharding, b.group, origins=b.origins
@@ -152,9 +150,9 @@ def _einsum(call: FunctionCall) -> Any:
         raise NoRule
     position, first_sharded = next((n, t) for n, t in enumerate(operands) if isinstance(t, ShardPropagatingTensor))
     sharded_letter = terms[position][first_sharded.sharding.dim]
-    if any(w.count(sharded_letter) > 1
-           or (sharded_letter in w and t.shape[w.index(sharded_letter)] != first_sharded.sharding.size)
-           for w, t in zip(terms, operands, strict=True)):  # fmt: skip
+    if any(term.count(sharded_letter) > 1
+           or (sharded_letter in term and value.shape[term.index(sharded_letter)] != first_sharded.sharding.size)
+           for term, value in zip(terms, operands, strict=True)):  # fmt: skip
         raise NoRule  # a diagonal, or a size of 1 that broadcasts
     local_operands = []
     for term, value in zip(terms, operands, strict=True):
@@ -237,9 +235,9 @@ def compute_sharded_attention(attention_function: AttentionFunction, args: Any, 
         return attend_all_heads(**arguments)
     try:
         return _attend_local_heads(attention_function, arguments)
-    except NoRule as unknown:
+    except NoRule as no_rule:
         return apply_to_full_tensors(
-            attend_all_heads, (), arguments, name=name, incompatible_reshape=unknown.incompatible_reshape
+            attend_all_heads, (), arguments, name=name, incompatible_reshape=no_rule.incompatible_reshape
         )
 
 

@@ -1,4 +1,4 @@
-"""Sharding rules of views, copies and concatenations. The result is sharded along the same dimension of the data."""
+"""Sharding rules of views, copies and concatenations, whose results are sharded in the same way as their inputs."""
 
 import math
 from typing import Any
@@ -115,8 +115,8 @@ def _permute(call: FunctionCall) -> Any:
 @register_rule("movedim", "moveaxis")
 def _movedim(call: FunctionCall) -> Any:
     x = require_sharded(call["input"])
-    probe = torch.empty([2 + d for d in range(len(x.full_shape))], device="meta")
-    return _permute_dims(x, [n - 2 for n in probe.movedim(call["source"], call["destination"]).shape])
+    dims = torch.empty([2 + d for d in range(len(x.full_shape))], device="meta")  # dimension d has size d + 2
+    return _permute_dims(x, [size - 2 for size in dims.movedim(call["source"], call["destination"]).shape])
 
 
 @register_rule("unsqueeze")
