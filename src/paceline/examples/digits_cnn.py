@@ -54,7 +54,7 @@ def make_job(lr: float = 3e-3, width: int = 16, dropout: float = 0.1) -> pl.Job:
         count=lambda batch: len(batch[-1]),
         train_data=train_data,
         eval_data=eval_data,
-        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=lr),
+        optimizer=lambda named_parameters: torch.optim.AdamW([p for _, p in named_parameters], lr=lr),
         metrics={"accuracy": accuracy},
         global_batch_size=64,
         best="accuracy:max",

@@ -47,7 +47,7 @@ def make_job(lr: float = 1e-3, width: int = 64, depth: int = 2, context: int = 6
         config,
         train_data=lambda: Bytes(context, held_out=False),
         eval_data=lambda: Bytes(context, held_out=True),
-        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=lr),
+        optimizer=lambda named_parameters: torch.optim.AdamW([p for _, p in named_parameters], lr=lr),
         global_batch_size=32,
         max_grad_norm=1.0,
         settings={"train.steps": 60},
