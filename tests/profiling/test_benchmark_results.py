@@ -154,7 +154,7 @@ def probe(**other: Any) -> HardwareBenchmark:
     found = HardwareBenchmark(
         fingerprint=MARK, backend="gloo", took_seconds=20.0, rates=(rates(1), rates(2)),
         collectives=tuple(
-            CollectiveTimings(kind=kind, ranks=n, curve=curve(n * 1e-4, 1e-9 * SHARES[kind](n)))
+            CollectiveTimings(kind=kind, ranks=n, curve=curve(n * 1e-4, 1e-9 * SENT_BYTES_PER_BYTE[kind](n)))
             for kind in ("all_reduce", "send") for n in (2, 4)
         ),
         copies={"to_device": curve()}, disk=Disk(folder="/", write_rate=1e8, read_rate=2e8),

@@ -370,4 +370,4 @@ class Loop:
         if self._heartbeat is not None:
             last_result = self._logger.last_result
             loss = last_result.loss if last_result is not None and self._is_on_cpu else 0.0
-            self._pulse.write(step=self.cursor.step, total=self.total_steps or 0, loss=loss, phase=phase)
+            self._heartbeat.write(step=self.cursor.step, total=self.total_steps or 0, loss=loss, phase=phase)

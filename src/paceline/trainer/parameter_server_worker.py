@@ -164,7 +164,7 @@ class ParameterServerWorker:
         versions = [first_server.load(message)]
         for other in other_servers:
             other.connection.send(ServerMessage(kind=MessageKind.PULL, fields={"version": lease["version"]}))
-            versions.append(other.load(other.connection.receive(buffer=other.row)))
+            versions.append(other.load(other.connection.receive(buffer=other.buffer)))
         with annotate_step(int(lease["cursor"]["step"]) + 1):
             share_report = self._compute_share(lease)
         for server in [*other_servers, first_server]:
@@ -290,7 +290,7 @@ def _coalesce(gradient: Tensor | None) -> Tensor | None:
 
 
 def _first_reply(connection: Connection) -> ServerMessage:
-    """Return the reply to this worker's hello, once the servers begin."""
+    """Return the reply to this worker's hello; a server sends it once the first batch is offered."""
     while (message := connection.receive()).kind is MessageKind.WAIT:
         pass
     return message

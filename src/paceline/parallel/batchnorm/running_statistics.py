@@ -398,7 +398,7 @@ class MicrobatchStatistics:
     def _record_call(self, norm_tape: NormTape, *, has_output: bool) -> None:
         watch = norm_tape.watches.pop().stop() if norm_tape.watches else None
         has_run = has_output or is_in_backward()  # checkpointing may stop a recomputed forward before its end
-        if not (self._has_run and has_run and self._counts and norm_tape.has_statistics):
+        if not (self._has_run and has_run and self._has_samples and norm_tape.has_statistics):
             return
         calls, num_increments, uses_statistics = (
             torch_norm_calls(norm_tape.module)

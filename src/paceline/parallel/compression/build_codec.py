@@ -13,7 +13,7 @@ from paceline.parallel.compression.powersgd import LowRankBucket
 from paceline.parallel.compression.quantized import QuantizedBucket
 from paceline.parallel.compression.topk import TopKBucket
 from paceline.parallel.data_parallel.reducer import BucketReducer
-from paceline.parallel.module_access.parameters import NamedParameter, size_in_bytes
+from paceline.parallel.module_access.parameters import NamedParameter
 
 _CODECS: Mapping[Method, Callable[[Compression], Codec]] = {
     Method.BF16: lambda compression: Bf16(),
@@ -70,7 +70,7 @@ def compression_notes(
     if not (compression.is_on and isinstance(reducer, BucketReducer | ErrorFeedbackReducer)):
         return
     ranks = world.world_size
-    uncompressed_bytes = 2 * (ranks - 1) / ranks * sum(size_in_bytes(member.parameter) for member in named_parameters)
+    uncompressed_bytes = 2 * (ranks - 1) / ranks * sum(member.parameter.nbytes for member in named_parameters)
     sent_bytes = reducer.sent_bytes(ranks)
     sent, uncompressed = format_size(round(sent_bytes)), format_size(round(uncompressed_bytes))
     yield f"compress: {compression}; each rank sends {sent} of gradients per update, {uncompressed} without"

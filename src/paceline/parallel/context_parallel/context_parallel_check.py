@@ -105,7 +105,7 @@ class _TrainingRun:
         rng_states = cpu_rng_states()
         target = _gradient_target(output, loss, self.weighted_sum, rank=world.rank, size=world.world_size)
         with context.backward(batch_shard), Float64Mode(), NoAttentionDropout():
-            add_gradients([target], [None])
+            run_backward([target], [None])
         return _RunResult(
             outputs=[tensor.detach() for tensor in _outputs(output)],
             loss_terms=[term.detach() for term in _loss_terms(loss)],

@@ -65,8 +65,8 @@ def transient_bucket_bytes(world: World) -> int:
     return TRANSIENT_BUCKET_BYTES if world.device.type == "cpu" and world.backend != "nccl" else BUCKET_BYTES
 
 
-def _needs_own_bucket(member: NamedParameter) -> tuple[bool, ...]:
-    return (True,) if size_in_bytes(member.parameter) > LARGE_PARAMETER_BYTES else ()
+def _needs_own_bucket(member: NamedParameter) -> bool:
+    return member.parameter.nbytes > LARGE_PARAMETER_BYTES
 
 
 def _group_by_size(
@@ -78,15 +78,10 @@ def _group_by_size(
         size = 0
         for member in similar_members:
             bucket.append(member)
-            size += size_in_bytes(member.parameter)
+            size += member.parameter.nbytes
             if size >= (bucket_bytes if buckets or has_earlier_bucket else FIRST_BUCKET_BYTES):
                 buckets.append(bucket)
                 bucket, size = [], 0
         if bucket:
             buckets.append(bucket)
     return buckets
-
-
-def size_in_bytes(tensor: torch.Tensor) -> int:
-    """Return the size of the tensor's elements in bytes."""
-    return tensor.numel() * tensor.element_size()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel.module_access.parameters import NamedParameter, size_in_bytes
+from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs, row_range
 
 RowRange = tuple[int, int]
@@ -83,10 +83,10 @@ def make_row_splits(
     bytes_by_rank = [0] * num_shards
     for member in sorted(
         (m for m in named_parameters if m.name in full_tensor_names),
-        key=lambda m: (-size_in_bytes(m.parameter), m.index),
+        key=lambda m: (-m.parameter.nbytes, m.index),
     ):
         owner = bytes_by_rank.index(min(bytes_by_rank))
-        bytes_by_rank[owner] += size_in_bytes(member.parameter)
+        bytes_by_rank[owner] += member.parameter.nbytes
         shape = tuple(member.parameter.shape)
         num_rows = shape[0] if shape else 1
         ranges = tuple((0, num_rows) if rank == owner else (0, 0) for rank in range(num_shards))

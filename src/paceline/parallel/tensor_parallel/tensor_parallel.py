@@ -28,11 +28,11 @@ assert len(RULES) > 100
 class TensorParallelPlacement:
     """The result of `split_model`.
 
-    `parts`: this rank's part of each parameter, by name. `close` removes the hooks; the parameters remain sharded.
-    `hide_parameters` restores the plain parameters; call it after a forward that ended early.
+    `shard_specs`: this rank's shard of each parameter, by name. `close` removes the hooks; the parameters remain
+    sharded. `hide_parameters` restores the plain parameters; call it after a forward that ended early.
     """
 
-    parts: dict[str, ShardSpec]
+    shard_specs: dict[str, ShardSpec]
     plan: TensorPlan
     group: TensorParallelGroup
     close: Callable[[], None]
@@ -77,7 +77,7 @@ def split_model_in_group(model: nn.Module, *, plan: TensorPlan, group: TensorPar
             module.register_parameter(key, new_parameters[id(parameter)])
     close, hide_parameters = show_sharded_parameters(model, shardings, group)
     return TensorParallelPlacement(
-        parts=_drop_tied_names(model, parts),
+        shard_specs={name: shard_specs[name] for name, _ in model.named_parameters()},  # a tied weight is listed once
         plan=plan,
         group=group,
         close=close,

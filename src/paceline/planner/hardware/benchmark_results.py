@@ -134,7 +134,7 @@ class HardwareBenchmark:
                 f"the probe has no {kind}.", cause=_available_text([c.kind for c in self.collectives]), hint=_RERUN_HINT
             )
         nearest = min(same_kind, key=lambda collective: (abs(log(collective.ranks / ranks)), collective.ranks))
-        sent_fraction = SHARES[kind]
+        sent_fraction = SENT_BYTES_PER_BYTE[kind]
         scaled_bytes = num_bytes * sent_fraction(ranks) / sent_fraction(nearest.ranks)
         rounds = 1.0 if kind == "send" else (ranks - 1) / (nearest.ranks - 1)
         return nearest.curve.seconds(scaled_bytes) + nearest.latency_seconds * (rounds - 1)

@@ -66,8 +66,8 @@ def gather_rows(
     if local_parts is None:
         return None
     joined_lists = [
-        concatenate_columns([from_json(each["columns"][place]) for each in with_samples])
-        for place in local_parts.column_paths
+        concatenate_columns([from_json(parts["columns"][path]) for parts in parts_of_replicas])
+        for path in local_parts.column_paths
     ]
     return local_parts.rebuild(joined, joined_lists)
 

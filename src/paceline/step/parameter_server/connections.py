@@ -76,7 +76,7 @@ class WorkerConnections:
         fields = connection.receive().fields
         self._state.add_worker(worker, rank=fields["rank"], start_number=fields["start_number"], digest=fields["model"])
         while not self._state.wait_for_first_batch():
-            if self._leads:  # a worker waits for the first server first
+            if self._is_first_server:  # a worker connects to the other servers later
                 connection.send(ServerMessage(kind=MessageKind.WAIT))
         with self._state.lock:
             fixed = layout_of(self._state.served.fixed).pack(self._state.served.fixed)

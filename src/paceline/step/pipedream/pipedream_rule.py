@@ -38,9 +38,9 @@ class WeightStashingRule(StepRule):
         if pipeline_model is None or plan.update_rule.kind is not UpdateKind.PIPEDREAM:
             return str(plan.update_rule)
         num_microbatches = -(-plan.num_micro // plan.replicas)
-        blocks = "-".join(str(stop - start) for start, stop in piped.split.bounds)
+        blocks = "-".join(str(stop - start) for start, stop in pipeline_model.split.bounds)
         per_replica = f"{plural(num_microbatches, 'microbatch')} of a replica"
-        return f"{plan.update_rule} in {piped.split.num_stages} stages of {blocks} blocks, {per_replica}"
+        return f"{plan.update_rule} in {pipeline_model.split.num_stages} stages of {blocks} blocks, {per_replica}"
 
 
 def _refuse_unsupported_model(

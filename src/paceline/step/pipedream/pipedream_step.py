@@ -150,14 +150,10 @@ class PipeDreamStep(SynchronousStep):
             number=self.steps_done, step_batch=step_batch, counts=counts, num_left=len(local_microbatches)
         )
         self._batches[self._batch_boundaries.num_batches] = batch
-        indices_and_sizes = [(micro.index, micro.num_samples) for micro in step_batch.micro] + [
-            (step_batch.num_micro, 0)
-        ] * num_missing
-        for offset, ((index, samples), local_microbatch) in enumerate(
-            zip(indices_and_sizes, [*microbatches, *stand_ins], strict=True)
-        ):
-            micro = InFlightMicrobatch(batch=batch, index=index, num_samples=samples, local_microbatch=local_microbatch)
-            self._work.micro[self._batch_boundaries.num_microbatches + offset] = micro
+        for offset, ((index, samples), local) in enumerate(zip(indices_and_sizes, local_microbatches, strict=True)):
+            self._work.waiting_microbatches[self._batch_boundaries.num_microbatches + offset] = InFlightMicrobatch(
+                batch=batch, index=index, num_samples=samples, local_microbatch=local
+            )
         self._batch_boundaries.add(batch.num_left)
         return batch
 
@@ -212,13 +208,13 @@ class PipeDreamStep(SynchronousStep):
     def _update(self, action: Action) -> None:
         """Update with the batch's gradients, summed over this stage's replicas and divided by the global count."""
         batch = self._batches.pop(self._batch_boundaries.batch_of(action.microbatch))
-        assert batch.totals is not None and batch.result is not None
-        reduced = batch.totals.reduced()
-        if reduced.buffers_changed:
+        assert batch.reduction is not None and batch.result is not None
+        totals = batch.reduction.wait_for_totals()
+        if totals.buffers_changed:
             raise self._buffer_write_error()
         sum_over_replicas(self._parameters, world=self.replica.worlds.data)
         if batch.counts is None:
-            divide_all([p.grad for p in self._parameters if p.grad is not None], batch.totals.divisor())
+            divide_all([p.grad for p in self._parameters if p.grad is not None], batch.reduction.divisor())
         needed = self._version_rule.version(
             stage=self._stage, microbatch=self._num_forwards, batches=self._batch_boundaries
         )

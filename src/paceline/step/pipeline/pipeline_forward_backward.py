@@ -53,7 +53,7 @@ class PipelineForwardBackward:
 
     def program(self, num_micro: int) -> Program:
         """Return the pipeline's program, of all ranks, for `num_micro` microbatches."""
-        return self._piped.build_program(num_micro)
+        return self._pipeline_model.build_program(num_micro)
 
     def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
         """Run this replica's microbatches, and stand-ins of weight zero if all replicas must run equally many."""
@@ -66,8 +66,8 @@ class PipelineForwardBackward:
         work.indices_and_sizes += [(step_batch.num_micro, 0)] * num_missing
         work.microbatches = [*local_microbatches, *stand_ins]
         if work.microbatches:
-            program = self._piped.build_program(len(work.microbatches))
-            work.num_backwards_left = _num_backwards(program, rank=self._piped.world.rank)
+            program = self._pipeline_model.build_program(len(work.microbatches))
+            work.num_backwards_left = _num_backwards(program, rank=self._pipeline_model.world.rank)
             self._pipeline(program).run(work)
         reduction = self._totals_builder.new_reduction(step_batch, next(iter(work.terms.values()), None), stop=stop)
         for position, terms in work.terms.items():
@@ -91,26 +91,32 @@ class PipelineForwardBackward:
                     output, replica.contract.terms(output, microbatch.data, num_samples=num_samples), microbatch.data
                 )
 
-        self._pipeline(self._piped.build_forward_program(1)).run(_EvaluationWork(self._piped, run_model))
+        self._pipeline(self._pipeline_model.build_forward_program(1)).run(
+            _EvaluationWork(self._pipeline_model, run_model)
+        )
 
     def compute_logits(self, model: nn.Module, tensor: Tensor) -> Tensor:
         """Run one forward through the stages and broadcast the last stage's output to all ranks."""
-        found: list[Tensor] = []
-        self._pipeline(self._piped.build_forward_program(1)).run(
-            _EvaluationWork(self._piped, lambda: found.append(output_logits(model(tensor))))
+        logits: list[Tensor] = []
+        self._pipeline(self._pipeline_model.build_forward_program(1)).run(
+            _EvaluationWork(self._pipeline_model, lambda: logits.append(output_logits(model(tensor))))
         )
-        world, source = self._piped.world, self._piped.build_forward_program(1).loss_rank
-        told = world.share_json([list(found[0].shape), str(found[0].dtype)] if found else None, source=source)
-        if not found:
-            kind = getattr(torch, told[1].removeprefix("torch."))
-            found.append(torch.empty(told[0], dtype=kind, device=world.device))
-        return world.broadcast(found[0].contiguous(), source=source)
+        world, source = self._pipeline_model.world, self._pipeline_model.build_forward_program(1).loss_rank
+        shape, dtype_name = world.share_json(
+            [list(logits[0].shape), str(logits[0].dtype).removeprefix("torch.")] if logits else None, source=source
+        )
+        if not logits:
+            logits.append(torch.empty(shape, dtype=getattr(torch, dtype_name), device=world.device))
+        return world.broadcast(logits[0].contiguous(), source=source)
 
     def _pipeline(self, program: Program) -> Pipeline:
         if program not in self._pipelines:
             pipeline_model = self._pipeline_model
             self._pipelines[program] = Pipeline(
-                program, world=piped.world, splits=piped.can_split_backward, on_action=self._on_action
+                program,
+                world=pipeline_model.world,
+                splits_backward=pipeline_model.can_split_backward,
+                on_action=self._on_action,
             )
         return self._pipelines[program]
 

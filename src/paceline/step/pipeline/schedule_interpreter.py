@@ -88,8 +88,8 @@ class Pipeline:
         self._handlers: dict[Op, Callable[[Action, StageWork], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
-            Op.BACKWARD_INPUT: self._backward_input if splits else self._backward,
-            Op.BACKWARD_WEIGHT: self._backward_weight if splits else _skip,
+            Op.BACKWARD_INPUT: self._backward_input if splits_backward else self._backward,
+            Op.BACKWARD_WEIGHT: self._backward_weight if splits_backward else _skip,
             Op.SEND_F: self._send_forward,
             Op.RECV_F: self._receive_forward,
             Op.SEND_B: self._send_backward,

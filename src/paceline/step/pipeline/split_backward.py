@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from paceline.errors import LayoutError
-from paceline.torch_internals.private_api import add_gradients, compute_gradients
+from paceline.torch_internals.private_api import compute_gradients, run_backward
 
 
 @dataclass(kw_only=True)

@@ -76,7 +76,7 @@ class HogwildStep(SynchronousStep):
 
     def collect_staleness(self) -> list[dict[str, Any]]:
         """Return how many updates other workers made between this worker's read and its write."""
-        lost, made = self._shared_model.lost_additions
+        lost, made = self._shared_model.lost_and_all_additions
         staleness_counts = [list(pair) for pair in sorted(self._staleness_counts.items())]
         worker_name = f"worker {self.replica.world.rank}"
         return [{"who": worker_name, "late": staleness_counts, "lost": lost, "made": made}]
