@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def plan_of(layout: str, *, ranks: int, device: str, batch: int, micro: int) -> ExecutionPlan:
     return make_execution_plan(
         layout=parse_layout(layout), update=parse_update("sync"), compress=parse_compress("none"),
-        cluster=Resources(ranks=ranks, device=device),
+        resources=Resources(ranks=ranks, device=device),
         facts=JobFacts(global_batch_size=batch, micro_batch_size=micro, threads=1),
     )  # fmt: skip
 
