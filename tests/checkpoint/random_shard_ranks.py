@@ -209,7 +209,7 @@ def hollow(*, weights: Cuts, kept: Cuts, world: World, model: nn.Module | None =
     live = [here[name] for name in ema_names]
     ema = SimpleNamespace(names=ema_names, averages=[torch.zeros_like(t) for t in live], weights=live, decay=0.9)
     optimizer = adamw([(m.name, m.parameter) for m in named])
-    update: Any = SimpleNamespace(optimizers=[optimizer], schedules=[], scaler=None, ema=ema)
+    update: Any = SimpleNamespace(optimizers=[optimizer], lr_schedulers=[], scaler=None, ema=ema)
     return TrainState(
         model=model,
         update=update,
