@@ -11,7 +11,7 @@ from paceline.comm.process_group import World
 from paceline.config.activation_checkpointing import parse_remat
 from paceline.examples.text import GPT
 from paceline.parallel.activation_checkpointing.checkpointing import apply_remat
-from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
+from paceline.parallel.batchnorm.running_statistics import StatisticsRecorder
 from paceline.parallel.compile import compile_blocks
 from paceline.torch_internals.private_api import guard_hooks
 from paceline.torch_internals.rng import RandomStreams
@@ -40,7 +40,7 @@ def step(case: str, *, compiled: bool, policy: str = "none") -> tuple[dict[str, 
     model = build().train()
     streams = RandomStreams(seed=5)
     streams.attach(model)
-    tape = MicrobatchStatistics(model=model, world=World.alone())
+    tape = StatisticsRecorder(model=model, world=World.alone())
     apply_remat(model, policy=parse_remat(policy))
     if compiled:
         compile_blocks(model, report=said.append)

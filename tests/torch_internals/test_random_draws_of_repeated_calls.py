@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.comm.process_group import World
-from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
+from paceline.parallel.batchnorm.running_statistics import StatisticsRecorder
 from paceline.torch_internals.rng import RandomStreams
 
 
@@ -101,7 +101,7 @@ def test_norms_that_are_run_again_are_counted_as_in_plain_torch() -> None:
     def train(tape: bool) -> nn.Module:
         torch.manual_seed(3)
         model = Normed(remat=True)
-        tapes = MicrobatchStatistics(model=model, world=World.alone()) if tape else None
+        tapes = StatisticsRecorder(model=model, world=World.alone()) if tape else None
         for _ in range(3):
             if tapes:
                 tapes.begin_step()

@@ -15,7 +15,7 @@ from paceline.errors import JobError, LayoutError
 from paceline.examples.digits_cnn import ConvNet
 from paceline.examples.text import GPT
 from paceline.parallel.activation_checkpointing.checkpointing import apply_remat, repeated_blocks
-from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
+from paceline.parallel.batchnorm.running_statistics import StatisticsRecorder
 from paceline.parallel.module_access.blocks import find_blocks
 from paceline.torch_internals.rng import RandomStreams
 
@@ -105,7 +105,7 @@ def step(case: str, place: Callable[[nn.Module], object], *, autocast: bool = Fa
     model = build().train()
     streams = RandomStreams(seed=5)
     streams.attach(model)
-    tape = MicrobatchStatistics(model=model, world=World.alone())
+    tape = StatisticsRecorder(model=model, world=World.alone())
     keys = list(model.state_dict())
     place(model)
     assert list(model.state_dict()) == keys

@@ -24,7 +24,7 @@ from paceline.data.order.cursor import Cursor
 from paceline.data.types import BatchPartition
 from paceline.errors import JobError
 from paceline.job import Job
-from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
+from paceline.parallel.batchnorm.running_statistics import StatisticsRecorder
 from paceline.parallel.batchnorm.sync_batchnorm import synchronize_batchnorms
 from paceline.planner.layout.execution_plan import JobFacts, Resources, make_execution_plan
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
@@ -404,7 +404,7 @@ def test_a_step_that_is_begun_again_has_the_momentum_and_the_statistics_of_befor
             return super().forward(x)
 
     layer, x = Decaying(2, momentum=0.4, dtype=torch.float64), torch.tensor([[1.0, 2.0], [3.0, 6.0]]).double()
-    tape = MicrobatchStatistics(model=layer, world=World.alone(), exact=True)
+    tape = StatisticsRecorder(model=layer, world=World.alone(), exact=True)
     for right, momentum in ((0.2, 0.2), (0.2 * 0.9 + 0.1, 0.1)):
         for _ in range(3):
             tape.begin_step()
@@ -434,7 +434,7 @@ def test_forwards_that_can_not_wait_are_refused_by_name(way: str) -> None:
 def test_forwards_are_watched_in_the_first_step_alone_and_only_where_norms_keep_statistics() -> None:
     for model, is_watched in ((nn.BatchNorm1d(2), True), (nn.LayerNorm(2), False)):
         world = thread_worlds(replicas=2, world=World.alone(), timeout_seconds=30)[0]
-        tape = MicrobatchStatistics(model=model, world=world, can_wait=True)
+        tape = StatisticsRecorder(model=model, world=world, can_wait=True)
         assert isinstance(tape.recording_context(), TorchFunctionMode) == is_watched
         tape._is_checked = True
         assert not isinstance(tape.recording_context(), TorchFunctionMode)

@@ -218,7 +218,7 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
         ({"num_stages": 5}, "5 stages, but the model has only 4 blocks"),
         ({"num_stages": 2, "bounds": [1, 2]}, r"place.stages lists 2 stages with 3 blocks"),
         ({"num_stages": 2, "blocks": ["nowhere"]}, "no module of that name"),
-        ({"num_stages": 2, "blocks": ["blocks.0", "blocks.0.mix"]}, "'blocks.0', which holds it"),
+        ({"num_stages": 2, "blocks": ["blocks.0", "blocks.0.mix"]}, "'blocks.0', which contains it"),
         ({"num_stages": 2, "weights": [1.0]}, "1 weights for 4 blocks"),
     ):
         with pytest.raises(LayoutError, match=says):

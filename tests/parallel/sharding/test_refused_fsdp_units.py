@@ -214,7 +214,7 @@ CASES: dict[str, tuple[Any, str, str, str]] = {
     "an argument written to": (Sums, "fsdp", "refused", "a block writes in place to its argument"),
     "a hook under fsdp": (Hooked, "fsdp", "refused", "fsdp replaces blocks.1.up.weight by a new tensor"),
     "a later hook under fsdp": (HookedLater, "fsdp", "refused", "another tensor instead of first.weight"),
-    "a hook above init.limit": (Hooked, "ddp --init.limit=10", "refused", "above init.limit the values of blocks.1.up"),
+    "a hook above init.limit": (Hooked, "ddp --init.limit=10", "refused", "above init.limit, blocks.1.up"),
     "a hook under zero2": (Hooked, "zero2", "done", ""),
     "a hook under ddp": (HookedLater, "ddp", "done", ""),
     "lists handed on": (Hands, "fsdp", "done", ""),

@@ -98,8 +98,8 @@ changed_job(lambda job: {"count": lambda batch: (batch[-1] != SPACE).sum()})
         says=("statistic|running|BatchNorm", "rank|local|own|joined|fold"),
         quick=True,
         code="""
-from paceline.parallel.batchnorm.running_statistics import MicrobatchStatistics
-_fold = MicrobatchStatistics.fold
+from paceline.parallel.batchnorm.running_statistics import StatisticsRecorder
+_fold = StatisticsRecorder.fold
 
 def fold(self, *, num_micro):
     if self._world.world_size == 1:
@@ -114,7 +114,7 @@ def fold(self, *, num_micro):
     self._has_run = False
     return True
 
-MicrobatchStatistics.fold = fold
+StatisticsRecorder.fold = fold
 """,
     ),
     Planted(

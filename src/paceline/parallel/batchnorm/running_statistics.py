@@ -36,7 +36,7 @@ from paceline.parallel.batchnorm.norm_tape import (
 from paceline.parallel.batchnorm.order_dependence import OrderDependence
 from paceline.parallel.batchnorm.sequential_forwards import StatisticsRelay
 from paceline.parallel.batchnorm.statistics_reads import StatisticsAccesses, StatisticsReads
-from paceline.parallel.module_access.forward_counters import ForwardNumbers, NumberTape
+from paceline.parallel.module_access.forward_counters import ForwardNumbers, NumberRecorder
 from paceline.parallel.module_access.tensor_access import equal_tensors
 from paceline.torch_internals.private_api import NormBase, is_in_backward
 
@@ -53,8 +53,8 @@ from paceline.torch_internals.private_api import NormBase, is_in_backward
 _NUM_FLAGS = 8
 
 
-class MicrobatchStatistics:
-    """The tape of a model's running statistics.
+class StatisticsRecorder:
+    """The recorder of a model's running statistics.
 
     Call `begin_step`, then `set_microbatch(j)` before and `end_forward(j)` after each forward, then `fold`.
 
@@ -418,7 +418,7 @@ class MicrobatchStatistics:
                 norm_tape.record_version()
 
 
-def build_tapes(
+def build_state_recorders(
     model: nn.Module,
     *,
     world: World,
@@ -428,10 +428,10 @@ def build_tapes(
     can_wait: bool,
     over_batch: bool,
     is_compiled: bool,
-) -> list[MicrobatchStatistics | NumberTape]:
-    """Return the tapes for this model's steps; an empty list if nothing can differ from one process."""
+) -> list[StatisticsRecorder | NumberRecorder]:
+    """Return the recorders for this model's steps; an empty list if nothing can differ from one process."""
     if enabled and any(norms_with_statistics(model)):
-        tape = MicrobatchStatistics(
+        recorder = StatisticsRecorder(
             model=model,
             world=world,
             exact=exact,
@@ -440,8 +440,8 @@ def build_tapes(
             over_batch=over_batch,
             is_compiled=is_compiled,
         )
-        return [tape]
-    return [NumberTape(model, world=world, over_batch=over_batch)] if world.world_size > 1 or exact else []
+        return [recorder]
+    return [NumberRecorder(model, world=world, over_batch=over_batch)] if world.world_size > 1 or exact else []
 
 
 def _make_forward_numbers(model: nn.Module, *, world: World, norm_tapes: Sequence[NormTape]) -> ForwardNumbers:

@@ -23,7 +23,7 @@ POLICIES = {
 class BufferPolicy:
     """The policy that synchronizes changed buffers over the ranks.
 
-    With `fold`, `MicrobatchStatistics` handles running statistics; other changed buffers get rank 0's value, and the
+    With `fold`, `StatisticsRecorder` handles running statistics; other changed buffers get rank 0's value, and the
     user gets a note.
     """
 

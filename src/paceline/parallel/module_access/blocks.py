@@ -57,15 +57,15 @@ def _find_listed(model: nn.Module, names: Sequence[str]) -> tuple[Block, ...]:
     for name in names:
         if name not in modules:
             raise LayoutError(
-                f"the blocks list {name!r}, but the model has no module of that name.",
+                f"place.blocks lists {name!r}, but the model has no module of that name.",
                 cause=did_you_mean(name, modules),
                 hint="the names that model.named_modules() gives",
             )
         enclosing = next((other for other in names if name.startswith(f"{other}.")), None)
         if enclosing is not None or list(names).count(name) > 1:
             raise LayoutError(
-                f"the blocks list {name!r} "
-                + ("twice." if enclosing is None else f"and {enclosing!r}, which holds it."),
+                f"place.blocks lists {name!r} "
+                + ("twice." if enclosing is None else f"and {enclosing!r}, which contains it."),
                 cause="each block is a separate module, and no block contains another",
                 hint="list each module once, in the order in which the forward calls them",
             )

@@ -6,11 +6,11 @@ is frozen after some calls. If each microbatch adds the same integer to a number
 value before the step plus j times that integer. So each rank sets it before each forward. Every step checks this rule;
 a step in which such a number is discovered, or breaks the rule, is rerun.
 
-A rank can't compute other changes alone (a factor that decays, a cycle). The values then differ between ranks, which is
-reported, unless forwards run sequentially and send the values from rank to rank.
+A rank alone can't reproduce other changes (a factor that decays, a cycle). The values then differ between ranks, which
+is reported, unless forwards run sequentially and send the values from rank to rank.
 
-`ModuleNumbers` finds the numbers and `ForwardNumbers` tracks them through the steps. `NumberTape` uses it for models
-without norm statistics, `running_statistics` for models with them.
+`ModuleNumbers` finds the numbers and `ForwardNumbers` tracks them through the steps. `NumberRecorder` uses both for
+models without norm statistics, `running_statistics` for models with them.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -360,8 +360,8 @@ class ForwardNumbers:
         return (end - start) // len(self._microbatches)
 
 
-class NumberTape:
-    """The tape of a model without norm statistics, which sets and checks only numbers in module attributes.
+class NumberRecorder:
+    """The recorder of a model without norm statistics, which sets and checks only numbers in module attributes.
 
     `over_batch`: the loss is over the full batch, so each rank runs one forward, and numbers are not tracked.
     """
@@ -416,7 +416,7 @@ class NumberTape:
         return notes
 
     def close(self) -> None:
-        """Do nothing: the model has no hooks of this tape."""
+        """Do nothing: this recorder has no hooks."""
 
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")

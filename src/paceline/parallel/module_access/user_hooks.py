@@ -22,7 +22,7 @@ def hook_notes(hooked_names: Collection[str], *, divides_before_backward: bool) 
         return []
     return [
         f"warning: the hook on {first_names(list(hooked_names))} gets the gradient of one microbatch's loss sum, "
-        "which is divided by the count later: a mask or a factor is right, a threshold such as clamp is not. "
+        "which is divided by the count later: a hook that masks or scales is right, one that clamps is not. "
         "count=lambda batch: ... divides before backward (docs/refusals.md)"
     ]
 

@@ -18,16 +18,16 @@ _MAX_RECORDED = 4096
 
 
 class UnitOrderCheck:
-    """A check of the order in which ranks gather units, which are numbered by their positions in `names`."""
+    """A check of the order in which ranks gather units, identified by their positions in `names`."""
 
     def __init__(self, names: Sequence[str], *, world: World) -> None:
         self._names, self._world = tuple(names), world
         self._checksum, self._count, self._recorded = 0, 0, list[int]()
         self._pending: tuple[Tensor, torch.cuda.Event | None, list[int]] | None = None
 
-    def record_gather(self, number: int, *, backward: bool = False) -> None:
-        """Record that unit `number` is gathered, for its forward or its backward."""
-        event_code = 2 * number + backward
+    def record_gather(self, unit_index: int, *, backward: bool = False) -> None:
+        """Record that the unit with this index is gathered, for its forward or its backward."""
+        event_code = 2 * unit_index + backward
         self._checksum = zlib.crc32(event_code.to_bytes(4, "little"), self._checksum)
         self._count += 1
         if len(self._recorded) < _MAX_RECORDED:
@@ -99,5 +99,5 @@ class UnitOrderCheck:
         )
 
     def _describe(self, event_code: int) -> str:
-        number, backward = divmod(event_code, 2)
-        return f"{self._names[number]}{' in backward' if backward else ''}"
+        unit_index, backward = divmod(event_code, 2)
+        return f"{self._names[unit_index]}{' in backward' if backward else ''}"

@@ -45,11 +45,14 @@ def shardability_error(optimizer: Optimizer, group: Mapping[str, Any], *, exact:
     ):
         full_tensor, gradients = _make_trial(shape, exact)
         sizes = [(full_tensor.shape[dim] + 1) // 2, full_tensor.shape[dim] // 2]
-        starts, steps = full_tensor.split(sizes, dim), [g.split(sizes, dim) for g in gradients]
-        steps[_ZERO_GRADIENT_STEP][1].zero_()
+        halves, half_gradients = full_tensor.split(sizes, dim), [g.split(sizes, dim) for g in gradients]
+        half_gradients[_ZERO_GRADIENT_STEP][1].zero_()
         try:
             full_result = _run_steps(optimizer, group, [full_tensor], [[g] for g in gradients])[0]
-            half_results = [_run_steps(optimizer, group, [starts[n]], [[g[n]] for g in steps])[0] for n in (0, 1)]
+            half_results = [
+                _run_steps(optimizer, group, [halves[half]], [[pair[half]] for pair in half_gradients])[0]
+                for half in (0, 1)
+            ]
         except Exception as error:
             return f"{kind} could not be tried on a small matrix ({type(error).__name__}: {error})"
         if not _results_agree(full_result, torch.cat(half_results, dim if dim < 0 else dim + 1), exact):
@@ -76,8 +79,8 @@ def refuse_combining_rule(optimizer: Optimizer) -> None:
                 [[a, b] for a, b in zip(first_gradients, second_gradients, strict=True)],
             )
             separate_results = [
-                _run_steps(optimizer, group, [s], [[g] for g in gs])[0]
-                for s, gs in ((first_start, first_gradients), (second_start, second_gradients))
+                _run_steps(optimizer, group, [start], [[gradient] for gradient in gradients])[0]
+                for start, gradients in ((first_start, first_gradients), (second_start, second_gradients))
             ]
         except Exception:
             return  # `shardability_error` reports it

@@ -46,7 +46,7 @@ class UnitGuards:
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module], *, world: World, is_pipelined: bool) -> None:
         names = {id(module): name or "the model itself" for name, module in model.named_modules()}
-        self._guards = {id(unit): _Guard(self, names[id(unit)], n) for n, unit in enumerate(units)}
+        self._guards = {id(unit): _Guard(self, names[id(unit)], index) for index, unit in enumerate(units)}
         self.order = UnitOrderCheck([guard.name for guard in self._guards.values()], world=world)
         self._is_pipelined, self._model = is_pipelined, model
         self._num_running = 0
@@ -129,8 +129,8 @@ class _UnitParameter:
 class _Guard:
     """The guard of one unit, with the state of its current and last call."""
 
-    def __init__(self, guards: UnitGuards, name: str, number: int) -> None:
-        self.name, self._guards, self._number = name, guards, number
+    def __init__(self, guards: UnitGuards, name: str, index: int) -> None:
+        self.name, self._guards, self._index = name, guards, index
         self.parameters: list[_UnitParameter] = []
         self._caller_containers: list[Any] = []
         self._copied_containers: list[tuple[Any, Any]] = []
@@ -203,7 +203,7 @@ class _Guard:
             return
         checks: list[Callable[[], None]] = [
             self._guards.refuse_early_backward,
-            partial(self._guards.order.record_gather, self._number, backward=True),
+            partial(self._guards.order.record_gather, self._index, backward=True),
         ]
 
         def run_checks(_: Tensor) -> None:

@@ -188,7 +188,7 @@ def _refuse_parameter_references(optimizer: Optimizer, names: Mapping[int, str])
         if any(id(tensor) in names or tensor.is_meta for tensor in _tensors(referenced)):
             raise JobError(
                 f"{type(optimizer).__name__}.{field} holds parameters of its own.",
-                cause="each rank steps on its own rows, which such a reference does not follow",
+                cause="each rank steps on its own rows, but this attribute still refers to the tensors of optimizer=",
                 hint="read self.param_groups in step(), or --layout ddp",
             )
 

@@ -399,7 +399,7 @@ def check_plan(model: nn.Module, *, plan: TensorPlan, run: ModelRun, ranks: int,
                 raise LayoutError(
                     f"the {plan.source} tensor plan changes output {index} of {type(model).__name__} on rank {rank} "
                     f"by {difference:.1e} of its largest value.",
-                    hint="keep the modules that compute it whole: --place.replicate NAME, and report this as a bug",
+                    hint="do not split the modules that compute it: --place.replicate NAME, and report this as a bug",
                 )
     return largest_difference
 

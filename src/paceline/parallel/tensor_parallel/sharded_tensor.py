@@ -172,7 +172,7 @@ class ShardPropagatingTensor(Tensor):
         raise LayoutError(
             f"{func} was called on a tensor that is sharded over the tensor-parallel ranks.",
             cause="a custom autograd function or operator reads an activation that is split over the ranks",
-            hint="keep the module around it whole: --place.replicate ITS_NAME",
+            hint="do not split the module that calls it: --place.replicate ITS_NAME",
         )
 
 
@@ -244,7 +244,7 @@ def _in_place_write_error(description: str, tensor: ShardPropagatingTensor) -> L
     return LayoutError(
         f"{description} writes in place into a tensor that is sharded over the tensor-parallel ranks "
         f"({', '.join(sorted(tensor.origins)[:2]) or 'an activation'}).",
-        hint="keep the module that does it whole: --place.replicate ITS_NAME",
+        hint="do not split the module that writes: --place.replicate ITS_NAME",
     )
 
 
@@ -259,7 +259,7 @@ def _apply_inside_transform(func: Any, args: Any, kwargs: Any, *, name: str) -> 
             raise LayoutError(
                 f"{name} is called inside torch.func (vmap, grad, jvp, ...) on a tensor that is "
                 f"sharded over the tensor-parallel ranks ({', '.join(sorted(tensor.origins)[:2]) or 'an activation'}).",
-                hint="keep the modules that it goes through whole: --place.replicate NAME; or --layout fsdp",
+                hint="do not split the modules that it goes through: --place.replicate NAME; or --layout fsdp",
             )
         record_all_gather(tensor, f"{name}{INSIDE_TRANSFORM}" if is_inside_functorch() else name)
     leaves, spec = tree_flatten((args, kwargs))
@@ -281,7 +281,7 @@ def _refuse_custom_autograd() -> None:
             raise LayoutError(
                 f"{name} is a custom autograd function that reads a tensor that is sharded over the "
                 f"tensor-parallel ranks ({', '.join(sorted(tensor.origins)[:2])}).",
-                hint="keep the modules whose outputs it reads whole: --place.replicate NAME",
+                hint="do not split the modules whose outputs it reads: --place.replicate NAME",
             )
         record_all_gather(tensor, f"{name}, a custom autograd function")
 

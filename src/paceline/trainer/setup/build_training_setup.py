@@ -17,7 +17,7 @@ from paceline.config.settings import Settings
 from paceline.console.output import print_line
 from paceline.errors import JobError
 from paceline.job import Job
-from paceline.parallel.batchnorm.running_statistics import build_tapes
+from paceline.parallel.batchnorm.running_statistics import build_state_recorders
 from paceline.parallel.batchnorm.sync_batchnorm import synchronize_batchnorms
 from paceline.parallel.compression.build_codec import compression_notes
 from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackReducer
@@ -344,7 +344,7 @@ def _build_replica_context(
         contract=contract,
         reducer=parallelized_model.reducer,
         context_parallel=parallelized_model.context_parallel,
-        state_recorders=build_tapes(
+        state_recorders=build_state_recorders(
             model,
             world=worlds.data,
             enabled=train.buffers == "fold",
