@@ -160,7 +160,7 @@ class _Guard:
     def record_arguments(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Record the arguments and parameter versions; a forward pre-hook that runs after those that gather."""
         if not is_in_backward():
-            self._guards.order.record_gather(self._number)
+            self._guards.order.record_gather(self._index)
         self._sync_requires_grad()
         caller_ids = set(map(id, self._caller_containers))
         containers: Iterable[Any] = _containers((*args, *kwargs.values())) if caller_ids else ()
