@@ -20,7 +20,7 @@ from torch import nn
 import paceline as pl
 from paceline.commands.common.option_checks import check_job_parameters
 from paceline.config.job_reference import parameter_sources, parse_jobref
-from paceline.config.loading import RequestedSettings
+from paceline.config.merge_settings import RequestedSettings
 from paceline.data.source import read_source
 from paceline.errors import JobError, PacelineError, Problems, job_exit_error
 from paceline.job import load_job, refuse_job

@@ -15,7 +15,7 @@ import tyro
 
 from paceline.commands.command_table import VERBS
 from paceline.commands.help_page import EXAMPLES, help_page
-from paceline.config.loading import default_value, known_settings, range_text
+from paceline.config.merge_settings import default_value, known_settings, range_text
 from paceline.config.settings import Settings
 
 

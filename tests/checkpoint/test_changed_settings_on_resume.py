@@ -8,7 +8,7 @@ import pytest
 
 from paceline.checkpoint.files.checkpoint_folder import open_checkpoint
 from paceline.checkpoint.resume_checks import describe_changes, record_settings
-from paceline.config.loading import JOB, known_settings
+from paceline.config.merge_settings import JOB, known_settings
 from paceline.config.resume_allowances import ALLOWED_DIFFERENCES, COMPARED_SETTINGS, FREE_SETTINGS, REPORTED_SETTINGS
 from paceline.config.settings import Settings, Train
 from paceline.errors import PacelineError, ResumeError

@@ -4,7 +4,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.commands.command_table import TrainOptions
-from paceline.config.loading import known_settings
+from paceline.config.merge_settings import known_settings
 from paceline.config.other_tool_options import OTHER_TOOL_OPTIONS, find_equivalent
 
 

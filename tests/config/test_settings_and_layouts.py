@@ -16,7 +16,7 @@ from paceline.commands.config import config
 from paceline.commands.plan import plan
 from paceline.config.job_reference import file_name, job_defaults, parse_jobref, short_name
 from paceline.config.layout import LayoutKind, parse_layout
-from paceline.config.loading import RequestedSettings, as_toml, merge, read_requested_settings
+from paceline.config.merge_settings import RequestedSettings, as_toml, merge, read_requested_settings
 from paceline.config.task import Task
 from paceline.config.update_rule import UpdateRule, parse_update
 from paceline.errors import LayoutError, PacelineError, Problems, UsageError

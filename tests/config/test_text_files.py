@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.config.loading import read_requested_settings
+from paceline.config.merge_settings import read_requested_settings
 from paceline.config.text_file import read_user_text
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.parallel.initialization.safetensors_loading import SafetensorsFolder

@@ -9,7 +9,7 @@ from torch import nn
 from paceline.comm.mesh_groups import MeshGroups
 from paceline.comm.process_group import World
 from paceline.config.layout import parse_layout
-from paceline.config.loading import merge, read_requested_settings
+from paceline.config.merge_settings import merge, read_requested_settings
 from paceline.config.settings import PlacementSettings, Settings
 from paceline.config.update_rule import parse_update
 from paceline.errors import LayoutError

@@ -11,7 +11,7 @@ import pytest
 
 import paceline as pl
 from paceline.commands.command_table import VERBS
-from paceline.config.loading import known_settings
+from paceline.config.merge_settings import known_settings
 from tests.docs.page import DOCS, ROOT, blocks, part_of_site
 
 LINK = re.compile(r"\]\((?:docs/)?([\w-]+\.md)[^)]*\)")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import paceline as pl
-from paceline.config.loading import default_value, known_settings, range_text
+from paceline.config.merge_settings import default_value, known_settings, range_text
 from paceline.config.resume_allowances import COMPARED_SETTINGS, FREE_SETTINGS, REPORTED_SETTINGS
 from paceline.errors import ExitCode
 from paceline.verification.diagnosis.hypotheses import GradientFacts, list_hypotheses

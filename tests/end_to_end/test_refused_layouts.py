@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.config.layout import parse_layout
-from paceline.config.loading import read_requested_settings
+from paceline.config.merge_settings import read_requested_settings
 from paceline.config.task import Task
 from paceline.planner.layout.mesh import resolve_mesh
 from paceline.planner.layout.pipeline_options import refuse_schedule

@@ -201,7 +201,7 @@ def test_private_torch_is_touched_in_one_place() -> None:
 
 
 def test_every_setting_is_documented() -> None:
-    from paceline.config.loading import known_settings
+    from paceline.config.merge_settings import known_settings
 
     text = (ROOT / "docs" / "settings.md").read_text()
     missing = [name for name in known_settings() if f"`{name}`" not in text]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.config.loading import read_requested_settings
+from paceline.config.merge_settings import read_requested_settings
 from paceline.config.task import Task
 from paceline.trainer.checkpointer import write_final_weights
 from paceline.trainer.diagnostics.replica_check import find_replica_mismatch

@@ -5,7 +5,7 @@ from typing import Any
 
 from paceline.checkpoint.lr_schedule_state import schedule_difference
 from paceline.checkpoint.optimizer_options import optimizer_difference
-from paceline.config.loading import JOB, default_value
+from paceline.config.merge_settings import JOB, default_value
 from paceline.config.resume_allowances import REPORTED_SETTINGS
 from paceline.config.secret_settings import mask_value
 from paceline.config.settings import Settings

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.commands.command_table import ConfigOptions, VerbOutput
 from paceline.config.job_reference import JobRef, job_defaults, parse_jobref
-from paceline.config.loading import (
+from paceline.config.merge_settings import (
     JOB,
     JOB_SETTINGS,
     RequestedSettings,

@@ -22,7 +22,7 @@ from paceline.commands.common.execution import CommandOutcome, RunOptions
 from paceline.commands.common.python_result import Result
 from paceline.commands.compare_layouts import LayoutComparison, compare_layouts
 from paceline.config.job_reference import OBJECT_PREFIX
-from paceline.config.loading import JOB, RequestedSettings, as_command_text, flatten
+from paceline.config.merge_settings import JOB, RequestedSettings, as_command_text, flatten
 from paceline.errors import ExitCode, PacelineError, RunError, UsageError
 from paceline.launch.failures.uncaught_exceptions import install_uncaught_hook, remove_hook_at_end
 from paceline.planner.simulation.failure_forecast import CheckpointCosts

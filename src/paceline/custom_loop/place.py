@@ -13,7 +13,7 @@ from torch import nn
 from paceline.comm.mesh_groups import MeshGroups
 from paceline.comm.process_group import World
 from paceline.config.layout import Layout, LayoutKind, parse_layout
-from paceline.config.loading import RequestedSettings, merge
+from paceline.config.merge_settings import RequestedSettings, merge
 from paceline.config.settings import Settings
 from paceline.console.output import print_line
 from paceline.custom_loop.existing_world import open_current_world

@@ -9,8 +9,8 @@ import transformers
 from torch.optim import Optimizer
 
 from paceline.errors import JobError
-from paceline.hf.hf_dataset import MaskedRows, TokenizedRows, collate
 from paceline.hf.hf_model import ConfigModel, FolderModel, infer_task, model_class, read_config
+from paceline.hf.tokenize_and_mask import MaskedRows, TokenizedRows, collate
 from paceline.job import Job, NamedParameters
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")

@@ -19,8 +19,8 @@ from paceline.filesystem.run_lock import RunLock, lock_run_folder
 from paceline.launch.agent.supervisor import Supervisor, forkserver_command
 from paceline.launch.failures.failure_record import FIRST_FAILURE, FORKSERVER_RANK, Failure
 from paceline.launch.failures.first_failure import is_lost_connection
-from paceline.launch.failures.hang_detection import DIVERGED, TIMEOUT
-from paceline.launch.failures.silent_ranks import DEFAULT_SECONDS
+from paceline.launch.failures.missing_heartbeats import DEFAULT_SECONDS
+from paceline.launch.failures.stuck_rank import DIVERGED, TIMEOUT
 from paceline.launch.rendezvous import listen_on_free_port
 from paceline.run_folder.run_folder import RunFolder
 

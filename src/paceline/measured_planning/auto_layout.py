@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.checkpoint.files.checkpoint_folder import LATEST, has_saves, resolve_mark
 from paceline.config.compression import parse_compress
-from paceline.config.loading import as_command_text, settings_from_text
+from paceline.config.merge_settings import as_command_text, settings_from_text
 from paceline.config.parse_auto_layout import AUTO, is_auto
 from paceline.config.task import Task
 from paceline.config.update_rule import parse_update

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.config.loading import default_value, known_settings
+from paceline.config.merge_settings import default_value, known_settings
 from paceline.filesystem.atomic_files import write_text
 from paceline.reporting.run_history import History, json_or_none, read_history
 from paceline.reporting.run_report import html_document, run_status

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from paceline.config.loading import default_value, known_settings
+from paceline.config.merge_settings import default_value, known_settings
 from paceline.config.secret_settings import mask_value
 from paceline.filesystem.atomic_files import read_json
 from paceline.reporting.run_history import json_or_none

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from paceline.config.compression import parse_compress
 from paceline.config.job_reference import OBJECT_PREFIX
 from paceline.config.layout import parse_layout
-from paceline.config.loading import JOB, JOB_SETTINGS, RequestedSettings, merge
+from paceline.config.merge_settings import JOB, JOB_SETTINGS, RequestedSettings, merge
 from paceline.config.parse_auto_layout import is_auto
 from paceline.config.resume_allowances import refuse_unknown_allowances
 from paceline.config.task import Task

@@ -15,7 +15,7 @@ from paceline.checkpoint.lr_schedule_state import refuse_short_schedules
 from paceline.checkpoint.resume_checks import describe_changes
 from paceline.comm.process_group import World
 from paceline.config.job_reference import file_name
-from paceline.config.loading import as_toml
+from paceline.config.merge_settings import as_toml
 from paceline.config.secret_settings import holds_secret
 from paceline.console.formatting import plural
 from paceline.data.dataset_properties import DatasetProperties

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.launch.failures.failure_record import Failure, failure_from_status, read_failure, write_failure
 from paceline.launch.failures.first_failure import exit_code, first_failure, is_lost_connection
-from paceline.launch.failures.hang_detection import SilentRank, hang_failure
+from paceline.launch.failures.stuck_rank import SilentRank, hang_failure
 
 MS = 1_000_000
 

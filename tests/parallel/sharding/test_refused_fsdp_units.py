@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import paceline as pl
 from paceline.comm.process_group import World
-from paceline.config.loading import read_requested_settings
+from paceline.config.merge_settings import read_requested_settings
 from paceline.config.task import Task
 from paceline.launch.failures.failure_record import annotate_progress, failure_from_exception
-from paceline.launch.failures.hang_detection import divergence_failure
+from paceline.launch.failures.stuck_rank import divergence_failure
 from paceline.parallel.sharding.execution_order_check import UnitOrderCheck
 from tests.end_to_end.forked_job_ranks import Told, try_pair
 from tests.matrix.matrix_page import patterns, stands

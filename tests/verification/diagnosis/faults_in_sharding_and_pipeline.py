@@ -161,7 +161,7 @@ RecomputedForward.recompute = recompute
         says=("rank 1", "row", "moved|shift|off by|order|roll|neighbour|places"),
         quick=True,
         code="""
-from paceline.parallel.sharding.reduce_scatter import ScatterReducer
+from paceline.parallel.sharding.reduce_scatter_gradients import ScatterReducer
 _finish = ScatterReducer.finish
 
 def finish(self, *, divisor):
@@ -180,7 +180,7 @@ ScatterReducer.finish = finish
         should="Every gradient is half of what it should be: reduce-scatter averaged over 2 ranks and not summed.",
         says=(r"factor of (0\.5|1/2)|1/2|0\.5|half|2 times too small", "averag|divided|ranks"),
         code="""
-from paceline.parallel.sharding import reduce_scatter as scatter
+from paceline.parallel.sharding import reduce_scatter_gradients as scatter
 _start = scatter.start_reduce_scatter
 
 def start(buffer, *, out, world):
@@ -202,7 +202,7 @@ scatter.start_reduce_scatter = start
         should="Gradients are summed over dp_shard but not over dp_replicate: ranks 0, 1 and ranks 2, 3 differ.",
         says=("dp_replicate|replica", "not summed|not added|not reduced|a part|own part"),
         code="""
-from paceline.parallel.sharding.reduce_scatter import ScatterReducer
+from paceline.parallel.sharding.reduce_scatter_gradients import ScatterReducer
 _start = ScatterReducer.__init__
 
 def start(self, *, replica_world=None, **rest):

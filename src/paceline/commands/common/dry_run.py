@@ -6,7 +6,7 @@ from tempfile import TemporaryFile
 
 from paceline.commands.common.execution import collect_problems, refuse_shared_folder, unwritable_folder_error
 from paceline.config.job_reference import parse_jobref
-from paceline.config.loading import RequestedSettings, merge
+from paceline.config.merge_settings import RequestedSettings, merge
 from paceline.config.task import Task
 from paceline.console.formatting import plural
 from paceline.errors import PacelineError, raise_all

@@ -19,7 +19,7 @@ from paceline.commands.common.resume_command import build_resume_command, build_
 from paceline.config.compression import Compression, parse_compress
 from paceline.config.job_reference import parameter_sources, parse_jobref
 from paceline.config.layout import Layout, LayoutKind, parse_layout
-from paceline.config.loading import COMMAND_LINE, RequestedSettings, merge, read_requested_settings
+from paceline.config.merge_settings import COMMAND_LINE, RequestedSettings, merge, read_requested_settings
 from paceline.config.settings import Settings
 from paceline.config.task import Task
 from paceline.config.update_rule import UpdateRule, parse_update

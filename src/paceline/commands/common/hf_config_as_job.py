@@ -5,7 +5,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from paceline.config.loading import read_requested_settings
+from paceline.config.merge_settings import read_requested_settings
 from paceline.errors import MachineError, PacelineError, UsageError
 from paceline.planner.hardware.cluster import Cluster
 

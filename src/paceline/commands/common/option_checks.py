@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from paceline.config.compression import find_method
-from paceline.config.loading import RequestedSettings
+from paceline.config.merge_settings import RequestedSettings
 from paceline.config.other_tool_options import find_equivalent
 from paceline.config.update_rule import find_rule
 from paceline.console.formatting import did_you_mean

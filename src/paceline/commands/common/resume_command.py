@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from paceline.checkpoint.files.checkpoint_folder import has_saves
-from paceline.config.loading import as_command_text
+from paceline.config.merge_settings import as_command_text
 from paceline.config.secret_settings import mask_value
 from paceline.config.task import Task
 from paceline.launch.environments import JoinedWorld

@@ -26,7 +26,10 @@ from paceline.launch.failures.failure_record import (
     read_failure,
 )
 from paceline.launch.failures.first_failure import exit_code, first_failure, is_lost_connection
-from paceline.launch.failures.hang_detection import (
+from paceline.launch.failures.missing_heartbeats import DEFAULT_SECONDS, SilenceWatcher
+from paceline.launch.failures.oom_detection import oom_kill_count
+from paceline.launch.failures.stack_dumps import has_signal_handler, process_state, seek_stack_area
+from paceline.launch.failures.stuck_rank import (
     SilentRank,
     divergence_failure,
     find_silent_ranks,
@@ -34,9 +37,6 @@ from paceline.launch.failures.hang_detection import (
     is_timeout,
     stop_waiting_message,
 )
-from paceline.launch.failures.oom_detection import oom_kill_count
-from paceline.launch.failures.silent_ranks import DEFAULT_SECONDS, SilenceWatcher
-from paceline.launch.failures.stack_dumps import has_signal_handler, process_state, seek_stack_area
 
 _POLL_SECONDS = 0.05
 _RECORD_SECONDS = 0.1

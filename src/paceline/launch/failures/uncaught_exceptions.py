@@ -21,8 +21,8 @@ from paceline.errors import ExitCode, PeerError, job_exit_error
 from paceline.filesystem.atomic_files import write_text
 from paceline.launch.failures.failure_record import Failure, current_rank, failure_from_exception
 from paceline.launch.failures.first_failure import is_lost_connection
-from paceline.launch.failures.hang_detection import is_timeout
 from paceline.launch.failures.single_reporter import ReportScope, claim_report
+from paceline.launch.failures.stuck_rank import is_timeout
 from paceline.launch.inherited_environment import attempt_folder, own_environ
 from paceline.user_code import hide_paceline_frames
 

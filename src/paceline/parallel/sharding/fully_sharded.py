@@ -22,7 +22,7 @@ from paceline.parallel.data_parallel.exact_reduction import FixedPointGrid
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs
 from paceline.parallel.sharding.fsdp_options import FullShardOptions
-from paceline.parallel.sharding.reduce_scatter import ScatterReducer
+from paceline.parallel.sharding.reduce_scatter_gradients import ScatterReducer
 from paceline.parallel.sharding.row_shards import RowShard, RowSplit, make_row_shards, make_row_splits, parameter_view
 from paceline.parallel.sharding.sharded_model import DataGroups, ShardedModel, shard_zero12
 from paceline.parallel.sharding.unit_gradient_order import pass_first_input

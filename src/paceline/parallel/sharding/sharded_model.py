@@ -11,7 +11,7 @@ from paceline.parallel.data_parallel.exact_reduction import ExactReducer, FixedP
 from paceline.parallel.data_parallel.reducer import BucketReducer, LocalReducer, Reducer
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs
-from paceline.parallel.sharding.reduce_scatter import ScatterReducer
+from paceline.parallel.sharding.reduce_scatter_gradients import ScatterReducer
 from paceline.parallel.sharding.row_shards import RowShard, RowSplit, make_row_shards, make_row_splits
 from paceline.parallel.sharding.zero1_zero2_reducers import ParameterAllGather, RowShardReducer
 

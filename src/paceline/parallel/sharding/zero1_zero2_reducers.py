@@ -1,7 +1,7 @@
 """ZeRO-1 and ZeRO-2: each rank's optimizer updates its rows, which are then all-gathered into the full parameters.
 
 The model keeps full parameters. Stage 1 all-reduces full gradients, as data parallelism does; stage 2 reduce-scatters
-them, so that each rank keeps only its rows (`reduce_scatter`; Rajbhandari et al., "ZeRO", 2020).
+them, so that each rank keeps only its rows (`reduce_scatter_gradients`; Rajbhandari et al., "ZeRO", 2020).
 """
 
 from collections.abc import Callable, Mapping, Sequence

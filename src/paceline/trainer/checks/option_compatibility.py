@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from paceline.config.loading import default_value
+from paceline.config.merge_settings import default_value
 from paceline.config.settings import PlacementSettings, Settings
 from paceline.errors import JobError, LayoutError, PacelineError, UsageError, raise_all
 from paceline.job import Job

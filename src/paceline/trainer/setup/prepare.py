@@ -9,7 +9,7 @@ from paceline.comm.process_group import LaunchInfo, World
 from paceline.config.compression import parse_compress
 from paceline.config.job_reference import parse_jobref
 from paceline.config.layout import parse_layout
-from paceline.config.loading import JOB, JOB_SETTINGS, RequestedSettings, merge
+from paceline.config.merge_settings import JOB, JOB_SETTINGS, RequestedSettings, merge
 from paceline.config.settings import Settings
 from paceline.config.task import Task
 from paceline.config.update_rule import parse_update

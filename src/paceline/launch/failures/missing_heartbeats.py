@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paceline.launch.agent.shared_status import read_heartbeat
 from paceline.launch.failures.failure_record import Failure
-from paceline.launch.failures.hang_detection import SilentRank, all_silent_failure, find_silent_ranks, silence_notice
+from paceline.launch.failures.stuck_rank import SilentRank, all_silent_failure, find_silent_ranks, silence_notice
 
 _CHECK_SECONDS = 1.0
 _MIN_MARGIN_SECONDS = 2.0
