@@ -101,6 +101,7 @@ class PipelineStages:
         """Cut the model into stages, and free the memory of the other ranks' stages."""
         request, worlds = placement.request, placement.request.worlds
         assert request.example_run is not None
+        has_remat = parse_remat(request.layout.remat).is_on
         placement.pipeline_model = build_pipeline_model(
             placement.model,
             layout=request.layout,
@@ -109,9 +110,7 @@ class PipelineStages:
             call=request.example_run,
             settings=request.settings,
             report=request.report,
-            can_split_backward=worlds.mesh.zero != 3
-            and not parse_remat(request.layout.remat).is_on
-            and not request.is_compiled,
+            can_split_backward=worlds.mesh.zero != 3 and not has_remat and not request.is_compiled,
             time_modules=make_block_timer(
                 placement.model, request.settings, worlds.all_ranks, request.example_run, request.deferred_model
             ),
