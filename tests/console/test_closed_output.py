@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.console.output import print_line
-from paceline.reporting.sinks.jsonl import read_lines
+from paceline.reporting.sinks.jsonl import iter_records
 from paceline.reporting.sinks.log_tail import LogTail
 from tests.conftest import SMALL_JOB, Shop
 
@@ -88,7 +88,7 @@ def test_a_rank_of_another_launcher_records_that_its_console_can_not_be_written(
 
 def note_of_dropped(run: Path) -> dict[str, Any]:
     """The one event that says that the console can't be written."""
-    (found,) = [event for event in read_lines(run / "events.jsonl") if "console can't be written" in str(event)]
+    (found,) = [event for event in iter_records(run / "events.jsonl") if "console can't be written" in str(event)]
     return found
 
 

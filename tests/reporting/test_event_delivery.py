@@ -11,7 +11,7 @@ import pytest
 from paceline.events import EvalDone, Event, EventBus, Note, RunStarted, StepDone
 from paceline.reporting.run_report import run_page
 from paceline.reporting.sinks.console_lines import BANNER_LINES, ConsoleSink, format_event
-from paceline.reporting.sinks.jsonl import JsonlSink, read_lines
+from paceline.reporting.sinks.jsonl import JsonlSink, iter_records
 from paceline.run_folder.run_folder import RunFolder
 
 
@@ -150,9 +150,9 @@ def test_a_torn_line_does_not_swallow_the_next_attempts_first(tmp_path: Path) ->
     record(run, step(1), step(2))
     with run.metrics.open("ab") as file:
         file.write(b'{"step": 3, "lo')
-    assert [r["step"] for r in read_lines(run.metrics)] == [1, 2]
+    assert [r["step"] for r in iter_records(run.metrics)] == [1, 2]
     record(run, step(3, loss=9.0), step(4))
-    assert [(r["step"], r["loss"]) for r in read_lines(run.metrics)][2:] == [(3, 9.0), (4, 2.1034)]
+    assert [(r["step"], r["loss"]) for r in iter_records(run.metrics)][2:] == [(3, 9.0), (4, 2.1034)]
 
 
 def test_what_is_not_finite_is_still_json(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def serialization_error(error: Exception) -> WorkerError:
 
 
 def deserialize_microbatch(value: Any) -> Any:
-    """Return the content that a data worker has packed.
+    """Return the content that a data worker has serialized; any other value is returned unchanged.
 
     Raises:
         DataError: it cannot be rebuilt in this process.

@@ -19,7 +19,7 @@ from paceline.launch.failures.failure_record import FIRST_FAILURE, FORKSERVER_RA
 from paceline.reporting.run_history import History, json_or_none
 from paceline.run_folder.run_folder import RunFolder
 
-_MOST_BYTES = 4 << 30
+_MAX_BYTES = 4 << 30
 
 
 def show_unreadable_lines(history: History) -> str:
@@ -120,7 +120,7 @@ def show_checkpoints(run: RunFolder) -> str:
     rows = []
     for path in steps:
         state, reason = (
-            _checkpoint_state(path) if total_bytes <= _MOST_BYTES else ("not read", "paceline ckpt verify reads it")
+            _checkpoint_state(path) if total_bytes <= _MAX_BYTES else ("not read", "paceline ckpt verify reads it")
         )
         badges = "".join(f'<span class="badge">{mark}</span> ' for mark, at in pointers.items() if at == path)
         badge_class = {"good": "bitwise", "bad": "different"}.get(state, "")

@@ -13,7 +13,7 @@ from paceline.run_folder.run_folder import RunFolder
 
 _IGNORED_PREFIXES = ("log.", "watch.", "checkpoint.", "eval.", "run_dir", "train.threads", "train.timeout_seconds")
 _MODULE, _PATH_KEY = "module ", "place"
-_MOST_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20
 _LENGTH_SETTINGS = ("train.steps", "train.epochs", "train.samples", "train.tokens", "train.check_every", "data.workers")
 
 
@@ -47,7 +47,7 @@ def find_verdict(run: RunFolder) -> tuple[dict[str, Any] | None, str]:
 
 def _read_answer(path: Path) -> dict[str, Any] | None:
     try:
-        answer = read_json(path, max_bytes=_MOST_BYTES)
+        answer = read_json(path, max_bytes=_MAX_BYTES)
     except (OSError, ValueError):
         return None
     is_answer = isinstance(answer, dict) and answer.get("verdict") and isinstance(answer.get("rungs"), list)

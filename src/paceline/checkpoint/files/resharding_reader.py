@@ -143,7 +143,7 @@ def check_coverage(name: str, entries: Sequence[TensorEntry]) -> None:
     boxes = [(entry.at or (0,) * len(entry.shape), entry.shape, entry.key) for entry in entries]
     for at, size, key in boxes:
         if any(begin + length > most for begin, length, most in zip(at, size, extent, strict=True)):
-            raise CheckpointError(f"{key} reaches beyond {name}{list(extent)}.")
+            raise CheckpointError(f"the piece {key} reaches beyond the shape {list(extent)} of {name}.")
     overlapping = _find_overlapping([box for box in boxes if 0 not in box[1]])
     if overlapping:
         raise CheckpointError(f"{overlapping} overlaps another piece: two ranks hold the same elements of {name}.")

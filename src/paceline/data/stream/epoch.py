@@ -11,7 +11,7 @@ from paceline.data.order.microbatch_assignment import assign_microbatches
 from paceline.data.order.virtual_shards import block_sizes, samples_per_shard
 from paceline.data.reader_process import read_in_process
 from paceline.data.source import Source
-from paceline.data.stream.rank_mismatch import EVERY_RANK, NOT_SEEDED, SEED_IT, mismatch_error
+from paceline.data.stream.rank_mismatch import NOT_SEEDED, SEED_IT, USE_WHOLE_STREAM, mismatch_error
 from paceline.data.stream.shard_buffer import ShardBuffer
 from paceline.data.stream.shard_reader import Record, ShardPosition, ShardReader
 from paceline.data.stream.shard_workers import InProcessShards, ShardRequest, WorkerShards
@@ -325,7 +325,7 @@ def _different_samples_error(shard: int, rank: int, other: int) -> DataError:
     return DataError(
         f"shard {shard} of the stream gives different samples on rank {other} and rank {rank}.",
         cause=f"{NOT_SEEDED}, or not on every rank",
-        hint=f"{SEED_IT}; {EVERY_RANK}",
+        hint=f"{SEED_IT}; {USE_WHOLE_STREAM}",
     )
 
 

@@ -1,4 +1,4 @@
-"""Diagnosis of ranks that read different samples of a stream: a part by rank, another order, or random samples.
+"""Why ranks read different samples of a stream: it shards itself by rank, its order differs, or it is random.
 
 A run assigns the samples of a stream to ranks. A stream that already selects a part by rank is divided twice: each rank
 uses only its own microbatches of its part, and the other samples are never used.
@@ -14,7 +14,7 @@ DIVIDED = (
     "the stream takes its own part by rank (get_rank(), RANK, islice(stream, rank, None, world_size), "
     "split_dataset_by_node, split_by_node), and the run splits it again"
 )
-EVERY_RANK = (
+USE_WHOLE_STREAM = (
     "give every rank the whole stream, the run distributes the samples: for example islice(stream, 0, None, 1), "
     "split_dataset_by_node(stream, rank=0, world_size=1), nodesplitter=lambda urls: urls"
 )
@@ -38,10 +38,10 @@ def mismatch_error(
     if common:
         message = f"{message}: {common} of the first {read} are the same"
         return DataError(
-            f"{message}, at different positions.", cause=_OTHER_ORDER, hint=f"{_SORT_IT}; or: {EVERY_RANK}"
+            f"{message}, at different positions.", cause=_OTHER_ORDER, hint=f"{_SORT_IT}; or: {USE_WHOLE_STREAM}"
         )
     return DataError(
         f"{message}: none of the first {read} is the same.",
         cause=f"{DIVIDED}; or its files come in a different order (an unsorted os.listdir)",
-        hint=EVERY_RANK,
+        hint=USE_WHOLE_STREAM,
     )

@@ -12,7 +12,7 @@ from paceline.events import EvalDone, Event, ForecastChecked, StepDone, as_dict,
 from paceline.filesystem.atomic_files import open_no_follow, parse_json, read_regular
 from paceline.run_folder.run_folder import RunFolder
 
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 
 
 class JsonlSink:
@@ -41,7 +41,7 @@ class JsonlSink:
         os.close(self._metrics)
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def iter_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a JSONL file, without lines that a kill truncated."""
     yield from read_records(path)[0]
 
@@ -49,7 +49,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the records of a JSONL file, and the number of lines that could not be read."""
     try:
-        text = read_regular(path, max_bytes=_MOST_BYTES).decode(errors="replace")
+        text = read_regular(path, max_bytes=_MAX_BYTES).decode(errors="replace")
     except OSError:
         return [], 0
     except ValueError:  # a pipe, a device, or a file larger than any run writes

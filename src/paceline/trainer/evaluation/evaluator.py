@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline.data.loader import eval_feed
 from paceline.data.reader_process import read_in_process
 from paceline.data.source import Source
-from paceline.data.stream.rank_mismatch import DIVIDED, EVERY_RANK, NOT_SEEDED, SEED_IT
+from paceline.data.stream.rank_mismatch import DIVIDED, NOT_SEEDED, SEED_IT, USE_WHOLE_STREAM
 from paceline.data.types import ReplicaMicrobatch
 from paceline.errors import DataError, JobError
 from paceline.step.loss.loss_return_value import Terms
@@ -315,7 +315,7 @@ def _check_same_samples(totals_by_rank: Sequence[Mapping[str, list[int]]], name:
                     f"{name} gave {totals[0]} samples on rank {rank} and {expected[0]} on rank {first_rank}, "
                     "and they differ.",
                     cause=f"{NOT_SEEDED}, or not on every rank: {DIVIDED}",
-                    hint=f"{SEED_IT}; {EVERY_RANK}",
+                    hint=f"{SEED_IT}; {USE_WHOLE_STREAM}",
                 )
 
 
