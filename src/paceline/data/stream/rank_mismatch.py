@@ -1,4 +1,4 @@
-"""Why ranks read different samples of a stream: it shards itself by rank, its order differs, or it is random.
+"""Find why ranks read different samples of a stream: it shards itself by rank, its order differs, or it is random.
 
 A run assigns the samples of a stream to ranks. A stream that already selects a part by rank is divided twice: each rank
 uses only its own microbatches of its part, and the other samples are never used.
