@@ -245,7 +245,7 @@ def load_group_options(
 
 
 def _on_device_of(value: Any, current: Any) -> Any:
-    """Return a tensor on the device of `current`: with `capturable=True` a learning rate is on the parameters' device."""
+    """Return a tensor on the device of `current`: with `capturable=True`, a learning rate is on the GPU."""
     return value.to(current.device) if isinstance(value, Tensor) and isinstance(current, Tensor) else value
 
 

@@ -122,7 +122,8 @@ class TensorEntry(TensorLayout):
         if schema.dtype not in ITEM_BYTES:
             raise ValueError(f"{schema.name}: unknown dtype {schema.dtype!r}")
         entry = TensorEntry(
-            name=schema.name, dtype=schema.dtype, shape=schema.shape, start=schema.start, stop=schema.stop, digest=schema.digest,
+            name=schema.name, dtype=schema.dtype, shape=schema.shape, start=schema.start, stop=schema.stop,
+            digest=schema.digest,
             at=None if schema.at is msgspec.UNSET else schema.at,
             whole=None if schema.whole is msgspec.UNSET else schema.whole,
         )  # fmt: skip
