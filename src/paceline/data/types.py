@@ -47,8 +47,8 @@ class StepInput:
     """This replica's part of one global batch; `micro` may be empty.
 
     `num_micro` and `num_samples` count over all replicas. `read_stand_in` reads the data of another replica's
-    microbatch. `summary` describes the dataset in the batch's epoch. `fingerprint` must be equal on all replicas of a
-    stream; `notes` are lines about it for the log.
+    microbatch. `summary` describes the dataset in the batch's epoch. For a stream, `fingerprint` is a
+    checksum that must be equal on all replicas, and `notes` are lines for the log.
     """
 
     batch: Batch
