@@ -91,10 +91,10 @@ def test_files_of_ranks_are_told_from_others() -> None:
     ("spans", "words"),
     [
         ([(0, 4), (4, 3)], "hold 14 of its 16"),
-        ([(0, 5), (4, 4)], "overlaps another piece"),
+        ([(0, 5), (4, 4)], "overlaps another shard"),
         ([(0, 4), (5, 4)], "reaches beyond"),
-        ([(0, 4), (0, 4)], "overlaps another piece"),
-        ([(0, 8), (0, 8)], "overlaps another piece"),
+        ([(0, 4), (0, 4)], "overlaps another shard"),
+        ([(0, 8), (0, 8)], "overlaps another shard"),
     ],
 )
 def test_pieces_that_do_not_cover_a_tensor_once_are_refused(spans: list[tuple[int, int]], words: str) -> None:

@@ -136,7 +136,7 @@ def test_a_bit_that_one_rank_reads_is_refused_by_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"), [((0, 8, 9), "hold 102 of its 108"), ((0, 10, 9), "overlaps another piece")]
+    ("rows", "words"), [((0, 8, 9), "hold 102 of its 108"), ((0, 10, 9), "overlaps another shard")]
 )
 def test_a_layout_that_loses_or_repeats_an_element_is_refused(
     tmp_path: Path, rows: tuple[int, ...], words: str

@@ -220,7 +220,7 @@ def test_many_pieces_of_one_row_or_column_are_compared_in_linear_time() -> None:
         places = [(at[0] * i, at[1] * i) for i in range(number)]
         entries = [TensorEntry(name="w", dtype="U8", shape=shape, start=0, stop=1, digest="", at=place, whole=whole) for place in places]  # fmt: skip
         check_coverage("w", entries)
-        with pytest.raises(CheckpointError, match="overlaps another piece"):
+        with pytest.raises(CheckpointError, match="overlaps another shard"):
             check_coverage("w", [*entries[:-1], entries[7]])
 
 

@@ -29,13 +29,13 @@ def write_checkpoint(
     state: Mapping[str, Any],
     folder_identity: FolderIdentity | None = None,
 ) -> Path:
-    """Write the checkpoint of `step` and make it the latest; `files` are this rank's, `state` is the first rank's.
+    """Write the checkpoint of `step` and make it the latest: each rank writes its `files`, rank 0 its `state`.
 
     Nothing is written if `folder_identity` shows that the run's folder no longer exists. Until the commit, a reader
     finds only older checkpoints.
 
     Raises:
-        SaveError: on some rank no space, no permission, or another disk.
+        SaveError: a rank has no space or no permission, or does not see the folder.
         CheckpointError: an element of a tensor would be in no file, or in two.
     """
     num_bytes = sum(world.gather_json(total_bytes(files)))

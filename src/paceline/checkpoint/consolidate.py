@@ -21,12 +21,12 @@ from paceline.filesystem.disk_full import convert_to_save_error
 def consolidate_weights(
     view: StateDictView, folder: Path, *, config: Any, world: World, max_bytes: int = MAX_FILE_BYTES
 ) -> Path:
-    """Write all entries as plain safetensors. If ranks hold shards, every rank calls this; the first writes.
+    """Write all entries as plain safetensors. If ranks hold shards, every rank calls this; rank 0 writes.
 
     No process has more than one full tensor at a time.
 
     Raises:
-        SaveError: it could not be written.
+        SaveError: the folder can't be written.
     """
     full_tensors = view.full_tensors(list(view.entries))
     problem: CheckpointError | None = None
@@ -43,7 +43,7 @@ def consolidate_weights(
         except CheckpointError as error:
             problem = error
     for _ in full_tensors if not view.weights.is_unsharded else ():
-        pass  # each tensor is a collective call: other ranks join it, and so does a first rank that can't write
+        pass  # each tensor is a collective call, which rank 0 joins even if it can't write
     if not view.weights.is_unsharded:
         raise_on_all_ranks(world, problem)
     elif problem is not None:

@@ -16,7 +16,7 @@ from paceline.comm.collective_errors import run_on_all_ranks
 from paceline.comm.process_group import World
 from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackReducer
 
-ERROR_FEEDBACK = "held_back.safetensors"
+ERROR_FEEDBACK = "held_back.safetensors"  # this name and the state's key "held_back" are fixed on disk
 _SHARED = "shared"
 
 
@@ -70,5 +70,5 @@ def _sum_over_replicas(stored: StoredTensors, name: str, num_replicas: int, *, l
 
 def _lazy_tensors(prefix: str, *, tensors: Mapping[str, Tensor]) -> Iterator[Writable]:
     for name, tensor in tensors.items():
-        find = partial(Tensor.detach, tensor)
-        yield lazy_tensor(f"{prefix}/{name}", dtype=tensor.dtype, shape=tuple(tensor.shape), get_tensor=find)
+        get_tensor = partial(Tensor.detach, tensor)
+        yield lazy_tensor(f"{prefix}/{name}", dtype=tensor.dtype, shape=tuple(tensor.shape), get_tensor=get_tensor)

@@ -30,7 +30,7 @@ from paceline.step.optimizer_update import lr_scheduler_error, step_lr_scheduler
 _POSITION_KEYS = frozenset(
     {"base_lrs", "_last_lr", "_step_count", "_get_lr_called_within_step", "_is_initial", "verbose"}
 )
-_COUNTER_KEYS = frozenset({"last_epoch", "T_cur", "T_i"})  # of torch's schedules, in checkpoints without a record
+_COUNTER_KEYS = frozenset({"last_epoch", "T_cur", "T_i"})  # not compared if the checkpoint does not describe schedules
 _INNER_SCHEDULES = "_schedulers"
 _SCHEDULED_OPTIONS = frozenset(
     {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"}
@@ -51,7 +51,7 @@ def describe_schedules(
 
 
 def describe_saved_schedules(schedules: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Describe the schedules of a checkpoint that has no such record, from their saved `state_dict`."""
+    """Describe the schedules of a checkpoint that has no description, from their saved `state_dict`."""
     return [_describe_saved(state) for state in schedules]
 
 
@@ -60,9 +60,9 @@ def schedule_difference(saved: Sequence[Description], current: Sequence[Descript
 
     If the job's learning rates differ (`lr_differs`), values that a schedule derives from them are not reported again.
     """
-    kinds = [[one.get("kind") or "a schedule" for one in each] for each in (saved, current)]
+    kinds = [[schedule.get("kind") or "a schedule" for schedule in schedules] for schedules in (saved, current)]
     pairs = list(zip(saved, current, strict=False))
-    if len(saved) != len(current) or any(one.get("kind") not in (None, has["kind"]) for one, has in pairs):
+    if len(saved) != len(current) or any(before.get("kind") not in (None, after["kind"]) for before, after in pairs):
         return f"was {', '.join(kinds[0]) or 'none'}, is {', '.join(kinds[1]) or 'none'}"
     changes: dict[str, None] = {}
     for saved_schedule, current_schedule in pairs:
@@ -76,7 +76,8 @@ def schedule_difference(saved: Sequence[Description], current: Sequence[Descript
 def changed_schedules(saved: Sequence[Description], current: Sequence[Description]) -> list[bool]:
     """Return for each of the job's schedules whether it differs from the one that the run began with."""
     is_changed = [
-        bool(schedule_difference([was], [has], lr_differs=False)) for was, has in zip(saved, current, strict=False)
+        bool(schedule_difference([before], [after], lr_differs=False))
+        for before, after in zip(saved, current, strict=False)
     ]
     return is_changed + [True] * (len(current) - len(is_changed))
 
@@ -95,7 +96,7 @@ def advance_schedule(schedule: Any, *, steps: int) -> None:
     """Advance a new schedule to the run's step, starting from the current options.
 
     Raises:
-        JobError: it has fewer steps.
+        JobError: the schedule has fewer steps.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no optimizer has stepped here
@@ -123,8 +124,8 @@ def last_step(schedule: Any) -> int | None:
     begins = [0, *getattr(schedule, "_milestones", [0] * (len(inner_schedules) - 1))]
     ends = [*begins[1:], None] if hasattr(schedule, "_milestones") else [None] * len(inner_schedules)
     limits = []
-    for one, begin, end in zip(inner_schedules, begins, ends, strict=False):
-        max_steps = last_step(one)
+    for inner, begin, end in zip(inner_schedules, begins, ends, strict=False):
+        max_steps = last_step(inner)
         if max_steps is not None and (end is None or begin + max_steps < end - 1):
             limits.append(begin + max_steps)
     return min(limits, default=None)
@@ -137,14 +138,14 @@ def _describe(schedule: Any) -> dict[str, Any]:
         "kind": schedule_type.__name__,
         "state": drop_job_created(encode_state(state, where=schedule_type.__name__, store=_digest_tensor)),
         "functions": _describe_functions(schedule),
-        "inner": [_describe(one) for one in getattr(schedule, _INNER_SCHEDULES, ())],
+        "inner": [_describe(inner) for inner in getattr(schedule, _INNER_SCHEDULES, ())],
     }
 
 
 def _describe_saved(state: Mapping[str, Any]) -> dict[str, Any]:
     settings = {k: v for k, v in state.items() if k not in {*_POSITION_KEYS, *_COUNTER_KEYS, _INNER_SCHEDULES}}
     inner = state.get(_INNER_SCHEDULES) or []
-    return {"state": settings, "inner": [_describe_saved(one) for one in inner]}
+    return {"state": settings, "inner": [_describe_saved(inner_state) for inner_state in inner]}
 
 
 def _digest_tensor(tensor: Any) -> str:
@@ -183,7 +184,7 @@ def _describe_functions(schedule: Any) -> dict[str, Any]:
 def _describe_function(value: Any, depth: int = 0) -> dict[str, Any]:
     """Return the values that a function uses, by name, and a digest of its code; empty for other objects."""
     if isinstance(value, partial):
-        arguments = {f"argument {place}": item for place, item in enumerate(value.args)} | value.keywords
+        arguments = {f"argument {index}": item for index, item in enumerate(value.args)} | value.keywords
         return {**_describe_function(value.func, depth), **_encode_values(arguments, depth)}
     if isinstance(value, MethodType):
         module = type(value.__self__).__module__
@@ -210,8 +211,8 @@ def _describe_function(value: Any, depth: int = 0) -> dict[str, Any]:
     # strings are left out: they may be paths
     global_values = {name: item for name, item in referenced_globals.items() if not isinstance(item, str)}
     defaults = value.__defaults__ or ()
-    named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    default_values = dict(zip(named, defaults, strict=True)) | (value.__kwdefaults__ or {})
+    default_names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    default_values = dict(zip(default_names, defaults, strict=True)) | (value.__kwdefaults__ or {})
     values = _encode_values({**global_values, **default_values, **cells}, depth)
     return {**values, f"code in Python {sys.version_info.major}.{sys.version_info.minor}": _code_digest(code)}
 
@@ -228,12 +229,12 @@ def _closure_values(function: FunctionType) -> Iterator[Any]:
             yield None
 
 
-def _encode_values(named: Mapping[str, Any], depth: int) -> dict[str, Any]:
+def _encode_values(values: Mapping[str, Any], depth: int) -> dict[str, Any]:
     encoded: dict[str, Any] = {}
-    for name, value in named.items():
+    for name, value in values.items():
         if isinstance(value, FunctionType | partial):
             if depth < _MAX_DEPTH:
-                encoded |= {f"{name}.{key}": one for key, one in _describe_function(value, depth + 1).items()}
+                encoded |= {f"{name}.{key}": inner for key, inner in _describe_function(value, depth + 1).items()}
             continue
         with suppress(CheckpointError, RecursionError):  # large tensors and cyclic objects are not settings
             encoded_value = encode_state(value, where=name)
@@ -270,29 +271,30 @@ def _describe_differences(saved: Description, current: Description, *, lr_differ
     if len(saved_inner) != len(current_inner) or any(
         a.get("kind") not in (None, b["kind"]) for a, b in zip(saved_inner, current_inner, strict=False)
     ):
-        names = [", ".join(str(one.get("kind")) for one in each) for each in (saved_inner, current_inner)]
-        yield f"{kind} was over {names[0]}, is over {names[1]}"
+        names = [", ".join(str(inner.get("kind")) for inner in side) for side in (saved_inner, current_inner)]
+        yield f"{kind} combined {names[0]}, combines {names[1]}"
         return
     for before, after in zip(saved_inner, current_inner, strict=True):
         yield from _describe_differences(before, after, lr_differs=lr_differs)
 
 
 def _function_differences(kind: str, name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[str]:
-    codes = [{key for key in one if _is_code(key)} for one in (saved, current)]
-    same_python = bool(codes[0] & codes[1]) or not (codes[0] and codes[1])
-    values = [key for key in changed_keys(saved, current) if not _is_code(key)]
-    for key in values:
+    code_keys = [{key for key in description if _is_code(key)} for description in (saved, current)]
+    same_python = bool(code_keys[0] & code_keys[1]) or not (code_keys[0] and code_keys[1])
+    changed_values = [key for key in changed_keys(saved, current) if not _is_code(key)]
+    for key in changed_values:
         yield _format_change(f"{kind}.{name}: {key}", saved, current, key)
-    if not values and same_python and changed_keys(saved, current):
+    if not changed_values and same_python and changed_keys(saved, current):
         yield f"{kind}.{name}: the function was changed"
 
 
 def _is_code(key: str) -> bool:
+    """Return whether this is the key of a code digest: `code in Python 3.12`."""
     return key.rpartition(".")[2].isdecimal() and "code in Python" in key
 
 
 def _format_change(name: str, saved: Mapping[str, Any], current: Mapping[str, Any], key: str) -> str:
-    shown = [_format_value(one[key]) if key in one else "absent" for one in (saved, current)]
+    shown = [_format_value(values[key]) if key in values else "absent" for values in (saved, current)]
     return f"{name} was {shown[0]}, is {shown[1]}"
 
 

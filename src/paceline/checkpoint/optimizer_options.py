@@ -14,7 +14,7 @@ from paceline.checkpoint.state_json import decode_state, encode_state, job_creat
 KERNEL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})  # they do not change the result
 _IGNORED_KEYS = {"params", "param_names", *KERNEL_OPTIONS}
 
-Options = list[list[dict[str, Any]]]
+Options = list[list[dict[str, Any]]]  # by optimizer and parameter group
 
 
 def factory_options(optimizers: Sequence[Optimizer]) -> Options:
@@ -24,17 +24,17 @@ def factory_options(optimizers: Sequence[Optimizer]) -> Options:
 
 def current_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the current options of a group, as JSON."""
-    found: dict[str, Any] = encode_state({k: v for k, v in group.items() if k not in _IGNORED_KEYS}, where="a group")
-    return found
+    options: dict[str, Any] = encode_state({k: v for k, v in group.items() if k not in _IGNORED_KEYS}, where="a group")
+    return options
 
 
 def optimizer_difference(saved: Any, current: Sequence[Mapping[str, Any]]) -> str:
     """Return text on the differences, or an empty string if the optimizers are the same."""
     saved = saved or []
-    shapes = [[(o["kind"], o["groups"]) for o in each] for each in (saved, current)]
-    if shapes[0] != shapes[1]:
+    kinds_and_sizes = [[(o["kind"], o["groups"]) for o in optimizers] for optimizers in (saved, current)]
+    if kinds_and_sizes[0] != kinds_and_sizes[1]:
         return f"was {_describe_groups(saved)}, is {_describe_groups(current)}"
-    name_changes = [_describe_name_changes(was, has) for was, has in zip(saved, current, strict=True)]
+    name_changes = [_describe_name_changes(before, after) for before, after in zip(saved, current, strict=True)]
     if any(name_changes):
         return "; ".join(text for text in name_changes if text)
     groups_by_change: dict[str, list[int]] = {}
@@ -54,7 +54,7 @@ def optimizer_difference(saved: Any, current: Sequence[Mapping[str, Any]]) -> st
 
 
 def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return the options that differ. One that can't be written is compared only if both sides name it."""
+    """Return the options that differ; one that JSON can't hold is compared only if both sides have it."""
     return [key for key in {**saved, **current} if not _is_same(key, saved, current)]
 
 
@@ -68,11 +68,13 @@ def job_controlled_options(
 def _is_same(key: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
     if key in saved and key in current:
         return bool(normalize_numbers(saved[key]) == normalize_numbers(current[key]))
-    return bool(job_created_kind((saved if key in saved else current)[key]))  # earlier checkpoints do not record it
+    return bool(
+        job_created_kind((saved if key in saved else current)[key])
+    )  # earlier versions did not record such an option
 
 
 def _describe_name_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """Return text on the parameters that a group gained or lost; groups of equal size may hold different ones."""
+    """Return text on the parameters that a group gained or lost while its size stayed the same."""
     pairs = zip(saved.get("names") or current["names"], current["names"], strict=True)
     for group, (before, after) in enumerate(pairs):
         removed, added = [name for name in before if name not in after], [name for name in after if name not in before]
@@ -82,7 +84,13 @@ def _describe_name_changes(saved: Mapping[str, Any], current: Mapping[str, Any])
 
 
 def _describe_groups(optimizers: Sequence[Mapping[str, Any]]) -> str:
-    return ", ".join(f"{o['kind']} of {len(o['groups'])} groups {o['groups']}" for o in optimizers) or "none"
+    return (
+        ", ".join(
+            f"{o['kind']} of {len(o['groups'])} groups ({', '.join(map(str, o['groups']))} parameters)"
+            for o in optimizers
+        )
+        or "none"
+    )
 
 
 def _format_option(options: Mapping[str, Any], key: str) -> str:

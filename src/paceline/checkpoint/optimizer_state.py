@@ -49,22 +49,22 @@ class OptimizerShards:
 
 
 def group_names(optimizers: Sequence[Optimizer], shards: OptimizerShards) -> list[list[list[str]]]:
-    """Return the parameters over all ranks, per optimizer and group. Every rank calls this."""
-    names = shards.parameter_names
-    local_names = [[[names[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
+    """Return the names of all ranks' parameters, per optimizer and group. Every rank calls this."""
+    name_by_id = shards.parameter_names
+    local_names = [[[name_by_id[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
     if shards.sharded.is_unsharded:
         return local_names
     names_by_rank = shards.world.gather_json(local_names)
     return [
-        [shards.merge_names([said[number][index] for said in names_by_rank]) for index in range(len(groups))]
-        for number, groups in enumerate(local_names)
+        [shards.merge_names([names[index][group] for names in names_by_rank]) for group in range(len(groups))]
+        for index, groups in enumerate(local_names)
     ]
 
 
 def local_state(
     optimizers: Sequence[Optimizer], shards: OptimizerShards
 ) -> tuple[list[Writable], list[dict[str, Any]]]:
-    """Return the tensors that this rank writes, and its scalars as JSON, per optimizer by name.
+    """Return the state tensors that this rank writes, and its other state as JSON, per optimizer by parameter.
 
     Tensors in lists and dicts are stored with the others under a number, and the JSON names them. State that belongs to
     no parameter is stored under the empty name, as a list of keys and values.
@@ -114,7 +114,7 @@ def split_state(
         encoded_by_key = {
             key: encode_state([key, value], where=kind, store=_placeholder_name) for key, value in values.items()
         }
-        bad_key = next(key for key, said in encoded_by_key.items() if job_created_kind(said))
+        bad_key = next(key for key, pair in encoded_by_key.items() if job_created_kind(pair))
         raise _unwritable_error(f"the state {bad_key!r} of {kind} for {name}", job_created_kind(encoded))
     return {**tensors, **inner}, encoded
 
@@ -122,7 +122,7 @@ def split_state(
 def _unwritable_error(description: str, kind: str) -> CheckpointError:
     return CheckpointError(
         f"{description} can't be saved: it is or contains a {kind}.",
-        cause="checkpoints contain no pickle, so a resumed optimizer would lack it",
+        cause="checkpoints contain no pickle, so the resumed optimizer would lack this value",
         hint="store tensors, numbers, text, or lists, tuples, sets and dicts of these",
     )
 
@@ -151,14 +151,14 @@ def _store_nested(inner: dict[str, Tensor], accepts: Callable[[Tensor], bool], v
 
 
 def shared_state(optimizer: Optimizer, shards: OptimizerShards) -> tuple[list[Any], dict[str, Tensor]]:
-    """Return the `state` under keys that are no parameters, such as a common step count: JSON, and its tensors.
+    """Return the state under keys that are no parameters, such as a common step count, as JSON and tensors.
 
     Raises:
         CheckpointError: a key or a value can't be written, or it is unknown how a tensor is sharded.
     """
     kind, names = type(optimizer).__name__, shards.parameter_names
     values = {key: value for key, value in optimizer.state.items() if id(key) not in names}
-    addresses = {number for m in shards.parameters for number in (id(m.parameter), m.parameter.data_ptr())}
+    addresses = {address for m in shards.parameters for address in (id(m.parameter), m.parameter.data_ptr())}
     inner: dict[str, Tensor] = {}
     store = partial(_store_nested, inner, lambda _: True)
     pairs = []
@@ -187,8 +187,8 @@ def shared_state(optimizer: Optimizer, shards: OptimizerShards) -> tuple[list[An
 
 def _unassigned_state_error(kind: str, keys: Sequence[Any]) -> CheckpointError:
     return CheckpointError(
-        f"the state of {kind} under {', '.join(map(str, keys)) or 'some keys'} belongs to no parameter. The parameters "
-        "are sharded: each rank would keep its own copy.",
+        f"the state of {kind} under {', '.join(map(str, keys)) or 'some keys'} belongs to no parameter. It can't "
+        "be saved, because the parameters are sharded and every rank has its own copy of this state.",
         cause="state[...] keyed by a number or a name; its sharding is not known",
         hint="self.state[parameter] in the optimizer, or --layout ddp",
     )
@@ -197,17 +197,18 @@ def _unassigned_state_error(kind: str, keys: Sequence[Any]) -> CheckpointError:
 def _writable_tensors(
     key: str, value: Tensor, name: str, parameter: Tensor, shards: OptimizerShards, optimizer: str
 ) -> list[Writable]:
-    parts, rank = shards.sharded.shard_specs(name), shards.world.rank
+    shard_specs, rank = shards.sharded.shard_specs(name), shards.world.rank
     if value.shape == parameter.shape:
-        return owned_shards(key, dtype=value.dtype, get_tensor=partial(Tensor.detach, value), parts=parts, rank=rank)
-    if not parts[rank].is_full and parts[rank].boxes and value.numel() > 1:
+        get_tensor = partial(Tensor.detach, value)
+        return owned_shards(key, dtype=value.dtype, get_tensor=get_tensor, parts=shard_specs, rank=rank)
+    if not shard_specs[rank].is_full and shard_specs[rank].boxes and value.numel() > 1:
         raise CheckpointError(
             f"the state {key.rpartition('/')[2]} of {optimizer} for {name} can't be saved: it has the shape "
-            f"{list(value.shape)}, and this rank holds a part of the parameter.",
-            cause="an optimizer that needs whole tensors was given a part of one",
-            hint="a layout that keeps parameters whole: ddp",
+            f"{list(value.shape)}, and this rank holds a shard of the parameter.",
+            cause="the optimizer needs full parameters, but was given a shard",
+            hint="a layout that does not shard parameters: --layout ddp",
         )
-    return [to_bytes(key, value)] if writer_rank(parts) == rank else []
+    return [to_bytes(key, value)] if writer_rank(shard_specs) == rank else []
 
 
 def optimizer_scalars(
@@ -244,7 +245,7 @@ def load_group_options(
 
 
 def _on_device_of(value: Any, current: Any) -> Any:
-    """Return a tensor on the current one's device: an optimizer with `capturable=True` has its learning rate there."""
+    """Return a tensor on the device of `current`: with `capturable=True`, a learning rate is on the GPU."""
     return value.to(current.device) if isinstance(value, Tensor) and isinstance(current, Tensor) else value
 
 
@@ -253,10 +254,10 @@ def load_optimizer_state(
 ) -> None:
     """Load the state of each parameter of this rank, sharded like the parameter.
 
-    If a rank holds nothing of a parameter, nothing is loaded for it.
+    Nothing is loaded for a parameter of which this rank has no element.
 
     Raises:
-        CheckpointError: a piece of it is not what was written.
+        CheckpointError: stored bytes differ from what was written.
     """
     keys: dict[str, list[str]] = {}
     for key in stored:
@@ -286,13 +287,13 @@ def load_optimizer_state(
         optimizer.state[decode_state(key)] = decoded
 
 
-def _fetch_nested(stored: StoredTensors, prefix: str, part: ShardSpec, parameter: nn.Parameter, inner: str) -> Tensor:
-    return _to_parameter_device(inner, _read_tensor(stored, f"{prefix}{inner}", part), parameter)
+def _fetch_nested(stored: StoredTensors, prefix: str, shard: ShardSpec, parameter: nn.Parameter, key: str) -> Tensor:
+    return _to_parameter_device(key, _read_tensor(stored, f"{prefix}{key}", shard), parameter)
 
 
-def _read_tensor(stored: StoredTensors, key: str, part: ShardSpec) -> Tensor:
-    if stored.shape(key) == part.shape:
-        return read_shard(stored, key, shard=part)
+def _read_tensor(stored: StoredTensors, key: str, shard: ShardSpec) -> Tensor:
+    if stored.shape(key) == shard.shape:
+        return read_shard(stored, key, shard=shard)
     return from_bytes(stored[key])
 
 

@@ -28,20 +28,22 @@ class StashedWeightsState:
     weights: ShardedTensors
     rank: int
 
-    def extend(self, files: Files, state: dict[str, Any], own: Mapping[str, Tensor]) -> tuple[Files, dict[str, Any]]:
+    def extend(
+        self, files: Files, state: dict[str, Any], local_weights: Mapping[str, Tensor]
+    ) -> tuple[Files, dict[str, Any]]:
         """Add the older weights, named `updates ago/FQN`, and the positions of the last batches."""
         step, writable = self.step, list[Writable]()
-        for number, weights in step.versions.saved_state().items():
+        for version, weights in step.versions.saved_state().items():
             for name, tensor in weights.items():
-                key = f"{step.versions.newest - number}/{name}"
-                parts, find = self.weights.shard_specs(name), partial(Tensor.detach, tensor)
-                writable += owned_shards(key, dtype=tensor.dtype, get_tensor=find, parts=parts, rank=self.rank)
+                key = f"{step.versions.newest - version}/{name}"
+                parts, get_tensor = self.weights.shard_specs(name), partial(Tensor.detach, tensor)
+                writable += owned_shards(key, dtype=tensor.dtype, get_tensor=get_tensor, parts=parts, rank=self.rank)
         return files | ({rank_file(STASH, self.rank): writable} if writable else {}), state | {
             "stash": step.batch_ends()
         }
 
     def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
-        """Return the checkpoint as it is."""
+        """Return the checkpoint unchanged."""
         return loaded
 
     def load(self, loaded: OpenCheckpoint, *, is_same: bool) -> None:
@@ -52,13 +54,13 @@ class StashedWeightsState:
         Raises:
             CheckpointError: a tensor is not what was written.
         """
-        position = loaded.state.get("stash") if is_same else None
+        stash_state = loaded.state.get("stash") if is_same else None
         stored = loaded.files.get(STASH, StoredTensors([]))
         step, weights = self.step, self.weights
         stashed = run_on_all_ranks(
-            weights.world, lambda: {} if position is None else _read_stashed_weights(step, stored, weights)
+            weights.world, lambda: {} if stash_state is None else _read_stashed_weights(step, stored, weights)
         )
-        step.resume(loaded.step, ends=[] if position is None else position["ends"], older_weights=stashed)
+        step.resume(loaded.step, ends=[] if stash_state is None else stash_state["ends"], older_weights=stashed)
 
 
 def _read_stashed_weights(

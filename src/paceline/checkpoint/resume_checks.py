@@ -21,11 +21,12 @@ _CAUSE = "a different setting, a different job file, or different data"
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow: Sequence[str]) -> None:
     """Check that a resume continues the same run.
 
-    Exact mode uses other kernels. If `allow` permits a change of either, the last bits of data that the job computes
-    may change too. Kernels are compared only if the run is exact before and after and its checkpoint records them.
+    If `allow` permits a change of exact mode or of the kernels, the data's fingerprint is not compared: data that the
+    job computes may differ in its last bits. Kernels are compared only if the run is exact before and after and its
+    checkpoint records them.
 
     Raises:
-        ResumeError: with every difference.
+        ResumeError: something differs; the message lists every difference.
     """
     if any(name in allow and saved.get(name) != current[name] for name in ("exact", "kernels")):
         current = {**current, "data": {**current["data"], "fingerprint": saved["data"]["fingerprint"]}}
@@ -44,7 +45,7 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], *, allo
 
 
 def record_settings(settings: Settings) -> dict[str, str]:
-    """Return the settings and the parameters of `make_job` as text; a resume reports changes without refusing them.
+    """Return the settings and the parameters of `make_job` as text; a resume reports a change but accepts it.
 
     The value of a secret is not recorded.
     """

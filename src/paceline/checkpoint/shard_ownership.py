@@ -1,4 +1,4 @@
-"""Shard ownership: which bytes of a tensor this rank writes, and how it reads its shard from any pieces."""
+"""Shard ownership: which bytes of a tensor this rank writes, and how it reads its shard from those of any layout."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from paceline.parallel.module_access.shard_spec import Box, ShardSpec
 
 
 def owned_boxes(parts: Sequence[ShardSpec], rank: int) -> list[Box]:
-    """Return the boxes that this rank writes: a box that several ranks hold belongs to the first one."""
+    """Return the boxes that this rank writes: a box that several ranks hold belongs to the first of them."""
     assigned: set[tuple[object, object]] = set()
     owned: list[Box] = []
     for part in parts[: rank + 1]:
@@ -23,16 +23,16 @@ def owned_boxes(parts: Sequence[ShardSpec], rank: int) -> list[Box]:
 
 
 def writer_rank(parts: Sequence[ShardSpec]) -> int:
-    """Return the first rank that holds a part of the tensor; 0 for a tensor without elements."""
+    """Return the first rank that holds elements of the tensor; 0 for a tensor without elements."""
     return next((rank for rank, part in enumerate(parts) if part.boxes), 0)
 
 
 def owned_shards(
     name: str, *, dtype: torch.dtype, get_tensor: Callable[[], Tensor], parts: Sequence[ShardSpec], rank: int
 ) -> list[Writable]:
-    """Return the shards that this rank writes of a tensor; `get_tensor` returns its local part at write time.
+    """Return the shards of a tensor that this rank writes; `get_tensor` returns the local tensor at write time.
 
-    Every element belongs to exactly one rank: the first one that holds it.
+    Every element belongs to exactly one rank: the first that holds it.
     """
     shape = parts[rank].shape
     if not math.prod(shape):
@@ -58,7 +58,7 @@ def read_shard(stored: StoredTensors, name: str, *, shard: ShardSpec) -> Tensor:
     """Return this rank's shard of a stored tensor.
 
     Raises:
-        CheckpointError: a piece of it is not what was written.
+        CheckpointError: stored bytes differ from what was written.
     """
     assert shard.local_shape is not None
     boxes = [(box.full_offset, box.local_offset, box.size) for box in shard.boxes]

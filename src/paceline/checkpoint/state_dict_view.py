@@ -18,7 +18,7 @@ from paceline.parallel.module_access.sharded_tensors import LocalTensor, Sharded
 
 @dataclass(frozen=True, kw_only=True)
 class StateDictView:
-    """A map from names in the `state_dict` to tensors; tied names map to the same one."""
+    """A map from names in the `state_dict` to tensors; tied names map to the same tensor."""
 
     entries: Mapping[str, LocalTensor]
     weights: ShardedTensors
@@ -26,7 +26,7 @@ class StateDictView:
     @property
     def structure(self) -> dict[str, str]:
         """Return the type and shape of each full tensor by name."""
-        return {name: describe_tensor(held.dtype, held.shard_spec.shape) for name, held in self.entries.items()}
+        return {name: describe_tensor(local.dtype, local.shard_spec.shape) for name, local in self.entries.items()}
 
     def full_tensors(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield one full tensor after another, on every rank; if ranks hold shards, every rank must call this."""
@@ -42,7 +42,7 @@ def view_state_dict(model: nn.Module, *, weights: ShardedTensors, world: World) 
     """Return the view of a model's `state_dict`. Every rank calls this.
 
     Raises:
-        CheckpointError: the `state_dict` has a tensor that is neither parameter nor buffer, and ranks hold parts.
+        CheckpointError: the `state_dict` has a tensor that is neither parameter nor buffer, and ranks hold shards.
     """
     tensors = state_dict_tensors(model)
     if weights.is_unsharded:
@@ -51,15 +51,15 @@ def view_state_dict(model: nn.Module, *, weights: ShardedTensors, world: World) 
         )
     name_by_id = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     names = world.gather_json({name: name_by_id.get(id(tensor), "") for name, tensor in tensors.items()})
-    known_names = [{name: first for name, first in said.items() if first in weights.local_tensors} for said in names]
+    known_names = [{name: first for name, first in each.items() if first in weights.local_tensors} for each in names]
     # a pipeline stage may hold a placeholder under a tied name
     names_of_entries = first_value_per_key([*known_names, *names])
     unknown = [name for name, first in names_of_entries.items() if first not in weights.local_tensors]
     if unknown:
         raise CheckpointError(
-            f"{first_names(unknown)} of the state_dict can't be saved where ranks hold parts of the model.",
+            f"{first_names(unknown)} of the state_dict can't be saved, because ranks hold shards of the model.",
             cause="it is neither a parameter nor a buffer, so its sharding is not known",
-            hint="register_buffer(...), or a layout that keeps the model whole: ddp, zero1, zero2",
+            hint="register_buffer(...), or a layout that does not shard the model: ddp, zero1, zero2",
         )
     return StateDictView(
         entries={name: weights.local_tensors[first] for name, first in names_of_entries.items()}, weights=weights

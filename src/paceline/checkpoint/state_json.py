@@ -26,13 +26,13 @@ FetchTensor = Callable[[str], Tensor]
 
 
 def encode_state(value: Any, *, where: str, store: StoreTensor | None = None) -> Any:
-    """Return JSON for a value of a `state_dict`; functions and classes are left out, and the job creates them again.
+    """Return JSON for a value of a `state_dict`; functions and classes become markers, and the job creates them again.
 
     `store` saves a tensor elsewhere and returns its name there. A small tensor becomes JSON if there is no `store`, or
     if it returns None.
 
     Raises:
-        CheckpointError: a large tensor, and no `store`.
+        CheckpointError: a tensor is large, and there is no `store`.
     """
     if isinstance(value, np.ndarray | np.generic):
         return _encode_numpy(value)
@@ -57,7 +57,7 @@ def encode_state(value: Any, *, where: str, store: StoreTensor | None = None) ->
     if isinstance(value, list):
         return [encode_state(item, where=where, store=store) for item in value]
     if isinstance(value, tuple | set | frozenset | deque):
-        kind = next(name for name, one in _COLLECTIONS.items() if isinstance(value, one))
+        kind = next(name for name, collection in _COLLECTIONS.items() if isinstance(value, collection))
         items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
         encoded = {_TAG: kind, "value": [encode_state(item, where=where, store=store) for item in items]}
         return {**encoded, "maxlen": value.maxlen} if isinstance(value, deque) else encoded
@@ -110,7 +110,7 @@ def drop_job_created(value: Any) -> Any:
 
 
 def job_created_kind(value: Any) -> str:
-    """Return the first kind of value in it that JSON can't hold, or an empty string."""
+    """Return the type of the first value in encoded state that JSON can't hold, or an empty string."""
     if isinstance(value, Mapping) and value.get(_TAG) == _JOB_CREATED:
         return str(value["value"])
     inner = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else []
@@ -130,7 +130,7 @@ def normalize_numbers(value: Any) -> Any:
         return inner
     if tag == _JOB_CREATED:
         return value.get("is")
-    if tag in _COLLECTIONS:  # which earlier versions wrote as tuples
+    if tag in _COLLECTIONS:  # earlier versions wrote every collection as a tuple
         return {_TAG: "tuple", "value": normalize_numbers(inner)}
     return {key: normalize_numbers(item) for key, item in value.items()}
 
@@ -140,7 +140,7 @@ def _is_job_created(item: Any) -> bool:
     if isinstance(item, Mapping):
         inner = item.get("value")
         return item.get(_TAG) == _JOB_CREATED or (item.get(_TAG) in _COLLECTIONS and _is_job_created(inner))
-    return isinstance(item, list) and any(_is_job_created(one) for one in item)
+    return isinstance(item, list) and any(_is_job_created(element) for element in item)
 
 
 def _encode_numpy(value: Any) -> dict[str, Any]:

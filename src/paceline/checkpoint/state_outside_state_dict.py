@@ -57,27 +57,28 @@ class NonPersistentBuffers:
             return [to_bytes(name, changed[name]) for name in local_modes]
         modes_by_rank = world.gather_json(local_modes)
         writable: list[Writable] = []
-        for name in dict.fromkeys(name for said in modes_by_rank for name in said):
-            modes = [fits[name] for fits in modes_by_rank if name in fits]
-            first_rank = next(rank for rank, fits in enumerate(modes_by_rank) if name in fits)
-            if all(fit == "cut" for fit in modes):
+        for name in dict.fromkeys(name for rank_modes in modes_by_rank for name in rank_modes):
+            modes = [rank_modes[name] for rank_modes in modes_by_rank if name in rank_modes]
+            first_rank = next(rank for rank, rank_modes in enumerate(modes_by_rank) if name in rank_modes)
+            if all(mode == "sharded" for mode in modes):
                 parts = weights.shard_specs(name)
                 local = weights.local_tensors[name]
                 writable += owned_shards(
                     name, dtype=local.dtype, get_tensor=local.get_tensor, parts=parts, rank=world.rank
                 )
-            elif "other" in modes:
+            elif "impossible" in modes:
                 raise CheckpointError(
-                    f"{name} is sharded and its shape has changed since the model was built: it can't be saved.",
+                    f"the buffer {name} can't be saved: it is sharded, and its shape has changed since the model "
+                    "was built.",
                     cause="a forward replaced the buffer by a tensor of a different shape",
-                    hint="register_buffer(..., persistent=False) in a module that is not split",
+                    hint="keep the buffer in a module that is not sharded",
                 )
             elif first_rank == world.rank:
                 writable.append(to_bytes(name, changed[name]))
         return writable
 
     def restore(self, stored: StoredTensors, weights: ShardedTensors) -> None:
-        """Load the buffers' values; a buffer of another shape than was built is replaced, as the forward did."""
+        """Load the buffers' values; a buffer whose shape the forward had changed is replaced again."""
         buffers = dict(self._model.named_buffers())
         with torch.no_grad():
             for name in stored:
@@ -89,11 +90,11 @@ class NonPersistentBuffers:
 
     @staticmethod
     def _save_mode(weights: ShardedTensors, name: str, tensor: Tensor) -> str:
-        """Return how a buffer is saved: `cut` by its shard spec, `whole`, or `other` if neither is possible."""
+        """Return how a buffer is saved: `sharded` by its shard spec, `full`, or `impossible`."""
         local = weights.local_tensors.get(name)
         if local is not None and local.shard_spec.local_shape == tuple(tensor.shape):
-            return "cut"
-        return "whole" if local is None or local.shard_spec.is_full else "other"
+            return "sharded"
+        return "full" if local is None or local.shard_spec.is_full else "impossible"
 
     def _set_buffer(self, name: str, buffer: Tensor | None, value: Tensor) -> None:
         if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
@@ -149,7 +150,7 @@ def _is_extra(name: str) -> bool:
 
 
 def _is_saved_here(weights: ShardedTensors, name: str) -> bool:
-    """Return whether this rank saves a buffer; one that a forward created is unknown to other ranks."""
+    """Return whether this rank has elements of a buffer; a buffer that `weights` lacks was created by a forward."""
     local = weights.local_tensors.get(name)
     return local is None or local.shard_spec.local_shape is not None
 

@@ -1,4 +1,4 @@
-"""Tensors to bytes and back, bit for bit."""
+"""Conversion of tensors to bytes and back, bit for bit."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ def lazy_tensor(
     at: Shape | None = None,
     whole: Shape | None = None,
 ) -> LazyTensor:
-    """Return a tensor, or the piece at offset `at`, whose bytes are taken from `get_tensor` when they are written."""
+    """Return a tensor, or the shard at offset `at`, whose bytes are taken from `get_tensor` when they are written."""
     return LazyTensor(
         name=name,
         dtype=_dtype_name(name, dtype),

@@ -98,7 +98,7 @@ def collect_files(train_state: TrainState) -> tuple[dict[str, list[Writable]], d
     Every rank calls this.
 
     Raises:
-        CheckpointError: a part of the state can't be saved, on this rank or another.
+        CheckpointError: some state can't be saved, on this rank or another.
     """
     weights, shards, world = train_state.weights, train_state.optimizer_shards, train_state.world
     view = view_state_dict(train_state.model, weights=weights, world=world)
@@ -124,7 +124,7 @@ def load_model(checkpoint: OpenCheckpoint, train_state: TrainState) -> None:
     Every rank calls this, and reads no more than its own shards.
 
     Raises:
-        CheckpointError: it is another model's, or not what was written.
+        CheckpointError: it is of another model, or differs from what was written.
     """
     stored = checkpoint.files.get(MODEL, StoredTensors([]))
     aliases: Mapping[str, str] = checkpoint.state.get("aliases", {})
@@ -183,7 +183,7 @@ def load_update(
 ) -> None:
     """Load the state of optimizers, schedules, loss scaler and EMA. Every rank calls this.
 
-    `saved_identity` is that of the run that saved. Options that differ in `current_identity` keep their current values.
+    `saved_identity` is the checkpoint's. Options that differ in `current_identity` keep their current values.
     """
     run_on_all_ranks(train_state.world, lambda: _load_update(checkpoint, train_state, saved_identity, current_identity))
 
@@ -212,7 +212,8 @@ def _load_update(
         if saved["kind"] == type(optimizer).__name__:
             if len(saved["groups"]) == len(optimizer.param_groups):  # else the user accepted new groups
                 excluded = [
-                    changes.job_controlled(number, group) for number, group in enumerate(optimizer.param_groups)
+                    changes.job_controlled(group_index, group)
+                    for group_index, group in enumerate(optimizer.param_groups)
                 ]
                 load_group_options(optimizer, saved["groups"], excluded=excluded)
             stored = checkpoint.files.get(OPTIMIZER, StoredTensors([]))
@@ -254,15 +255,17 @@ class _Changes:
     def replays_schedule(self) -> bool:
         """Return whether the schedule is replayed from the beginning."""
         options = zip(self.saved_options, self.current_options, strict=True)
-        return self.has_new_schedule or any(changed_keys(then, now) for then, now in options)
+        return self.has_new_schedule or any(changed_keys(saved, current) for saved, current in options)
 
-    def job_controlled(self, number: int, group: Mapping[str, Any]) -> set[str]:
+    def job_controlled(self, group_index: int, group: Mapping[str, Any]) -> set[str]:
         """Return the options of a group that keep their current values."""
         if not self.replays_schedule:
             return set()
         scheduled = scheduled_options(group) if self.has_new_schedule else set()
         return (
-            job_controlled_options(group, saved=self.saved_options[number], current=self.current_options[number])
+            job_controlled_options(
+                group, saved=self.saved_options[group_index], current=self.current_options[group_index]
+            )
             | scheduled
         )
 
@@ -271,10 +274,10 @@ def load_ema(checkpoint: OpenCheckpoint, ema: Ema, *, weights: ShardedTensors) -
     """Load the EMA; an average that the checkpoint lacks starts at the weights, which were loaded before."""
     stored = checkpoint.files.get(EMA, StoredTensors([]))
     with torch.no_grad():
-        for name, average, live in zip(ema.names, ema.averages, ema.weights, strict=True):
+        for name, average, weight in zip(ema.names, ema.averages, ema.weights, strict=True):
             shard = weights.local_tensors[name].shard_spec
             if name not in stored:
-                average.copy_(live)
+                average.copy_(weight)
             elif shard.local_shape is not None:
                 local_elements(average).copy_(read_shard(stored, name, shard=shard))
 
@@ -295,9 +298,9 @@ def _model_tensors(train_state: TrainState, view: StateDictView) -> tuple[list[W
     weights, rank = train_state.weights, train_state.world.rank
     if weights.is_unsharded:
         return deduplicate_storages(state_dict_tensors(train_state.model))
-    aliases = {name: held.name for name, held in view.entries.items() if name != held.name}
+    aliases = {name: local.name for name, local in view.entries.items() if name != local.name}
     writable: list[Writable] = []
-    for name in dict.fromkeys(held.name for held in view.entries.values()):
+    for name in dict.fromkeys(local.name for local in view.entries.values()):
         local = weights.local_tensors[name]
         writable += owned_shards(
             name, dtype=local.dtype, get_tensor=local.get_tensor, parts=weights.shard_specs(name), rank=rank
@@ -319,10 +322,14 @@ def _ema_tensors(train_state: TrainState) -> list[Writable]:
 def _named_files(
     sharded: ShardedTensors, rank: int, tensors_by_kind: Mapping[str, list[Writable]]
 ) -> dict[str, list[Writable]]:
-    """Return the tensors by file: the first rank's files if ranks hold everything, else each rank's own."""
+    """Return the tensors by file: rank 0's files if every rank holds everything, else each rank's own."""
     if sharded.is_unsharded:
-        always = (MODEL, OPTIMIZER)
-        return {kind: tensors for kind, tensors in tensors_by_kind.items() if rank == 0 and (tensors or kind in always)}
+        always_written = (MODEL, OPTIMIZER)
+        return {
+            kind: tensors
+            for kind, tensors in tensors_by_kind.items()
+            if rank == 0 and (tensors or kind in always_written)
+        }
     return {rank_file(kind, rank): tensors for kind, tensors in tensors_by_kind.items() if tensors}
 
 
@@ -339,7 +346,7 @@ def _gather_extra_state(train_state: TrainState) -> dict[str, Any]:
 def _extra_state_owner(name: str, weights: ShardedTensors) -> int:
     module = name.rpartition(".")[0]
     while module:
-        parameters = [first for first in weights.names if first.startswith(f"{module}.")]
+        parameters = [parameter for parameter in weights.names if parameter.startswith(f"{module}.")]
         if parameters:
             return writer_rank(weights.shard_specs(parameters[0]))
         module = module.rpartition(".")[0]
@@ -352,9 +359,9 @@ def _check_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> 
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 counts[id(parameter)] = counts.get(id(parameter), 0) + 1
-    foreign = [number for number in counts if number not in names]
-    missing = [name for number, name in names.items() if number not in counts]
-    repeated = [names[number] for number, times in counts.items() if times > 1 and number in names]
+    foreign = [key for key in counts if key not in names]
+    missing = [name for key, name in names.items() if key not in counts]
+    repeated = [names[key] for key, count in counts.items() if count > 1 and key in names]
     if missing or repeated or foreign:
         parts = [
             f"no group holds {first_names(missing)}" if missing else "",

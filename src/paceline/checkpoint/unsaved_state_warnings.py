@@ -20,7 +20,7 @@ _ADVICE = (
 )
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _COLLECTIONS = (list, tuple, set, deque)
-_Leaf = tuple[Callable[[], Any], Any]
+_Leaf = tuple[Callable[[], Any], Any]  # (function that returns the tensor or None, version count or value)
 _Leaves = dict[str, list[_Leaf]]
 
 
@@ -60,10 +60,10 @@ class UntrackedStateWarning:
             return ""
         self._has_warned = True
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        advice = [place for place, each in zip(_ADVICE, names_by_owner, strict=True) if each]
+        advice = [text for text, changed_names in zip(_ADVICE, names_by_owner, strict=True) if changed_names]
         return (
             f"checkpoints do not contain {shown}, and a resumed run starts with the job's initial value: "
-            f"keep it {', and '.join(advice)}"
+            f"keep such state {', and '.join(advice)}"
         )
 
     def _module_leaves(self) -> _Leaves:
@@ -132,8 +132,8 @@ def _changed_names(before: _Leaves, after: _Leaves) -> Iterator[str]:
 
 def _are_same_leaves(before: Sequence[_Leaf], after: Sequence[_Leaf]) -> bool:
     return len(before) == len(after) and all(
-        one() is other() and _are_equal_values(count, number)
-        for (one, count), (other, number) in zip(before, after, strict=True)
+        get_before() is get_after() and _are_equal_values(value_before, value_after)
+        for (get_before, value_before), (get_after, value_after) in zip(before, after, strict=True)
     )
 
 

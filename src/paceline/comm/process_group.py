@@ -179,7 +179,7 @@ class World:
     def _new_subgroup(self, groups: Sequence[Sequence[int]], local_group: list[int]) -> "World":
         timeout = timedelta(seconds=self.timeout_seconds)
         new_groups = [dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None for ranks in groups]
-        group = next(one for one, ranks in zip(new_groups, groups, strict=True) if self.rank in ranks)
+        group = next(new_group for new_group, ranks in zip(new_groups, groups, strict=True) if self.rank in ranks)
         return replace(self, rank=local_group.index(self.rank), world_size=len(local_group), group=group, subgroups={})
 
     @property
@@ -247,7 +247,7 @@ class World:
     def start_ring_shift(
         self, tensors: Sequence[torch.Tensor], *, shapes: Sequence[Shape]
     ) -> Callable[[], list[torch.Tensor]]:
-        """Start to send to the next rank. The returned function returns the previous rank's tensors, of `shapes`."""
+        """Start to send tensors to the next rank. The returned function returns the previous rank's, of `shapes`."""
         if self.group is None:
             return lambda: list(tensors)
         sent = [tensor.contiguous() for tensor in tensors]
@@ -315,7 +315,7 @@ class World:
         self.release_group()
 
     def release_group(self) -> None:
-        """Release the group and the store; the group's threads must end before the interpreter exits."""
+        """Release the group and the store, so that the group's threads end before the interpreter exits."""
         if self.group is not None:
             for world in (self, *self.subgroups.values()):
                 object.__setattr__(world, "group", None)

@@ -20,7 +20,7 @@ from paceline.torch_internals.rng import get_rng_states, preserve_rng, seed_all,
 
 T = TypeVar("T")
 _TIMEOUT_SECONDS = 600.0
-_SIMULATION_SECONDS = 60.0  # a simulated rank waits for computation of the same step alone
+_SIMULATION_SECONDS = 60.0  # a simulated rank waits only while other ranks compute the same step
 
 
 class PeerFailed(Exception):
@@ -36,8 +36,8 @@ class _Round:
 class ThreadRendezvous:
     """A rendezvous in numbered rounds. A replica may post to the next round before it has read the previous one.
 
-    `pause(replica)` returns a context in which that replica waits for the others. `simulates`: the replicas are
-    simulated ranks; error messages then name them so.
+    `pause(replica)` returns a context in which that replica waits for the others. `simulates`: error
+    messages call the replicas simulated ranks.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class ThreadWorld(World):
 
         def wait() -> list[Tensor]:
             sent = collect()[(self.rank - 1) % self.world_size]
-            received = [tensor.to(own.device) for tensor, own in zip(sent, tensors, strict=True)]
+            received = [part.to(tensor.device) for part, tensor in zip(sent, tensors, strict=True)]
             assert [tuple(tensor.shape) for tensor in received] == [tuple(shape) for shape in shapes]
             return received
 
@@ -234,7 +234,7 @@ def _worlds(world: World, rendezvous: ThreadRendezvous) -> list[World]:
 
 
 def run_threads(work: Callable[[int], T], *, ranks: int, end_waiting: Callable[[], None]) -> list[T]:
-    """Run `work(rank)` in one thread per rank and return the results. After an error `leave` wakes the waiting ranks.
+    """Run `work(rank)` in one thread per rank and return the results. After an error, `end_waiting` wakes the others.
 
     Raises:
         BaseException: the error of the first rank that failed by itself.

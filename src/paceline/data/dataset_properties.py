@@ -22,8 +22,8 @@ GatherJson = Callable[[Any], list[Any]]
 class DatasetProperties:
     """The length of a map-style dataset, and properties of its first and middle sample.
 
-    `draws`: reading draws from the global random generators. `fingerprint` is a checksum of both samples. `problem` is
-    the error, if one of them could not be read.
+    `draws_random`: reading a sample draws from the global random generators. `fingerprint` is a checksum of both
+    samples. `error` is set if one of them could not be read.
     """
 
     num_samples: int
@@ -35,7 +35,7 @@ class DatasetProperties:
         """Raise an error if the data can't be read.
 
         Raises:
-            JobError: with the user's line.
+            JobError: a sample could not be read; the error names the line of the user's code.
         """
         if self.error is not None:
             raised = JobError(self.error.what, where=self.error.where, hint=self.error.hint)
@@ -55,7 +55,7 @@ def find_properties(source: Source, *, seed: int) -> DatasetProperties:
 def _find_properties(data: Any, *, seed: int) -> DatasetProperties:
     name = "train_data"
     total = read_length(data, name=name)
-    draws_random, fingerprint, found_error = False, 0, None
+    draws_random, fingerprint, sample_error = False, 0, None
     with preserve_rng():
         call_user_dataset(lambda: set_dataset_epoch(data, 0), doing=f"set_epoch(0) of {name}")
         for index in property_samples(total):
@@ -65,17 +65,17 @@ def _find_properties(data: Any, *, seed: int) -> DatasetProperties:
                 fingerprint = checksum(data[index], fingerprint)
             except Exception as error:
                 hint = f"{name}[{index}] in a plain Python process shows the full error"
-                found_error = worker_error(error, doing=f"reading sample {index} of {name}", hint=hint)
-            draws_random = draws_random or found_error is not None or cpu_rng_states() != states_before
-            if found_error is not None:
+                sample_error = worker_error(error, doing=f"reading sample {index} of {name}", hint=hint)
+            draws_random = draws_random or sample_error is not None or cpu_rng_states() != states_before
+            if sample_error is not None:
                 break
     read_length(data, name=name, expected=total)
-    return DatasetProperties(num_samples=total, draws_random=draws_random, fingerprint=fingerprint, error=found_error)
+    return DatasetProperties(num_samples=total, draws_random=draws_random, fingerprint=fingerprint, error=sample_error)
 
 
 def property_samples(num_samples: int) -> list[int]:
     """Return the indices of the samples that are read for the properties: the first and the middle one."""
-    return list({0: 0, num_samples // 2: 0})
+    return list(dict.fromkeys([0, num_samples // 2]))
 
 
 def read_length(data: Any, *, name: str, expected: int | None = None) -> int:
@@ -107,11 +107,11 @@ def refuse_different_data(
 ) -> None:
     """Compare the ranks' data by length and checksum. All ranks with the same arguments raise the same error.
 
-    `is_same` returns whether, on every rank, reading these samples again gives the same samples. If not, the dataset
-    draws random numbers, and different samples do not mean different data.
+    `is_repeatable` returns whether, on every rank, reading these samples twice gives the same result. If not, the
+    dataset draws random numbers, and different samples do not mean different data.
 
     Raises:
-        DesyncError: a rank has another length, or other samples.
+        DesyncError: the ranks' lengths or samples differ.
     """
     first_rank = next(iter(lengths))
     different_rank = next((rank for rank, length in lengths.items() if length != lengths[first_rank]), None)
@@ -119,7 +119,7 @@ def refuse_different_data(
         raise DesyncError(
             f"{name} has {lengths[different_rank]:,} samples on rank {different_rank} and "
             f"{lengths[first_rank]:,} on rank {first_rank}.",
-            cause="each rank reads its own part, or different files",
+            cause="the dataset is already split by rank, or the ranks read different files",
             hint=_WHOLE_DATASET_HINT,
         )
     different_rank = next((rank for rank, value in checksums.items() if value != checksums[first_rank]), None)
@@ -166,4 +166,4 @@ def sample_checksums(
     return read_in_process(source, read_samples, seed=seed)
 
 
-_WHOLE_DATASET_HINT = "is it already split by rank? give every rank the whole dataset: the run distributes the samples"
+_WHOLE_DATASET_HINT = "give every rank the whole dataset, because the run distributes the samples"

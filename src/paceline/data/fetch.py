@@ -64,7 +64,7 @@ class Fetcher(Dataset[Any]):
         self._collate = collate or default_collate
         self._seed = seed
         self._seed_samples = seed_samples
-        self._has_length = False
+        self._has_called_len = False
         self._epoch: int | None = None
 
     def __getitem__(self, request: MicrobatchRequest) -> Any:
@@ -91,9 +91,9 @@ class Fetcher(Dataset[Any]):
             )
 
     def _set_epoch(self, epoch: int | None) -> None:
-        """Set the epoch. Call `len()` once before, as a DataLoader does, since some datasets read their index then."""
-        if not self._has_length:
-            self._has_length = True
+        """Set the epoch, after one call of `len()`, as in a DataLoader: some datasets read their index then."""
+        if not self._has_called_len:
+            self._has_called_len = True
             len(self._data)
         if epoch is not None and epoch != self._epoch:
             self._epoch = epoch
@@ -154,30 +154,30 @@ def raise_worker_error(value: Any) -> Any:
     """Return the value, or raise the error if it is a `WorkerError`.
 
     Raises:
-        DataError: the dataset or the collation raised.
+        DataError: the dataset or the collate function raised an exception.
     """
     if isinstance(value, WorkerError):
-        found = DataError(value.what, where=value.where, cause=value.cause, hint=value.hint)
+        data_error = DataError(value.what, where=value.where, cause=value.cause, hint=value.hint)
         if value.full:
-            found.add_note(value.full)
-        raise found
+            data_error.add_note(value.full)
+        raise data_error
     return value
 
 
 def start_function(source: Source, *, appears_alone: bool, parent: int) -> Callable[[int], None]:
     """Return the function that a data worker runs first: it makes the worker ignore signals and die with its `parent`.
 
-    It calls the user's `worker_init_fn` last, with the dataset in `get_worker_info()`. `alone`: the worker appears as
-    the only one.
+    It calls the user's `worker_init_fn` last, with the dataset in `get_worker_info()`, which reports a single worker if
+    `appears_alone`.
     """
     user_init = source.loader.worker_init_fn if source.loader is not None else None
 
-    def start(number: int) -> None:
+    def start(worker: int) -> None:
         follow_rank(parent)
         torch.set_num_threads(1)
         set_worker_dataset(source.data, is_only_worker=appears_alone)
         if user_init is not None:
-            user_init(number)
+            user_init(worker)
 
     return start
 
@@ -188,8 +188,8 @@ def follow_rank(parent: int) -> None:
     It installs a handler instead of SIG_IGN, because programs that the dataset starts would inherit SIG_IGN.
     """
     die_with_parent(parent)
-    for name in STOP_SIGNALS:
-        signal.signal(name, _ignore_signal)
+    for stop_signal in STOP_SIGNALS:
+        signal.signal(stop_signal, _ignore_signal)
 
 
 def set_dataset_epoch(data: Any, epoch: int) -> None:
@@ -199,14 +199,14 @@ def set_dataset_epoch(data: Any, epoch: int) -> None:
     """
     remaining, seen = [data], set[int]()
     while remaining:
-        one = remaining.pop()
-        if id(one) in seen:
+        dataset = remaining.pop()
+        if id(dataset) in seen:
             continue
-        seen.add(id(one))
-        if hasattr(one, "set_epoch"):
-            one.set_epoch(epoch)
+        seen.add(id(dataset))
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
             continue
-        attributes = getattr(one, "__dict__", {})
+        attributes = getattr(dataset, "__dict__", {})
         inner = attributes.get("datasets", ())
         remaining += [attributes["dataset"]] if "dataset" in attributes else []
         remaining += inner.values() if isinstance(inner, Mapping) else inner if isinstance(inner, tuple | list) else ()

@@ -14,21 +14,21 @@ from multiprocessing.popen_fork import Popen
 from multiprocessing.process import BaseProcess
 
 START_TIMEOUTS = (2.0, 4.0, 8.0, 16.0)
-"""The timeout of each try in seconds; one more try has no timeout, since the machine may only be slow."""
+"""The timeout of each attempt in seconds; a last attempt has no timeout, since the machine may only be slow."""
 
 
 class _StartedFork(Popen):
-    """A fork that is repeated until a child has started."""
+    """A fork that is repeated until a child has started; each attempt has a longer timeout."""
 
     def _launch(self, process_obj: BaseProcess) -> None:
-        for seconds in START_TIMEOUTS:
+        for timeout in START_TIMEOUTS:
             read, write = os.pipe()
             process_obj.start_pipe = (read, write)  # type: ignore[attr-defined]
             super()._launch(process_obj)  # type: ignore[misc]
             os.close(write)
-            has_begun = bool(select.select([read], [], [], seconds)[0])  # also true if the child has exited
+            has_started = bool(select.select([read], [], [], timeout)[0])  # also true if the child has exited
             os.close(read)
-            if has_begun:
+            if has_started:
                 return
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)

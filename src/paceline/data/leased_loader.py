@@ -49,8 +49,8 @@ class RandomAccessLoader:
         """Compare this worker's data with the summary of the server's data, once per epoch.
 
         Raises:
-            DataError: it can't be read.
-            DesyncError: it has another length, or other samples.
+            DataError: this worker's data can't be read.
+            DesyncError: it differs from the server's in length or samples.
         """
         if self._compared_epoch == epoch:
             return
@@ -69,11 +69,11 @@ class RandomAccessLoader:
         )
 
     def order_checksum(self, epoch: int) -> list[str] | None:
-        """Return a checksum of the user-defined order, to compare workers, and its origin; None without one."""
+        """Return the checksum and the origin of a user-defined order, to compare workers, or None."""
         if not self._order.is_user_defined:
             return None
         if epoch not in self._order_checksums:  # a checksum over all indices: computed once per epoch
-            self._order_checksums = {e: name for e, name in self._order_checksums.items() if e == epoch - 1}
+            self._order_checksums = {e: crc for e, crc in self._order_checksums.items() if e == epoch - 1}
             self._order_checksums[epoch] = self._order.checksum_or_name(epoch)
         return [self._order_checksums[epoch], self._order_source]
 

@@ -67,7 +67,7 @@ def make_loader(
     gather_json: GatherJson | None = None,
     properties: DatasetProperties | None = None,
 ) -> BatchLoader:
-    """Return the loader of one replica, starting at `cursor`. `data` may be a `Source` with known `facts`.
+    """Return the loader of one replica, starting at `cursor`. `data` may be a `Source` whose `properties` are known.
 
     `gather_json` gathers a value from every replica. With it, replicas divide the reading of a stream between them,
     and compare their data and a user-defined order at the start of each epoch.
@@ -98,7 +98,7 @@ def make_loader(
 
 
 class MapStyleLoader:
-    """A loader over samples that can be read by index: resuming costs nothing."""
+    """A loader over samples that can be read by index: a resume reads no earlier sample."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class MapStyleLoader:
         )
 
     def _read_stand_in(self, batch: Batch) -> Any:
-        """Read the first microbatch of a global batch now, outside the order of the data workers."""
+        """Read the first microbatch of a global batch at once, without the data workers."""
         request = self._request(batch, 0)
         return raise_worker_error(read_in_process(self._source, lambda: self._fetcher[request], seed=self._seed))
 
@@ -220,7 +220,7 @@ class MapStyleLoader:
         """
         if self._gather_json is not None:
             summaries = self._gather_json([summary.num_samples, summary.checksum])
-            lengths, checksums = [one[0] for one in summaries], [one[1] for one in summaries]
+            lengths, checksums = zip(*summaries, strict=True)
             is_repeatable = partial(self._is_repeatable, summary.samples, epoch)
             refuse_different_data(
                 dict(enumerate(lengths)),
@@ -279,10 +279,11 @@ class MapStyleLoader:
 
 
 def stream_error() -> JobError:
-    """Return the error for a stream whose samples would have to be assigned by index."""
+    """Return the error for a stream under an update rule that assigns samples by index."""
     return JobError(
-        "train_data is a stream, but --update ps assigns samples by their index, again if a worker dies.",
-        cause="an iterable dataset: no other worker can read what one worker has read",
+        "train_data is a stream, but --update ps assigns samples by their index, so that another worker can read those "
+        "of a lost one.",
+        cause="train_data is an iterable dataset: only the worker that has read a sample has it",
         hint="a dataset with __len__ and __getitem__, or --update sync",
     )
 
@@ -333,7 +334,7 @@ def eval_feed(
     pool = DataWorkers(
         fetcher=fetcher, source=source, pin_memory=False, seed=stream_key(seed, "workers", name, replica)
     )
-    fetched = pool.start(wanted for _, wanted in requests)
+    fetched = pool.start(request for _, request in requests)
     try:
         for index, request in requests:
             value = raise_worker_error(fetcher[request] if fetched is None else next(fetched))
@@ -343,7 +344,7 @@ def eval_feed(
 
 
 def _equal_length(source: Source, *, seed: int, name: str, gather_json: GatherJson | None) -> int:
-    """Return the number of samples; replicas compare it, and the middle sample.
+    """Return the number of samples, after replicas have compared it and the middle sample.
 
     Raises:
         DesyncError: a replica has other data.
@@ -360,7 +361,7 @@ def _equal_length(source: Source, *, seed: int, name: str, gather_json: GatherJs
         def is_repeatable() -> bool:
             return all(gather_json(is_repeatable_read(source, samples=samples, epoch=None, seed=seed)))
 
-        lengths, checksums = [one[0] for one in summaries], [one[1] for one in summaries]
+        lengths, checksums = zip(*summaries, strict=True)
         refuse_different_data(
             dict(enumerate(lengths)),
             dict(enumerate(checksums)),

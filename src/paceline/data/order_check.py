@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from paceline.errors import DesyncError, ResumeError
 
-_ORDER = "order=lambda num_samples, epoch, seed: numpy.random.default_rng([seed, epoch]).permutation(num_samples)"
-_SAMPLER = "torch.randperm(n) without a generator of its own in __iter__: torch's is seeded for each epoch"
+_ORDER_HINT = "order=lambda num_samples, epoch, seed: numpy.random.default_rng([seed, epoch]).permutation(num_samples)"
+_SAMPLER_HINT = "in the sampler's __iter__, torch.randperm(n) without generator=: the run seeds torch for each epoch"
 
 
 def refuse_different_orders(checksums: Sequence[str], *, order_source: str, epoch_note: str) -> None:
@@ -14,7 +14,7 @@ def refuse_different_orders(checksums: Sequence[str], *, order_source: str, epoc
     Raises:
         DesyncError: a rank's order differs from rank 0's.
     """
-    different_ranks = [rank for rank, name in enumerate(checksums) if name != checksums[0]]
+    different_ranks = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
     if different_ranks:
         raise DesyncError(
             f"{order_source} gives a different order on rank {', '.join(map(str, different_ranks))} "
@@ -39,4 +39,4 @@ def refuse_changed_order(checksum: str, *, saved: str, order_source: str, epoch_
 
 
 def _hint(order_source: str) -> str:
-    return _ORDER if order_source.startswith("order=") else _SAMPLER
+    return _ORDER_HINT if order_source.startswith("order=") else _SAMPLER_HINT

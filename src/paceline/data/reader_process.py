@@ -1,9 +1,9 @@
-"""The process in which data is read before the data workers exist.
+"""A separate process that reads data before the data workers exist.
 
 A file handle that a dataset opens at its first read is shared with every process that is forked later: two of them
 would seek and read at the same time, and get wrong records. So if there are data workers, the process that forks them
-does not use the dataset itself, not even `len()`. It forks a separate process, which looks like a data worker to user
-code, for each such read, and this process then ends. Without data workers nothing is forked, and the rank reads the
+does not use the dataset itself, not even `len()`. It forks a separate process for each such read, which looks like a
+data worker to user code and then ends. Without data workers nothing is forked, and the rank reads the
 data itself.
 """
 
@@ -25,10 +25,10 @@ from paceline.errors import DataError, PacelineError
 from paceline.torch_internals.private_api import hide_worker_info, set_up_data_worker
 from paceline.torch_internals.rng import stream_key
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
-def read_in_process(source: Source, read: Callable[[], Found], *, seed: int = 0) -> Found:
+def read_in_process(source: Source, read: Callable[[], Result], *, seed: int = 0) -> Result:
     """Return `read()`, which runs in a separate process if the source has data workers.
 
     Raises:
@@ -37,16 +37,16 @@ def read_in_process(source: Source, read: Callable[[], Found], *, seed: int = 0)
     """
     if not source.workers:
         return read()
-    process = DataProcess(source, make=lambda: _ReadOnce(read=read), seed=seed)
+    process = DataProcess(source, make=lambda: _Reader(read=read), seed=seed)
     try:
-        result: Found = process.call("read")
+        result: Result = process.call("read")
         return result
     finally:
         process.close()
 
 
 @dataclass(frozen=True)
-class _ReadOnce:
+class _Reader:
     read: Callable[[], Any]
 
 
@@ -126,6 +126,6 @@ def _picklable_error(error: Exception) -> PacelineError:
         return error
     try:
         raise_worker_error(worker_error(error, doing="reading data"))
-    except DataError as told:
-        return told
+    except DataError as data_error:
+        return data_error
     raise AssertionError

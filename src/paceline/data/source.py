@@ -70,7 +70,7 @@ class DatasetCache:
 
     def get(self, data: Any) -> Any:
         """Return the dataset: `data` itself, or what it returns if it is a function."""
-        if not _makes_data(data):
+        if not _is_factory(data):
             return data
         if id(data) in self._datasets:
             return self._datasets[id(data)][1]
@@ -82,8 +82,8 @@ class DatasetCache:
         return dataset
 
 
-def _makes_data(data: Any) -> bool:
-    """Return whether this is a function or a class, which must be called to get the dataset."""
+def _is_factory(data: Any) -> bool:
+    """Return whether this is a function or a class, which is called to get the dataset."""
     is_data = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
     return isinstance(data, type) or (callable(data) and not is_data)
 
@@ -94,7 +94,7 @@ def read_source(
     """Return `data` as a `Source`, without reading it; a `Source` is returned unchanged.
 
     Raises:
-        JobError: it can be neither indexed nor iterated.
+        JobError: `data` can be neither indexed nor iterated.
     """
     if isinstance(data, Source):
         return data
@@ -175,12 +175,12 @@ def refuse_no_batch(num_samples: int, *, batch: int) -> None:
     """Raise an error if an epoch has only a short batch, which is dropped.
 
     Raises:
-        UsageError: with both numbers.
+        UsageError: an epoch has fewer samples than a global batch.
     """
     if num_samples < batch:
         raise UsageError(
             f"data.drop_last leaves nothing to train on: an epoch has {plural(num_samples, 'sample')}, but a global "
-            f"batch {batch}.",
+            f"batch has {batch}.",
             hint=f"--data.drop_last false, or --train.global_batch_size {num_samples}",
         )
 
@@ -235,7 +235,7 @@ class SampleOrder:
 
     def _indices_of_epoch(self, epoch: int) -> "Permutation | Positions":
         if epoch not in self._epochs:
-            self._epochs = {e: kept for e, kept in self._epochs.items() if e == epoch - 1}
+            self._epochs = {e: indices for e, indices in self._epochs.items() if e == epoch - 1}
             self._epochs[epoch] = self._compute_epoch(epoch)
         return self._epochs[epoch]
 
@@ -258,7 +258,7 @@ class SampleOrder:
         """Return the indices that the user's order gives.
 
         Raises:
-            JobError: it is not an order, or it raises.
+            JobError: `order=` is not an order, or computing it raises an exception.
         """
         order = self._order
         if isinstance(order, str | bytes) or not (callable(order) or isinstance(order, Iterable)):

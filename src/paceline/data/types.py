@@ -13,7 +13,7 @@ _INSTEAD_HINT = (
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPartition:
-    """The partition of global batches into microbatches and replicas. With `reads` False, other processes read them."""
+    """The partition of global batches into microbatches and replicas. Without `reads_samples`, other processes read."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -47,7 +47,8 @@ class StepInput:
     """This replica's part of one global batch; `micro` may be empty.
 
     `num_micro` and `num_samples` count over all replicas. `read_stand_in` reads the data of another replica's
-    microbatch. `summary` describes the dataset in the batch's epoch.
+    microbatch. `summary` describes the dataset in the batch's epoch. For a stream, `fingerprint` is a
+    checksum that must be equal on all replicas, and `notes` are lines for the log.
     """
 
     batch: Batch
@@ -71,13 +72,13 @@ class StepInput:
         """
         raise TypeError(f"a batch of run.batches() can't be unpacked: {_INSTEAD_HINT}")
 
-    def __getitem__(self, place: object) -> NoReturn:
+    def __getitem__(self, key: object) -> NoReturn:
         """Raise an error if the batch is indexed like a DataLoader's.
 
         Raises:
             TypeError: always, with what to write.
         """
-        raise TypeError(f"a batch of run.batches() has no [{place!r}]: {_INSTEAD_HINT}")
+        raise TypeError(f"a batch of run.batches() has no [{key!r}]: {_INSTEAD_HINT}")
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise an error that says what to write instead of an attribute that tensors have.

@@ -48,10 +48,10 @@ def serialization_error(error: Exception) -> WorkerError:
 
 
 def deserialize_microbatch(value: Any) -> Any:
-    """Return the content that a data worker has serialized; any other value is returned unchanged.
+    """Return the content of a microbatch that a data worker has serialized; return any other value unchanged.
 
     Raises:
-        DataError: it cannot be rebuilt in this process.
+        DataError: the content can't be rebuilt in this process.
         OSError, EOFError: the worker has died, and its shared memory no longer exists.
     """
     if isinstance(value, DeserializedMicrobatch):
@@ -63,7 +63,7 @@ def deserialize(content: bytes) -> Any:
     """Return the object that another process has serialized.
 
     Raises:
-        DataError: it cannot be rebuilt in this process.
+        DataError: the object can't be rebuilt in this process.
         OSError, EOFError: the other process has died, and its shared memory no longer exists.
     """
     try:

@@ -25,7 +25,7 @@ _open_pools: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def close_at_exit(pool: Any) -> None:
-    """Stop these data workers when the interpreter ends, if they are still running."""
+    """Close this pool of data workers when the interpreter ends, if it is still open."""
     _open_pools.add(pool)
 
 
@@ -94,7 +94,7 @@ class DataWorkers:
 
 @contextmanager
 def start_workers(workers: int) -> Iterator[None]:
-    """Return a context in which data workers are started; if one can't be started, stop all.
+    """Return a context in which data workers are started; if one can't be started, all are stopped.
 
     Raises:
         DataError: the system has no more processes, open files, memory or space in /dev/shm.
@@ -139,7 +139,7 @@ def worker_death_error(reason: str) -> DataError:
     """Return the error for a data worker that died; `reason` is what is known about its death."""
     return DataError(
         f"a data worker died: {reason}",
-        cause="it was killed, perhaps for memory, a library crashed, its code called exit, or too many files were open",
+        cause="it was killed (perhaps for memory), a library crashed, code called exit, or too many files were open",
         hint="--data.workers 0 shows the error in the rank itself",
     )
 

@@ -33,8 +33,8 @@ def make_job(
 
     Args:
         source: a folder, a config or a class that defines the model; its weights are neither needed nor read.
-        task: as in `pl.hf.job`; by default what the config says.
-        length: positions of a sample; by default as many as the model has, 4,096 at most; 1,024 where it does not say.
+        task: as in `pl.hf.job`; by default the task that the config implies.
+        length: positions of a sample; by default the model's maximum, but at most 4,096; 1,024 if it is not known.
         global_batch_size: samples of a step.
         optimizer: a class of `torch.optim`.
         lr: its learning rate, which no plan depends on.
@@ -89,13 +89,13 @@ class RepeatedRows(Dataset[Any]):
     def _ids(self) -> Tensor:
         text = self.config.get_text_config()
         lengths = (getattr(text, name, None) for name in _POSITIONS)
-        longest = next((int(each) for each in lengths if each), _DEFAULT_POSITIONS)
+        longest = next((int(length) for length in lengths if length), _DEFAULT_POSITIONS)
         return torch.arange(self.length or min(longest, MAX_POSITIONS)) % int(text.vocab_size)
 
     def _image(self) -> Tensor:
         size = getattr(self.config, "image_size", 224)
-        high, wide = size if isinstance(size, list | tuple) else (size, size)
-        return torch.zeros(int(getattr(self.config, "num_channels", 3)), int(high), int(wide))
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        return torch.zeros(int(getattr(self.config, "num_channels", 3)), int(height), int(width))
 
     def _spectrogram(self) -> Tensor:
         """Return a spectrogram of Whisper's input length, which is twice the length of its encoder."""

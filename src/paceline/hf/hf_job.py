@@ -1,4 +1,4 @@
-"""`pl.hf.job`: a Job from a config or a folder."""
+"""The function `pl.hf.job`, which returns a Job from a Hugging Face config or folder."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from paceline.errors import CheckpointError, JobError
-from paceline.hf.weight_conversion import ignored_tensors, recipes_for
+from paceline.hf.weight_conversion import ignored_tensors, weight_sources_for
 from paceline.parallel.initialization.pretrained import LoadedShards, load_full_model
 from paceline.parallel.initialization.safetensors_loading import load_shards
 from paceline.parallel.module_access.shard_spec import ShardSpecs
@@ -51,7 +51,7 @@ class ConfigModel:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderModel:
-    """A model constructor `() -> nn.Module` that reads a folder's weights; a rank reads only its own parts."""
+    """A model constructor `() -> nn.Module` that reads a folder's weights; a rank reads only its own shards."""
 
     folder: Path
     build: ConfigModel
@@ -67,8 +67,8 @@ class FolderModel:
             model,
             shard_specs=shard_specs,
             folder=self.folder,
-            recipes=recipes_for(model),
-            ignored=ignored_tensors(model, other_head=bool(self.new)),
+            recipes=weight_sources_for(model),
+            ignored=ignored_tensors(model, has_new_head=bool(self.new)),
             new=self.new,
         )
 
@@ -118,7 +118,7 @@ def as_known_config(config: Any) -> Any:
 
 
 def infer_task(config: Any) -> str:
-    """Return the task of a config: that of the model class that it names, otherwise a task that its model supports.
+    """Return the task of a config: that of the model class it names, else a task that its models support.
 
     Raises:
         JobError: the task is unknown or ambiguous, so the job must name it.
@@ -149,7 +149,7 @@ def model_class(config: Any, task: Any) -> Any:
     """Return the class that builds the model: the auto class of a task, or `task` itself if it is a class.
 
     Raises:
-        JobError: no such task, or transformers has no model for it of this kind.
+        JobError: the task is unknown, or transformers has no such model for this config.
     """
     if not isinstance(task, str):
         return task

@@ -1,4 +1,4 @@
-"""Batches for Hugging Face models: text to ids, masks, labels, padding. Draws come from each sample's own stream."""
+"""Rows and batches for Hugging Face models: tokens, masks, labels and padding. Draws use each sample's own seed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -19,11 +19,11 @@ _LOADING = "transformers.core_model_loading"
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertedTensors:
-    """Tensors whose stored form differs from the model's: separate experts, fused projections."""
+    """Tensors of the model that are computed from stored tensors: stacked experts, fused projections."""
 
     converter: Any
     source_names: Mapping[str, Sequence[str]]
-    layer: str
+    target_name: str
     model: nn.Module
     shapes: Mapping[str, tuple[int, ...]]
 
@@ -34,14 +34,14 @@ class ConvertedTensors:
 
     def read(self, stored: SafetensorsFolder, parts: ShardSpecs) -> dict[str, Tensor]:
         """Read and combine the full stored tensors, then return this rank's parts."""
-        converted = convert(self.converter, self.source_names, self.layer, self.model, stored.read_tensor)
+        converted = convert(self.converter, self.source_names, self.target_name, self.model, stored.read_tensor)
         return {name: parts[name].extract(converted[name]) for name in parts}
 
 
 def convert(
     converter: Any,
     source_names: Mapping[str, Sequence[str]],
-    layer: str,
+    target_name: str,
     model: nn.Module,
     read_tensor: Callable[[str], Tensor],
 ) -> dict[str, Tensor]:
@@ -49,12 +49,15 @@ def convert(
     new_converter = copy.deepcopy(converter)
     for pattern, names in source_names.items():
         new_converter.collected_tensors[pattern] = [read_tensor(name) for name in names]
-    tensors = new_converter.convert(layer, model=model, config=getattr(model, "config", None))
+    tensors = new_converter.convert(target_name, model=model, config=getattr(model, "config", None))
     return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
 
 
-def recipes_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequence[WeightSource]]:
-    """Return this model's conversions. Without a conversion table (transformers before 5), only a prefix is adapted."""
+def weight_sources_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequence[WeightSource]]:
+    """Return a function that finds the stored tensors for each tensor of the model in a folder.
+
+    Without a conversion table (transformers before 5), names may differ only by the model's prefix.
+    """
     try:
         rename = resolve(f"{_LOADING}:rename_source_key")
         converter_kind = resolve(f"{_LOADING}:WeightConverter")
@@ -66,7 +69,7 @@ def recipes_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequence[Weig
     renamings = [entry for entry in table if not isinstance(entry, converter_kind)]
     model_tensors, prefix = model.state_dict(keep_vars=True), str(getattr(model, "base_model_prefix", ""))
 
-    def target_name(name: str) -> tuple[str, str | None]:
+    def find_target(name: str) -> tuple[str, str | None]:
         if rename is None:
             other_name = name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
             return (name if name in model_tensors or other_name not in model_tensors else other_name), None
@@ -75,39 +78,39 @@ def recipes_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequence[Weig
             renamed = rename(name, [], [], base_model_prefix=prefix, meta_state_dict=model_tensors)
         return str(renamed[0]), renamed[1]
 
-    def recipes(stored: SafetensorsFolder) -> Sequence[WeightSource]:
+    def find_sources(stored: SafetensorsFolder) -> Sequence[WeightSource]:
         sources: list[WeightSource] = []
         groups: dict[str, dict[str, list[str]]] = {}
         for name in sorted(stored.names, key=order):
-            new_name, pattern = target_name(name)
+            new_name, pattern = find_target(name)
             if pattern is None:
                 sources.append(CopiedTensor(name=new_name, source=name, shape=stored.shape(name)))
             else:
                 groups.setdefault(new_name, {}).setdefault(pattern, []).append(name)
         by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-        for layer, source_names in groups.items():
+        for target_name, source_names in groups.items():
             converter = by_pattern[next(iter(source_names))]
             meta_tensors = convert(
-                converter, source_names, layer, model, lambda name: torch.empty(stored.shape(name), device="meta")
+                converter, source_names, target_name, model, lambda name: torch.empty(stored.shape(name), device="meta")
             )
             shapes = {name: tuple(value.shape) for name, value in meta_tensors.items()}
             sources.append(
                 ConvertedTensors(
-                    converter=converter, source_names=source_names, layer=layer, model=model, shapes=shapes
+                    converter=converter, source_names=source_names, target_name=target_name, model=model, shapes=shapes
                 )
             )
         return sources
 
-    return recipes
+    return find_sources
 
 
-def ignored_tensors(model: nn.Module, *, other_head: bool) -> Callable[[str], bool]:
-    """Return a predicate for stored tensors that the model ignores: listed by its class, or of another head."""
+def ignored_tensors(model: nn.Module, *, has_new_head: bool) -> Callable[[str], bool]:
+    """Return a predicate for ignored stored tensors: those the class lists and, with `has_new_head`, other heads."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
     body_prefix = f"{getattr(model, 'base_model_prefix', '')}."
 
     def is_ignored(name: str) -> bool:
-        return (other_head and not name.startswith(body_prefix)) or any(
+        return (has_new_head and not name.startswith(body_prefix)) or any(
             re.search(pattern, name) for pattern in patterns
         )
 

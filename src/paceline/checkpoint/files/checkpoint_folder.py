@@ -83,7 +83,7 @@ def check_checkpoint(path: Path) -> None:
     Raises:
         CheckpointError: anything is missing, truncated, changed or from another checkpoint.
     """
-    check_digests(piece for stored in open_checkpoint(path).files.values() for piece in stored.all_shards())
+    check_digests(shard for stored in open_checkpoint(path).files.values() for shard in stored.all_shards())
 
 
 def read_manifest(path: Path) -> ManifestSchema:
@@ -132,7 +132,7 @@ def no_usable_checkpoint(
     `folder` contains the run's checkpoints. `alternative` is added to the hint.
     """
     hint = f"paceline ckpt ls {folder.parent}" + (f", or {alternative}" if alternative else "")
-    damaged = [one.reason for one in refused if not one.is_unfinished]
+    damaged = [checkpoint.reason for checkpoint in refused if not checkpoint.is_unfinished]
     message = f"none of the {len(damaged)} checkpoints can be used; the newest: {damaged[0]}" if damaged else ""
     return CheckpointError(message or "the run has no checkpoint.", where=str(folder), hint=hint)
 
@@ -196,7 +196,7 @@ def _read_mark(folder: Path, mark: str) -> str:
 def prune_checkpoints(folder: Path, *, keep: int) -> list[Path]:
     """Remove all but the last `keep` and the best, and never the only intact one; return the removed paths.
 
-    If the mark of the best can't be read, nothing is removed: any of them may be the best. A linked folder is kept.
+    If `best` can't be read, nothing is removed: any of them may be the best. A symbolic link is kept.
     """
     steps = list_checkpoints(folder)
     retained = set(steps[-max(keep, 1) :]) | {resolve_mark(folder, BEST), resolve_mark(folder, LATEST)}

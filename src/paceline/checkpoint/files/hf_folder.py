@@ -18,7 +18,7 @@ from paceline.filesystem.atomic_files import open_regular, read_json, sync_folde
 
 WEIGHTS = "weights.json"
 MAX_FILE_BYTES = 5_000_000_000
-_DIGEST_KEY = "seal"
+_DIGEST_KEY = "seal"  # fixed: a key in weights.json
 _FILE_STEM, _FILE_SUFFIX = "model", ".safetensors"
 
 
@@ -77,7 +77,7 @@ def digest_files(folder: Path) -> dict[str, str]:
 
     Raises:
         OSError: one can't be read.
-        ValueError: one is no regular file.
+        ValueError: one is not a regular file.
     """
     digests = {}
     for path in sorted(folder.iterdir()):
@@ -118,7 +118,7 @@ def add_digest(content: Mapping[str, Any]) -> dict[str, Any]:
 def check_consolidated(folder: Path) -> bool:
     """Compare the final model with `weights.json` next to it; return False if that is missing or has no digests.
 
-    It is missing if the run was killed meanwhile; an older version wrote no digests.
+    It is missing if the run was killed before writing it; an older version wrote no digests.
 
     Raises:
         CheckpointError: a model file, or `weights.json`, is not what was written.
@@ -132,7 +132,7 @@ def check_consolidated(folder: Path) -> bool:
         if saved_digest is None and "files" not in content:
             return False
         if add_digest(content)[_DIGEST_KEY] != saved_digest or not isinstance(content["files"], dict):
-            raise ValueError("its own digest differs")
+            raise ValueError("its digest does not match its content")
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise CheckpointError(f"{file} differs from what was written: {error}.", where=str(file)) from error
     check_model_folder(folder, content["files"])
@@ -140,7 +140,7 @@ def check_consolidated(folder: Path) -> bool:
 
 
 def _split_files(tensors: Iterable[Writable], *, max_bytes: int) -> dict[str, list[Writable]]:
-    """Return the tensors by file; a tensor larger than a file has one of its own."""
+    """Return the tensors by file; a tensor larger than `max_bytes` gets a file of its own."""
     groups: list[list[Writable]] = [[]]
     group_bytes = 0
     for tensor in tensors:
@@ -152,13 +152,13 @@ def _split_files(tensors: Iterable[Writable], *, max_bytes: int) -> dict[str, li
     if len(groups) == 1:
         return {f"{_FILE_STEM}{_FILE_SUFFIX}": groups[0]}
     return {
-        f"{_FILE_STEM}-{number:05d}-of-{len(groups):05d}{_FILE_SUFFIX}": own for number, own in enumerate(groups, 1)
+        f"{_FILE_STEM}-{number:05d}-of-{len(groups):05d}{_FILE_SUFFIX}": group for number, group in enumerate(groups, 1)
     }
 
 
 def _weight_index(files: dict[str, list[Writable]]) -> dict[str, Any]:
-    total = sum(tensor.num_bytes for own in files.values() for tensor in own)
+    total = sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
     return {
         "metadata": {"total_size": total},
-        "weight_map": {tensor.name: name for name, own in files.items() for tensor in own},
+        "weight_map": {tensor.name: name for name, tensors in files.items() for tensor in tensors},
     }

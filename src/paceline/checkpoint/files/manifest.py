@@ -71,8 +71,8 @@ def write_manifest(staging: Path, *, file_entries: FileEntries, state: Mapping[s
             raise CheckpointError(
                 error.what,
                 where=f"{kind} of step {step}",
-                cause="the parts that the ranks report do not add up: a bug in Paceline's sharding for this layout, "
-                "not in the job",
+                cause="the shards that the ranks wrote do not add up to the tensor: a bug in Paceline's sharding for "
+                "this layout, not in the job",
                 hint="report this bug; --resume uses the newest older checkpoint",
             ) from None
     format_name = FORMAT if all(file_kind(name) == name for name in file_entries) else RANK_FORMAT
@@ -179,7 +179,9 @@ def _check_file(path: Path, name: str, file_schema: FileSchema) -> None:
     """Raise an error for a file that is missing, truncated or from another checkpoint."""
     file = path / name
     if Path(name).name != name or name == ".." or "\0" in name:
-        raise CheckpointError(f"the manifest of {path.name} names a file outside it: {name}.", where=str(path))
+        raise CheckpointError(
+            f"the manifest of {path.name} names a file outside the checkpoint: {name}.", where=str(path)
+        )
     try:
         size, header = header_digest(file)
     except OSError as error:

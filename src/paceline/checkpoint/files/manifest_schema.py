@@ -41,7 +41,7 @@ class OptimizerSchema(msgspec.Struct, kw_only=True):
 
 
 class ProgressSchema(msgspec.Struct, kw_only=True):
-    """The training loop's own progress, in addition to the cursor."""
+    """The training loop's progress besides the cursor: the fields of the trainer's `Progress`, with keys that stay."""
 
     tokens: float = 0.0
     best: float | None = None
@@ -57,14 +57,14 @@ class StateSchema(msgspec.Struct, kw_only=True):
 
     identity: dict[str, Any]
     cursor: CursorSchema
-    feed: dict[str, Any]
+    feed: dict[str, Any]  # the state of the data loader
     aliases: dict[str, str]
     optimizers: list[OptimizerSchema]
     schedules: list[dict[str, Any]]
     scaler: dict[str, Any] | None = None
     extra_state: dict[str, Any] = {}
     extra: ProgressSchema = msgspec.field(default_factory=ProgressSchema)
-    grid: dict[str, int | None] = {}
+    grid: dict[str, int | None] = {}  # of exact mode: the exponent of each parameter's fixed-point numbers
     settings: dict[str, str] | None = None
     sites: list[dict[str, Any]] = []
 
@@ -94,13 +94,13 @@ def parse_files(file_entries: Mapping[str, Any]) -> dict[str, tuple[FileSchema, 
         ValueError: it does not match the schema, or sizes are inconsistent.
     """
     files = msgspec.convert(file_entries, dict[str, FileSchema])
-    return {name: (said, [TensorEntry.from_json(entry) for entry in said.tensors]) for name, said in files.items()}
+    return {name: (file, [TensorEntry.from_json(entry) for entry in file.tensors]) for name, file in files.items()}
 
 
 def check_state(state: Mapping[str, Any]) -> None:
     """Raise an error for a state that no run can resume from.
 
     Raises:
-        ValueError: naming the part.
+        ValueError: a part has the wrong type; the message names it.
     """
     msgspec.convert(state, StateSchema)

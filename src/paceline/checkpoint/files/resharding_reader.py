@@ -1,4 +1,4 @@
-"""Resharding reads: tensors stored in pieces over several files are read box by box where they are needed."""
+"""Resharding reads: tensors stored as shards over several files are read box by box where they are needed."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,8 +52,8 @@ def check_digests(shards: Iterable[StoredShard]) -> None:
         CheckpointError: they are not those that were written.
     """
     by_file: dict[Path, list[TensorEntry]] = {}
-    for piece in shards:
-        by_file.setdefault(piece.file, []).append(piece.entry)
+    for shard in shards:
+        by_file.setdefault(shard.file, []).append(shard.entry)
     for file, entries in by_file.items():
         check_tensors(file, sorted(entries, key=lambda entry: entry.start))
 
@@ -63,10 +63,10 @@ class StoredTensors(Mapping[str, TensorBytes]):
 
     def __init__(self, shards: Sequence[StoredShard]) -> None:
         self._shards: dict[str, list[StoredShard]] = {}
-        for piece in shards:
-            self._shards.setdefault(piece.entry.name, []).append(piece)
+        for shard in shards:
+            self._shards.setdefault(shard.entry.name, []).append(shard)
         for name, found in self._shards.items():
-            check_coverage(name, [piece.entry for piece in found])
+            check_coverage(name, [shard.entry for shard in found])
 
     def __getitem__(self, name: str) -> TensorBytes:
         """Return the full tensor.
@@ -106,20 +106,20 @@ class StoredTensors(Mapping[str, TensorBytes]):
         """Return a tensor of `shape`, assembled from `boxes` of the full one; only shards that overlap them are read.
 
         Raises:
-            CheckpointError: a piece's bytes are not those that were written.
+            CheckpointError: a shard's bytes are not those that were written.
         """
         shards = self._shards[name]
         if len(shards) == 1 and len(boxes) == 1 and boxes[0][2] == shape == self.shape(name):
             return replace(shards[0].read(), at=None, whole=None)
         item = ITEM_BYTES[self.dtype(name)]
         data = bytearray(math.prod(shape) * item)
-        for piece in shards:
-            overlaps = [found for box in boxes if (found := _intersect_box(piece, box)) is not None]
+        for shard in shards:
+            overlaps = [found for box in boxes if (found := _intersect_box(shard, box)) is not None]
             if overlaps:
-                source = piece.read().data
+                source = shard.read().data
                 for at, to, size in overlaps:
                     copy_box(
-                        source, data, size=size, item=item, source_box=(piece.entry.shape, at), target_box=(shape, to)
+                        source, data, size=size, item=item, source_box=(shard.entry.shape, at), target_box=(shape, to)
                     )
         return TensorBytes(name=name, dtype=self.dtype(name), shape=shape, data=memoryview(data))
 
@@ -128,25 +128,25 @@ def check_coverage(name: str, entries: Sequence[TensorEntry]) -> None:
     """Check that the shards hold each element of the tensor exactly once.
 
     Raises:
-        CheckpointError: naming the tensor.
+        CheckpointError: they do not; the message names the tensor.
     """
     if len(entries) == 1 and entries[0].at is None and entries[0].whole is None:
         return  # a full tensor in one file, the most common case
     full_shapes = {entry.shape if entry.whole is None else entry.whole for entry in entries}
     if len(full_shapes) != 1 or len({entry.dtype for entry in entries}) != 1:
-        raise CheckpointError(f"the pieces of {name} belong to different tensors.")
+        raise CheckpointError(f"the shards of {name} belong to different tensors.")
     num_held = sum(math.prod(entry.shape) for entry in entries)
-    num_elements = math.prod(next(iter(full_shapes)))
+    full_shape = next(iter(full_shapes))
+    num_elements = math.prod(full_shape)
     if num_held < num_elements or (num_held != num_elements and len(entries) == 1):
-        raise CheckpointError(f"the pieces of {name} hold {num_held} of its {num_elements} elements.")
-    extent = next(iter(full_shapes))
+        raise CheckpointError(f"the shards of {name} hold {num_held} of its {num_elements} elements.")
     boxes = [(entry.at or (0,) * len(entry.shape), entry.shape, entry.key) for entry in entries]
     for at, size, key in boxes:
-        if any(begin + length > most for begin, length, most in zip(at, size, extent, strict=True)):
-            raise CheckpointError(f"the piece {key} reaches beyond the shape {list(extent)} of {name}.")
+        if any(start + length > total for start, length, total in zip(at, size, full_shape, strict=True)):
+            raise CheckpointError(f"the shard {key} reaches beyond the shape {list(full_shape)} of {name}.")
     overlapping = _find_overlapping([box for box in boxes if 0 not in box[1]])
     if overlapping:
-        raise CheckpointError(f"{overlapping} overlaps another piece: two ranks hold the same elements of {name}.")
+        raise CheckpointError(f"{overlapping} overlaps another shard: two ranks hold the same elements of {name}.")
 
 
 def _find_overlapping(boxes: Sequence[tuple[Shape, Shape, str]]) -> str:
@@ -161,10 +161,10 @@ def _find_overlapping(boxes: Sequence[tuple[Shape, Shape, str]]) -> str:
         return boxes[1][2] if len(boxes) > 1 else ""
     ordered = sorted(boxes, key=lambda box: box[0][sweep_dim])
     for index, (at, size, key) in enumerate(ordered):
-        for other, length, _ in ordered[index + 1 :]:
-            if other[sweep_dim] >= at[sweep_dim] + size[sweep_dim]:
+        for other_at, other_size, _ in ordered[index + 1 :]:
+            if other_at[sweep_dim] >= at[sweep_dim] + size[sweep_dim]:
                 break
-            if _intersect(at, size, other, length) is not None:
+            if _intersect(at, size, other_at, other_size) is not None:
                 return key
     return ""
 
@@ -185,32 +185,32 @@ def copy_box(
     dims = max(dims - 1, 0)
     length = math.prod(size[dims:]) * item
     for index in product(*map(range, size[:dims])):
-        begin, end = (_offset(side, index) * item for side in (source_box, target_box))
-        target[end : end + length] = source[begin : begin + length]
+        read_start, write_start = (_offset(box, index) * item for box in (source_box, target_box))
+        target[write_start : write_start + length] = source[read_start : read_start + length]
 
 
-def _offset(side: tuple[Shape, Shape], index: Shape) -> int:
-    shape, start = side
+def _offset(box: tuple[Shape, Shape], index: Shape) -> int:
+    shape, start = box
     offset = 0
     for dim, (extent, begin) in enumerate(zip(shape, start, strict=True)):
         offset = offset * extent + begin + (index[dim] if dim < len(index) else 0)
     return offset
 
 
-def _intersect_box(piece: StoredShard, box: BoxRead) -> BoxRead | None:
+def _intersect_box(shard: StoredShard, box: BoxRead) -> BoxRead | None:
     """Return the overlap of a shard and a box: its offset in the shard, its offset in the result, and its size."""
     box_offset, local, size = box
-    overlap = _intersect(piece.offset, piece.entry.shape, box_offset, size)
+    overlap = _intersect(shard.offset, shard.entry.shape, box_offset, size)
     if overlap is None:
         return None
     start, length = overlap
-    source_offset = tuple(a - b for a, b in zip(start, piece.offset, strict=True))
+    source_offset = tuple(a - b for a, b in zip(start, shard.offset, strict=True))
     return source_offset, tuple(o + a - b for o, a, b in zip(local, start, box_offset, strict=True)), length
 
 
-def _intersect(at: Shape, size: Shape, other: Shape, length: Shape) -> tuple[Shape, Shape] | None:
-    start = tuple(map(max, at, other))
-    stop = tuple(min(a + s, b + n) for a, s, b, n in zip(at, size, other, length, strict=True))
+def _intersect(at: Shape, size: Shape, other_at: Shape, other_size: Shape) -> tuple[Shape, Shape] | None:
+    start = tuple(map(max, at, other_at))
+    stop = tuple(min(a + s, b + n) for a, s, b, n in zip(at, size, other_at, other_size, strict=True))
     if any(end <= begin for begin, end in zip(start, stop, strict=True)):
         return None
     return start, tuple(end - begin for begin, end in zip(start, stop, strict=True))

@@ -1,4 +1,4 @@
-"""Tensors on disk in the safetensors format, each with its digest; nothing is pickled and nothing is trusted.
+"""Tensors on disk in the safetensors format, each with its digest; nothing is pickled, and every size is checked.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, the bytes).
 """
@@ -36,7 +36,7 @@ _Sizes = Annotated[tuple[_Size, ...], Meta(max_length=64)]  # torch has no tenso
 
 
 class _EntrySchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The manifest's entry for one tensor, as it is written; an absent key is not `null`."""
+    """The manifest's entry for one tensor, as it is written: `at` and `whole` may be absent but not `null`."""
 
     name: str
     dtype: str
@@ -70,7 +70,7 @@ class TensorLayout:
 
     def layout_fields(self) -> dict[str, Any]:
         """Return these fields as keyword arguments for another class."""
-        return {each.name: getattr(self, each.name) for each in fields(TensorLayout)}
+        return {field.name: getattr(self, field.name) for field in fields(TensorLayout)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,20 +116,21 @@ class TensorEntry(TensorLayout):
         """Return the entry that a manifest's dict describes, after checking types and sizes.
 
         Raises:
-            ValueError: naming what does not fit.
+            ValueError: a type or size is wrong; the message names the tensor.
         """
-        form = msgspec.convert(value, _EntrySchema)
-        if form.dtype not in ITEM_BYTES:
-            raise ValueError(f"{form.name}: unknown dtype {form.dtype!r}")
+        schema = msgspec.convert(value, _EntrySchema)
+        if schema.dtype not in ITEM_BYTES:
+            raise ValueError(f"{schema.name}: unknown dtype {schema.dtype!r}")
         entry = TensorEntry(
-            name=form.name, dtype=form.dtype, shape=form.shape, start=form.start, stop=form.stop, digest=form.digest,
-            at=None if form.at is msgspec.UNSET else form.at,
-            whole=None if form.whole is msgspec.UNSET else form.whole,
+            name=schema.name, dtype=schema.dtype, shape=schema.shape, start=schema.start, stop=schema.stop,
+            digest=schema.digest,
+            at=None if schema.at is msgspec.UNSET else schema.at,
+            whole=None if schema.whole is msgspec.UNSET else schema.whole,
         )  # fmt: skip
         if entry.stop - entry.start != entry.num_bytes:
             raise ValueError(f"{entry.name}: inconsistent sizes")
-        if len({len(each) for each in (entry.shape, entry.at, entry.whole) if each is not None}) > 1:
-            raise ValueError(f"{entry.name}: a piece has a different number of dimensions")
+        if len({len(dims) for dims in (entry.shape, entry.at, entry.whole) if dims is not None}) > 1:
+            raise ValueError(f"{entry.name}: a shard has a different number of dimensions")
         return entry
 
 
@@ -241,7 +242,7 @@ def header_digest(path: Path) -> tuple[int, str]:
 
     Raises:
         OSError: it can't be read.
-        ValueError: it is no regular file.
+        ValueError: it is not a regular file.
         CheckpointError: it is shorter than its header should be.
     """
     with os.fdopen(open_regular(path), "rb") as file:
@@ -267,7 +268,7 @@ def _plan_layout(tensors: Sequence[Writable]) -> tuple[list[TensorEntry], bytes]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     base = len(text) + 8
-    offsets = [[base + place for place in header[tensor.key]["data_offsets"]] for tensor in tensors]
+    offsets = [[base + offset for offset in header[tensor.key]["data_offsets"]] for tensor in tensors]
     entries = [
         TensorEntry(**tensor.layout_fields(), start=start, stop=stop, digest="")
         for tensor, (start, stop) in zip(tensors, offsets, strict=True)

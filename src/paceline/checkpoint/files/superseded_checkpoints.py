@@ -10,7 +10,7 @@ def move_superseded(folder: Path, *, start: Path) -> Path | None:
     """Move the checkpoints after `start` into a separate folder; return it, or None if there are none.
 
     They are moved newest first, so that a kill leaves a valid run. `best` moves with them if it names one of them,
-    because the best of the others is not known.
+    because the best of the remaining ones is not known.
     """
     later = [path for path in list_checkpoints(folder) if parse_step(path) > parse_step(start)]
     if not later:

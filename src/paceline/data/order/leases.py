@@ -131,4 +131,4 @@ class Leases:
         if math.isinf(self._bound):
             return True
         versions = [*sorted(lease.version for lease in leases), *[version] * num_new]
-        return all(version + position - own <= self._bound for position, own in enumerate(versions))
+        return all(version + position - leased <= self._bound for position, leased in enumerate(versions))

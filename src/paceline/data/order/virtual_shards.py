@@ -15,8 +15,8 @@ MAX_SHARDS = 16
 def choose_shards(*, requested: int | None, num_real: int | None, global_batch_size: int) -> int:
     """Return the number of virtual shards: as many as the data has, at most 16 and at most one per sample of a batch.
 
-    The number does not depend on the number of ranks, because the order of samples depends on it. One means that the
-    stream is not split, as if more are requested than the data has (`num_real`; None if it can have any number).
+    The number does not depend on the number of ranks, because the order of samples depends on it. `num_real` is the
+    number that the data has, None if it can have any. If more are requested, the result is 1: the stream is not split.
 
     Raises:
         UsageError: more shards than samples in a global batch, or fewer than one.
@@ -45,7 +45,7 @@ def samples_per_shard(*, available: Sequence[int], ended: Sequence[bool], size: 
     """
     taken = [0] * len(available)
     while (num_missing := size - sum(taken)) > 0:
-        needs_more = [h == t and not e for h, t, e in zip(available, taken, ended, strict=True)]
+        needs_more = [have == used and not end for have, used, end in zip(available, taken, ended, strict=True)]
         if any(needs_more):
             return None
         live_shards = [shard for shard in range(len(available)) if available[shard] > taken[shard]]

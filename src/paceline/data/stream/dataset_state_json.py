@@ -15,10 +15,10 @@ class NotJsonConvertible(Exception):
 
 
 def to_json(value: Any) -> Any:
-    """Return JSON from which `from_json` makes an equal value.
+    """Return JSON that `from_json` converts back to an equal value.
 
     Raises:
-        CannotBeWritten: for anything but numbers, text, bytes, lists, tuples, mappings, arrays and tensors.
+        NotJsonConvertible: anything but numbers, text, bytes, lists, tuples, mappings, arrays and tensors.
     """
     if value is None or type(value) in (bool, int, str, float):
         return value

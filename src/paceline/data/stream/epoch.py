@@ -89,7 +89,7 @@ class Epoch:
     @property
     def notes(self) -> list[str]:
         """The readers' notes that were not returned before."""
-        notes = [note for held in self._buffers.values() for note in held.notes]
+        notes = [note for buffer in self._buffers.values() for note in buffer.notes]
         for buffer in self._buffers.values():
             buffer.notes.clear()
         return notes
@@ -185,13 +185,13 @@ class Epoch:
         checksums_by_rank = gather_json(local_checksums)
         where = f"shard {shard} of the stream" if self._reading.sharding.shards > 1 else "the stream"
         raise mismatch_error(
-            [first for first, _ in checksums_by_rank], [again for _, again in checksums_by_rank], ranks, where=where
+            [first for first, _ in checksums_by_rank], [second for _, second in checksums_by_rank], ranks, where=where
         )
 
     def _read_first_checksums(self, shard: int, num_samples: int = NUM_FIRST_SAMPLES) -> list[int]:
         """Return the checksums of the first samples of a shard that other replicas read."""
         reader = ShardReader(sharding=self._reading.sharding, position=self._position_of(shard))
-        return [row.crc for row in reader.read_chunk(num_samples).samples]
+        return [sample.crc for sample in reader.read_chunk(num_samples).samples]
 
     def _position_of(self, shard: int) -> ShardPosition:
         return ShardPosition(shard=shard, epoch=self._number, seed=self._reading.seed)
@@ -224,35 +224,36 @@ class Epoch:
         for shard, buffer in self._buffers.items():
             buffer.read_ahead(num_ahead * max(1, self._shard_counts[shard]) + 1)
         local_progress = {
-            str(s): [h.num_buffered, h.has_ended, h.num_read, h.checksum] for s, h in self._buffers.items()
+            str(shard): [buffer.num_buffered, buffer.has_ended, buffer.num_read, buffer.checksum]
+            for shard, buffer in self._buffers.items()
         }
         available = [0] * len(self.num_read)
         progress_by_shard: dict[int, tuple[int, Any]] = {}
         for rank, progress in enumerate(self._gather(local_progress)):
-            for name, (num_left, ended, read, total) in progress.items():
+            for name, (num_buffered, has_ended, num_read, crc) in progress.items():
                 shard = int(name)
-                other, previous = progress_by_shard.setdefault(shard, (rank, [read, total]))
-                if previous != [read, total]:
+                other, previous = progress_by_shard.setdefault(shard, (rank, [num_read, crc]))
+                if previous != [num_read, crc]:
                     raise _different_samples_error(shard, other, rank)
-                available[shard] = max(available[shard], num_left)
-                self._ended[shard] = self._ended[shard] or ended
+                available[shard] = max(available[shard], num_buffered)
+                self._ended[shard] = self._ended[shard] or has_ended
         return available
 
     def _share_records(self) -> None:
-        """Gather the record of every shard on all replicas, if another replica reads a shard in the planned batches."""
+        """Gather every shard's record on all replicas, if a shard is read by another replica in the planned batches."""
         if not self._reading.divides_shards:
             return
         needs = [self._last_needs]
         needs += [
-            [self._reading.needed_shards(takes, r) for r in range(self._reading.partition.replicas)]
-            for takes in self._planned_batches
+            [self._reading.needed_shards(shard_counts, r) for r in range(self._reading.partition.replicas)]
+            for shard_counts in self._planned_batches
         ]
-        if any(one != other for one, other in pairwise(needs)):
+        if any(before != after for before, after in pairwise(needs)):
             self._records = self._gather_records()
         self._last_needs = needs[-1]
 
     def _gather_records(self) -> dict[int, Record]:
-        local_records = {str(shard): held.record() for shard, held in self._buffers.items()}
+        local_records = {str(shard): buffer.record() for shard, buffer in self._buffers.items()}
         records: dict[int, Record] = {}
         for rank_records in self._gather(local_records):
             for name, record in rank_records.items():
@@ -273,30 +274,28 @@ class Epoch:
         """
         if self._reading.gather_json is None:
             return
-        cut, local_checksums = (
-            self._reading.partition,
-            {str(shard): held.peek_checksums(NUM_FIRST_SAMPLES) for shard, held in self._buffers.items()},
-        )
+        partition = self._reading.partition
+        local_checksums = {str(s): buffer.peek_checksums(NUM_FIRST_SAMPLES) for s, buffer in self._buffers.items()}
         if self._reading.divides_shards:
-            theirs = self._last_needs[(cut.replica + 1) % cut.replicas] - set(self._buffers)
-            if theirs:
+            next_shards = self._last_needs[(partition.replica + 1) % partition.replicas] - set(self._buffers)
+            if next_shards:
                 local_checksums |= read_in_process(
-                    self._reading.source, lambda: {str(each): self._read_first_checksums(each) for each in theirs}
+                    self._reading.source, lambda: {str(s): self._read_first_checksums(s) for s in next_shards}
                 )
         checksums_by_shard: dict[str, tuple[int, list[int]]] = {}
-        for rank, theirs in enumerate(self._reading.gather_json(local_checksums)):
-            for name, numbers in theirs.items():
-                other, before = checksums_by_shard.setdefault(name, (rank, numbers))
-                if before != numbers:
+        for rank, rank_checksums in enumerate(self._reading.gather_json(local_checksums)):
+            for name, checksums in rank_checksums.items():
+                other, previous = checksums_by_shard.setdefault(name, (rank, checksums))
+                if previous != checksums:
                     self._raise_mismatch(self._reading.gather_json, int(name), ranks=(other, rank))
         seen: dict[tuple[int, ...], str] = {}
-        for name, (_, numbers) in sorted(checksums_by_shard.items()):
-            equal_shard = seen.setdefault(tuple(numbers), name)
-            if equal_shard != name and len(set(numbers)) == NUM_FIRST_SAMPLES:
+        for name, (_, checksums) in sorted(checksums_by_shard.items()):
+            equal_shard = seen.setdefault(tuple(checksums), name)
+            if equal_shard != name and len(set(checksums)) == NUM_FIRST_SAMPLES:
                 raise DataError(
                     f"shards {equal_shard} and {name} of the stream start with the same {NUM_FIRST_SAMPLES} samples.",
                     cause="shard(num_shards=, index=) returns the same samples for every index",
-                    hint="--data.shards 1 reads the stream whole on every replica",
+                    hint="--data.shards 1, with which every replica reads the whole stream",
                 )
 
 

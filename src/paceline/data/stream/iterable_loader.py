@@ -1,4 +1,4 @@
-"""The loader of iterable datasets.
+"""The training loader of iterable datasets (streams).
 
 If a stream can be split, it is split into virtual shards, and each replica reads the shards that it needs. Otherwise
 every replica reads all of it and uses only its own microbatches, which is exact but reads more. Checksums detect a
@@ -185,12 +185,12 @@ def describe_stream(sharding: StreamSharding, *, replicas: int, kind: str) -> st
         resume = "; a resume continues from its state" if sharding.has_state else ""
         return (
             f"{kind}: a stream, not split ({sharding.reason_not_split}); every replica reads all of it and keeps "
-            f"its own microbatches (exact, costs reading){resume}"
+            f"its own microbatches (exact, but reads more){resume}"
         )
     reading = (
-        "each replica reads its own"
+        "each replica reads its own shards"
         if sharding.shards >= replicas
-        else f"about {-(-replicas // sharding.shards)} replicas read each (costs reading; more of them need a new run)"
+        else f"about {-(-replicas // sharding.shards)} replicas read each shard (more shards need a new run)"
     )
     return f"{kind}: a stream in {sharding.shards} virtual shards, fixed for this run; {reading}"
 

@@ -15,7 +15,7 @@ from paceline.torch_internals.rng import seed_all
 
 
 class Collator:
-    """The collator of one stream. With data workers and a user-defined `collate=`, it runs in a process of its own."""
+    """The collator of one stream. With data workers, a user-defined `collate=` runs in a separate process."""
 
     def __init__(self, source: Source) -> None:
         self._collation = _Collation(collate=source.collate or default_collate)
@@ -29,7 +29,7 @@ class Collator:
         """Return one microbatch of the samples from position `start` on.
 
         Raises:
-            DataError: the collation raised.
+            DataError: the collate function raised an exception.
         """
         if self._process is None:
             data = self._collation.run(samples, seed)

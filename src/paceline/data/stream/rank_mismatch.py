@@ -1,4 +1,4 @@
-"""Find why ranks read different samples of a stream: it shards itself by rank, its order differs, or it is random.
+"""Diagnosis of ranks that read different samples of a stream: a split by rank, a different order, or randomness.
 
 A run assigns the samples of a stream to ranks. A stream that already selects a part by rank is divided twice: each rank
 uses only its own microbatches of its part, and the other samples are never used.
@@ -14,8 +14,8 @@ DIVIDED = (
     "the stream takes its own part by rank (get_rank(), RANK, islice(stream, rank, None, world_size), "
     "split_dataset_by_node, split_by_node), and the run splits it again"
 )
-USE_WHOLE_STREAM = (
-    "give every rank the whole stream, the run distributes the samples: for example islice(stream, 0, None, 1), "
+EVERY_RANK = (
+    "give every rank the whole stream, as the run distributes the samples: for example islice(stream, 0, None, 1), "
     "split_dataset_by_node(stream, rank=0, world_size=1), nodesplitter=lambda urls: urls"
 )
 _OTHER_ORDER = "the same samples in a different order: an unsorted os.listdir, a set, or a shuffle seeded by rank"
@@ -33,15 +33,15 @@ def mismatch_error(
     message = f"{where} gives different samples on rank {other} and rank {rank}"
     if any(list(first) != list(second) for first, second in zip(first_reads, second_reads, strict=True)):
         return DataError(f"{message}, and different ones when it is read again.", cause=NOT_SEEDED, hint=SEED_IT)
-    common = len(set(first_reads[rank]) & set(first_reads[other]))
-    read = max(len(first_reads[rank]), len(first_reads[other]))
-    if common:
-        message = f"{message}: {common} of the first {read} are the same"
+    num_common = len(set(first_reads[rank]) & set(first_reads[other]))
+    num_read = max(len(first_reads[rank]), len(first_reads[other]))
+    if num_common:
+        message = f"{message}: {num_common} of the first {num_read} are the same"
         return DataError(
             f"{message}, at different positions.", cause=_OTHER_ORDER, hint=f"{_SORT_IT}; or: {USE_WHOLE_STREAM}"
         )
     return DataError(
-        f"{message}: none of the first {read} is the same.",
+        f"{message}: none of the first {num_read} is the same.",
         cause=f"{DIVIDED}; or its files come in a different order (an unsorted os.listdir)",
         hint=USE_WHOLE_STREAM,
     )

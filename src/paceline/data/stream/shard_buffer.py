@@ -10,7 +10,7 @@ from paceline.data.stream.shard_workers import InProcessShards, WorkerShards
 
 
 class ShardBuffer:
-    """A buffer of samples of one shard. `read` and `checksum` cover the samples that were taken in this epoch."""
+    """A buffer of samples of one shard. `num_read` and `checksum` cover the samples that were taken in this epoch."""
 
     def __init__(self, *, shard: int, pool: InProcessShards | WorkerShards, record: Record | None = None) -> None:
         self.shard = shard
@@ -37,7 +37,7 @@ class ShardBuffer:
         return self._has_ended
 
     def read_ahead(self, num_samples: int) -> None:
-        """Read ahead until `samples` are buffered or the shard ends. An error is stored until its sample is needed."""
+        """Buffer `num_samples`, or fewer if the shard ends. An error is stored until its sample is needed."""
         while self.num_buffered < num_samples and not self._has_ended and self._error is None:
             chunk = self._pool.read_chunk(self.shard)
             self._samples += chunk.samples
@@ -51,10 +51,10 @@ class ShardBuffer:
     def peek_checksums(self, num_samples: int) -> list[int]:
         """Return the checksums of the next samples without taking them."""
         self.read_ahead(num_samples)
-        return [row.crc for row, _ in zip(self._samples, range(num_samples), strict=False)]
+        return [sample.crc for sample, _ in zip(self._samples, range(num_samples), strict=False)]
 
     def take(self, num_samples: int) -> list[Any]:
-        """Take the next samples from the buffer; fewer than `samples` only at the end of the shard."""
+        """Take the next samples from the buffer; fewer than `num_samples` only at the end of the shard."""
         self.read_ahead(num_samples)
         if num_samples > self.num_buffered:
             self.raise_error()
@@ -73,7 +73,7 @@ class ShardBuffer:
         return taken
 
     def record(self) -> dict[str, Any]:
-        """Return the record to resume from, as JSON: a recent state, and a checksum of the samples read since."""
+        """Return the record to resume from, as JSON: a recent state (anchor), and a checksum of the samples since."""
         record: dict[str, Any] = {"read": self.num_read, "checksum": self.checksum}
         if self._anchors and self._anchors[0]["read"] <= self.num_read - NUM_READ_AGAIN:
             record["anchor"] = dict(self._anchors[0])

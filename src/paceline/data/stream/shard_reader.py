@@ -1,4 +1,8 @@
-"""A reader of one virtual shard, in order, from its start or from a record."""
+"""A reader of one virtual shard's samples, in order, from the shard's start or from a record of an earlier run.
+
+An anchor is a state of the dataset in a record. On a resume, the samples between the anchor and the record are read
+again, to check that the state gives the same samples.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,8 +16,8 @@ from paceline.data.stream.virtual_sharding import StreamSharding, call_user_data
 from paceline.errors import DataError
 from paceline.torch_internals.rng import seed_all, stream_key
 
-ANCHOR_EVERY = 16
-NUM_READ_AGAIN = 8
+ANCHOR_EVERY = 16  # samples
+NUM_READ_AGAIN = 8  # the least number of samples that a resume reads again
 Record = Mapping[str, Any]
 
 
@@ -90,7 +94,7 @@ class ShardReader:
             raise self._changed_data_error(int(record["read"]))
         if anchor is not None:
             self._notes.append(
-                f"data: the state_dict of shard {self._position.shard} is incomplete (a shuffle buffer?); "
+                f"data: the state_dict of shard {self._position.shard} is incomplete (a shuffle buffer?): "
                 f"its first {record['read']:,} samples were read again, and are the same"
             )
 
@@ -132,8 +136,8 @@ class ShardReader:
         except StopIteration:
             raise
         except Exception as error:
-            described = worker_error(error, doing=f"reading {self._sample_name()}")
-            raise DataError(described.what, where=described.where) from error
+            read_error = worker_error(error, doing=f"reading {self._sample_name()}")
+            raise DataError(read_error.what, where=read_error.where) from error
         self._num_read += 1
         return StreamSample(sample=sample, crc=checksum(sample, 0), state=self._state_json())
 

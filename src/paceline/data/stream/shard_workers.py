@@ -34,13 +34,11 @@ class InProcessShards:
     """The shards that are read in this process."""
 
     def __init__(self, *, sharding: StreamSharding, requests: list[ShardRequest]) -> None:
-        self._chunk_sizes = {wish.position.shard: wish.chunk_size for wish in requests}
-        self._readers = {
-            w.position.shard: ShardReader(sharding=sharding, position=w.position, record=w.record) for w in requests
-        }
+        self._chunk_sizes = {request.position.shard: request.chunk_size for request in requests}
+        self._readers = _open_readers(sharding, requests)
 
     def read_chunk(self, shard: int) -> ShardChunk:
-        """Return the next rows of a shard."""
+        """Return the next chunk of a shard."""
         return self._readers[shard].read_chunk(self._chunk_sizes[shard])
 
     def release(self, shard: int) -> None:
@@ -56,14 +54,14 @@ class WorkerShards:
 
     def __init__(self, *, sharding: StreamSharding, requests: list[ShardRequest], source: Source) -> None:
         first = requests[0].position
-        self._pending_chunks: dict[int, deque[ShardChunk]] = {wish.position.shard: deque() for wish in requests}
+        self._pending_chunks: dict[int, deque[ShardChunk]] = {request.position.shard: deque() for request in requests}
         workers = min(source.workers, len(requests))
         dataset = _ShardDataset(sharding=sharding, requests_by_worker=[requests[k::workers] for k in range(workers)])
         init_worker = start_function(source, appears_alone=True, parent=os.getpid())
 
-        def start(number: int) -> None:
-            init_worker(number)
-            dataset.worker = number
+        def start(worker: int) -> None:
+            init_worker(worker)
+            dataset.worker = worker
 
         loader = DataLoader(
             dataset,
@@ -78,11 +76,11 @@ class WorkerShards:
         close_at_exit(self)
 
     def read_chunk(self, shard: int) -> ShardChunk:
-        """Return the next rows of a shard."""
+        """Return the next chunk of a shard."""
         while not self._pending_chunks[shard]:
-            for number, chunk in deserialize(next(self._items)):
-                if number in self._pending_chunks:
-                    self._pending_chunks[number].append(_unpack_chunk(chunk))
+            for other_shard, chunk in deserialize(next(self._items)):
+                if other_shard in self._pending_chunks:
+                    self._pending_chunks[other_shard].append(_unpack_chunk(chunk))
         return self._pending_chunks[shard].popleft()
 
     def release(self, shard: int) -> None:
@@ -107,15 +105,19 @@ class _ShardDataset(IterableDataset[bytes]):
     def __iter__(self) -> Iterator[bytes]:
         hide_worker_info()
         requests = self._requests_by_worker[self.worker]
-        readers = {
-            w.position.shard: ShardReader(sharding=self._sharding, position=w.position, record=w.record)
-            for w in requests
-        }
-        chunk_sizes: Mapping[int, int] = {wish.position.shard: wish.chunk_size for wish in requests}
+        readers = _open_readers(self._sharding, requests)
+        chunk_sizes = {request.position.shard: request.chunk_size for request in requests}
         while readers:
             chunks = {shard: reader.read_chunk(chunk_sizes[shard]) for shard, reader in readers.items()}
             yield _serialize_chunks(chunks)
             readers = {s: r for s, r in readers.items() if not chunks[s].has_ended and chunks[s].error is None}
+
+
+def _open_readers(sharding: StreamSharding, requests: list[ShardRequest]) -> dict[int, ShardReader]:
+    return {
+        request.position.shard: ShardReader(sharding=sharding, position=request.position, record=request.record)
+        for request in requests
+    }
 
 
 def _serialize_chunks(chunks: Mapping[int, ShardChunk]) -> bytes:
@@ -140,22 +142,22 @@ class _TensorByValue:
 
 
 def _pack_chunk(chunk: ShardChunk) -> ShardChunk:
-    return replace(chunk, samples=[replace(row, sample=tensors_by_value(row.sample)) for row in chunk.samples])
+    return replace(chunk, samples=[replace(s, sample=tensors_by_value(s.sample)) for s in chunk.samples])
 
 
 def _unpack_chunk(chunk: ShardChunk) -> ShardChunk:
-    return replace(chunk, samples=[replace(row, sample=restore_tensors(row.sample)) for row in chunk.samples])
+    return replace(chunk, samples=[replace(s, sample=restore_tensors(s.sample)) for s in chunk.samples])
 
 
 def tensors_by_value(value: Any) -> Any:
-    """Return a sample, or a list of samples, with tensors replaced by `_Tensor`."""
+    """Return a sample, or a list of samples, with tensors replaced by `_TensorByValue`."""
     if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
         return _TensorByValue(value.numpy()) if value.dtype in _BY_VALUE_DTYPES and not value.requires_grad else value
     return _map_items(value, tensors_by_value)
 
 
 def restore_tensors(value: Any) -> Any:
-    """Return a sample, or a list of samples, with each `_Tensor` replaced by a tensor."""
+    """Return a sample, or a list of samples, with each `_TensorByValue` replaced by a tensor."""
     if type(value) is _TensorByValue:
         return torch.from_numpy(np.asarray(value.values))
     return _map_items(value, restore_tensors)
