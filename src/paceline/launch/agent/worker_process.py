@@ -86,7 +86,7 @@ def _run_guarded(
     record_failure: Callable[[BaseException], None],
     poll_stop_request: Callable[[], bool] | None = None,
 ) -> tuple[int, bool]:
-    """Return the exit code, and whether `run_job` completed: it returned, or a script exited with 0 or its run's code."""
+    """Return the exit code, and whether `run_job` completed: it returned, or a script exited with a good code."""
     torch.set_num_threads(threads)
     configure_malloc(os.environ)
     stop_flag.install(poll_stop_request=poll_stop_request)

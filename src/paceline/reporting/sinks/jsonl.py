@@ -12,7 +12,7 @@ from paceline.events import EvalDone, Event, ForecastChecked, StepDone, as_dict,
 from paceline.filesystem.atomic_files import open_no_follow, parse_json, read_regular
 from paceline.run_folder.run_folder import RunFolder
 
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 
 
 class JsonlSink:
@@ -32,8 +32,8 @@ class JsonlSink:
         if isinstance(event, ForecastChecked):
             _append(self._metrics, {"step": event.step, "time": record["time"], **forecast_ratios(event)})
         if isinstance(event, EvalDone):
-            named = {f"{event.split}/{name}": value for name, value in event.metrics.items()}
-            _append(self._metrics, {"step": event.step, "time": record["time"], **named})
+            metrics = {f"{event.split}/{name}": value for name, value in event.metrics.items()}
+            _append(self._metrics, {"step": event.step, "time": record["time"], **metrics})
 
     def close(self) -> None:
         """Close both files."""
@@ -49,7 +49,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the records of a JSONL file, and the number of lines that could not be read."""
     try:
-        text = read_regular(path, max_bytes=_MOST_BYTES).decode(errors="replace")
+        text = read_regular(path, max_bytes=_MAX_BYTES).decode(errors="replace")
     except OSError:
         return [], 0
     except ValueError:  # a pipe, a device, or a file larger than any run writes
