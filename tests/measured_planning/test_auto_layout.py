@@ -87,7 +87,7 @@ def test_where_nothing_may_change_it_says_what_would_need_less(auto: Shop) -> No
     assert failed.code == 1, failed.text
     text = failed.err[failed.err.index("FAILED") :]
     assert "FAILED at step 1. First error: rank " in text and "OutOfMemory: out of memory in forward" in text
-    assert "this process's data (ulimit) ends at" in text and "Traceback" not in failed.text
+    assert "this process's data (ulimit) is limited to" in text and "Traceback" not in failed.text
     for part in ("parameters: ", "gradients: ", "optimizer: ", "activations: ", "rest: "):
         assert f"    {part}" in text
     assert "  1. micro_batch_size 32 -> " in text and "% time (" in text and "  3. " in text

@@ -19,12 +19,12 @@ def test_what_a_plan_does_is_said_now_and_then_until_it_is_done(
         write_activity(tmp_path, "searching layouts")
         time.sleep(0.2)
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "planning: processes begin; 0 s so far"
+    assert said[0] == "planning: starting processes; 0 s so far"
     assert said[-1] == "planning: searching layouts; 0 s so far"
     time.sleep(0.1)
     assert not capsys.readouterr().err
     write_activity(tmp_path, "")
-    assert read_activity(tmp_path) == "processes begin" and not list(tmp_path.iterdir())
+    assert read_activity(tmp_path) == "starting processes" and not list(tmp_path.iterdir())
     write_activity(tmp_path / "gone", "no folder is no error")
 
 

@@ -1,4 +1,4 @@
-"""The `ckpt` subcommands (ls, verify, diff, consolidate, prune): one tensor in memory at a time, without torch."""
+"""The `ckpt` verb (ls, verify, diff, consolidate, prune): works on checkpoints without torch, one tensor at a time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +50,7 @@ def describe_checkpoints(run: str | None = None) -> list[CheckpointRow]:
     folder, _ = find_run(run, only_trained=True)
     marks = {mark: resolve_mark(folder.checkpoints, mark) for mark in (LATEST, BEST)}
     return [
-        _checkpoint_row(path, tuple(mark for mark, at in marks.items() if at == path))
+        _checkpoint_row(path, tuple(mark for mark, marked in marks.items() if marked == path))
         for path in list_checkpoints(folder.checkpoints)
     ]
 
@@ -109,6 +109,7 @@ class CheckpointDifference:
     tensors: Mapping[str, list[str]]
     only: Mapping[str, tuple[list[str], list[str]]]
     state: list[str]
+    """Names of the differing manifest entries that must be equal on a resume."""
 
     @property
     def is_none(self) -> bool:
@@ -148,8 +149,8 @@ def summarize_differences(difference: CheckpointDifference) -> str:
         differ = "differs" if len(names) == 1 else "differ"
         lines.append(f"{kind}: {plural(len(names), 'tensor')} {differ}: {first_names(names, max_names=5)}")
     for kind, unmatched in difference.only.items():
-        for number, names in zip(("first", "second"), unmatched, strict=True):
-            lines += [f"{kind}: only in the {number}: {first_names(names, max_names=5)}"] if names else []
+        for ordinal, names in zip(("first", "second"), unmatched, strict=True):
+            lines += [f"{kind}: only in the {ordinal}: {first_names(names, max_names=5)}"] if names else []
     lines += [f"different: {', '.join(difference.state)}"] if difference.state else []
     return "\n".join(lines if not difference.is_none else [*lines, "every tensor is the same, bit for bit"])
 

@@ -9,8 +9,8 @@ import tyro
 from paceline.plugins import resolve
 
 VerbOutput = tuple[int, Any, str]
-_Job = Annotated[str, tyro.conf.Positional]
-_Run = Annotated[str | None, tyro.conf.Positional]
+_Positional = Annotated[str, tyro.conf.Positional]
+_OptionalPositional = Annotated[str | None, tyro.conf.Positional]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Verb:
 class StartOptions:
     """The options shared by the verbs that start processes."""
 
-    job: _Job
+    job: _Positional
     """job.py, job.py:NAME or pkg.module:NAME."""
     ranks: int | None = None
     """Number of processes on this machine; default: one per GPU, or 1."""
@@ -90,7 +90,7 @@ class VerifyOptions(StartOptions):
 class NewOptions:
     """Write an example job."""
 
-    name: _Job
+    name: _Positional
     """The example: text, digits or hf."""
     json: bool = False
     """Print the file's path as JSON."""
@@ -100,7 +100,7 @@ class NewOptions:
 class EvaluateOptions:
     """Print the exact metrics of a checkpoint."""
 
-    run: _Run = None
+    run: _OptionalPositional = None
     """A run folder, or a checkpoint in it; default: the newest run."""
     split: str = "eval"
     """The data to evaluate on: eval or test."""
@@ -118,7 +118,7 @@ class EvaluateOptions:
 class ConfigOptions:
     """Print every setting of a job, its value, and where the value comes from."""
 
-    job: _Job
+    job: _Positional
     """job.py, job.py:NAME or pkg.module:NAME."""
     config: Path | None = None
     """A TOML file of settings."""
@@ -130,7 +130,7 @@ class ConfigOptions:
 class ReportOptions:
     """Write a run's page: curves, timings, settings and failures."""
 
-    run: _Run = None
+    run: _OptionalPositional = None
     """A run folder; default: the newest run."""
     page: Path | None = None
     """The file to write; default: report.html in the run folder."""
@@ -168,11 +168,11 @@ class CompareOptions:
 class CkptOptions:
     """List, verify, compare, consolidate or prune checkpoints."""
 
-    what: _Job
+    what: _Positional
     """What to do: ls, verify, diff, consolidate or prune."""
-    run: _Run = None
+    run: _OptionalPositional = None
     """A run, or a checkpoint in it; default: the newest run."""
-    other: _Run = None
+    other: _OptionalPositional = None
     """diff: the run or checkpoint to compare with."""
     keep: int = 3
     """prune: number of newest checkpoints to keep; the best and the only good one always stay."""

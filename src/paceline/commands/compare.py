@@ -1,4 +1,4 @@
-"""The `compare` verb: runs, recordings of `pl.record`, or layouts of one job."""
+"""The `compare` verb: compares runs, recordings of `pl.record`, or layouts of one job."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field

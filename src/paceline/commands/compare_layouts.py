@@ -1,4 +1,4 @@
-"""`compare JOB --layouts A B C`: one run per layout, on the same samples in the same microbatches."""
+"""`compare JOB --layouts A B C`: trains the job in each layout, on the same samples in the same microbatches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -146,12 +146,12 @@ def _make_tasks(
     if common.layout is not None:
         problems.append(UsageError("--layout and --layouts contradict each other.", hint="use --layouts alone"))
     last_step = steps + _EXTRA_STEPS
-    beyond_last = str(last_step + 1)
+    after_last_step = str(last_step + 1)
     own_settings = [
         f"--train.steps={last_step}",
         "--log.every=1",
-        f"--eval.every={beyond_last}",
-        f"--checkpoint.every={beyond_last}",
+        f"--eval.every={after_last_step}",
+        f"--checkpoint.every={after_last_step}",
     ]
     tasks: dict[str, Task] = {}
     refused: dict[str, MeasuredLayout] = {}
@@ -251,37 +251,37 @@ def _add_verdicts(measured: list[MeasuredLayout]) -> list[MeasuredLayout]:
     ]
 
 
-def _verdict(each: MeasuredLayout, reference: dict[float, float]) -> str:
+def _verdict(layout: MeasuredLayout, reference: dict[float, float]) -> str:
     distance = max(
         (
             abs(loss - reference[step]) / max(abs(reference[step]), 1e-30)
-            for step, loss in each.losses
+            for step, loss in layout.losses
             if step in reference
         )
     )
     return judge_distance(distance, RECORDING_FLOOR)
 
 
-def _exit_code(each: MeasuredLayout) -> int:
+def _exit_code(layout: MeasuredLayout) -> int:
     codes = {"different": ExitCode.DIFFERENT, _REFUSED: ExitCode.DONE, _FAILED: ExitCode.FAILED}
-    return int(codes.get(each.verdict, ExitCode.DONE))
+    return int(codes.get(layout.verdict, ExitCode.DONE))
 
 
-def _as_json(each: MeasuredLayout, run: str | None) -> dict[str, Any]:
+def _as_json(layout: MeasuredLayout, run: str | None) -> dict[str, Any]:
     return {
-        "layout": each.name,
-        "ranks": each.ranks,
+        "layout": layout.name,
+        "ranks": layout.ranks,
         "run": run,
-        "verdict": each.verdict,
-        "reason": each.reason,
-        "step_seconds": each.step_seconds,
-        "samples_per_second": each.samples_per_second,
-        "tokens_per_second": each.tokens_per_second,
-        "peak_bytes": [dict(rank) for rank in each.memory_by_rank],
-        "sent_bytes": [dict(rank) for rank in each.sent_by_rank],
-        "bubble": each.bubble,
-        "bubble_planned": each.planned_bubble,
-        "losses": [loss for _, loss in each.losses],
+        "verdict": layout.verdict,
+        "reason": layout.reason,
+        "step_seconds": layout.step_seconds,
+        "samples_per_second": layout.samples_per_second,
+        "tokens_per_second": layout.tokens_per_second,
+        "peak_bytes": [dict(rank) for rank in layout.memory_by_rank],
+        "sent_bytes": [dict(rank) for rank in layout.sent_by_rank],
+        "bubble": layout.bubble,
+        "bubble_planned": layout.planned_bubble,
+        "losses": [loss for _, loss in layout.losses],
     }
 
 

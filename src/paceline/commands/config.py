@@ -1,4 +1,4 @@
-"""The `config` verb."""
+"""The `config` verb: prints every setting of a job, its value, and where the value comes from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The `evaluate` verb."""
+"""The `evaluate` verb: computes the exact metrics of a checkpoint."""
 
 import os
 from contextlib import suppress

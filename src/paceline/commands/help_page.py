@@ -82,7 +82,11 @@ def help_page(verb: str, options: type, *, takes_settings: bool) -> str:
         lines += ["", title, *rows] if rows else []
     if takes_settings:
         lines += ["", "settings: the ten most used; `paceline config JOB` prints all"]
-        lines += [line for name, (kind, text) in SETTINGS.items() for line in _wrapped_rows(f"--{name} {kind}", text)]
+        lines += [
+            line
+            for name, (placeholder, text) in SETTINGS.items()
+            for line in _wrapped_rows(f"--{name} {placeholder}", text)
+        ]
     return "\n".join(lines)
 
 
@@ -106,7 +110,7 @@ def _option_rows(field: "Field[object]", option_type: Any, text: str) -> Iterato
 
 def _placeholder(name: str, option_type: Any) -> str:
     """Return the placeholder for an option's value; empty for a switch."""
-    inner_types = [one for one in get_args(option_type) if one is not type(None)]
+    inner_types = [each for each in get_args(option_type) if each is not type(None)]
     if get_origin(option_type) is tuple:
         return "A B ..."
     by_type: dict[Any, str] = {

@@ -1,4 +1,4 @@
-"""The `new` verb."""
+"""The `new` verb: writes an example job."""
 
 from importlib.resources import files
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The `plan` verb."""
+"""The `plan` verb: finds the layouts of a job that fit a cluster, and predicts their memory and time."""
 
 import math
 import os
@@ -37,14 +37,14 @@ from paceline.planner.hardware.cluster import Cluster, cluster_from_json
 from paceline.planner.hardware.local_cluster import node_memory
 from paceline.planner.hardware.parse_cluster import parse_cluster
 from paceline.planner.search.evaluate_named_layout import find_row, mesh_for_plan
-from paceline.profiling.machine_benchmarks.machine_benchmark import BENCHMARK_SECONDS as PROBE_SECONDS
+from paceline.profiling.machine_benchmarks.machine_benchmark import BENCHMARK_SECONDS
 from paceline.profiling.machine_benchmarks.this_machine import benchmark_local_machine
 from paceline.reporting.plan_report import write_plan_report
 from paceline.run_folder.plan_file import FILE_NAME, read_activity, read_advice
 
 ENTRY = "paceline.measured_planning.plan_worker:plan"
 _PROGRESS_SECONDS = 10.0
-_CALIBRATION_SECONDS = 60.0  # probe plus timed layouts, if `--seconds` is not given
+_CALIBRATION_SECONDS = 60.0  # machine benchmark plus timed layouts, if `--seconds` is not given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,10 +177,10 @@ def _execute_plan(task: Task, common: RunOptions) -> CommandOutcome:
 @contextmanager
 def report_progress(run: Path, *, every: float = _PROGRESS_SECONDS) -> Iterator[None]:
     """Print on standard error every few seconds what the plan in this folder is doing, and how long it has run."""
-    is_finished, start_time = Event(), time.monotonic()
+    finished, start_time = Event(), time.monotonic()
 
     def print_progress() -> None:
-        while not is_finished.wait(every):
+        while not finished.wait(every):
             print_line(f"planning: {read_activity(run)}; {time.monotonic() - start_time:.0f} s so far", sys.stderr)
 
     thread = Thread(target=print_progress, daemon=True)
@@ -188,7 +188,7 @@ def report_progress(run: Path, *, every: float = _PROGRESS_SECONDS) -> Iterator[
     try:
         yield
     finally:
-        is_finished.set()
+        finished.set()
         thread.join()
 
 
@@ -244,20 +244,23 @@ def _refuse_seconds(seconds: float | None) -> None:
 
 
 def _local_machine(task: Task, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> dict[str, Any]:
-    """Return the benchmark of this machine; under another launcher, the request with which the ranks measure it."""
+    """Return this machine's cluster and the seconds for timing layouts, as the `here` option of the plan's task.
+
+    Under another launcher, return a request instead, with which the ranks benchmark the machine.
+    """
     joined = detect_world(os.environ)
     if joined is not None:
-        ranks_per_node, remaining = joined.local_world_size, _CALIBRATION_SECONDS - PROBE_SECONDS
-        probe_request = {
-            "probe_seconds": PROBE_SECONDS,
+        ranks_per_node, timing_seconds = joined.local_world_size, _CALIBRATION_SECONDS - BENCHMARK_SECONDS
+        benchmark_request = {
+            "probe_seconds": BENCHMARK_SECONDS,
             "ranks_per_node": ranks_per_node,
             "node_bytes": node_memory(task.device),
         }
-        return {"seconds": remaining if seconds is None else seconds, **probe_request}
+        return {"seconds": timing_seconds if seconds is None else seconds, **benchmark_request}
     start_time = clock()
-    fleet = benchmark_local_machine(ranks=task.ranks, device=task.device).cluster.as_json()
-    remaining = max(_CALIBRATION_SECONDS - (clock() - start_time), _CALIBRATION_SECONDS / 2)
-    return {"seconds": remaining if seconds is None else seconds, "fleet": fleet}
+    cluster = benchmark_local_machine(ranks=task.ranks, device=task.device).cluster.as_json()
+    timing_seconds = max(_CALIBRATION_SECONDS - (clock() - start_time), _CALIBRATION_SECONDS / 2)
+    return {"seconds": timing_seconds if seconds is None else seconds, "fleet": cluster}
 
 
 def _correction_lines(cluster: Cluster) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The `report` verb."""
+"""The `report` verb: writes the HTML page of a run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The `simulate` verb."""
+"""The `simulate` verb: simulates a step of a layout in virtual time, and forecasts the goodput under failures."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -171,7 +171,7 @@ def simulate(
 class _SimulationInputs:
     """The inputs of a simulation; `assumed` holds lines about values that were not requested."""
 
-    forecast: CostModel
+    cost_model: CostModel
     estimate: Estimate
     assumed: Sequence[str] = ()
 
@@ -179,18 +179,18 @@ class _SimulationInputs:
 def _simulate_step(
     job: Path, inputs: _SimulationInputs, mean_seconds: float | None, checkpoints: CheckpointCosts, page: Path | None
 ) -> Simulation:
-    forecast, estimate = inputs.forecast, inputs.estimate
-    step = simulate_candidate(forecast, candidate=estimate.candidate)
+    cost_model, estimate = inputs.cost_model, inputs.estimate
+    step = simulate_candidate(cost_model, candidate=estimate.candidate)
     step = replace(step, estimate=replace(step.estimate, memory=estimate.memory))
     ratio = estimate.step_seconds / step.estimate.step_seconds
-    failure_forecast, seconds, ranks = None, ratio * step.step_seconds, forecast.cluster.ranks
+    failure_forecast, seconds, ranks = None, ratio * step.step_seconds, cost_model.cluster.ranks
     if mean_seconds is not None:
         failure_forecast = forecast_failures(
             step_seconds=seconds, ranks=ranks, device_mean_seconds=mean_seconds, checkpoints=checkpoints
         )
     timing_lines = _timing_lines(ratio, seconds, has_more=failure_forecast is not None)
     lines = [
-        *step_lines(step, forecast),
+        *step_lines(step, cost_model),
         *timing_lines,
         *(failure_forecast.lines() if failure_forecast else ()),
         *inputs.assumed,
@@ -203,7 +203,7 @@ def _simulate_step(
     if page is not None:
         replaced = page.exists()
         with report_write_errors(page):
-            write_step(forecast, step, failure_forecast, job=job.stem, to=page)
+            write_step(cost_model, step, failure_forecast, job=job.stem, to=page)
         value["page"] = str(page)
         lines.append(page_line(page, replaced=replaced))
     return Simulation(
@@ -227,9 +227,9 @@ def _is_plan(path: Path) -> bool:
 
 def _read_plan(path: Path, layout: str | None) -> _SimulationInputs:
     advice: Mapping[str, Any] = read_advice(path)
-    forecast = cost_model_from_json(advice)
-    estimate = estimate_from_row(forecast, find_row(advice)) if layout is None else estimate_named(forecast, layout)
-    return _SimulationInputs(forecast=forecast, estimate=estimate)
+    cost_model = cost_model_from_json(advice)
+    estimate = estimate_from_row(cost_model, find_row(advice)) if layout is None else estimate_named(cost_model, layout)
+    return _SimulationInputs(cost_model=cost_model, estimate=estimate)
 
 
 def _profile_job(
@@ -251,13 +251,13 @@ def _profile_job(
     value = read_result(task, "simulate")
     if value is None:
         return outcome
-    forecast = CostModel(profile=model_profile_from_json(value), cluster=cluster)
+    cost_model = CostModel(profile=model_profile_from_json(value), cluster=cluster)
     micro = int(task.settings[_MICRO_BATCH_SETTING]) if _MICRO_BATCH_SETTING in task.settings else None
     if layout is None:
-        estimate = advise(forecast, grid=SearchSpace(micro_batch_size=micro)).recommended
+        estimate = advise(cost_model, grid=SearchSpace(micro_batch_size=micro)).recommended
     else:
-        estimate = estimate_named(forecast, layout, micro_batch_size=micro)
-    return _SimulationInputs(forecast=forecast, estimate=estimate, assumed=assumed)
+        estimate = estimate_named(cost_model, layout, micro_batch_size=micro)
+    return _SimulationInputs(cost_model=cost_model, estimate=estimate, assumed=assumed)
 
 
 def run_verb(options: SimulateOptions, settings: list[str]) -> VerbOutput:

@@ -1,4 +1,4 @@
-"""The `train` verb."""
+"""The `train` verb: trains a job, or resumes a run."""
 
 import os
 from collections.abc import Sequence

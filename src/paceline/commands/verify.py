@@ -1,4 +1,4 @@
-"""The `verify` verb."""
+"""The `verify` verb: checks that a layout or an update rule trains as its reference in one process does."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -24,8 +24,8 @@ def shorten_line(line: str, *, max_length: int = 1000) -> str:
 
 def plural(number: int, word: str) -> str:
     """Return a count with its noun: `1 step`, `2 steps`, `1,000 steps`, `2 processes`."""
-    plural = f"{word}es" if word.endswith(("s", "ch")) else f"{word}s"
-    return f"{number:,} {word if number == 1 else plural}"
+    plural_word = f"{word}es" if word.endswith(("s", "ch")) else f"{word}s"
+    return f"{number:,} {word if number == 1 else plural_word}"
 
 
 def format_size(num_bytes: int) -> str:
@@ -36,9 +36,9 @@ def format_size(num_bytes: int) -> str:
     return f"{num_bytes / 2**10:.1f} KiB"
 
 
-def format_change(part: float, *, digits: int = 0) -> str:
+def format_change(change: float, *, digits: int = 0) -> str:
     """Return a relative change: `+14%`, `-3%`; zero after rounding has no minus."""
-    return f"{round(part, 2 + digits) + 0.0:+.{digits}%}"
+    return f"{round(change, 2 + digits) + 0.0:+.{digits}%}"
 
 
 def price_of_steps(price: float, currency: str) -> str:

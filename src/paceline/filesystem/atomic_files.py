@@ -59,7 +59,7 @@ def report_write_errors(path: Path) -> Iterator[None]:
     """Convert a disk error in the block into a usage error that names the path.
 
     Raises:
-        UsageError: it can't be written, or is full.
+        UsageError: the path can't be written, or its disk is full.
     """
     try:
         yield

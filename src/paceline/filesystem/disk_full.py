@@ -1,4 +1,4 @@
-"""Disk errors with their causes and remedies."""
+"""Explanations of disk errors: the cause of each, and what to do."""
 
 import errno
 import os
@@ -43,7 +43,7 @@ def convert_to_save_error(description: str, folder: Path) -> Iterator[None]:
     """Convert an `OSError` in the block into a `SaveError`.
 
     Raises:
-        SaveError: no space or no permission.
+        SaveError: the block raised an `OSError`.
     """
     try:
         yield

@@ -117,10 +117,10 @@ def refuse_links(folder: Path) -> None:
     for name in (*_FORBIDDEN_LINKS, *_USER_LINKS):
         path = folder / name
         if path.is_symlink() and (name in _FORBIDDEN_LINKS or path.lstat().st_uid != os.geteuid()):
-            which = "" if name in _FORBIDDEN_LINKS else " that another user created"
+            owner_note = "" if name in _FORBIDDEN_LINKS else " that another user created"
             raise UsageError(
                 f"{path} is a link to {path.readlink()}: the run would write to that place.",
-                cause=f"links{which} in a run folder are not followed",
+                cause=f"links{owner_note} in a run folder are not followed",
                 hint=f"rm {path}, or another --run-dir",
             )
 
@@ -179,7 +179,7 @@ def _in_use_error(folder: Path, holder: dict[str, Any]) -> UsageError:
         pids = _pids_with_open_file(folder / LOCK)
         if pids:
             cause += f": {', '.join(f'process {pid} ({_command_line(pid)})' for pid in pids[:4])}"
-            hint = f"kill {' '.join(map(str, pids))}, unless it should continue"
+            hint = f"kill {' '.join(map(str, pids))}, unless that run should continue"
     return UsageError(
         f"{folder} is in use: process {pid} on {host} has been writing there since {holder.get('since', '?')}.",
         cause=cause,

@@ -1,4 +1,4 @@
-"""Worlds of other launchers: torchrun, Open MPI, Slurm, MPICH. Each sets a few variables, read in this order."""
+"""Detection of a world that another launcher started, from the variables of torchrun, Open MPI, Slurm or MPICH."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ from paceline.errors import UsageError
 from paceline.launch.inherited_environment import own_environ
 
 _LAUNCHERS = {
-    "torchrun": "torchrun {meeting} --nproc-per-node {local}",
+    "torchrun": "torchrun {rendezvous} --nproc-per-node {local}",
     "mpirun": "mpirun -n {world}",
     "mpiexec": "mpiexec -n {world}",
     "srun": "srun --ntasks {world}",
@@ -34,7 +34,7 @@ class JoinedWorld:
     """True if the launcher says how many ranks are on this machine."""
     nodes: int = 1
     node_rank: int | None = None
-    """The number of this machine, if the launcher gives it."""
+    """The index of this machine, if the launcher gives it."""
 
     @property
     def is_one_node(self) -> bool:
@@ -49,7 +49,7 @@ class JoinedWorld:
         """
         launcher = _LAUNCHERS.get(self.kind, "")
         launcher_command = launcher.format(
-            local=self.local_world_size, world=self.world_size, meeting=self._rendezvous_options()
+            local=self.local_world_size, world=self.world_size, rendezvous=self._rendezvous_options()
         )
         line = shlex.join([*launcher_command.split(), *command])
         if not launcher:
@@ -77,7 +77,9 @@ class JoinedWorld:
 
 
 def detect_world(environ: Mapping[str, str]) -> JoinedWorld | None:
-    """Return the world of which this process is a rank, or None, also if the variables are inherited from a rank.
+    """Return the world of which this process is a rank, or None.
+
+    Variables that were set for another process, from which this one inherited them, do not count.
 
     Raises:
         UsageError: the launcher's numbers contradict each other.
@@ -132,8 +134,8 @@ def _is_srun_task(environ: Mapping[str, str]) -> bool:
 def _tasks_on_node(environ: Mapping[str, str]) -> str:
     """Return the number of tasks of the step on this node: `2(x3),1` means 2 on three nodes and 1 on the next."""
     tasks_per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE", "1")
-    groups = [(count, int(times or 1)) for count, times in _TASK_COUNTS.findall(tasks_per_node)]
-    counts = [count for count, times in groups for _ in range(times)]
+    groups = [(count, int(num_nodes or 1)) for count, num_nodes in _TASK_COUNTS.findall(tasks_per_node)]
+    counts = [count for count, num_nodes in groups for _ in range(num_nodes)]
     node = environ.get("SLURM_NODEID", "0")
     return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else tasks_per_node.partition("(")[0]
 
@@ -169,10 +171,10 @@ def _read_world(
     if job_id is None:
         return None
     try:
-        rank, world = (int(environ[name]) for name in names[:2])
-        local_rank, local_world = _local_ranks(environ, kind, names[2:], rank=rank, world=world)
+        rank, num_ranks = (int(environ[name]) for name in names[:2])
+        local_rank, local_world = _local_ranks(environ, kind, names[2:], rank=rank, num_ranks=num_ranks)
         port = int(environ["MASTER_PORT"]) if environ.get("MASTER_PORT") else None
-        nodes = int(environ.get("GROUP_WORLD_SIZE") or -(-world // max(local_world, 1)))
+        nodes = int(environ.get("GROUP_WORLD_SIZE") or -(-num_ranks // max(local_world, 1)))
         node_rank = environ.get("GROUP_RANK") or environ.get("NODE_RANK")
     except (KeyError, ValueError) as error:
         raise UsageError(
@@ -181,7 +183,7 @@ def _read_world(
     return JoinedWorld(
         kind=kind,
         rank=rank,
-        world_size=world,
+        world_size=num_ranks,
         local_rank=local_rank,
         local_world_size=local_world,
         address=environ.get("MASTER_ADDR"),
@@ -197,22 +199,22 @@ def _read_world(
 
 
 def _local_ranks(
-    environ: Mapping[str, str], kind: str, names: tuple[str, ...], *, rank: int, world: int
+    environ: Mapping[str, str], kind: str, names: tuple[str, ...], *, rank: int, num_ranks: int
 ) -> tuple[int, int]:
     """Return the rank and the number of ranks on this machine.
 
-    If no other machine can be reached, they are those of the whole world.
+    If all ranks must be on this machine (a single rank, or a loopback address), it has the ranks of the whole world.
 
     Raises:
-        UsageError: the launcher does not set them, and ranks may be on several machines.
+        UsageError: the launcher does not set local ranks, and ranks may be on several machines.
     """
     for local_names in (names, _TORCH_NAMES[2:]):
         if local_names[0] in environ:
-            return int(environ[local_names[0]]), int(environ.get(local_names[1], world))
-    if world == 1 or is_loopback(environ.get("MASTER_ADDR") or "127.0.0.1"):
-        return rank, world
+            return int(environ[local_names[0]]), int(environ.get(local_names[1], num_ranks))
+    if num_ranks == 1 or is_loopback(environ.get("MASTER_ADDR") or "127.0.0.1"):
+        return rank, num_ranks
     raise UsageError(
-        f"{kind} does not give the local rank of rank {rank} of {world}: {names[0]} is not set.",
+        f"{kind} does not give the local rank of rank {rank} of {num_ranks}: {names[0]} is not set.",
         cause="MASTER_ADDR names a host, so the ranks may be on several machines",
         hint="export LOCAL_RANK=<0, 1, ... on each machine> LOCAL_WORLD_SIZE=<ranks on this machine>",
     )

@@ -243,7 +243,7 @@ def final_message(outcome: LaunchOutcome, *, resume_command: str, extra_lines: S
 
 
 def failure_as_json(outcome: LaunchOutcome, *, resume_command: str = "") -> dict[str, Any]:
-    """Return the failure under the keys of `--json`: the fields of an error, rank, step, log and resume command."""
+    """Return the failure under the keys of `--json`; `go_on` is the command that resumes the run."""
     failure = outcome.failure
     if failure is None:
         return {"go_on": resume_command} if resume_command else {}

@@ -72,7 +72,7 @@ def _use_loopback(environ: MutableMapping[str, str]) -> None:
 
 
 def listen_on_free_port() -> socket.socket:
-    """Return a socket that listens on a free port of the loopback address. A connection to it has worked once.
+    """Return a socket that listens on a free port of the loopback address, after a test connection to it.
 
     Raises:
         MachineError: the loopback interface is down or has no IPv4 address, or too many files are open.

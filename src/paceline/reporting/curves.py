@@ -1,4 +1,4 @@
-"""The curves of a run, and the parts of its time."""
+"""The sections of a run's page with curves: metrics, time per step, and the norms of parameters and gradients."""
 
 from collections.abc import Sequence
 from html import escape
@@ -7,22 +7,22 @@ from paceline.reporting.run_history import History, ResumeMark
 from paceline.reporting.svg.charts import Curve, draw_chart, draw_split_chart, draw_stacked_bar
 
 TIME_PARTS = ("compute", "communication", "data", "evaluation", "checkpoint")
-_SPEED = ("tokens_per_second", "samples_per_second", "mfu")
-_MOST_STATISTICS = 48
-_TERM = "loss/"
+_SPEED_METRICS = ("tokens_per_second", "samples_per_second", "mfu")
+_MAX_STATISTICS = 48
+_LOSS_TERM_PREFIX = "loss/"
 
 
 def show_curves(history: History) -> str:
     """Draw losses, metrics, speed, memory and samples over steps."""
     names, marks = history.metric_names(), history.resume_marks()
     charts = [draw_chart("loss", _loss_curves(history, names), marks=marks)]
-    charts += [_metric_chart(history, name, marks) for name in names if name.startswith(_TERM)]
+    charts += [_metric_chart(history, name, marks) for name in names if name.startswith(_LOSS_TERM_PREFIX)]
     charts += [_metric_chart(history, name, marks) for name in names if name.startswith(("eval/", "test/"))]
-    charts += [_metric_chart(history, name, marks) for name in ("grad_norm", "lr", *_SPEED) if name in names]
+    charts += [_metric_chart(history, name, marks) for name in ("grad_norm", "lr", *_SPEED_METRICS) if name in names]
     charts.append(draw_chart("samples seen", [Curve(name="samples", points=history.samples())], marks=marks))
     charts.append(_metric_chart(history, "memory/peak_gib", marks, title="peak memory of a rank, GiB"))
     charts_html = "".join(charts)
-    repeated_note = f'<p class="soft">{history.num_repeated} logged steps were done again after a resume; their last numbers are drawn.</p>'
+    repeated_note = f'<p class="soft">{history.num_repeated} logged steps were repeated after a resume; the curves show their last values.</p>'
     note = repeated_note if history.num_repeated else ""
     return f'<section><h2>Curves</h2>{note}<div class="charts">{charts_html}</div></section>' if charts_html else ""
 
@@ -44,13 +44,18 @@ def show_statistics(history: History) -> str:
     names = [name for name in history.metric_names() if name.startswith(kinds)]
     if not names:
         return ""
-    members = list(dict.fromkeys(name.partition("/")[2] for name in names))
-    shown = members[: _MOST_STATISTICS // 2]
+    parameters = list(dict.fromkeys(name.partition("/")[2] for name in names))
+    shown = parameters[: _MAX_STATISTICS // 2]
     charts = "".join(
-        _metric_chart(history, kind + member, ()) for member in shown for kind in kinds if kind + member in names
+        _metric_chart(history, kind + parameter, ())
+        for parameter in shown
+        for kind in kinds
+        if kind + parameter in names
     )
-    omitted_note = f"<p>{len(members) - len(shown)} more are in metrics.jsonl.</p>" if len(members) > len(shown) else ""
-    title = f"Norms of {len(members)} parameters and their gradients"
+    omitted_note = (
+        f"<p>{len(parameters) - len(shown)} more are in metrics.jsonl.</p>" if len(parameters) > len(shown) else ""
+    )
+    title = f"Norms of {len(parameters)} parameters and their gradients"
     return f'<section><details><summary>{escape(title)}</summary>{omitted_note}<div class="charts">{charts}</div></details></section>'
 
 

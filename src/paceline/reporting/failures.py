@@ -19,7 +19,7 @@ from paceline.launch.failures.failure_record import FIRST_FAILURE, FORKSERVER_RA
 from paceline.reporting.run_history import History, json_or_none
 from paceline.run_folder.run_folder import RunFolder
 
-_MAX_BYTES = 4 << 30
+_MAX_CHECKED_BYTES = 4 << 30
 
 
 def show_unreadable_lines(history: History) -> str:
@@ -103,7 +103,7 @@ def _show_others(failures: list[dict[str, Any]]) -> str:
     if not failures:
         return ""
     items = "".join(f"<li>rank {escape(str(f['rank']))}: {escape(_failure_text(f)[:300])}</li>" for f in failures)
-    return f"<details><summary>what the other ranks said as they stopped</summary><ul>{items}</ul></details>"
+    return f"<details><summary>the errors of the other ranks</summary><ul>{items}</ul></details>"
 
 
 def _failure_text(failure: dict[str, Any]) -> str:
@@ -120,9 +120,11 @@ def show_checkpoints(run: RunFolder) -> str:
     rows = []
     for path in steps:
         state, reason = (
-            _checkpoint_state(path) if total_bytes <= _MAX_BYTES else ("not read", "paceline ckpt verify reads it")
+            _checkpoint_state(path)
+            if total_bytes <= _MAX_CHECKED_BYTES
+            else ("not read", "paceline ckpt verify reads it")
         )
-        badges = "".join(f'<span class="badge">{mark}</span> ' for mark, at in pointers.items() if at == path)
+        badges = "".join(f'<span class="badge">{mark}</span> ' for mark, marked in pointers.items() if marked == path)
         badge_class = {"good": "bitwise", "bad": "different"}.get(state, "")
         rows.append(
             f"<tr><td>{parse_step(path):,}</td><td>{format_size(folder_bytes(path))}</td>"

@@ -17,7 +17,7 @@ _MEASURED = "measured"
 
 def show_forecast(history: History) -> str:
     """Return a table of forecast and measured bytes and seconds as HTML; '' if the run has no forecast."""
-    event = history.last_event("Foretold")
+    event = history.last_event("Foretold")  # the name of `ForecastChecked` in events.jsonl
     try:
         return _section(event) if event else ""
     except (KeyError, TypeError, ValueError):  # the line was truncated by a kill, or written by another version
@@ -34,16 +34,15 @@ def _section(event: dict[str, Any]) -> str:
          event["time_ratio"], "the median of the first steps"),
     ]  # fmt: skip
     cells = "".join(
-        f"<tr><td>{name}</td><td>{forecast}</td><td>{found}</td>"
-        f"<td>{'–' if ratio is None else f'{ratio:.2f}'}</td><td>{escape(how)}</td></tr>"
-        for name, forecast, found, ratio, how in rows
+        f"<tr><td>{name}</td><td>{forecast}</td><td>{measurement}</td>"
+        f"<td>{'–' if ratio is None else f'{ratio:.2f}'}</td><td>{escape(method)}</td></tr>"
+        for name, forecast, measurement, ratio, method in rows
     )
     kinds = [*parts, _MEASURED]
     bar_rows = [BarRow(name="forecast", parts=parts)]
     bar_rows += [] if measured is None else [BarRow(name=_MEASURED, parts={_MEASURED: float(measured)})]
     small_note = "" if measured is None or event["memory_ratio"] is not None else (
-        "<p>A process keeps more than its tensors; of a forecast below 512 MiB that would be most of it, so the two are "
-        "not divided.</p>"
+        "<p>No ratio of memory: with a forecast below 512 MiB, most of a process's memory is not for its tensors.</p>"
     )  # fmt: skip
     other_load = float(event.get("others", 0.0))
     load_note = (
@@ -54,6 +53,6 @@ def _section(event: dict[str, Any]) -> str:
     source = _SOURCES.get(str(event["source"]), str(event["source"]))
     return (
         f"<section><h2>Forecast and measured</h2><p>By {escape(source)}, for {escape(str(event['layout']))}; measured "
-        f"until step {int(event['step'])}.</p><table><tr><th></th><th>forecast</th><th>measured</th><th>times</th>"
+        f"until step {int(event['step'])}.</p><table><tr><th></th><th>forecast</th><th>measured</th><th>measured / forecast</th>"
         f"<th>measured by</th></tr>{cells}</table>{small_note}{load_note}{draw_bars('peak bytes of the fullest rank', kinds, bar_rows)}</section>"
     )

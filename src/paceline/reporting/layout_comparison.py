@@ -14,8 +14,8 @@ from paceline.reporting.svg.bar_chart import BarRow, draw_bars
 from paceline.reporting.svg.charts import NUM_COLORS, Curve, draw_chart
 
 _KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations")
-_NONE = "–"
-_NOTHING = (_NONE, format_size(0))
+_DASH = "–"
+_EMPTY_CELLS = (_DASH, format_size(0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class MeasuredLayout:
         return max(self.memory_by_rank, key=_total_memory, default={})
 
     @property
-    def most_sent(self) -> float | None:
+    def max_sent_bytes(self) -> float | None:
         """The bytes sent by the rank that sends most."""
         return max((sum(rank.values()) for rank in self.sent_by_rank), default=None)
 
@@ -56,31 +56,35 @@ class MeasuredLayout:
 _COLUMNS: tuple[tuple[str, Callable[[MeasuredLayout], str]], ...] = (
     ("layout", lambda m: m.name),
     ("ranks", lambda m: str(m.ranks)),
-    ("verdict", lambda m: m.verdict or _NONE),
-    ("step", lambda m: _seconds(m.step_seconds)),
-    ("samples/s", lambda m: _rate(m.samples_per_second)),
-    ("tokens/s", lambda m: _rate(m.tokens_per_second)),
-    ("peak per rank", lambda m: format_size(_total_memory(m.peak_memory)) if m.memory_by_rank else _NONE),
+    ("verdict", lambda m: m.verdict or _DASH),
+    ("step", lambda m: _format_seconds(m.step_seconds)),
+    ("samples/s", lambda m: _format_rate(m.samples_per_second)),
+    ("tokens/s", lambda m: _format_rate(m.tokens_per_second)),
+    ("peak per rank", lambda m: format_size(_total_memory(m.peak_memory)) if m.memory_by_rank else _DASH),
     *(
-        (kind, lambda m, kind=kind: format_size(m.peak_memory[kind]) if kind in m.peak_memory else _NONE)
+        (kind, lambda m, kind=kind: format_size(m.peak_memory[kind]) if kind in m.peak_memory else _DASH)
         for kind in _KINDS
     ),
-    ("sent per step", lambda m: _NONE if m.most_sent is None else format_size(int(m.most_sent))),
-    ("bubble", lambda m: _bubble(m)),
+    ("sent per step", lambda m: _DASH if m.max_sent_bytes is None else format_size(int(m.max_sent_bytes))),
+    ("bubble", lambda m: _format_bubble(m)),
 )
 
 
 def comparison_rows(layouts: Sequence[MeasuredLayout]) -> tuple[list[str], list[list[str]]]:
     """Return the header and one row per layout, without empty columns."""
     table = [[show(each) for _, show in _COLUMNS] for each in layouts]
-    shown_columns = [at for at in range(len(_COLUMNS)) if at < 2 or any(row[at] not in _NOTHING for row in table)]
-    return [_COLUMNS[at][0] for at in shown_columns], [[row[at] for at in shown_columns] for row in table]
+    shown_columns = [
+        column for column in range(len(_COLUMNS)) if column < 2 or any(row[column] not in _EMPTY_CELLS for row in table)
+    ]
+    return [_COLUMNS[column][0] for column in shown_columns], [
+        [row[column] for column in shown_columns] for row in table
+    ]
 
 
 def comparison_text(layouts: Sequence[MeasuredLayout]) -> str:
     """Return the table for the screen."""
     head, body = comparison_rows(layouts)
-    widths = [max(len(row[at]) for row in [head, *body]) for at in range(len(head))]
+    widths = [max(len(row[column]) for row in [head, *body]) for column in range(len(head))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *body]]
     return "\n".join(lines + [f"{each.name}: {line}" for each in layouts for line in _layout_notes(each)])
 
@@ -96,21 +100,21 @@ def comparison_page(layouts: Sequence[MeasuredLayout], *, job: str, verification
     measured = [each for each in layouts if each.memory_by_rank or each.losses]
     parts = [
         f"<header><h1>{escape(job)} <small>{plural(len(layouts), 'layout')}, the same samples</small></h1></header>",
-        _table(layouts, verification_note),
+        _table_section(layouts, verification_note),
         _section(
             "Memory per rank",
             _memory_bars(measured),
             "at the peak of one step; before the first backward there are no gradients; activations include all "
             "that is in no other group, such as gathered weights",
         ),
-        _losses(measured),
+        _loss_section(measured),
         _section("Bytes sent per step", _sent_bars(measured), "by the rank that sends most"),
-        *(_schedule(each) for each in layouts if each.schedule),
+        *(_schedule_section(each) for each in layouts if each.schedule),
     ]
     return html_document(f"{job} · layouts", parts)
 
 
-def _table(layouts: Sequence[MeasuredLayout], verification_note: str) -> str:
+def _table_section(layouts: Sequence[MeasuredLayout], verification_note: str) -> str:
     head, body = comparison_rows(layouts)
     verdict_column = head.index("verdict") if "verdict" in head else -1
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
@@ -118,9 +122,9 @@ def _table(layouts: Sequence[MeasuredLayout], verification_note: str) -> str:
     for row in body:
         shown = [
             f'<td><span class="badge {escape(cell)}">{escape(cell)}</span></td>'
-            if at == verdict_column and cell != _NONE
+            if column == verdict_column and cell != _DASH
             else f"<td>{escape(cell)}</td>"
-            for at, cell in enumerate(row)
+            for column, cell in enumerate(row)
         ]
         lines += f"<tr>{''.join(shown)}</tr>"
     notes = "".join(
@@ -145,11 +149,11 @@ def _rank_bars(layout: MeasuredLayout) -> list[BarRow]:
         similar = next((group for group in groups if _is_similar(layout.memory_by_rank[group[0]], parts)), None)
         groups.append([rank]) if similar is None else similar.append(rank)
     rows = []
-    for at, group in enumerate(groups):
+    for number, group in enumerate(groups):
         label = f"{'rank' if len(group) == 1 else 'ranks'} {_format_ranks(group)}"
         rows.append(
             BarRow(
-                name="" if at else layout.name,
+                name="" if number else layout.name,
                 label=label,
                 parts={kind: layout.memory_by_rank[group[0]].get(kind, 0) for kind in _KINDS},
             )
@@ -189,7 +193,7 @@ def _sent_bars(layouts: Sequence[MeasuredLayout]) -> str:
     return draw_bars("bytes per step", shown, lines)
 
 
-def _losses(layouts: Sequence[MeasuredLayout]) -> str:
+def _loss_section(layouts: Sequence[MeasuredLayout]) -> str:
     curves = [Curve(name=each.name, points=each.losses) for each in layouts if each.losses]
     charts = draw_chart("loss", curves)
     if len(curves) > 1:
@@ -205,7 +209,7 @@ def _losses(layouts: Sequence[MeasuredLayout]) -> str:
     return f'<section><h2>Losses</h2><div class="charts wider">{charts}</div></section>' if charts else ""
 
 
-def _schedule(layout: MeasuredLayout) -> str:
+def _schedule_section(layout: MeasuredLayout) -> str:
     planned_note = (
         "" if layout.planned_bubble is None else f"; {layout.planned_bubble:.1%} if all stages took equally long"
     )
@@ -239,16 +243,16 @@ def _sum(parts: Mapping[str, Any]) -> float:
     return float(sum(parts.values()))
 
 
-def _bubble(layout: MeasuredLayout) -> str:
+def _format_bubble(layout: MeasuredLayout) -> str:
     planned_note = "" if layout.planned_bubble is None else f" (plan {layout.planned_bubble:.1%})"
-    return _NONE if layout.bubble is None else f"{layout.bubble:.1%}{planned_note}"
+    return _DASH if layout.bubble is None else f"{layout.bubble:.1%}{planned_note}"
 
 
-def _seconds(value: float | None) -> str:
+def _format_seconds(value: float | None) -> str:
     if value is None:
-        return _NONE
+        return _DASH
     return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def _rate(value: float | None) -> str:
-    return _NONE if value is None else f"{value:,.0f}"
+def _format_rate(value: float | None) -> str:
+    return _DASH if value is None else f"{value:,.0f}"

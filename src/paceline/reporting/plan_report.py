@@ -18,11 +18,11 @@ from paceline.reporting.run_report import html_document
 from paceline.reporting.step_simulation_report import timeline_section
 from paceline.reporting.svg.bar_chart import BarRow, draw_bars
 
-_MOST_LABEL = 46
+_MAX_LABEL_CHARACTERS = 46
 _MEMORY_CAPTION = (
     "peak bytes of the fullest rank; the line is the device's memory; × is followed by the microbatch size"
 )
-_TIME_CAPTION = "by the closed forms, for the busiest rank"
+_TIME_CAPTION = "from the plan's formulas, for the busiest rank"
 
 
 def write_plan_report(answer: Mapping[str, Any], *, job: str, to: Path) -> Path:
@@ -40,10 +40,12 @@ def plan_page(answer: Mapping[str, Any], *, job: str) -> str:
     cost_model = cost_model_from_json(answer)
     possible = [row for row in answer["plans"] if "settings" in row]
     rows = [(row, estimate_from_row(cost_model, row)) for row in possible]
-    memory_rows = [BarRow(label=_bar_label(found), parts=found.memory.parts) for _, found in rows]
-    time_rows = [BarRow(label=_bar_label(found), parts=_time_parts(found)) for _, found in rows]
+    memory_rows = [BarRow(label=_bar_label(estimate), parts=estimate.memory.parts) for _, estimate in rows]
+    time_rows = [BarRow(label=_bar_label(estimate), parts=_time_parts(estimate)) for _, estimate in rows]
     estimates_with_timeline = [
-        found for row, found in rows if row["fits"] and (found.candidate.pp > 1 or _is_recommended(row, answer))
+        estimate
+        for row, estimate in rows
+        if row["fits"] and (estimate.candidate.pp > 1 or _is_recommended(row, answer))
     ]
     limit = cost_model.cluster.device.memory_bytes
     parts = [
@@ -53,11 +55,13 @@ def plan_page(answer: Mapping[str, Any], *, job: str) -> str:
         _section(
             "Time",
             _TIME_CAPTION,
-            draw_bars("seconds per step", [*TIME_PART_LABELS.values()], time_rows, show=format_precise_duration),
+            draw_bars(
+                "seconds per step", [*TIME_PART_LABELS.values()], time_rows, format_value=format_precise_duration
+            ),
         ),
-        *(timeline_section(cost_model, candidate=found.candidate) for found in estimates_with_timeline),
+        *(timeline_section(cost_model, candidate=estimate.candidate) for estimate in estimates_with_timeline),
         _differences(answer.get("differences", ())),
-        _assumptions(cost_model, is_offloaded=any(found.candidate.offload for _, found in rows)),
+        _assumptions(cost_model, is_offloaded=any(estimate.candidate.offload for _, estimate in rows)),
     ]
     return html_document(f"{job} · plan", parts)
 
@@ -67,7 +71,11 @@ def _is_recommended(row: Mapping[str, Any], answer: Mapping[str, Any]) -> bool:
 
 
 def _bar_label(estimate: Estimate) -> str:
-    name = estimate.layout if len(estimate.layout) <= _MOST_LABEL else f"{estimate.layout[: _MOST_LABEL - 1]}…"
+    name = (
+        estimate.layout
+        if len(estimate.layout) <= _MAX_LABEL_CHARACTERS
+        else f"{estimate.layout[: _MAX_LABEL_CHARACTERS - 1]}…"
+    )
     return f"{name} × {estimate.candidate.micro_batch_size}"
 
 
@@ -96,22 +104,22 @@ def _table(answer: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], Es
     rate = "tokens/s" if cost_model.profile.length > 1 else "samples/s"
     rate_per_device = f"{rate} per {'GPU' if cost_model.cluster.device.is_accelerator else 'rank'}"
     head = ["layout", "microbatch", "", "peak", "step", rate, rate_per_device, "MFU", "price of 1,000 steps", "why"]
-    lines = [_cells(row, found, cost_model) for row, found in rows]
-    shown_columns = [at for at in range(len(head)) if at < 2 or any(line[at] for line in lines)]
-    body = "".join(f"<tr>{''.join(f'<td>{line[at]}</td>' for at in shown_columns)}</tr>" for line in lines)
+    lines = [_cells(row, estimate, cost_model) for row, estimate in rows]
+    shown_columns = [column for column in range(len(head)) if column < 2 or any(line[column] for line in lines)]
+    body = "".join(f"<tr>{''.join(f'<td>{line[column]}</td>' for column in shown_columns)}</tr>" for line in lines)
     impossible = [
         f"<b>{escape(row['layout'])}</b>: {escape(row['why'])}" for row in answer["plans"] if "settings" not in row
     ]
     notes = "".join(f"<li>{line}</li>" for line in [*impossible, *map(escape, answer.get("limits", ()))])
-    titles = "".join(f"<th>{head[at]}</th>" for at in shown_columns)
+    titles = "".join(f"<th>{head[column]}</th>" for column in shown_columns)
     note_list = f"<ul>{notes}</ul>" if notes else ""
     return f'<section><div class="plans"><table><tr>{titles}</tr>{body}</table></div>{note_list}</section>'
 
 
 def _cells(row: Mapping[str, Any], estimate: Estimate, cost_model: CostModel) -> list[str]:
     changes = "".join(
-        f"<br>{escape(one['change'])}: {format_precise_duration(one['step_seconds'])} per step"
-        for one in row["changes"]
+        f"<br>{escape(change['change'])}: {format_precise_duration(change['step_seconds'])} per step"
+        for change in row["changes"]
     )
     mark = verdict_text(fits=row["fits"], tight=row.get("tight", False), refused=row.get("refused", ""))
     badge_class = {"fits": "bitwise", "tight": "rounding"}.get(mark, "bad")
@@ -132,8 +140,8 @@ def _cells(row: Mapping[str, Any], estimate: Estimate, cost_model: CostModel) ->
 
 def _differences(differences: Sequence[Sequence[str]]) -> str:
     body = ""
-    for title, *said in differences:
-        body += f"<h3>{escape(title)}</h3><ul>{''.join(f'<li>{escape(line)}</li>' for line in said)}</ul>"
+    for title, *differing_lines in differences:
+        body += f"<h3>{escape(title)}</h3><ul>{''.join(f'<li>{escape(line)}</li>' for line in differing_lines)}</ul>"
     return f"<section><h2>Differences</h2>{body}</section>" if body else ""
 
 

@@ -136,13 +136,13 @@ def comparison_table(
     speeds = [name for name in _SPEED_METRICS if any(name in side.speed for side in runs)]
     groups = [
         (
-            "set differently",
+            "settings that differ",
             [
                 (n, [v if v is not None else default_setting_text(n) for v in row])
                 for n, row in differing_settings(runs).items()
             ],
         ),
-        ("losses differ", [("", ["–", *(p.text for p in divergences)])]),
+        ("difference of the losses", [("", ["–", *(p.text for p in divergences)])]),
         ("result", [(n, [format_number(s.result.get(n)) for s in runs]) for n in results]),
         ("speed", [(n.replace("_", " "), [format_number(s.speed.get(n)) for s in runs]) for n in speeds]),
     ]
@@ -222,11 +222,9 @@ def _read_conditions(run: RunFolder) -> dict[str, str]:
     if isinstance(env, dict):
         conditions |= {name: str(env[name]) for name in _MACHINE_FACTS if name in env}
         job, packages = env.get("job"), env.get("packages")
-        for group, packages_or_job in (("", packages), ("job ", job)):
+        for group, versions in (("", packages), ("job ", job)):
             conditions |= (
-                {f"{group}{n}": str(v)[:12] for n, v in packages_or_job.items()}
-                if isinstance(packages_or_job, dict)
-                else {}
+                {f"{group}{n}": str(v)[:12] for n, v in versions.items()} if isinstance(versions, dict) else {}
             )
     return conditions
 

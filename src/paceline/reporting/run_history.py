@@ -10,7 +10,7 @@ from paceline.filesystem.atomic_files import read_json
 from paceline.reporting.sinks.jsonl import read_records
 from paceline.run_folder.run_folder import RunFolder
 
-Numbers = dict[int, dict[str, Any]]
+RecordsByStep = dict[int, dict[str, Any]]
 Point = tuple[float, float]
 _STARTED, _STEP = "RunStarted", "StepDone"
 
@@ -31,7 +31,7 @@ class History:
     """
 
     run: RunFolder
-    steps: Numbers
+    steps: RecordsByStep
     events: list[dict[str, Any]]
     num_unreadable: dict[str, int]
     num_repeated: int
@@ -66,7 +66,7 @@ class History:
         )
 
     def seconds(self) -> list[Point]:
-        """Return the seconds since the start of each attempt, summed over attempts, over steps."""
+        """Return the run's duration over steps: the seconds since each attempt started, added up over attempts."""
         return self._cumulative_points(lambda record, start: _event_time(record) - start)
 
     def sent(self) -> list[Point]:
@@ -82,14 +82,17 @@ class History:
         """Return a cumulative number over all attempts, from a value that restarts at zero in each attempt."""
         start_times = [_event_time(start) for start in self.starts] or [0.0]
         points: list[Point] = []
-        previous_total, last, attempt = 0.0, 0.0, 0
+        previous_total, total, attempt = 0.0, 0.0, 0
         for step, record in self.steps.items():
-            current = max((n for n, at in enumerate(start_times) if at <= _event_time(record)), default=0)
+            current = max(
+                (number for number, start_time in enumerate(start_times) if start_time <= _event_time(record)),
+                default=0,
+            )
             if current != attempt:
-                previous_total, attempt = last, current
+                previous_total, attempt = total, current
             for _, value in _points([(step, value_for(record, start_times[current]))]):
-                last = previous_total + value
-                points.append((float(step), last))
+                total = previous_total + value
+                points.append((float(step), total))
         return points
 
     def last_step(self) -> int:
@@ -122,17 +125,19 @@ class History:
 
 def read_history(run: RunFolder) -> History:
     """Read the history of a run. Missing files and truncated lines are not an error."""
-    events, torn_events = read_records(run.events)
-    records, torn_metrics = read_records(run.metrics)
+    events, unreadable_events = read_records(run.events)
+    records, unreadable_metrics = read_records(run.metrics)
     events = [event for event in events if isinstance(event.get("event"), str)]
     starts = [event for event in events if event["event"] == _STARTED]
     not_repeated = _without_repeated_steps(
         [record for record in records if isinstance(record.get("step"), int)], starts
     )
-    steps: Numbers = {}
+    steps: RecordsByStep = {}
     for record in not_repeated:
         steps.setdefault(record["step"], {}).update(record)
-    num_unreadable = {name: count for name, count in (("events", torn_events), ("metrics", torn_metrics)) if count}
+    num_unreadable = {
+        name: count for name, count in (("events", unreadable_events), ("metrics", unreadable_metrics)) if count
+    }
     num_repeated = sum(_is_step_record(r) for r in records) - sum(_is_step_record(r) for r in not_repeated)
     return History(
         run=run,

@@ -45,7 +45,7 @@ def run_page(run: RunFolder) -> str:
         show_staleness(history),
         show_verdict(answer, reason),
         show_checkpoints(run),
-        _show_sample(history),
+        _show_evaluation_texts(history),
         show_settings(run),
         _show_notes(history),
         show_statistics(history),
@@ -97,8 +97,8 @@ def _newest_failure(history: History) -> dict[str, Any] | None:
 def _show_head(history: History, answer: dict[str, Any] | None) -> str:
     run, started, values = history.run, history.last_event("RunStarted"), history.latest_values()
     total = started.get("total_steps")
-    failed = (_newest_failure(history) or {}).get("step")
-    last_step = max(history.last_step(), failed - 1 if isinstance(failed, int) else 0)
+    failed_step = (_newest_failure(history) or {}).get("step")
+    last_step = max(history.last_step(), failed_step - 1 if isinstance(failed_step, int) else 0)
     of_total = f" of {total:,}" if isinstance(total, int) and total >= last_step else ""
     samples = history.samples()
     facts = [
@@ -124,7 +124,8 @@ def _update_rules(run: RunFolder) -> list[tuple[str, str]]:
     return [(name, value) for name, value in rows if value != "sync"]
 
 
-def _show_sample(history: History) -> str:
+def _show_evaluation_texts(history: History) -> str:
+    """Show the texts that the job returned with its last evaluation, such as generated samples."""
     last = next(
         (e for e in reversed(history.events_of_kind("EvalDone")) if isinstance(e.get("extra"), dict) and e["extra"]),
         None,

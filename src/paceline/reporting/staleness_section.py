@@ -9,7 +9,7 @@ from paceline.reporting.run_history import History
 from paceline.reporting.svg.charts import NUM_COLORS
 
 _BAR_WIDTH, _BAR_HEIGHT = 220, 12
-_MOST_COLUMNS = 8
+_MAX_COLUMNS = 8
 
 
 def show_staleness(history: History) -> str:
@@ -22,16 +22,16 @@ def show_staleness(history: History) -> str:
     if not participants:
         return ""
     max_lateness = max(late for each in participants for late, _ in each["late"])
-    max_shown = min(max_lateness, _MOST_COLUMNS)
+    max_shown = min(max_lateness, _MAX_COLUMNS)
     headers = "".join(f'<th><i class="box{_color_index(late)}"></i>{late} late</th>' for late in range(max_shown + 1))
     headers += f'<th><i class="box{_color_index(max_lateness)}"></i>more</th>' if max_lateness > max_shown else ""
     has_versions = all("versions" in each for each in participants)
     unit = "microbatch" if has_versions else "gradient"
-    headers += "<th>held at once</th><th>sent</th>" if has_versions else ""
+    headers += "<th>most versions held at once</th><th>sent</th>" if has_versions else ""
     rows = "".join(_row(each, max_shown, has_overflow=max_lateness > max_shown, unit=unit) for each in participants)
     return (
-        f"<section><h2>How late updates were</h2><p>{_describe_period(event)}: {plural(2, unit).removeprefix('2 ')} by how many "
-        f"updates lay between the weights they were computed on and their own update.{_lost_additions_text(participants[0])}</p>"
+        f"<section><h2>How late updates were</h2><p>{_describe_period(event)}: {plural(2, unit).removeprefix('2 ')} by the number of "
+        f"updates between the weights they were computed on and their own update.{_lost_additions_text(participants[0])}</p>"
         f"<table><tr><th></th><th></th>{headers}</tr>{rows}</table></section>"
     )
 

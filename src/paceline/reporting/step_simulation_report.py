@@ -1,4 +1,4 @@
-"""A simulated step as a picture, alone or on a page with the parts of its time."""
+"""Output about a simulated step: lines for the screen, its timeline as SVG, and a page with the parts of its time."""
 
 import math
 import re
@@ -22,14 +22,14 @@ from paceline.reporting.svg.charts import Curve, draw_chart
 from paceline.schedule.program_svg import draw
 
 PART_LABELS = {**TIME_PART_LABELS, "bubble": "waiting in the pipeline", STAGE_MESSAGES: "messages between stages"}
-_SMALL = 1e-4  # the fraction of a step below which a part is not shown
-_MIN_SHOWN = 24  # a picture shows this many microbatches, or two per stage if that is more
+_MIN_FRACTION = 1e-4  # the fraction of a step below which a part is not shown
+_MIN_MICROBATCHES = 24  # a picture shows this many microbatches, or two per stage if that is more
 
 
 def timeline_svg(cost_model: CostModel, *, candidate: Candidate) -> tuple[str, int]:
     """Draw one pipeline from its first forward to its last backward; return the SVG and the microbatches that it shows."""
     num_micro = cost_model.num_micro(candidate)
-    num_shown = min(num_micro, max(_MIN_SHOWN, 2 * candidate.pp))
+    num_shown = min(num_micro, max(_MIN_MICROBATCHES, 2 * candidate.pp))
     batch = (
         cost_model.profile.global_batch_size
         if num_shown == num_micro
@@ -60,16 +60,16 @@ def timeline_section(cost_model: CostModel, *, candidate: Candidate) -> str:
 
 
 def parts_bars(simulated: CandidateSimulation) -> str:
-    """Draw the simulated seconds of the mean rank, and below them the closed-form seconds of the busiest rank."""
+    """Draw the simulated seconds, averaged over the ranks, and below them the closed-form seconds of the busiest rank."""
     rows = [
-        ("on virtual time, a mean rank", simulated.seconds),
-        ("closed forms, the busiest", simulated.estimate.seconds.parts),
+        ("simulated, mean of the ranks", simulated.seconds),
+        ("closed forms, busiest rank", simulated.estimate.seconds.parts),
     ]
     lines = [
         BarRow(name=name, parts={PART_LABELS[part]: max(0.0, value) for part, value in parts.items()})
         for name, parts in rows
     ]
-    return draw_bars("seconds per step", [*PART_LABELS.values()], lines, show=format_precise_duration)
+    return draw_bars("seconds per step", [*PART_LABELS.values()], lines, format_value=format_precise_duration)
 
 
 def step_lines(simulated: CandidateSimulation, cost_model: CostModel) -> Iterator[str]:
@@ -78,16 +78,16 @@ def step_lines(simulated: CandidateSimulation, cost_model: CostModel) -> Iterato
     yield f"{simulated.estimate.candidate} on {cost_model.cluster}, {plural(simulated.ranks, 'rank')}: {format_precise_duration(step)} per step"
     if not simulated.estimate.fits:
         yield f"  {'' if simulated.estimate.is_tight else 'it does not fit: '}{explain_misfit(simulated.estimate)}"
-    shown = {PART_LABELS[name]: value for name, value in simulated.seconds.items() if value > _SMALL * step}
+    shown = {PART_LABELS[name]: value for name, value in simulated.seconds.items() if value > _MIN_FRACTION * step}
     width = max(map(len, shown))
     for name, value in sorted(shown.items(), key=lambda pair: -pair[1]):
         yield f"  {name:{width}}  {format_precise_duration(value):>8}  {value / step:6.1%}"
     unit = "token" if profile.length > 1 else "sample"
     rate = simulated.tokens / step
-    each = f", {_format_rate(rate / simulated.ranks)} of each device" if simulated.ranks > 1 else ""
-    yield f"  {_format_rate(rate)} {unit}s a second{each}; MFU {simulated.mfu:.1%}"
+    per_device = f", {_format_rate(rate / simulated.ranks)} of each device" if simulated.ranks > 1 else ""
+    yield f"  {_format_rate(rate)} {unit}s a second{per_device}; MFU {simulated.mfu:.1%}"
     forecast_seconds = simulated.estimate.step_seconds
-    yield f"  the closed forms of the plan: {format_precise_duration(forecast_seconds)}; on virtual time it is {format_change(simulated.relative_difference, digits=1)}"
+    yield f"  the closed forms of the plan: {format_precise_duration(forecast_seconds)}; the simulated step is {format_change(simulated.relative_difference, digits=1)}"
 
 
 def _format_rate(number: float) -> str:

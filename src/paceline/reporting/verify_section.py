@@ -1,4 +1,4 @@
-"""The verdict of `verify` on a run; it must be about the same job, settings, layout and number of ranks."""
+"""The section of a run's page about `verify`: the newest verdict on the same job, settings, layout and ranks."""
 
 from collections.abc import Mapping
 from html import escape
@@ -12,7 +12,7 @@ from paceline.reporting.run_history import json_or_none
 from paceline.run_folder.run_folder import RunFolder
 
 _IGNORED_PREFIXES = ("log.", "watch.", "checkpoint.", "eval.", "run_dir", "train.threads", "train.timeout_seconds")
-_MODULE, _PATH_KEY = "module ", "place"
+_MODULE, _PATH_KEY = "module ", "place"  # a prefix of facts; the key of the verdict's own path
 _MAX_BYTES = 4 << 20
 _LENGTH_SETTINGS = ("train.steps", "train.epochs", "train.samples", "train.tokens", "train.check_every", "data.workers")
 
@@ -23,7 +23,7 @@ def find_verdict(run: RunFolder) -> tuple[dict[str, Any] | None, str]:
     A nearby folder may belong to another user, so it counts only if its owner is that of the run.
     """
     run_facts, late_modules, run_answer = _facts_of_run(run), _late_modules(run), run.answer("verify")
-    nearby_answers = [path for where in ("*", "*/*") for path in run.path.parent.glob(f"{where}/{run_answer.name}")]
+    nearby_answers = [path for folders in ("*", "*/*") for path in run.path.parent.glob(f"{folders}/{run_answer.name}")]
     nearby_answers = [path for path in nearby_answers if path.parent != run.path and _has_same_owner(path, run)]
     reason = ""
     for path in [run_answer, *sorted(nearby_answers, key=lambda p: p.parent.name, reverse=True)]:
@@ -125,7 +125,7 @@ def show_verdict(answer: dict[str, Any] | None, reason: str) -> str:
     """Return the page's section about verify."""
     if answer is None:
         return f'<section><h2>Verify</h2><p class="soft">{escape(reason)}</p></section>' if reason else ""
-    rows = "".join(_rung(rung) for rung in answer["rungs"] if isinstance(rung, dict))
+    rows = "".join(_rung_row(rung) for rung in answer["rungs"] if isinstance(rung, dict))
     first_difference = answer.get("first_difference")
     text = ""
     if isinstance(first_difference, dict):
@@ -141,7 +141,7 @@ def show_verdict(answer: dict[str, Any] | None, reason: str) -> str:
     return f'<section><h2>{title}</h2>{location}{text}<div class="wide"><table>{head}{rows}</table></div></section>'
 
 
-def _rung(rung: Mapping[str, Any]) -> str:
+def _rung_row(rung: Mapping[str, Any]) -> str:
     verdict = escape(str(rung.get("verdict")))
     numbers = "".join(f"<td>{format_number(rung.get(key))}</td>" for key in ("max_difference", "noise_floor"))
     words = "".join(f"<td>{escape(str(rung.get(key, '')))}</td>" for key in ("rules_out", "detail"))

@@ -54,11 +54,11 @@ def write_activity(folder: Path, activity: str) -> None:
 
 
 def read_activity(folder: Path) -> str:
-    """Return the last activity that was written; before the first one, that processes begin."""
+    """Return the last activity that was written; before that, the start of the processes."""
     try:
         return read_regular(folder / _ACTIVITY_FILE).decode(errors="replace")
     except (OSError, ValueError):
-        return "processes begin"
+        return "starting processes"
 
 
 def _is_list_of_plans(plans: Any) -> bool:

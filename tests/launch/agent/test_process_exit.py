@@ -63,7 +63,11 @@ def test_who_leaves_at_once_loses_no_line(tmp_path: Path) -> None:
 def test_what_does_not_end_is_told_and_left(tmp_path: Path, more: str, named: str) -> None:
     done = ended(tmp_path, "end_python(0, limit_seconds=1.0)", more=more)
     assert done.returncode == 0, done.stderr
-    assert named in done.stderr and "and is abandoned here:" in done.stderr and "threading.py" in done.stderr
+    assert (
+        named in done.stderr
+        and "and is ended here, with these stacks:" in done.stderr
+        and "threading.py" in done.stderr
+    )
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the kernel has no handles of processes")

@@ -51,7 +51,7 @@ def check_folder(path: Path) -> None:
     """
     refuse_shared_folder(path)
     try:
-        existing_folder = next(one for one in (path, *path.absolute().parents) if one.exists())
+        existing_folder = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         with TemporaryFile(dir=existing_folder):
             pass
     except OSError as error:

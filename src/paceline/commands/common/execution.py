@@ -120,7 +120,7 @@ class CommandOutcome:
 
 
 def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str]) -> Task:
-    """Check everything that can be checked before a process starts.
+    """Return the task of a verb, after every check that is possible before a process starts.
 
     Raises:
         PacelineError, Problems: all problems at once.
@@ -277,7 +277,7 @@ def command_outcome(task: Task, launch_outcome: LaunchOutcome) -> CommandOutcome
             task,
             launch_outcome.failure,
             profile_model=model_profile_of_run,
-            command_for=lambda rung: build_retry_command(apply_layout(task, [rung])),
+            command_for=lambda layout: build_retry_command(apply_layout(task, [layout])),
         )
         extra_lines, resume_command = (
             advice.lines,
@@ -311,10 +311,8 @@ def _execute_joined(
     per_node = joined.local_world_size * replicas
     cluster = Resources(ranks=task.ranks, cores=usable_cores(), ranks_per_node=per_node)
     threads = choose_threads(resources=cluster, one_thread=exact, requested=settings.train.threads)
-    knows_folder = task.verb == "train" and (
-        joined.rank == 0 or is_folder_named
-    )  # rank 0 alone knows a folder that it chose
-    resume_command = build_resume_command(task, joined) if knows_folder else ""
+    knows_folder = joined.rank == 0 or is_folder_named  # only rank 0 knows a folder that it chose
+    resume_command = build_resume_command(task, joined) if task.verb == "train" and knows_folder else ""
     working_folder, start_time = Path.cwd(), time.monotonic()
     rank_outcome = run_rank(entry, payload, threads=threads)
     os.chdir(working_folder)  # the job may have changed the working directory

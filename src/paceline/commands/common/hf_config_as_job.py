@@ -11,7 +11,7 @@ from paceline.planner.hardware.cluster import Cluster
 
 JOB = "paceline.hf.config_only_job:make_job"
 _CONFIG_FILE = "config.json"
-_SAMPLES_PER_DEVICE = 8  # samples per device
+_SAMPLES_PER_DEVICE = 8
 _BATCH_SETTING = "train.global_batch_size"
 _PRECISION_SETTING = "train.precision"
 _MIXED_PRECISION_NOTE = (

@@ -14,7 +14,7 @@ DIVIDED = (
     "the stream takes its own part by rank (get_rank(), RANK, islice(stream, rank, None, world_size), "
     "split_dataset_by_node, split_by_node), and the run splits it again"
 )
-EVERY_RANK = (
+USE_WHOLE_STREAM = (
     "give every rank the whole stream, as the run distributes the samples: for example islice(stream, 0, None, 1), "
     "split_dataset_by_node(stream, rank=0, world_size=1), nodesplitter=lambda urls: urls"
 )

@@ -1,8 +1,8 @@
 """The fork server: one fresh, single-threaded process that has torch imported and forks the workers.
 
-The agent starts `python -m paceline.launch.agent.forkserver REQUEST.json PARENT` in a session of its own. It imports
-no user code. It writes `born RANK PID` and `gone RANK STATUS` lines to its standard output, which the supervisor reads,
-and exits when all its workers have exited.
+The supervisor starts `python -m paceline.launch.agent.forkserver REQUEST.json PARENT` in a session of its own. The
+server imports no user code. It writes `born RANK PID` and `gone RANK STATUS` lines to its standard output, which the
+supervisor reads, and exits when all its workers have exited.
 """
 
 import gc
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         if pid == 0:
             die_with_parent(parent)
             _set_up_rank(rank, request, folder, port=port, listen_fd=listen_fd, run_locks=run_locks)
-            worker_main(request, failures=folder, status_fd=status_fd)
+            worker_main(request, folder=folder, status_fd=status_fd)
         pids[pid] = rank
     if listener:
         listener.close()
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
             die_with_parent(parent)
             os.environ[START_NUMBER] = str(start_number)
             _set_up_rank(rank, request, folder, port=port, listen_fd=None, run_locks=run_locks)
-            worker_main(request, failures=folder, status_fd=status_fd)
+            worker_main(request, folder=folder, status_fd=status_fd)
         return pid
 
     if request.get("servers"):
@@ -109,9 +109,8 @@ def preload_worker(entry: str = "") -> Callable[..., NoReturn]:
     with _stdout_to_stderr():
         # imports torch
         worker_main: Callable[..., NoReturn] = resolve("paceline.launch.agent.worker_process:worker_main")
-        resolve(
-            "paceline.torch_internals.private_api:guard_hooks"
-        )()  # imports torch._dynamo, which the first optimizer needs
+        # imports torch._dynamo, which the first optimizer needs
+        resolve("paceline.torch_internals.private_api:guard_hooks")()
         if entry.startswith("paceline."):
             with suppress(Exception, SystemExit):  # a user's file may shadow a module: the rank reports it
                 resolve(entry)

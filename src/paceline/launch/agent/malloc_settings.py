@@ -6,20 +6,20 @@ from collections.abc import Mapping
 
 import torch
 
-_MALLOPT_VALUES = (
-    (-3, 32 << 20),
-    (-2, 64 << 20),
-    (-1, -1),
-)  # mallopt(3): M_MMAP_THRESHOLD, M_TOP_PAD, M_TRIM_THRESHOLD
+_MALLOPT_VALUES = (  # for mallopt(3)
+    (-3, 32 << 20),  # M_MMAP_THRESHOLD
+    (-2, 64 << 20),  # M_TOP_PAD
+    (-1, -1),  # M_TRIM_THRESHOLD
+)
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 
 
 def configure_malloc(environ: Mapping[str, str]) -> bool:
-    """Tell the C library to keep freed memory: a CPU's next step allocates the same again, and new pages are expensive.
+    """Tell the C library to keep freed memory: on a CPU the next step allocates as much, and new pages are expensive.
 
-    By default glibc returns the end of the heap in some processes and not in others; where it does, a step is a tenth
-    slower. Allocations larger than 32 MiB still come from the system each time, because keeping them would waste memory
-    in holes. Return False if the environment sets other options (`MALLOC_*`, `GLIBC_TUNABLES`), if the address space is
+    By default glibc returns the end of the heap to the system in some processes only, whose steps are a tenth slower.
+    Allocations larger than 32 MiB still come from the system each time, because keeping them would waste memory in
+    holes. Return False if the environment sets other options (`MALLOC_*`, `GLIBC_TUNABLES`), if the address space is
     limited (`ulimit`: each thread now takes 64 MiB of it, used or not), with another C library, and with a GPU, whose
     memory malloc does not manage.
     """

@@ -60,7 +60,7 @@ def _force_exit(code: int, limit_seconds: float) -> None:
     time.sleep(min(_NOTICE_SECONDS, limit_seconds / 2))
     remaining = limit_seconds - min(_NOTICE_SECONDS, limit_seconds / 2)
     own_threads = (threading.current_thread(), threading.main_thread())
-    names = [one.name for one in threading.enumerate() if not one.daemon and one not in own_threads]
+    names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread not in own_threads]
     description = (
         f"threads of the job that are still running: {', '.join(names[:8])}" if names else "exit functions of the job"
     )
@@ -72,7 +72,11 @@ def _force_exit(code: int, limit_seconds: float) -> None:
         )
     time.sleep(remaining)
     with suppress(Exception):
-        print(f"the job did not exit within {limit_seconds:.0f} s and is abandoned here:", file=sys.stderr, flush=True)
+        print(
+            f"the job did not exit within {limit_seconds:.0f} s and is ended here, with these stacks:",
+            file=sys.stderr,
+            flush=True,
+        )
         faulthandler.dump_traceback(file=sys.stderr)
     os._exit(code)
 

@@ -15,9 +15,11 @@ _CLEAN_EXIT_CODES = (0, 75)
 class RespawningWorkers:
     """The worker processes of one attempt, of which the first ranks are servers.
 
-    It reports `gone RANK STATUS` for an exit that ends the run, such as one after an error, which would recur. It
-    reports `over RANK STATUS` for any exit of a worker after the servers have ended cleanly, `again RANK STATUS` for a
-    worker that was killed and is restarted, and `lost RANK STATUS` if that was its last start and others continue.
+    `report` gets one of these lines for each exit:
+    `gone RANK STATUS`: the exit ends the run, for example after an error, which would recur;
+    `over RANK STATUS`: a worker exited after the servers had ended cleanly, so its status does not matter;
+    `again RANK STATUS`: a worker was killed and is restarted;
+    `lost RANK STATUS`: a worker was killed after its last allowed start, and the other workers continue.
     """
 
     def __init__(

@@ -26,6 +26,7 @@ class Heartbeat:
     monotonic_ns: int
     step: int
     total: int
+    """Steps of the whole run; 0 if that is unknown."""
     loss: float
     phase: str
     silence_timeout: float = 0.0
@@ -70,11 +71,11 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
 
 
 def make_status_buffer() -> int:
-    """Return the handle of a buffer that all ranks inherit by fork; it is freed with the last of them."""
+    """Return the handle of a buffer that all ranks inherit by fork; it is freed when the last process closes it."""
     memfd_create = getattr(os, "memfd_create", None)
     if memfd_create is not None:
-        return int(memfd_create("paceline-last-words"))
-    handle, path = tempfile.mkstemp(prefix="paceline-last-words-")
+        return int(memfd_create("paceline-status"))
+    handle, path = tempfile.mkstemp(prefix="paceline-status-")
     os.unlink(path)  # noqa: PTH108  only the handle is needed
     return handle
 

@@ -1,4 +1,4 @@
-"""The folder of multiprocessing's sockets: a socket address is a path of at most 107 characters."""
+"""The choice of the folder for multiprocessing's sockets: the path of a socket has at most 107 characters."""
 
 import os
 import tempfile
@@ -11,7 +11,7 @@ _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 def short_temporary_folder() -> str:
     """Return the folder of this process's sockets, made at the first call; forked processes share it.
 
-    If the path of the temporary folder is too long for a socket, another writable place is used.
+    If the path of the temporary folder is too long for a socket, another writable folder is used.
 
     Raises:
         OSError: no folder can be made anywhere.
@@ -21,7 +21,7 @@ def short_temporary_folder() -> str:
     try:
         if len(os.fsencode(default_folder)) > _MAX_CHARACTERS:
             tempfile.tempdir = next(
-                (place for place in _SHORT_FOLDERS if os.access(place, os.W_OK | os.X_OK)), default_folder
+                (folder for folder in _SHORT_FOLDERS if os.access(folder, os.W_OK | os.X_OK)), default_folder
             )
         return str(get_temp_dir())
     finally:

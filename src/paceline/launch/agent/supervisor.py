@@ -39,8 +39,8 @@ from paceline.launch.failures.stuck_rank import (
 )
 
 _POLL_SECONDS = 0.05
-_RECORD_SECONDS = 0.1
-_TIMEOUT_RECORD_SECONDS = 1.0
+_RECORD_SECONDS = 0.1  # time for the other ranks to record their failures
+_TIMEOUT_RECORD_SECONDS = 1.0  # the same after a timeout
 _KILL_WAIT_SECONDS = 2.0
 _WAKE_INTERVAL_SECONDS = 2.0
 _STOP_MESSAGE_SECONDS = (5.0, 30.0)
@@ -157,6 +157,7 @@ class Supervisor:
                     return
 
     def _handle_event(self, event: list[str]) -> None:
+        """Handle a line of the fork server; `RespawningWorkers` documents the kinds of exits."""
         kind, rank, pid_or_status = event[0], int(event[1]), int(event[2])
         if kind == "born":
             self._attempt.pids[rank] = pid_or_status
@@ -309,6 +310,7 @@ class Supervisor:
         return os.open(self._attempt.folder / "forkserver.log", flags, 0o644)
 
     def _find_result(self, forkserver_status: int) -> tuple[int, Failure | None]:
+        """Return the exit code and the failure to report, from the failures and statuses of all ranks."""
         attempt = self._attempt
         records = [read_failure(attempt.folder, rank, status_fd=self._status_fd) for rank in range(attempt.ranks)]
         failed_ranks = {failure.rank for failure in attempt.failures}

@@ -1,4 +1,4 @@
-"""A worker process, from its first line to its exit code."""
+"""The main function of a worker process: it runs the job's entry or script and exits with its exit code."""
 
 import os
 import runpy
@@ -27,7 +27,7 @@ from paceline.user_code import script_arguments
 _VERBS_WITH_LOOP = ("train", "compare")
 
 
-def worker_main(request: Mapping[str, Any], *, failures: Path, status_fd: int | None) -> NoReturn:
+def worker_main(request: Mapping[str, Any], *, folder: Path, status_fd: int | None) -> NoReturn:
     """Run the entry with its payload, or the user's script, and exit with its exit code.
 
     An exception is recorded first. If the entry returns, its exit code is written to the shared status buffer
@@ -37,20 +37,20 @@ def worker_main(request: Mapping[str, Any], *, failures: Path, status_fd: int | 
     argv: list[str] = request.get("script") or []
     rank, pid = current_rank(), os.getpid()
 
-    def body() -> int:
+    def run_job() -> int:
         return _run_script(argv) if argv else _run_entry(request["entry"], request["payload"])
 
     def record_failure(error: BaseException) -> None:
         if os.getpid() == pid:
-            write_failure(failures, rank=rank, error=error, status_fd=status_fd)
+            write_failure(folder, rank=rank, error=error, status_fd=status_fd)
 
     if status_fd is not None:
         install_stack_handler(status_fd)
     poll_stop_request = None if status_fd is None else partial(read_stop, status_fd, rank=rank)
-    code, is_own_end = _run_guarded(
-        body, threads=int(request["threads"]), record_failure=record_failure, poll_stop_request=poll_stop_request
+    code, is_completed = _run_guarded(
+        run_job, threads=int(request["threads"]), record_failure=record_failure, poll_stop_request=poll_stop_request
     )
-    if not is_own_end:
+    if not is_completed:
         exit_now(code)
     if status_fd is not None and os.getpid() == pid:
         write_end(status_fd, rank=rank, code=code)
@@ -80,19 +80,19 @@ def _run_script(argv: list[str]) -> int:
 
 
 def _run_guarded(
-    body: Callable[[], int],
+    run_job: Callable[[], int],
     *,
     threads: int,
     record_failure: Callable[[BaseException], None],
     poll_stop_request: Callable[[], bool] | None = None,
 ) -> tuple[int, bool]:
-    """Return the exit code, and whether the body completed: it returned, or a script exited with a code for success."""
+    """Return the exit code, and whether `run_job` completed: it returned, or a script exited with a good code."""
     torch.set_num_threads(threads)
     configure_malloc(os.environ)
     stop_flag.install(poll_stop_request=poll_stop_request)
     _install_thread_hook(record_failure)
     try:
-        return body(), True
+        return run_job(), True
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(bool(error.code))
         if code in (int(ExitCode.DONE), run_finish.code):

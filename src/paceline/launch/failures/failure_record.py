@@ -180,7 +180,7 @@ def failure_from_status(rank: int, *, status: int, step: int = 0, is_oom_kill: b
             "SIGKILL (killed by the kernel: out of memory).",
             cause=""
             if memory_limit is None
-            else f"{memory_limit.name} ends at {format_size(memory_limit.limit_bytes)}",
+            else f"{memory_limit.name} is limited to {format_size(memory_limit.limit_bytes)}",
             bytes_by_purpose={},
             limit_bytes=None if memory_limit is None else memory_limit.limit_bytes,
         )
@@ -193,8 +193,8 @@ def failure_from_status(rank: int, *, status: int, step: int = 0, is_oom_kill: b
         causes: dict[int, str] = {
             signal.SIGKILL: "killed from outside: by the kernel for lack of memory, by a scheduler, or by a user",
             signal.SIGSEGV: "a crash in native code",
-            signal.SIGABRT: "native code aborted: the end of the log says why. gloo does this if ranks do different "
-            "things at once: one evaluates, saves or leaves the loop alone",
+            signal.SIGABRT: "native code aborted: the end of the log says why. gloo aborts if ranks do different "
+            "things at once, for example if only one rank evaluates, saves or leaves the loop",
         }
         cause = causes.get(-status, "ended by a signal")
         return Failure(
@@ -230,7 +230,7 @@ def early_exit_failure(rank: int, *, status: int, step: int = 0) -> Failure:
     """Return the failure of a rank that exited with the code for done or saved before the run was over."""
     error = RunError(
         f"the process exited with code {status} before the run was finished.",
-        cause="something in the job called os._exit, or exit() in native code; only the run itself may say that it is "
+        cause="something in the job called os._exit, or exit() in native code; only Paceline may report a run as "
         + ("done" if status == int(ExitCode.DONE) else "saved"),
         hint="raise an exception there, or remove the call; early_stopping= ends a run by a rule",
     )
@@ -299,14 +299,14 @@ def _exception_text(error: BaseException) -> str:
 def _full_folder(error: OSError) -> tuple[Path, str]:
     """Return the folder that has no more space, and its name as printed.
 
-    An error of an open file names no path: then it is the first full one of the run's and the temporary folders.
+    An error of an open file names no path. Then it is the first full one of the attempt's and the temporary folders.
     """
     if error.filename:
         path = Path(os.fsdecode(error.filename))
         return path.parent, str(path)
     if error.errno == errno.EFBIG:
         return Path(), ""
-    candidates = [Path(found) for found in (os.environ.get(ATTEMPT_FOLDER), tempfile.gettempdir(), "/dev/shm") if found]
+    candidates = [Path(name) for name in (os.environ.get(ATTEMPT_FOLDER), tempfile.gettempdir(), "/dev/shm") if name]
     for folder in candidates:
         with suppress(OSError):
             if is_disk_full(folder):
@@ -317,8 +317,8 @@ def _full_folder(error: OSError) -> tuple[Path, str]:
 def _translate_error(error: BaseException) -> BaseException:
     """Return the error as a `PacelineError` if it needs an explanation, else unchanged.
 
-    torch reports a dead data worker from a signal handler, at any line of the rank; out-of-memory errors differ by
-    source; a limit on file size stops whatever is written first, such as a log.
+    Such errors are: a dead data worker, which torch reports from a signal handler at any line of the rank; a read from
+    the terminal; a full disk or a limit on file size, at whatever is written first; and out of memory.
     """
     if isinstance(error, RuntimeError) and "DataLoader worker" in _exception_text(error):
         cause, hint = explain_data_worker_error(_exception_text(error)) or (

@@ -13,7 +13,7 @@ _LOST_CONNECTION_TEXTS = (
     "broken pipe",
     "timed out waiting",
     "pair closure",
-    "recvValue failed".lower(),
+    "recvvalue failed",
     "socket",
     "peer",
     "gloo",
@@ -26,8 +26,8 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
     """Return the failure that caused the others.
 
     A lost connection is what other ranks report after the failed rank has exited: it sorts last. The supervisor notices
-    a signal a moment after it killed a rank, so a signal sorts before an exception, unless that came well before.
-    A loss that is not finite stops every rank: a rank that has its microbatch comes first.
+    a signal shortly after the signal ended the rank, so the failure is sorted as if it were 50 ms earlier. A non-finite
+    loss stops every rank: the first of the ranks that had its microbatch is returned.
     """
     if not failures:
         return None

@@ -16,9 +16,9 @@ DEFAULT_SECONDS = 600.0
 
 
 class SilenceWatcher:
-    """A watch that adds up, for each rank, the time between checks of its heartbeat in which this did not change.
+    """A watch that sums, for each rank, the times between checks since its heartbeat last changed.
 
-    A clock would also count time in which the whole machine, and the supervisor with it, was stopped.
+    The time since the last heartbeat would also count time in which the whole machine, with this process, was stopped.
     """
 
     def __init__(self, folder: Path, *, status_fd: int, seconds: float = DEFAULT_SECONDS) -> None:
@@ -35,7 +35,7 @@ class SilenceWatcher:
         """Return a message to print, and the failure of a run in which every rank hangs in its own code.
 
         A single silent rank may just be slow, so the run continues. If all ranks have the same stacks at two checks,
-        they are not slow: if one of them were waiting for another, it would have timed out.
+        they hang: a rank that only waited for another would have timed out.
         """
         now = time.monotonic()
         if now - self._check_time < _CHECK_SECONDS:
@@ -63,6 +63,7 @@ class SilenceWatcher:
         return silence_notice(silent, seconds=seconds), None
 
     def _update_silence(self, pids: Mapping[int, int], elapsed: float) -> tuple[float, dict[int, str]]:
+        """Update the silent time of each rank; return the timeout with its margin, and the phase of each rank."""
         timeout, phases = self._seconds, {}
         for rank in pids:
             beat = read_heartbeat(self._folder / f"pulse-{rank}")

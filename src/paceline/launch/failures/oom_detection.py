@@ -136,7 +136,7 @@ def trim_heap() -> None:
 
 def tightest_memory_limit() -> MemoryLimit | None:
     """Return the limit on this process's memory that leaves the least free, or None if there is no limit."""
-    return min(_memory_limits(), key=lambda room: room.limit_bytes - room.used_bytes, default=None)
+    return min(_memory_limits(), key=lambda limit: limit.limit_bytes - limit.used_bytes, default=None)
 
 
 def process_bytes_under(limit: MemoryLimit | None) -> int:
@@ -155,11 +155,11 @@ def _memory_limits() -> Iterator[MemoryLimit]:
                 name=f"this process's {name} (ulimit)", limit_bytes=limit_bytes, used_bytes=process_bytes, is_own=True
             )
     for folder in _cgroup_folders():
-        for most_file, now_file in (
+        for limit_file, usage_file in (
             ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):  # fmt: skip
             with suppress(OSError, ValueError):
-                limit_bytes, used_bytes = (int((folder / file).read_text()) for file in (most_file, now_file))
+                limit_bytes, used_bytes = (int((folder / file).read_text()) for file in (limit_file, usage_file))
                 if limit_bytes < _NO_LIMIT:
                     yield MemoryLimit(name="the control group's memory", limit_bytes=limit_bytes, used_bytes=used_bytes)
     with suppress(OSError, ValueError, KeyError):
@@ -203,18 +203,18 @@ def _cgroup_folders(cgroup_root: Path = _CGROUP_ROOT, process_cgroups: Path = _P
     except OSError:
         lines = []
     for line in lines:
-        _, kinds, path = (*line.split(":", 2), "", "")[:3]
-        if kinds == "" or "memory" in kinds.split(","):
-            root = cgroup_root if kinds == "" else cgroup_root / "memory"
-            inside = Path(path.lstrip("/"))
-            folders += [root / part for part in (inside, *inside.parents) if part != Path()]
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if controllers == "" or "memory" in controllers.split(","):
+            root = cgroup_root if controllers == "" else cgroup_root / "memory"
+            group = Path(path.lstrip("/"))
+            folders += [root / part for part in (group, *group.parents) if part != Path()]
     return [*folders, cgroup_root, cgroup_root / "memory"]
 
 
 def explain_data_worker_error(text: str) -> tuple[str, str] | None:
     """Return the cause and the remedy if data workers ran out of open files or shared memory.
 
-    The argument is the text of an error. Return None for any other reason, and for a bus error, which gives none.
+    The argument is the text of an error. Return None for any other reason, and if /dev/shm has enough free space.
     """
     lowered = text.lower()
     if files := explain_open_files(text):

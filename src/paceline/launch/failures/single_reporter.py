@@ -19,7 +19,7 @@ from paceline.launch.rendezvous import user_folder
 
 _LAUNCHERS = ("torchrun", "mpirun", "mpiexec", "srun")  # each of these processes is the parent of one world only
 _CAUSE, _ECHO = "cause", "echo"
-_WIDTH = 400
+_MAX_CHARACTERS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ def claim_report(text: str, *, environ: Mapping[str, str], is_echo: bool = False
         first_text = _claim_file(f"{stem}-{_CAUSE}", rank, text)
         return ReportScope(
             prints_all=first_text is None,
-            prints_line=first_text not in (None, text[:_WIDTH]),
+            prints_line=first_text not in (None, text[:_MAX_CHARACTERS]),
             is_already_reported=first_text is not None,
         )
     is_already_reported = _read_claim(f"{stem}-{_CAUSE}", rank) is not None
@@ -72,7 +72,7 @@ def _world_key(environ: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def _claim_file(name: str, rank: int, text: str) -> str | None:
-    """Return None if this process is the first, else the text of the first one.
+    """Claim a file: return None if this process is the first to do so, else the text that the first one wrote.
 
     A file of another process with the same rank belongs to an earlier world: a wrapper may start several in turn.
     """
@@ -86,7 +86,9 @@ def _claim_file(name: str, rank: int, text: str) -> str | None:
         if record.get("rank") == rank and record.get("pid") != os.getpid():
             path.unlink(missing_ok=True)
         temporary = path.with_name(f".{name}-{rank}")
-        temporary.write_text(json.dumps({"rank": rank, "pid": os.getpid(), "text": text[:_WIDTH]}), encoding="utf-8")
+        temporary.write_text(
+            json.dumps({"rank": rank, "pid": os.getpid(), "text": text[:_MAX_CHARACTERS]}), encoding="utf-8"
+        )
         try:
             path.hardlink_to(temporary)
         finally:

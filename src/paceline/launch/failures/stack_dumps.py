@@ -52,9 +52,13 @@ class Stack:
     @property
     def is_waiting_for_ranks(self) -> bool:
         """Return whether the process is inside a collective or another exchange with other ranks."""
-        inside = any(part in frame.file for frame in self.frames[:12] for part in _COMMUNICATION_FILES)
-        first = self.frames[0].file if self.frames else ""
-        return inside or ("/paceline/" in first and "/paceline/data/" not in first and not is_user_file(first))
+        is_exchanging = any(part in frame.file for frame in self.frames[:12] for part in _COMMUNICATION_FILES)
+        innermost_file = self.frames[0].file if self.frames else ""
+        return is_exchanging or (
+            "/paceline/" in innermost_file
+            and "/paceline/data/" not in innermost_file
+            and not is_user_file(innermost_file)
+        )
 
     @property
     def is_waiting_for_data(self) -> bool:
@@ -63,7 +67,7 @@ class Stack:
 
 
 def install_stack_handler(status_fd: int) -> None:
-    """Register a handler that writes the stacks of this process and its forks after the buffer's slots on request."""
+    """Register a handler that writes the stacks of this process and its forks behind the buffer's slots on request."""
     if _SIGNAL:
         with suppress(OSError, RuntimeError, ValueError):
             faulthandler.register(_SIGNAL, file=status_fd, all_threads=True)
@@ -127,4 +131,6 @@ def forked_children(pid: int) -> list[int]:
         with suppress(OSError, IndexError, ValueError):
             if int(entry.read_text().rpartition(")")[2].split()[1]) == pid:
                 pids.append(int(entry.parent.name))
-    return sorted(one for one in pids if process_state(one) not in ("Z", "X", "") and has_signal_handler(one, _SIGNAL))
+    return sorted(
+        child for child in pids if process_state(child) not in ("Z", "X", "") and has_signal_handler(child, _SIGNAL)
+    )

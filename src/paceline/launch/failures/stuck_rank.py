@@ -13,7 +13,7 @@ from paceline.launch.failures.failure_record import Failure
 from paceline.launch.failures.first_failure import is_lost_connection
 from paceline.launch.failures.stack_dumps import Stack, forked_children, process_state, request_stack
 
-TIMEOUT, DIVERGED = "timeout", "apart"
+TIMEOUT, DIVERGED = "timeout", "apart"  # fixed values of `error` in --json
 _MAX_STACK_REQUESTS = 16
 _STATE_DESCRIPTIONS = {
     "T": "is stopped (state T)",
@@ -56,27 +56,27 @@ def find_silent_ranks(folder: Path, pids: Mapping[int, int], *, status_fd: int |
     With a `status_fd`, the stack of each rank is requested, and ranks that only wait for others are excluded.
     """
     candidates = [_observe_rank(folder, rank, pid) for rank, pid in sorted(pids.items())]
-    stopped = [silent for silent in candidates if silent.is_stopped]
-    oldest = min((silent.step for silent in candidates), default=0)
-    behind = stopped or [silent for silent in candidates if silent.step == oldest]
+    stopped = [silent_rank for silent_rank in candidates if silent_rank.is_stopped]
+    oldest = min((silent_rank.step for silent_rank in candidates), default=0)
+    behind = stopped or [silent_rank for silent_rank in candidates if silent_rank.step == oldest]
     if status_fd is None:
         return behind
     located = [
-        locate_silent_rank(silent, status_fd) if number < _MAX_STACK_REQUESTS else silent
-        for number, silent in enumerate(behind)
+        locate_silent_rank(silent_rank, status_fd) if number < _MAX_STACK_REQUESTS else silent_rank
+        for number, silent_rank in enumerate(behind)
     ]
-    return [silent for silent in located if not silent.stack.is_waiting_for_ranks] or located
+    return [silent_rank for silent_rank in located if not silent_rank.stack.is_waiting_for_ranks] or located
 
 
-def locate_silent_rank(silent: SilentRank, status_fd: int) -> SilentRank:
+def locate_silent_rank(silent_rank: SilentRank, status_fd: int) -> SilentRank:
     """Return the rank with the line of the job's code that it executes, or the data worker that it waits for."""
-    if silent.is_stopped:
-        return silent
-    stack = request_stack(silent.pid, status_fd)
+    if silent_rank.is_stopped:
+        return silent_rank
+    stack = request_stack(silent_rank.pid, status_fd)
     location = f", in {stack.user_frames[0]}" if stack.user_frames else ""
     if stack.is_waiting_for_data or not stack.user_frames:
-        location = _describe_data_worker(silent.pid, status_fd) or location
-    return replace(silent, location=location, stack=stack)
+        location = _describe_data_worker(silent_rank.pid, status_fd) or location
+    return replace(silent_rank, location=location, stack=stack)
 
 
 def _describe_data_worker(pid: int, status_fd: int) -> str:
@@ -99,14 +99,14 @@ def is_timeout(failure: Failure) -> bool:
     return is_lost_connection(failure) and ("timed out" in text or "timeout" in text)
 
 
-def hang_failure(failures: Sequence[Failure], silent: Sequence[SilentRank]) -> Failure:
+def hang_failure(failures: Sequence[Failure], silent_ranks: Sequence[SilentRank]) -> Failure:
     """Return the failure of the rank that the others waited for; the library's own message is in the log of a waiter.
 
     If several collectives ran at once, only the message of the one that timed out contains its limit.
     """
     waiter = max(filter(is_timeout, failures), key=lambda waiter: _timeout_limit(waiter.message))
-    first = silent[0]
-    ranks = " and ".join(f"rank {one.rank}" for one in silent)
+    first = silent_ranks[0]
+    ranks = " and ".join(f"rank {silent_rank.rank}" for silent_rank in silent_ranks)
     limit = _timeout_limit(waiter.message)
     message = f"no answer from {ranks}{f' within {limit:g} s' if limit else ''}: {first}"
     has_connected = int(waiter.kind != MachineError.__name__)  # else it was before the first step
@@ -119,10 +119,10 @@ def hang_failure(failures: Sequence[Failure], silent: Sequence[SilentRank]) -> F
     )  # fmt: skip
 
 
-def all_silent_failure(silent: Sequence[SilentRank], *, seconds: float) -> Failure:
+def all_silent_failure(silent_ranks: Sequence[SilentRank], *, seconds: float) -> Failure:
     """Return the failure of a run in which every rank hangs in its own code."""
-    first = silent[0]
-    descriptions = "; ".join(f"rank {one.rank}: {one}" for one in silent[:4])
+    first = silent_ranks[0]
+    descriptions = "; ".join(f"rank {silent_rank.rank}: {silent_rank}" for silent_rank in silent_ranks[:4])
     error = RunError(
         f"no rank has responded for {seconds:.0f} s. {descriptions}.",
         cause="code that never ends, a lock that is never released, or missing data, on every rank",
@@ -153,30 +153,32 @@ def divergence_failure(failures: Sequence[Failure]) -> Failure:
     return replace(waiter, kind=DIVERGED, message=error.what, screen=str(error), said=error_fields)
 
 
-def stop_waiting_message(silent: Sequence[SilentRank], *, seconds: float) -> str:
+def stop_waiting_message(silent_ranks: Sequence[SilentRank], *, seconds: float) -> str:
     """Return the message for a user who asked the run to stop and sees nothing happen."""
-    if not silent:
+    if not silent_ranks:
         return f"no rank has started after {seconds:.0f} s; Ctrl-C again stops at once"
     instruction = "Ctrl-C again stops at once and loses the steps since the last save"
-    stopped = [one for one in silent if one.is_stopped]
+    stopped = [silent_rank for silent_rank in silent_ranks if silent_rank.is_stopped]
     if stopped:
-        instruction = f"kill -CONT {' '.join(str(one.pid) for one in stopped)} lets it finish; {instruction}"
-    rows = _rows(silent)
-    return f"still waiting for {plural(len(silent), 'rank')} after {seconds:.0f} s:\n{rows}\n{instruction}"
+        instruction = (
+            f"kill -CONT {' '.join(str(silent_rank.pid) for silent_rank in stopped)} lets it finish; {instruction}"
+        )
+    rows = _rows(silent_ranks)
+    return f"still waiting for {plural(len(silent_ranks), 'rank')} after {seconds:.0f} s:\n{rows}\n{instruction}"
 
 
-def silence_notice(silent: Sequence[SilentRank], *, seconds: float) -> str:
+def silence_notice(silent_ranks: Sequence[SilentRank], *, seconds: float) -> str:
     """Return the message about ranks that have sent no heartbeat for `seconds`, while the run continues."""
-    stopped = [str(one.pid) for one in silent if one.is_stopped]
+    stopped = [str(silent_rank.pid) for silent_rank in silent_ranks if silent_rank.is_stopped]
     wake_hint = f"kill -CONT {' '.join(stopped)} lets them continue; " if stopped else ""
     return (
-        f"nothing from {plural(len(silent), 'rank')} for {seconds:.0f} s:\n{_rows(silent)}\n"
+        f"nothing from {plural(len(silent_ranks), 'rank')} for {seconds:.0f} s:\n{_rows(silent_ranks)}\n"
         f"{wake_hint}Ctrl-C asks to stop"
     )
 
 
-def _rows(silent: Sequence[SilentRank]) -> str:
-    return "\n".join(f"  rank {one.rank}: {one}" for one in silent[:4])
+def _rows(silent_ranks: Sequence[SilentRank]) -> str:
+    return "\n".join(f"  rank {silent_rank.rank}: {silent_rank}" for silent_rank in silent_ranks[:4])
 
 
 def _observe_rank(folder: Path, rank: int, pid: int) -> SilentRank:
@@ -196,15 +198,15 @@ def _timeout_limit(text: str) -> float:
     return 0.0
 
 
-def _cause(silent: SilentRank) -> str:
-    if silent.is_stopped:
+def _cause(silent_rank: SilentRank) -> str:
+    if silent_rank.is_stopped:
         return "Ctrl-Z, kill -STOP, a debugger, or a scheduler that pauses"
-    if silent.state == "D":
+    if silent_rank.state == "D":
         return "a disk, a network folder or a device that does not respond"
     return "code that only this rank runs, data that takes long to read, or a lock that is never released"
 
 
-def _hint(silent: SilentRank, longer_timeout: str) -> str:
-    if silent.is_stopped:
+def _hint(silent_rank: SilentRank, longer_timeout: str) -> str:
+    if silent_rank.is_stopped:
         return f"let it run (kill -CONT PID wakes a stopped process), or {longer_timeout} to wait longer"
     return f"{longer_timeout} if it is just slow"

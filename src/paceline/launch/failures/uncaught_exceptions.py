@@ -27,7 +27,7 @@ from paceline.launch.inherited_environment import attempt_folder, own_environ
 from paceline.user_code import hide_paceline_frames
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_LEFT_BLOCK = "_paceline_left"  # among an error's attributes
+_LEFT_BLOCK = "_paceline_left"  # an attribute that is set on an error
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
@@ -49,9 +49,8 @@ class UncaughtHook:
             return
         failure, scope = report_failure(error)
         is_python_hook = self._previous_hook is sys.__excepthook__
-        if is_python_hook or str(getattr(self._previous_hook, "__module__", "")).startswith(
-            "torch."
-        ):  # it calls Python's
+        hook_module = str(getattr(self._previous_hook, "__module__", ""))
+        if is_python_hook or hook_module.startswith("torch."):  # torch's hook calls Python's
             hide_paceline_frames(error)
         if scope.prints_all and is_python_hook and failure.said:
             print_line(failure_sentence(failure, scope), sys.stderr)
@@ -168,15 +167,13 @@ def failure_sentence(failure: Failure, scope: ReportScope) -> str:
 
 
 def write_error_file(failure: Failure, scope: ReportScope, *, traceback_text: str) -> None:
-    """Write a failure to torchrun's error file; torchrun shows the rank with the smallest second as the cause."""
+    """Write a failure to torchrun's error file; torchrun shows the rank with the earliest timestamp as the cause."""
     path = own_environ(os.environ).get(ERROR_FILE)
     if not path:
         return
-    delay_seconds = int(is_echo(failure)) + 2 * int(
-        not scope.prints_all
-    )  # a later second than that of the rank that reports it
-    second = int(time.time()) + delay_seconds
-    extra = {"timestamp": str(second), "py_callstack": failure_sentence(failure, scope), "traceback": traceback_text}
+    delay_seconds = int(is_echo(failure)) + 2 * int(not scope.prints_all)  # later than the rank that reports it
+    timestamp = int(time.time()) + delay_seconds
+    extra = {"timestamp": str(timestamp), "py_callstack": failure_sentence(failure, scope), "traceback": traceback_text}
     message = {"message": failure_sentence(failure, scope), "errorCode": failure.exit_code, "extraInfo": extra}
     with suppress(OSError):
         write_text(Path(path), json.dumps({"message": message}))

@@ -32,8 +32,8 @@ class JsonlSink:
         if isinstance(event, ForecastChecked):
             _append(self._metrics, {"step": event.step, "time": record["time"], **forecast_ratios(event)})
         if isinstance(event, EvalDone):
-            named = {f"{event.split}/{name}": value for name, value in event.metrics.items()}
-            _append(self._metrics, {"step": event.step, "time": record["time"], **named})
+            metrics = {f"{event.split}/{name}": value for name, value in event.metrics.items()}
+            _append(self._metrics, {"step": event.step, "time": record["time"], **metrics})
 
     def close(self) -> None:
         """Close both files."""

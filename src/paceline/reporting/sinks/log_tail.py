@@ -30,7 +30,7 @@ It matches no errors except the last message of gloo, which the failure screen r
 
 
 class LogTail:
-    """A follower of one rank's log and pulse file."""
+    """A follower of one rank's log and of its heartbeats."""
 
     def __init__(self, folder: Path, *, rank: int = 0, out: TextIO | None = None) -> None:
         self._log = folder / f"rank-{rank}.log"
@@ -75,8 +75,8 @@ class LogTail:
         """Restore the terminal."""
         self()
         if self._partial_line:
-            rest = encodable_job_output(self._partial_line.decode(errors="replace"), self._out)
-            write_safely(lambda: print(rest, file=self._out, flush=True), self._out)
+            last_line = encodable_job_output(self._partial_line.decode(errors="replace"), self._out)
+            write_safely(lambda: print(last_line, file=self._out, flush=True), self._out)
         if self._bar is not None:
             self._bar.stop()
 

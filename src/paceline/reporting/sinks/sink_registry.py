@@ -141,7 +141,7 @@ def refuse_missing_sinks(names: Sequence[str], *, folders: Sequence[Path]) -> li
         candidates = [folder / package for folder in folders]
         if (
             package
-            and not any(one.is_dir() or one.with_suffix(".py").is_file() for one in candidates)
+            and not any(candidate.is_dir() or candidate.with_suffix(".py").is_file() for candidate in candidates)
             and package not in sys.modules
             and find_spec(package) is None
         ):

@@ -8,8 +8,8 @@ from paceline.console.formatting import format_size
 from paceline.reporting.svg.style import FILLS
 
 _WIDTH, _BAR_HEIGHT, _ROW_HEIGHT, _TOP = 860, 13, 19, 26
-_LETTER = 6.1
-_MOST_LABEL = 30
+_LETTER_WIDTH = 6.1
+_MAX_LABEL_CHARACTERS = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,8 @@ class BarRow:
     @property
     def row_label(self) -> str:
         """The text in front of the bar."""
-        room = max(_MOST_LABEL - len(self.label), 8)
-        name = self.name if len(self.name) <= room else self.name[: room - 1] + "…"
+        max_characters = max(_MAX_LABEL_CHARACTERS - len(self.label), 8)
+        name = self.name if len(self.name) <= max_characters else self.name[: max_characters - 1] + "…"
         return " · ".join(part for part in (name, self.label) if part)
 
     @property
@@ -33,7 +33,7 @@ class BarRow:
         return sum(self.parts.values())
 
 
-def _bytes(value: float) -> str:
+def _format_bytes(value: float) -> str:
     return format_size(int(value))
 
 
@@ -42,27 +42,27 @@ def draw_bars(
     kinds: Sequence[str],
     rows: Sequence[BarRow],
     *,
-    show: Callable[[float], str] = _bytes,
+    format_value: Callable[[float], str] = _format_bytes,
     limit: float | None = None,
 ) -> str:
     """Draw bars with a common scale; return '' if there is nothing to draw.
 
-    `show` formats a number with its unit; `limit` is the value of a vertical line.
+    `format_value` formats a number with its unit; `limit` is the value of a vertical line.
     """
-    longest = max([row.total for row in rows] + ([limit] if limit else []), default=0.0)
-    if longest <= 0:
+    largest = max([row.total for row in rows] + ([limit] if limit else []), default=0.0)
+    if largest <= 0:
         return ""
-    label_width = 14 + _LETTER * max(len(row.row_label) for row in rows)
-    scale = (_WIDTH - label_width - 90) / longest
+    label_width = 14 + _LETTER_WIDTH * max(len(row.row_label) for row in rows)
+    scale = (_WIDTH - label_width - 90) / largest
     shapes, y = [f'<text x="0" y="14" class="title">{escape(title)}</text>'], float(_TOP)
     totals = []
     for number, row in enumerate(rows):
         y += 7 if row.name and row.label and number else 0
-        shapes.append(_bar(row, kinds, label_width, y, scale, show))
-        totals.append(_total(row, label_width, y, scale, show))
+        shapes.append(_draw_bar(row, kinds, label_width, y, scale, format_value))
+        totals.append(_draw_total(row, label_width, y, scale, format_value))
         y += _ROW_HEIGHT
     if limit is not None:
-        shapes.append(_limit(label_width + limit * scale, y, show(limit)))
+        shapes.append(_draw_limit(label_width + limit * scale, y, format_value(limit)))
     shapes += totals
     shown_kinds = [kind for kind in kinds if any(row.parts.get(kind) for row in rows)]
     items = "".join(
@@ -73,13 +73,13 @@ def draw_bars(
     return f'<figure class="table">{picture}<figcaption class="legend">{items}</figcaption></figure>'
 
 
-def _limit(x: float, bottom: float, label: str) -> str:
+def _draw_limit(x: float, bottom: float, label: str) -> str:
     line = f'<path class="mark" d="M{x:.1f} {_TOP - 6}V{bottom:.1f}"/>'
     return f'{line}<text x="{x:.1f}" y="{_TOP - 9}" class="tick" text-anchor="middle">{escape(label)}</text>'
 
 
-def _bar(
-    row: BarRow, kinds: Sequence[str], label_width: float, y: float, scale: float, show: Callable[[float], str]
+def _draw_bar(
+    row: BarRow, kinds: Sequence[str], label_width: float, y: float, scale: float, format_value: Callable[[float], str]
 ) -> str:
     middle = y + _BAR_HEIGHT / 2 + 3.5
     shapes = [
@@ -89,7 +89,7 @@ def _bar(
     for number, kind in enumerate(kinds):
         width = row.parts.get(kind, 0.0) * scale
         if width > 0:
-            tooltip = f"{kind.replace('_', ' ')} {show(row.parts[kind])}"
+            tooltip = f"{kind.replace('_', ' ')} {format_value(row.parts[kind])}"
             shapes.append(
                 f'<rect x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{_BAR_HEIGHT}" class="fill{number % FILLS}">'
                 f"<title>{escape(tooltip)}</title></rect>"
@@ -98,6 +98,6 @@ def _bar(
     return "".join(shapes)
 
 
-def _total(row: BarRow, label_width: float, y: float, scale: float, show: Callable[[float], str]) -> str:
+def _draw_total(row: BarRow, label_width: float, y: float, scale: float, format_value: Callable[[float], str]) -> str:
     x, middle = label_width + row.total * scale + 6, y + _BAR_HEIGHT / 2 + 3.5
-    return f'<text x="{x:.1f}" y="{middle:.1f}" class="tick over-lines">{show(row.total)}</text>'
+    return f'<text x="{x:.1f}" y="{middle:.1f}" class="tick over-lines">{format_value(row.total)}</text>'

@@ -18,9 +18,9 @@ from paceline.reporting.svg.downsampling import (
 
 _WIDTH, _HEIGHT = 420, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 30, 24
-_MOST_COLUMNS, _MOST_DOTS = 90, 24
+_MAX_COLUMNS, _MAX_DOTS = 90, 24
 _SCIENTIFIC = 1e-3
-_ROWS, _LETTER = 2, 5.2  # rows of labels; width of a letter
+_LABEL_ROWS, _LETTER_WIDTH = 2, 5.2
 NUM_COLORS = 6
 
 
@@ -45,8 +45,8 @@ class _Frame:
         return _LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        share = (value - self.y_low) / (self.y_high - self.y_low)
-        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
+        fraction = (value - self.y_low) / (self.y_high - self.y_low)
+        return _HEIGHT - _BOTTOM - fraction * (_HEIGHT - _TOP - _BOTTOM)
 
 
 def draw_chart(title: str, curves: Sequence[Curve], *, marks: Sequence[ResumeMark] = ()) -> str:
@@ -77,7 +77,7 @@ def draw_chart(title: str, curves: Sequence[Curve], *, marks: Sequence[ResumeMar
 
 def draw_split_chart(title: str, names: Sequence[str], rows: Sequence[tuple[float, Sequence[float]]]) -> str:
     """Draw stacked columns over steps. Steps that share a column are averaged."""
-    columns = mean_columns(rows, max_columns=_MOST_COLUMNS)
+    columns = mean_columns(rows, max_columns=_MAX_COLUMNS)
     if not columns:
         return ""
     top = max(sum(parts) for _, _, parts in columns)
@@ -89,11 +89,11 @@ def draw_split_chart(title: str, names: Sequence[str], rows: Sequence[tuple[floa
     for column, (first, last, parts) in enumerate(columns):
         stacked_value, cells = 0.0, []
         for number, value in enumerate(parts):
-            y, high = frame.y(stacked_value + value), frame.y(stacked_value) - frame.y(stacked_value + value)
-            if high > 0:
+            y, height = frame.y(stacked_value + value), frame.y(stacked_value) - frame.y(stacked_value + value)
+            if height > 0:
                 cells.append(
                     f'<rect x="{_LEFT + column * width:.2f}" y="{y:.2f}" width="{max(width - 0.3, 0.3):.2f}" '
-                    f'height="{high:.2f}" class="fill{number % NUM_COLORS}"/>'
+                    f'height="{height:.2f}" class="fill{number % NUM_COLORS}"/>'
                 )
             stacked_value += value
         tooltip = ", ".join(f"{name} {value:.3g}" for name, value in zip(names, parts, strict=True))
@@ -137,11 +137,11 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 def _ticks(low: float, high: float) -> list[float]:
     """Return three to six round values between the ends."""
-    raw = (high - low) / 4
-    unit = 10.0 ** math.floor(math.log10(raw))
-    size = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= raw)
-    first = math.ceil(low / size)
-    return [n * size for n in range(first, math.floor(high / size) + 1)]
+    min_interval = (high - low) / 4
+    unit = 10.0 ** math.floor(math.log10(min_interval))
+    interval = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= min_interval)
+    first = math.ceil(low / interval)
+    return [n * interval for n in range(first, math.floor(high / interval) + 1)]
 
 
 def _draw_axes(title: str, frame: _Frame) -> str:
@@ -152,11 +152,11 @@ def _draw_axes(title: str, frame: _Frame) -> str:
         lines.append(
             f'<text x="{_LEFT - 5}" y="{y + 3.5:.1f}" class="tick" text-anchor="end">{_format_tick(value)}</text>'
         )
-    for part, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
-        value = frame.x_low + part * (frame.x_high - frame.x_low)
+    for fraction, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
+        value = frame.x_low + fraction * (frame.x_high - frame.x_low)
         x, y = frame.x(value), _HEIGHT - 8
-        short = frame.x_high - frame.x_low < 5  # seconds: whole ones would appear twice
-        label = f"{value:,.0f}" if not short or value == int(value) else f"{value:,.2f}"
+        is_short = frame.x_high - frame.x_low < 5  # an axis of seconds: rounded labels would be equal
+        label = f"{value:,.0f}" if not is_short or value == int(value) else f"{value:,.2f}"
         lines.append(f'<text x="{x:.1f}" y="{y}" class="tick" text-anchor="{anchor}">{label}</text>')
     return "".join(lines)
 
@@ -187,7 +187,7 @@ def _draw_line(points: Sequence[Point], frame: _Frame, number: int) -> list[str]
         if len(run) == 1:
             x, y = run[0].split(",")
             shapes.append(f'<circle cx="{x}" cy="{y}" r="2.5" class="fill{number % NUM_COLORS}"/>')
-    if points and len(points) <= _MOST_DOTS:
+    if points and len(points) <= _MAX_DOTS:
         shapes += [
             f'<circle cx="{frame.x(s):.1f}" cy="{frame.y(v):.1f}" r="2" class="fill{number % NUM_COLORS}">'
             f"<title>step {s:.0f}: {v:.6g}</title></circle>"
@@ -216,8 +216,10 @@ def _draw_marks(marks: Sequence[ResumeMark], frame: _Frame) -> list[str]:
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" class="mark">'
             f"<title>resumed at step {mark.step}: {escape(mark.text)}</title></line>"
         )
-        possible_labels = (_Label(x=x, row=row, texts=[mark.text]) for row in range(_ROWS))
-        label = next((room for room in possible_labels if not any(room.overlaps(other) for other in labels)), None)
+        possible_labels = (_Label(x=x, row=row, texts=[mark.text]) for row in range(_LABEL_ROWS))
+        label = next(
+            (candidate for candidate in possible_labels if not any(candidate.overlaps(other) for other in labels)), None
+        )
         if label is not None:
             labels.append(label)
         else:
@@ -252,7 +254,7 @@ class _Label:
 
     @property
     def _span(self) -> tuple[float, float]:
-        width = 6 + _LETTER * max(len(self.texts[0]), len("10 resumes"))
+        width = 6 + _LETTER_WIDTH * max(len(self.texts[0]), len("10 resumes"))
         return (self.x - width, self.x) if self._is_left else (self.x, self.x + width)
 
 

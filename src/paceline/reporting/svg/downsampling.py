@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 Point = tuple[float, float]
-MAX_POINTS = 360
+_MAX_POINTS = 360
 _MIN_POINTS = 24
 _NOISY_RATIO = 3.0
 _WINDOWS = 30
@@ -37,7 +37,7 @@ def running_mean(points: Sequence[Point], *, window: int) -> list[Point]:
 
 def value_band(points: Sequence[Point]) -> list[tuple[float, float, float]]:
     """Return (step, lowest, highest) of each stretch of logged values."""
-    size = max(1, math.ceil(len(points) / (MAX_POINTS // 3)))
+    size = max(1, math.ceil(len(points) / (_MAX_POINTS // 3)))
     bands = []
     for start in range(0, len(points), size):
         points_in_stretch = [p for p in points[start : start + size + 1] if math.isfinite(p[1])]
@@ -49,9 +49,9 @@ def value_band(points: Sequence[Point]) -> list[tuple[float, float, float]]:
 
 def thin_points(points: Sequence[Point]) -> list[Point]:
     """Return at most a few hundred points: the lowest and the highest of each stretch."""
-    if len(points) <= MAX_POINTS:
+    if len(points) <= _MAX_POINTS:
         return list(points)
-    size = math.ceil(len(points) / (MAX_POINTS // 2))
+    size = math.ceil(len(points) / (_MAX_POINTS // 2))
     thinned = []
     for start in range(0, len(points), size):
         finite = [p for p in points[start : start + size] if math.isfinite(p[1])]
@@ -66,11 +66,11 @@ def thin_points(points: Sequence[Point]) -> list[Point]:
 def mean_columns(
     rows: Sequence[tuple[float, Sequence[float]]], *, max_columns: int
 ) -> list[tuple[float, float, list[float]]]:
-    """Return (first step, last step, mean of each value) of at most `max_columns` columns of consecutive rows."""
+    """Return (first step, last step, mean of each part) for at most `max_columns` stretches."""
     size = max(1, math.ceil(len(rows) / max_columns))
     columns = []
     for start in range(0, len(rows), size):
         stretch = rows[start : start + size]
-        means = [sum(values) / len(stretch) for values in zip(*(row for _, row in stretch), strict=True)]
+        means = [sum(values) / len(stretch) for values in zip(*(parts for _, parts in stretch), strict=True)]
         columns.append((stretch[0][0], stretch[-1][0], means))
     return columns

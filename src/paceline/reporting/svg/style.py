@@ -1,4 +1,4 @@
-"""The style of the pages."""
+"""The CSS of the pages, with light and dark colours."""
 
 _LIGHT = (
     "#2563a8", "#b4541a", "#2c7a4b", "#7a4fa3", "#a33a56", "#5f6b76",
