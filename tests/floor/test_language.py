@@ -38,7 +38,7 @@ MEANT = {
     "after": "the two sides of a difference", "before": "the two sides of a difference",
     "again": "a key of the plan's JSON", "against": "--against", "alone": "World.alone()",
     "asked": "a key of plan.json", "at": "a key of the manifest", "between": "a key of a cluster's JSON",
-    "every": "checkpoint.every, eval.every, --every", "found": "a mapping's own word",
+    "every": "checkpoint.every, eval.every, --every",
     "good": "ckpt verify --good", "has": "a predicate's prefix", "held": "a message's argument",
     "inside": "a key of a cluster's JSON", "kept": "a key of the model profile", "known": "a cache's argument",
     "longer": "a key of the calibration", "once": "run once and remember", "one": "one of two that are compared",
