@@ -47,7 +47,7 @@ def load_error_feedback(checkpoint: OpenCheckpoint, reducer: object, *, world: W
 
 
 def _load_errors(stored: StoredTensors, reducer: ErrorFeedbackReducer, *, num_replicas: int) -> None:
-    """Load the stored tensors; a parameter that has become trainable since starts at zero."""
+    """Load the stored tensors; a parameter that was not trained when the checkpoint was saved starts at zero."""
     for name, tensor in reducer.residuals.items():
         if f"0/{name}" not in stored:
             tensor.zero_()

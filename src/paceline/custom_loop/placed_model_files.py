@@ -93,7 +93,7 @@ def _scalar_state_names(optimizers: Sequence[Optimizer], optimizer_shards: Optim
     )
     names = {name for rank_scalars, _ in by_rank for name in rank_scalars}
     keys = {key for rank_scalars, _ in by_rank for key in rank_scalars.values()} - {
-        key for _, rank_scalars in by_rank for key in rank_scalars
+        key for _, rank_tensor_keys in by_rank for key in rank_tensor_keys
     }
     return frozenset(names | {name for name, key, _, _ in states if key in keys})
 

@@ -192,7 +192,7 @@ REFUSED: list[tuple[type[nn.Module], dict[str, Any], str]] = [
     (Branch, {}, r"branches on a tensor's value(.|\n)*test_graph_stages.py:"),
     (Luck, {}, "draws from random or numpy"),
     (Hidden, {"blocks": ["a", "keep", "c"]}, r"keep creates a value \(mul\) that it does not return, but add needs it"),
-    (Left, {}, r"stores a tensor on the model between its modules \(self.aside\)"),
+    (Left, {}, r"between the calls of its modules, the forward stores a tensor on the model \(self.aside\)"),
     (Counts, {}, r"the forward changes self.calls"),
     (
         Norms,

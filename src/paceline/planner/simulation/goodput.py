@@ -49,7 +49,7 @@ class FailureModel:
         if not self.mean_seconds > 0:
             raise UsageError(
                 f"{self.mean_seconds:g} seconds between two failures: more than 0 are needed.",
-                hint="the mean time between failures of one device, divided by their number",
+                hint="the mean time between failures of one device, divided by the number of devices",
             )
         for name in _OPTIONS:
             value = getattr(self, name)

@@ -124,7 +124,8 @@ def _refuse_stored_tensors(warning_texts: Sequence[str], units: Sequence[str]) -
     names = [name for name in names if not name.startswith(tuple(f"{unit}." for unit in units))]
     if names:
         raise LayoutError(
-            f"the forward stores a tensor on the model between its modules (self.{names[0]}), which a graph can't do.",
+            f"between the calls of its modules, the forward stores a tensor on the model (self.{names[0]}), "
+            "which a graph can't do.",
             cause="a value stored for code outside the forward, such as an auxiliary loss",
             hint="return it from the forward, or register_buffer for state that is kept between steps",
         )
