@@ -127,7 +127,7 @@ class ReplicaContext:
         return [*([guard_forward] if is_sharded else []), *([self.autocast] if self.precision in _AUTOCAST else [])]
 
     def make_totals_builder(self, *, reports_loss: bool) -> TotalsBuilder:
-        """Return the builder of a step's totals over all ranks; with `reports_loss`, with the loss terms of this rank."""
+        """Return the builder of a step's totals over all ranks, with this rank's loss terms if `reports_loss`."""
         return TotalsBuilder(
             world=self.world,
             contract=self.contract,
