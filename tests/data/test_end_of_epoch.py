@@ -24,7 +24,7 @@ def test_an_epoch_shorter_than_a_batch_is_not_left_out_altogether() -> None:
             return next(iter(feed)).batch.num_samples
 
     assert first(Noisy(), 45) == first(Stream(), 45) == 45
-    with pytest.raises(UsageError, match="an epoch has 45 samples, but a global batch 46") as refused:
+    with pytest.raises(UsageError, match="an epoch has 45 samples, but a global batch has 46") as refused:
         first(Noisy(), 46)
     assert "--data.drop_last false" in refused.value.hint
     with pytest.raises(DataError, match="shorter than a global batch of 46, which data"):
