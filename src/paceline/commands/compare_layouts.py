@@ -20,7 +20,7 @@ from paceline.config.layout import LayoutKind, parse_layout
 from paceline.config.task import Task
 from paceline.console.formatting import plural
 from paceline.console.output import print_line
-from paceline.errors import ExitCode, LayoutError, PacelineError, UsageError, raise_all
+from paceline.errors import ExitCode, LayoutError, PacelineError, UsageError, list_problems, raise_all
 from paceline.planner.layout.mesh import resolve_mesh
 from paceline.reporting.layout_comparison import MeasuredLayout, comparison_text, write_layouts
 from paceline.reporting.run_history import read_history
@@ -159,7 +159,7 @@ def _make_tasks(
         try:
             tasks[name] = _make_layout_task(job, name, common, [*overrides, *own_settings], steps)
         except PacelineError as error:
-            errors = getattr(error, "problems", [error])
+            errors = list_problems(error)
             if all(isinstance(each, LayoutError) for each in errors) and _is_layout(name):
                 ranks = common.ranks or 1
                 refused[name] = MeasuredLayout(name=name, ranks=ranks, verdict=_REFUSED, reason=_error_line(errors[0]))

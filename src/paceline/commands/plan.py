@@ -29,7 +29,7 @@ from paceline.commands.compare_layouts import page_line
 from paceline.config.layout import parse_layout
 from paceline.config.task import Task
 from paceline.console.output import print_line
-from paceline.errors import ExitCode, PacelineError, UsageError, raise_all
+from paceline.errors import ExitCode, PacelineError, UsageError, list_problems, raise_all
 from paceline.filesystem.atomic_files import check_writable, report_write_errors
 from paceline.launch.environments import detect_world
 from paceline.planner.advice.plan_file_diff import diff_plan_files
@@ -220,7 +220,7 @@ def _refuse_invalid_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> 
         try:
             parse_layout(name)
         except PacelineError as error:
-            problems += getattr(error, "problems", [error])
+            problems += list_problems(error)
     raise_all(problems)
 
 
@@ -231,7 +231,7 @@ def _refuse_misfit_layouts(named: Sequence[str], *, ranks: int) -> None:
         try:
             mesh_for_plan(parse_layout(name), ranks=ranks)
         except PacelineError as error:
-            problems += getattr(error, "problems", [error])
+            problems += list_problems(error)
         else:
             return
     raise_all(problems)

@@ -75,7 +75,7 @@ class _MetaForwardMode(TorchDispatchMode):
         if returns_numbers(func):
             raise UnknownNumber("a number, as .item() and `if` do")
         targets = [tensor for tensor in written_tensors(func, args, kwargs) if not is_on_meta(tensor)]
-        if targets and self._overwrites_with_known(func, inputs):
+        if targets and self._overwrites_with_known_values(func, inputs):
             return func(*args, **kwargs)
         if not targets and not any(is_on_meta(tensor) for tensor in inputs) and _is_view(func):
             return func(*args, **kwargs)  # a view of overwritten memory, which must see later writes
@@ -92,13 +92,13 @@ class _MetaForwardMode(TorchDispatchMode):
         except NotImplementedError as error:
             raise UnknownNumber(f"the result of {operation_name(func)}") from error
 
-    def _overwrites_with_known(self, func: Any, inputs: list[Tensor]) -> bool:
-        """Return True if the operation overwrites a full tensor with known values."""
+    def _overwrites_with_known_values(self, func: Any, inputs: list[Tensor]) -> bool:
+        """Return whether the operation fills a whole storage with known values; the storage then counts as known."""
         target, *sources = inputs
-        is_all = target.nbytes == target.untyped_storage().nbytes() and 0 not in target.stride()
+        is_whole_storage = target.nbytes == target.untyped_storage().nbytes() and 0 not in target.stride()
         if (
             operation_name(func) not in OVERWRITING_OPERATIONS
-            or not is_all
+            or not is_whole_storage
             or any(self._is_unknown(tensor) for tensor in sources)
         ):
             return False

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.errors import LayoutError, PacelineError
+from paceline.errors import LayoutError, PacelineError, list_problems
 from paceline.planner.advice.explanations import explain_simpler
 from paceline.planner.advice.layout_diff import layout_differences
 from paceline.planner.advice.memory_breakdown import MemoryCase, find_memory_case
@@ -111,7 +111,7 @@ def evaluate_named_layouts(
                 cost_model, text, micro_batch_size=micro_batch_size, max_micro_batch_size=max_size
             )
         except PacelineError as error:
-            missing[text] = next(iter(getattr(error, "problems", [error])))
+            missing[text] = list_problems(error)[0]
     if not estimates and missing:
         first = next(iter(missing.values()))
         raise LayoutError(first.what, cause=first.cause, hint=first.hint)
