@@ -52,7 +52,7 @@ class StashedWeightsState:
         Every rank calls this.
 
         Raises:
-            CheckpointError: a tensor is not what was written.
+            CheckpointError: a tensor differs from what was written.
         """
         stash_state = loaded.state.get("stash") if is_same else None
         stored = loaded.files.get(STASH, StoredTensors([]))

@@ -11,7 +11,7 @@ from paceline.measured_planning.memory_replay import StageMemory, replay
 from paceline.measured_planning.profile.sample_batches import FEW_SAMPLES, make_profiling_plan
 from paceline.measured_planning.profile.truncated_model import largest_tensor_per_block, set_num_blocks
 from paceline.parallel.initialization.pretrained import PretrainedModel
-from paceline.parallel.module_access.parameters import LARGE_PARAMETER_BYTES
+from paceline.planner.layout.bucket_sizes import LARGE_PARAMETER_BYTES
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.pipeline_options import is_schedule_file
 from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline, extrapolate, extrapolate_peak

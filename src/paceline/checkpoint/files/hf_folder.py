@@ -92,7 +92,7 @@ def check_model_folder(folder: Path, digests: Mapping[str, str]) -> None:
     """Compare every file of a written folder with its digest.
 
     Raises:
-        CheckpointError: one is missing, was added, or is not what was written.
+        CheckpointError: one is missing, was added, or differs from what was written.
     """
     try:
         actual = digest_files(folder)
@@ -121,7 +121,7 @@ def check_consolidated(folder: Path) -> bool:
     It is missing if the run was killed before writing it; an older version wrote no digests.
 
     Raises:
-        CheckpointError: a model file, or `weights.json`, is not what was written.
+        CheckpointError: a model file, or `weights.json`, differs from what was written.
     """
     file = folder.parent / WEIGHTS
     if not file.exists():
