@@ -172,7 +172,9 @@ class Shop:
             k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "SLURM_", "PMI", "TORCHELASTIC"))
         }
         fixed = {"NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": "", "PACELINE_VERBOSE": "1"}
-        fixed["PYTHONUNBUFFERED"] = ""  # unbuffered, one print() is several writes, and those of two ranks mix in one pipe
+        fixed["PYTHONUNBUFFERED"] = (
+            ""  # unbuffered, one print() is several writes, and those of two ranks mix in one pipe
+        )
         return {**inherited, **fixed, **(extra or {})}
 
 
