@@ -172,7 +172,7 @@ def open_stored_files(path: Path, file_entries: FileEntries) -> dict[str, Stored
         _check_file(path, name, file_schema)
         file = path / name
         shards.setdefault(file_kind(name), []).extend(StoredShard(file=file, entry=entry) for entry in entries)
-    return {kind: StoredTensors(found) for kind, found in shards.items()}
+    return {kind: StoredTensors(kind_shards) for kind, kind_shards in shards.items()}
 
 
 def _check_file(path: Path, name: str, file_schema: FileSchema) -> None:
