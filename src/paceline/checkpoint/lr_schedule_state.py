@@ -272,7 +272,7 @@ def _describe_differences(saved: Description, current: Description, *, lr_differ
         a.get("kind") not in (None, b["kind"]) for a, b in zip(saved_inner, current_inner, strict=False)
     ):
         names = [", ".join(str(inner.get("kind")) for inner in side) for side in (saved_inner, current_inner)]
-        yield f"{kind} combined {names[0]}, combines {names[1]}"
+        yield f"{kind}: its schedules were {names[0]}, are {names[1]}"
         return
     for before, after in zip(saved_inner, current_inner, strict=True):
         yield from _describe_differences(before, after, lr_differs=lr_differs)

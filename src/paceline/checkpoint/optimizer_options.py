@@ -79,7 +79,7 @@ def _describe_name_changes(saved: Mapping[str, Any], current: Mapping[str, Any])
     for group, (before, after) in enumerate(pairs):
         removed, added = [name for name in before if name not in after], [name for name in after if name not in before]
         if removed or added:
-            return f"group {group} of {current['kind']} held {', '.join(removed[:3])}, holds {', '.join(added[:3])}"
+            return f"group {group} of {current['kind']} had {', '.join(removed[:3])}, has {', '.join(added[:3])}"
     return ""
 
 

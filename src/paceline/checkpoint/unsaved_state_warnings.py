@@ -45,8 +45,7 @@ class UntrackedStateWarning:
         self._initial_modules = self._module_leaves()
 
     def warning_text(self, world: World | None = None) -> str:
-        """Return a warning about attributes that changed on any rank; empty if there are none, or after the first call
-        that found some.
+        """Return a warning about attributes that changed on any rank; empty if none did, or after the first warning.
 
         All ranks of `world` call this.
         """

@@ -231,7 +231,7 @@ class StepComparison:
             name = max(ratios, key=lambda key: ratios[key])
             tensors = {"before": weights_before[name], "actual": weights_after[name], "expected": expected[name]}
             values = {key: to_double(value).reshape(-1).cpu().numpy() for key, value in tensors.items()}
-            cause = update_cause(**values, num_bad=len(ratios), num_parameters=len(weights_after))
+            cause = update_cause(**values, num_differing=len(ratios), num_parameters=len(weights_after))
             if rank_names is not None and not rank_names.has_only_replicas:
                 location = describe_weight_ranks(rank_names, name, weights_after[name], expected[name], copy=copy)
             self._rung_result.record_difference(step=self._position.step_number, parameter=name, cause=cause + location)

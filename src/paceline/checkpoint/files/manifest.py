@@ -118,7 +118,7 @@ def read_body(path: Path) -> ManifestSchema:
         raise CheckpointError(f"the manifest of {path.name} can't be used: {error}.", where=str(path)) from error
     if body.format not in (FORMAT, RANK_FORMAT):
         raise CheckpointError(
-            f"{path.name} has the format {body.format!r}, this version reads {FORMAT!r} and {RANK_FORMAT!r}.",
+            f"{path.name} has the format {body.format!r}, but this version reads {FORMAT!r} and {RANK_FORMAT!r}.",
             where=str(path),
             hint="use the version of Paceline that wrote it",
         )
