@@ -96,7 +96,7 @@ class StepComparison:
         self._compare_losses(observed.losses)
         if self._rerun.is_rounding_dominated:
             self._rung_result.record_uncovered(
-                f"gradients of step {self._position.step_number} in half precision: rounding alone changes them there"
+                f"gradients of step {self._position.step_number} in half precision: rounding changes them too much"
             )
         self._compare_buffers(
             observed.buffers, {name for name, _ in self._reference.model.named_buffers()} - early_buffers

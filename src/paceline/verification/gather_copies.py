@@ -74,10 +74,12 @@ def distribute_full_tensor(
 ) -> Tensor | None:
     """Broadcast rank 0's full tensor, and return this rank's shard of it."""
     local = sharded.local_tensors[name]
-    full_or_empty = full_tensor.detach().to(world.device, local.dtype).contiguous() if full_tensor is not None else None
-    if full_or_empty is None:
-        full_or_empty = torch.empty(local.shard_spec.shape, dtype=local.dtype, device=world.device)
-    return sharded.extract_shard(name, world.broadcast(full_or_empty))
+    broadcast_tensor = (
+        full_tensor.detach().to(world.device, local.dtype).contiguous() if full_tensor is not None else None
+    )
+    if broadcast_tensor is None:
+        broadcast_tensor = torch.empty(local.shard_spec.shape, dtype=local.dtype, device=world.device)
+    return sharded.extract_shard(name, world.broadcast(broadcast_tensor))
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -208,13 +208,14 @@ def _small_difference_cause(
     if diverged is not None:
         step, weight, distance = diverged
         return (
-            f"nearly equal, {size:.1e} of its norm apart. Already after step {step} the weights differed "
-            f"({distance:.1e} in {weight}), after equal gradients: the optimizer's settings, such as weight decay, its "
+            f"nearly equal: the gradients differ by {size:.1e} of their norm. Already after step {step} the weights "
+            f"differed ({distance:.1e} in {weight}), after equal gradients: the optimizer's settings, such as weight decay, its "
             "state, or rounding that it amplified"
         )
     if has_factor(first, second):
         return f"a factor of {factor_between(first, second):.7g}: a slightly different scale of the loss or its count"
-    return f"nearly equal, {size:.1e} of its norm apart: a few elements differ, or a small part of the samples"
+    text = f"nearly equal: the gradients differ by {size:.1e} of their norm"
+    return f"{text}, in a few elements or in a small part of the samples"
 
 
 def _diverged_weights(

@@ -232,9 +232,7 @@ class Reference:
                 buffers.append({name: b.detach().clone() for name, b in self.model.named_buffers()})
         self.model.zero_grad(set_to_none=True)
         ignores_empty = self.config.on_empty == "zero"  # a term without a target then adds nothing, if its sum is 0
-        empty_terms = [
-            n for n, values in term_counts.items() if not sum(values) and not (ignores_empty and sums[n] == 0.0)
-        ]
+        empty_terms = [n for n, c in term_counts.items() if not sum(c) and not (ignores_empty and sums[n] == 0.0)]
         divisor = 1.0 if global_counts else sum(counts) or float(ignores_empty)
         return ReferenceGradient(
             total={name: value / divisor for name, value in total.items()},
