@@ -451,7 +451,7 @@ def test_a_run_is_evaluated_and_shown_like_any_other(shop: Shop) -> None:
     found = shop.run("evaluate", "run", "--json")
     assert found.code == 0 and found.json()["metrics"] == pytest.approx(last, rel=1e-5), found.text
     assert shop.run("report", "run").code == 0
-    assert "How late updates were" in (shop.path / "run/report.html").read_text()
+    assert "Staleness of updates" in (shop.path / "run/report.html").read_text()
 
 
 def pid_of(shop: Shop, *, rank: int) -> int:

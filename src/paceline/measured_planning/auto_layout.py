@@ -28,7 +28,7 @@ from paceline.launch.launcher import LaunchOutcome, LaunchRequest, start
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.planner.search.layout_with_forecast import TIMED, FallbackLayout
 from paceline.profiling.machine_benchmarks.this_machine import LocalMachine, benchmark_local_machine
-from paceline.run_folder.run_folder import RunFolder, run_of
+from paceline.run_folder.run_folder import RunFolder, run_of_checkpoint
 
 ENTRY = "paceline.measured_planning.auto_worker:write_choice"
 CHOICE_FILE = "auto.json"
@@ -217,4 +217,4 @@ def _resumed_folder(task: Task) -> Path | None:
     """Return the folder of the run that the task resumes, or None."""
     if task.resume is None:
         return None
-    return Path(task.run) if task.resume == "newest" else run_of(Path(task.resume)).path
+    return Path(task.run) if task.resume == "newest" else run_of_checkpoint(Path(task.resume)).path

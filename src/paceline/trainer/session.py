@@ -35,7 +35,7 @@ from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.profiling.environment import environment, loaded_modules
 from paceline.reporting.sinks.sink_registry import CURVE_SINKS, make_sinks
 from paceline.run_folder.plan_file import write_plan_file
-from paceline.run_folder.run_folder import RunFolder, run_of
+from paceline.run_folder.run_folder import RunFolder, run_of_checkpoint
 from paceline.step.update_rules import step_rule
 from paceline.trainer.checkpointer import (
     Checkpointer,
@@ -149,7 +149,7 @@ def open_session(prepared_job: PreparedJob, *, world: World, run_for_on_eval: An
     if prepared_job.task.verb == "evaluate":  # use the run's microbatches, so that sums do not depend on the layout
         prepared_job = with_saved_microbatches(prepared_job, folder=run.path, world=world)
     if resume is not None:
-        original_run = run_of(requested_checkpoint) if requested_checkpoint is not None else run
+        original_run = run_of_checkpoint(requested_checkpoint) if requested_checkpoint is not None else run
         prepared_job = with_saved_microbatches(prepared_job, folder=original_run.path, world=world)
     memory_baseline = MemoryBaseline.measure()
     with explain_out_of_memory(None, memory_baseline):

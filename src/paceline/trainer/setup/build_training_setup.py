@@ -107,8 +107,8 @@ class TrainingSetup:
         """Return a context with the weights that metrics use: the average, if the job has one."""
         return nullcontext() if self.update.ema is None else self.update.ema.use_averages()
 
-    def refuse_training(self) -> None:
-        """Raise before the first step if the model can only be evaluated in this layout.
+    def check_trainable(self) -> None:
+        """Check that the model can be trained in this layout, not only evaluated.
 
         Raises:
             LayoutError: no gradient flows back through the model.

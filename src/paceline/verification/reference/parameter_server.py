@@ -1,7 +1,7 @@
 """A replay of a parameter server's run in one process: the same shares, weight versions and order of updates.
 
 It is the reference of `--update ps` with a staleness above 0, written naively: it keeps the full model after every
-update. Of the run, it uses only the record of its updates.
+update. It uses only the record of the run's updates.
 """
 
 import time
@@ -40,8 +40,8 @@ from paceline.verification.reference.loss_terms import nonzero_counts
 from paceline.verification.reference.reference import Reference, RunPosition
 from paceline.verification.rung_result import RungResult
 
-_INSTRUCTION_KEY = "paceline-verify/errand/{}"
-_END, _FLOAT64, _JOB_PRECISION = "over", "float64", "own"
+_INSTRUCTION_KEY = "paceline-verify/instruction/{}"
+_END, _FLOAT64, _JOB_PRECISION = "end", "float64", "job"
 _POLL_SECONDS = 0.05
 _START = RunPosition(steps_done=0, epoch=0, batch_start=0)
 
