@@ -22,7 +22,7 @@ from paceline.data.order.leases import BatchShare, Leases
 from paceline.data.source import SampleOrder
 from paceline.launch.agent.shared_status import read_heartbeat
 from paceline.step.parameter_server.connections import WorkerConnections
-from paceline.step.parameter_server.flat_buffers import kinds_of, pack_gradients, unpack_gradients
+from paceline.step.parameter_server.flat_buffers import gradient_codes, pack_gradients, unpack_gradients
 from paceline.step.parameter_server.state import ServedWeights, ServerState
 from paceline.step.parameter_server.transport import (
     ConnectionAcceptor,
@@ -535,7 +535,7 @@ def test_a_sparse_gradient_travels_as_its_rows() -> None:
     row = pack_gradients(gradients)
     assert row.numel() < 400 < table.weight.nbytes
     like = [torch.zeros(4), table.weight, torch.zeros(2, 3, dtype=torch.bfloat16), torch.tensor(0.0)]
-    back = unpack_gradients(row, kinds=kinds_of(gradients), like=like)
+    back = unpack_gradients(row, codes=gradient_codes(gradients), like=like)
     assert back[0] is None and back[1] is not None and back[1].is_sparse
     assert torch.equal(back[1].to_dense(), table.weight.grad.to_dense())
     assert back[2] is not None and torch.equal(back[2], gradients[2]) and back[3] == 5.0

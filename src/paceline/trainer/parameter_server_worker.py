@@ -23,7 +23,7 @@ from paceline.launch.agent.signals import stop_flag
 from paceline.launch.failures.failure_record import annotate_step
 from paceline.launch.inherited_environment import START_NUMBER, attempt_folder
 from paceline.step.forward_backward import backward, forward, loss_for_backward
-from paceline.step.parameter_server.flat_buffers import kinds_of, layout_of, pack_gradients
+from paceline.step.parameter_server.flat_buffers import gradient_codes, layout_of, pack_gradients
 from paceline.step.parameter_server.model_state import fixed_tensors, model_digest
 from paceline.step.parameter_server.transport import (
     CONNECT_SECONDS,
@@ -169,7 +169,12 @@ class ParameterServerWorker:
             share_report = self._compute_share(lease)
         for server in [*other_servers, first_server]:
             gradients = [_coalesce(weight.grad) for weight in server.weights]
-            push = {**share_report, "lease": lease["lease"], "versions": versions, "gradients": kinds_of(gradients)}
+            push = {
+                **share_report,
+                "lease": lease["lease"],
+                "versions": versions,
+                "gradients": gradient_codes(gradients),
+            }
             server.connection.send(ServerMessage(kind=MessageKind.PUSH, fields=push, buffer=pack_gradients(gradients)))
             if server is not first_server:
                 server.connection.receive()

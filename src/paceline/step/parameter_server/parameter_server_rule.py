@@ -60,8 +60,8 @@ class ParameterServerRule(StepRule):
         elif job.ema is not None and plan.update_rule.servers > 1:
             errors.append(
                 JobError(
-                    "ema= with several servers: none has all weights after an update.",
-                    cause="they synchronise only at saves and evaluations",
+                    "ema= with several servers: no server has all weights after an update.",
+                    cause="servers synchronise only at saves and evaluations",
                     hint="ema=None, or --update ps,servers=1,staleness=0",
                 )
             )
@@ -127,7 +127,7 @@ def refuse_unsupported_model(replica: ReplicaContext, plan: ExecutionPlan) -> No
             LayoutError(
                 f"--update {plan.update}: {plan.update_rule.servers} servers, "
                 f"but the model has {plural(num_parameters, 'parameter')}.",
-                cause="each parameter is whole on one server",
+                cause="each parameter is stored on one server, as a whole tensor",
                 hint=f"--update ps,servers={max(1, num_parameters)}",
             )
         )
