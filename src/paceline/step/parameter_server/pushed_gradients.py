@@ -86,7 +86,7 @@ class PushedTotals(TotalsReduction):
         self.set_flag(STOP, float(stop or any(push.stop for push in pushes)))
         self.start()
 
-    def reduced(self) -> StepTotals:
+    def wait_for_totals(self) -> StepTotals:
         """Wait for all shares and return the totals."""
         self._wait_for_shares()
         return super().wait_for_totals()
