@@ -104,7 +104,7 @@ def _verify_consolidated(folder: Path) -> VerifiedCheckpoint:
 class CheckpointDifference:
     """The differences between two checkpoints.
 
-    By file: `tensors` has the names of the tensors that differ, `only` those that just the first or the second contains.
+    By file, `tensors` has the names that differ, and `only` the names that just one of the checkpoints contains.
     """
 
     steps: tuple[int, int]

@@ -30,8 +30,8 @@ def evaluate(
 ) -> CommandOutcome:
     """Return the exact metrics of a run's newest good checkpoint, of its best, or of the named one.
 
-    Without `layout`, the run's own layout is used if the number of ranks is the same. The ranks' logs are written outside the
-    run, and nothing in the run changes until the metrics are computed.
+    Without `layout`, the run's own layout is used, if the number of ranks is the same. The ranks' logs are written
+    outside the run, and nothing in the run changes until the metrics are computed.
     """
     common = common or RunOptions()
     if split not in ("eval", "test"):
