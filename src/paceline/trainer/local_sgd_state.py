@@ -26,7 +26,7 @@ Files = dict[str, list[Writable]]
 
 
 def get_site_synchronizer(setup: TrainingSetup) -> SiteSynchronizer | None:
-    """Return the synchronisation of the sites with local SGD, else None."""
+    """Return the synchronizer of the sites under local SGD, else None."""
     return setup.step.site_synchronizer if isinstance(setup.step, LocalStep) else None
 
 

@@ -1,4 +1,6 @@
-"""A parameter server's worker: it leases a share, computes its gradient on the weights of the lease, and pushes it.
+"""A parameter server's worker: it leases a share of a batch, computes its gradient, and pushes the gradient.
+
+The gradient is computed on the weights that come with the lease.
 
 It has no training loop and no optimizer state, and takes no decisions. It can be lost at any moment: a share that was
 not pushed completely is given to another worker, or to this one after a restart.
@@ -159,7 +161,7 @@ class ParameterServerWorker:
     def _compute_lease(
         self, message: ServerMessage, first_server: "_ServerConnection", other_servers: "Sequence[_ServerConnection]"
     ) -> None:
-        """Compute and push one lease. The first server's push comes last, because only then does the lease count."""
+        """Compute and push the gradient of one lease. The first server gets it last: its push completes the lease."""
         lease = message.fields
         versions = [first_server.load(message)]
         for other in other_servers:

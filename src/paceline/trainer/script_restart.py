@@ -25,7 +25,7 @@ AUTO_LAYOUT_FIELDS = ("layout", "settings", "origins", "options")  # further fie
 
 
 def restart_arguments(*, ranks: int) -> list[str]:
-    """Return what a worker runs as `__main__`: a file and its arguments, or `-m`, a module and its arguments.
+    """Return the arguments that start the script again: a file and its arguments, or `-m`, a module and its arguments.
 
     Raises:
         UsageError: the script came from standard input or `python -c`, or is a notebook.

@@ -1,4 +1,4 @@
-"""The session of one rank: it is built from a task, contains the training loop, and closes what it opened."""
+"""The session of one rank: it is built from a task, contains the training loop, and closes its resources."""
 
 import math
 import os
@@ -339,8 +339,8 @@ class _SessionBuilder:
 
     def _make_heartbeat(self) -> HeartbeatWriter | None:
         folder = attempt_folder(os.environ)
-        patience = self.prepared_job.settings.train.timeout_seconds
-        return HeartbeatWriter(folder / f"pulse-{self.world.rank}", silence_timeout=patience) if folder else None
+        silence_timeout = self.prepared_job.settings.train.timeout_seconds
+        return HeartbeatWriter(folder / f"pulse-{self.world.rank}", silence_timeout=silence_timeout) if folder else None
 
     def _announce(
         self,
@@ -426,9 +426,11 @@ class _SessionBuilder:
             lines += loop.rule_changes
             saved_num_samples = read_saved_identity(loaded)["data"]["num_samples"]
             lines += data_length_notes(saved_num_samples, samples, cursor=cursor, total_steps=loop.total_steps)
-            early = list(early_stop_notes(self.prepared_job.job, loop.progress, step=cursor.step))
-            over = loop.is_over() and not loop.progress.unjudged
-            lines += early or ([finished_note(settings, step=cursor.step, total=loop.total_steps)] if over else [])
+            early_stop_lines = list(early_stop_notes(self.prepared_job.job, loop.progress, step=cursor.step))
+            is_finished = loop.is_over() and not loop.progress.unjudged
+            lines += early_stop_lines or (
+                [finished_note(settings, step=cursor.step, total=loop.total_steps)] if is_finished else []
+            )
         return tuple(lines)
 
 

@@ -16,7 +16,7 @@ from paceline.checkpoint.files.safetensors_io import Writable, write_tensors
 from paceline.errors import CheckpointError
 from paceline.filesystem.atomic_files import open_regular, read_json, sync_folder, write_json
 
-WEIGHTS = "weights.json"
+WEIGHTS_RECORD = "weights.json"
 MAX_FILE_BYTES = 5_000_000_000
 _DIGEST_KEY = "seal"  # fixed: a key in weights.json
 _FILE_STEM, _FILE_SUFFIX = "model", ".safetensors"
@@ -123,7 +123,7 @@ def check_consolidated(folder: Path) -> bool:
     Raises:
         CheckpointError: a model file, or `weights.json`, does not match its digest.
     """
-    file = folder.parent / WEIGHTS
+    file = folder.parent / WEIGHTS_RECORD
     if not file.exists():
         return False
     try:
