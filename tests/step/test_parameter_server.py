@@ -734,20 +734,24 @@ def test_verify_sees_a_planted_mistake(shop: Shop, planted: str) -> None:
     assert ended.code == 4 and "DIFFERENT" in ended.text, ended.text
 
 
-def test_a_script_has_its_loop_on_the_server(shop: Shop) -> None:
+@pytest.mark.parametrize("bound", [0, 4])
+def test_a_script_has_its_loop_on_the_server(shop: Shop, bound: int) -> None:
+    """Within a bound above 0 a step returns before its shares are pushed, and reading its loss waits for them."""
     text = """
 import paceline as pl
 from job import make_job
 
 if __name__ == "__main__":
     settings = {"train.steps": 8, "watch.to": ["jsonl"]}
-    with pl.Run(make_job(), ranks=3, update="ps,staleness=0", run_dir="run", settings=settings) as run:
+    with pl.Run(make_job(), ranks=3, update="ps,staleness=BOUND", run_dir="run", settings=settings) as run:
         losses = [run.step(batch).loss for batch in run.batches()]
         print("rank", run.rank, "losses", len(losses))
 """
-    shop.write("script.py", text)
+    shop.write("script.py", text.replace("BOUND", str(bound)))
     ended = shop.call([sys.executable, "-W", "ignore", "script.py"])
     assert ended.code == 0 and "rank 0 losses 8" in ended.text, ended.text
+    if bound:
+        return
     assert shop.train("other", ranks=2, steps=8).code == 0
     for name, value in weights(shop, "other").items():
         assert torch.allclose(value, weights(shop, "run")[name], rtol=1e-5, atol=1e-6), name
