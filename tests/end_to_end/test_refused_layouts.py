@@ -150,7 +150,7 @@ LATE: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "no repeated block": ("job_of(Attributes)", "pp", ("--place.cut=chain",), "no chain of blocks"),
     "stages that are too few": ("job_of()", "pp", ("--place.stages=1,1",), "2 stages with 2 blocks"),
     "stages that are too many": ("job_of()", "pp", ("--place.stages=2,1,1",), "3 stages with 4 blocks"),
-    "blocks of no name": ("job_of()", "pp", ("--place.blocks=layers.0,layers.9",), "list 'layers.9'"),
+    "blocks of no name": ("job_of()", "pp", ("--place.blocks=layers.0,layers.9",), "lists 'layers.9'"),
     "blocks in blocks": ("job_of()", "pp", ("--place.blocks=layers.0,layers.0.up",), "which contains it"),
     "a schedule for other microbatches": (
         "job_of()", "pp,schedule=./two.txt", ("--train.micro_batch_size=1",), "is for 2 microbatches"),
