@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from paceline.data.loader import eval_feed, make_loader
+from paceline.data.loader import read_eval_microbatches, make_loader
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import BatchPartition
 from paceline.data.workers import start_workers
@@ -110,7 +110,9 @@ def train(data: Any, *, workers: int) -> None:
 
 def evaluate(data: Any, *, workers: int) -> None:
     collate = None if isinstance(data, DataLoader) else listed
-    list(eval_feed(data=data, collate=collate, batch_size=4, replica=0, replicas=1, seed=1, workers=workers))
+    list(
+        read_eval_microbatches(data=data, collate=collate, batch_size=4, replica=0, replicas=1, seed=1, workers=workers)
+    )
 
 
 @pytest.mark.parametrize("use", [train, evaluate])

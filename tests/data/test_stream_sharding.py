@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.data.loader import eval_feed
+from paceline.data.loader import read_eval_microbatches
 from paceline.data.order.cursor import Cursor
 from paceline.data.order.virtual_shards import choose_shards, samples_per_shard
 from paceline.data.stream.dataset_state_json import NotJsonConvertible, from_json, to_json
@@ -191,7 +191,7 @@ def test_evaluation_sees_each_sample_once_in_the_same_microbatches(workers: int)
         rows = [
             part.data.tolist()
             for replica in range(replicas)
-            for part in eval_feed(
+            for part in read_eval_microbatches(
                 data=lambda: Files(LENGTHS), collate=None, batch_size=8, replica=replica, replicas=replicas, seed=0,
                 workers=workers if replicas < 3 else 0,
             )

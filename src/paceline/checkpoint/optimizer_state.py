@@ -200,7 +200,7 @@ def _writable_tensors(
     shard_specs, rank = shards.sharded.shard_specs(name), shards.world.rank
     if value.shape == parameter.shape:
         get_tensor = partial(Tensor.detach, value)
-        return owned_shards(key, dtype=value.dtype, get_tensor=get_tensor, parts=shard_specs, rank=rank)
+        return owned_shards(key, dtype=value.dtype, get_tensor=get_tensor, shard_specs=shard_specs, rank=rank)
     if not shard_specs[rank].is_full and shard_specs[rank].boxes and value.numel() > 1:
         raise CheckpointError(
             f"the state {key.rpartition('/')[2]} of {optimizer} for {name} can't be saved: it has the shape "

@@ -61,10 +61,10 @@ class NonPersistentBuffers:
             modes = [rank_modes[name] for rank_modes in modes_by_rank if name in rank_modes]
             first_rank = next(rank for rank, rank_modes in enumerate(modes_by_rank) if name in rank_modes)
             if all(mode == "sharded" for mode in modes):
-                parts = weights.shard_specs(name)
+                shard_specs = weights.shard_specs(name)
                 local = weights.local_tensors[name]
                 writable += owned_shards(
-                    name, dtype=local.dtype, get_tensor=local.get_tensor, parts=parts, rank=world.rank
+                    name, dtype=local.dtype, get_tensor=local.get_tensor, shard_specs=shard_specs, rank=world.rank
                 )
             elif "impossible" in modes:
                 raise CheckpointError(

@@ -303,7 +303,7 @@ def _model_tensors(train_state: TrainState, view: StateDictView) -> tuple[list[W
     for name in dict.fromkeys(local.name for local in view.entries.values()):
         local = weights.local_tensors[name]
         writable += owned_shards(
-            name, dtype=local.dtype, get_tensor=local.get_tensor, parts=weights.shard_specs(name), rank=rank
+            name, dtype=local.dtype, get_tensor=local.get_tensor, shard_specs=weights.shard_specs(name), rank=rank
         )
     return writable, aliases
 
@@ -312,9 +312,9 @@ def _ema_tensors(train_state: TrainState) -> list[Writable]:
     ema, rank = train_state.update.ema, train_state.world.rank
     writable: list[Writable] = []
     for name, tensor in zip(ema.names, ema.averages, strict=True) if ema is not None else ():
-        parts = train_state.weights.shard_specs(name)
+        shard_specs = train_state.weights.shard_specs(name)
         writable += owned_shards(
-            name, dtype=tensor.dtype, get_tensor=partial(local_elements, tensor), parts=parts, rank=rank
+            name, dtype=tensor.dtype, get_tensor=partial(local_elements, tensor), shard_specs=shard_specs, rank=rank
         )
     return writable
 

@@ -165,10 +165,10 @@ def raise_worker_error(value: Any) -> Any:
 
 
 def start_function(source: Source, *, appears_alone: bool, parent: int) -> Callable[[int], None]:
-    """Return the function that a data worker runs first: it makes the worker ignore signals and die with its `parent`.
+    """Return the function that a data worker runs first.
 
-    It calls the user's `worker_init_fn` last, with the dataset in `get_worker_info()`, which reports a single worker if
-    `appears_alone`.
+    It makes the worker ignore signals and die with its `parent`, and then calls the user's `worker_init_fn`. With
+    `appears_alone`, `get_worker_info()` reports a single worker.
     """
     user_init = source.loader.worker_init_fn if source.loader is not None else None
 
@@ -195,7 +195,7 @@ def follow_rank(parent: int) -> None:
 def set_dataset_epoch(data: Any, epoch: int) -> None:
     """Call `set_epoch(epoch)` on a dataset or, if it is a wrapper without this method, on the datasets that it wraps.
 
-    torch's `Subset` and `ConcatDataset`, and wrappers like them, have these in `dataset` or `datasets`.
+    Wrappers such as torch's `Subset` and `ConcatDataset` store the wrapped datasets in `dataset` or `datasets`.
     """
     remaining, seen = [data], set[int]()
     while remaining:

@@ -1,7 +1,7 @@
 """Serialization of samples in the data worker itself.
 
 A multiprocessing queue serializes in a background thread. An object that cannot be serialized is lost there, and the
-rank waits for it forever. So the worker itself serializes what it has read, and the rank gets any error.
+rank waits for it forever. Therefore the worker itself serializes its samples, and the rank gets any error.
 """
 
 import pickle

@@ -30,7 +30,7 @@ def close_at_exit(pool: Any) -> None:
 
 
 def loader_arguments(source: Source) -> dict[str, Any]:
-    """Return the arguments of Paceline's DataLoader, with the worker settings of the user's."""
+    """Return the arguments of Paceline's DataLoader; they include the worker settings of the user's DataLoader."""
     user_loader = source.loader
     return {
         "batch_size": None,
@@ -146,6 +146,6 @@ def worker_death_error(reason: str) -> DataError:
 
 @atexit.register
 def _close_all() -> None:
-    """Close all workers before multiprocessing's exit handler waits for them after a SIGTERM, which they ignore."""
+    """Close all workers before multiprocessing's exit handler, which sends SIGTERM and waits: workers ignore SIGTERM."""
     for workers in list(_open_pools):
         workers.close()

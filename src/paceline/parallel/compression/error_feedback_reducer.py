@@ -1,4 +1,4 @@
-"""Reduce gradients with error feedback: what is not sent (the residual) is added to the next step's gradient.
+"""Reduce gradients with error feedback: the unsent part (the residual) is added to the next step's gradient.
 
 The residual is in units of the mean gradient, so that its weight does not depend on the sample count of the next batch
 (Stich et al., "Sparsified SGD with memory", 2018; Karimireddy et al., "Error feedback fixes SignSGD", 2019). The count
@@ -30,7 +30,7 @@ class ErrorFeedbackBucket(Protocol):
         """Return the bytes that a rank sends for this bucket."""
 
     def launch(self, world: World) -> None:
-        """Select what to send, and start the first message."""
+        """Compress the gradients, and start the first message."""
 
     def start_second_message(self) -> None:
         """Wait for the first message, and start the second if there is one."""

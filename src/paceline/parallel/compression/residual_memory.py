@@ -8,12 +8,12 @@ from torch import Tensor
 
 from paceline.torch_internals.private_api import copy_all
 
-_NARROW = (torch.bfloat16, torch.float16)
+_HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients of this dtype are summed and residuals are stored."""
-    return torch.float32 if dtype in _NARROW else dtype
+    return torch.float32 if dtype in _HALF_PRECISION else dtype
 
 
 class ResidualBuffers:

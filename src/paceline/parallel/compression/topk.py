@@ -14,7 +14,7 @@ from paceline.parallel.sharding.flat_buffer import start_all_gather
 
 
 class TopKBucket:
-    """A bucket of gradients, of each of which only the largest elements are sent; of equal elements, the first ones."""
+    """A bucket that sends only the largest elements of each gradient; of equal elements, it sends the first ones."""
 
     def __init__(self, members: Sequence[NamedParameter], *, compression: Compression) -> None:
         self._parameters = [member.parameter for member in members]

@@ -28,7 +28,10 @@ class Reducer(Protocol):
         """Clear the gradients of the previous step."""
 
     def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
-        """Prepare for a microbatch's backward. `last`: it is the step's last; without samples it contributes zeros."""
+        """Prepare for a microbatch's backward.
+
+        `last`: this is the last microbatch of the step. With `has_samples=False` the microbatch contributes zeros.
+        """
 
     def after_backward(self) -> None:
         """Collect gradients after a microbatch's backward."""

@@ -219,7 +219,11 @@ def _register_local_hooks(module: nn.Module, group: TensorParallelGroup) -> list
 
 
 def _read_full(x: Tensor, group: TensorParallelGroup) -> Tensor:
-    return x.full_tensor(partial=True) if isinstance(x, ShardPropagatingTensor) else copy_to_parallel_region(x, group)
+    return (
+        x.full_tensor(has_partial_grad=True)
+        if isinstance(x, ShardPropagatingTensor)
+        else copy_to_parallel_region(x, group)
+    )
 
 
 def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
