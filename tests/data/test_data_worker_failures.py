@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from paceline.data.loader import read_eval_microbatches, make_loader
+from paceline.data.loader import make_loader, read_eval_microbatches
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import BatchPartition
 from paceline.data.workers import start_workers

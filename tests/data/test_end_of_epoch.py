@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.data.loader import read_eval_microbatches, make_loader
+from paceline.data.loader import make_loader, read_eval_microbatches
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import BatchPartition
 from paceline.errors import DataError, UsageError

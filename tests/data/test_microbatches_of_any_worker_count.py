@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from paceline.data.loader import read_eval_microbatches, make_loader
+from paceline.data.loader import make_loader, read_eval_microbatches
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import BatchPartition
 from paceline.data.workers import guard_worker_death

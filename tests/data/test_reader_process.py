@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.data.loader import read_eval_microbatches, make_loader
+from paceline.data.loader import make_loader, read_eval_microbatches
 from paceline.data.order.cursor import Cursor
 from paceline.data.reader_process import DataProcess, read_in_process
 from paceline.data.source import Source

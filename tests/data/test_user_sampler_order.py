@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from paceline.data.loader import BatchLoader, read_eval_microbatches, make_loader
+from paceline.data.loader import BatchLoader, make_loader, read_eval_microbatches
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import BatchPartition
 from paceline.errors import DesyncError, ResumeError

@@ -22,7 +22,7 @@ from torch.utils.data import (
 from paceline.config.settings import Settings
 from paceline.data.checksum import checksum
 from paceline.data.leased_loader import RandomAccessLoader
-from paceline.data.loader import read_eval_microbatches, make_loader
+from paceline.data.loader import make_loader, read_eval_microbatches
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import BatchPartition
 from paceline.errors import DataError, DesyncError, JobError

@@ -39,7 +39,7 @@ class DatasetProperties:
         """
         if self.error is not None:
             raised = JobError(self.error.what, where=self.error.where, hint=self.error.hint)
-            raised.add_note(self.error.full)
+            raised.add_note(self.error.traceback_text)
             raise raised
 
 

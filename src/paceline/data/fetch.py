@@ -46,14 +46,14 @@ class SampleCheckRequest:
 class WorkerError:
     """An exception in a data worker as text, because the exception itself may not be picklable.
 
-    `what` is for the screen; `full` is the text with the traceback, for the rank's log.
+    `what`, `where`, `hint` and `cause` are for the screen; `traceback_text` is for the rank's log.
     """
 
     what: str
     where: str
     hint: str = ""
     cause: str = ""
-    full: str = field(default="", repr=False)
+    traceback_text: str = field(default="", repr=False)
 
 
 class Fetcher(Dataset[Any]):
@@ -138,11 +138,11 @@ def worker_error(error: Exception, *, doing: str, hint: str = "") -> WorkerError
     cause, hint = explain_data_worker_error(message) or ("", hint)
     return WorkerError(
         what=f"{doing} failed: {type(error).__name__}: {message}", where=where, cause=cause, hint=hint,
-        full=_full_text(error),
+        traceback_text=_format_traceback(error),
     )  # fmt: skip
 
 
-def _full_text(error: Exception) -> str:
+def _format_traceback(error: Exception) -> str:
     """Return the traceback as text, at most 1 MiB; an empty string if it can't be formatted."""
     try:
         return "".join(format_exception(error))[:_MAX_TEXT_BYTES]
@@ -158,8 +158,8 @@ def raise_worker_error(value: Any) -> Any:
     """
     if isinstance(value, WorkerError):
         data_error = DataError(value.what, where=value.where, cause=value.cause, hint=value.hint)
-        if value.full:
-            data_error.add_note(value.full)
+        if value.traceback_text:
+            data_error.add_note(value.traceback_text)
         raise data_error
     return value
 

@@ -146,6 +146,6 @@ def worker_death_error(reason: str) -> DataError:
 
 @atexit.register
 def _close_all() -> None:
-    """Close all workers before multiprocessing's exit handler, which sends SIGTERM and waits: workers ignore SIGTERM."""
+    """Close all workers before multiprocessing's exit handler, which sends the ignored SIGTERM and waits."""
     for workers in list(_open_pools):
         workers.close()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.process_group import World
-from paceline.parallel.compression.residual_memory import ResidualBuffers
+from paceline.parallel.compression.residual_memory import DoubleBufferedTensors
 from paceline.parallel.module_access.parameters import NamedParameter, make_buckets, renumber_parameters
 from paceline.torch_internals.private_api import divide_all
 
@@ -20,10 +20,10 @@ from paceline.torch_internals.private_api import divide_all
 class ErrorFeedbackBucket(Protocol):
     """A bucket of gradients that are sent together, in one or two messages; `residuals` are the unsent parts."""
 
-    residuals: ResidualBuffers
+    residuals: DoubleBufferedTensors
 
     @property
-    def persistent_buffers(self) -> tuple[ResidualBuffers, ...]:
+    def persistent_buffers(self) -> tuple[DoubleBufferedTensors, ...]:
         """Return all buffers that persist from step to step."""
 
     def sent_bytes(self, ranks: int) -> float:
@@ -124,6 +124,6 @@ class ErrorFeedbackReducer:
             for name, tensor in buffers.current.items()
         }
 
-    def _persistent_buffers(self) -> Iterator[ResidualBuffers]:
+    def _persistent_buffers(self) -> Iterator[DoubleBufferedTensors]:
         for bucket in self._buckets:
             yield from bucket.persistent_buffers

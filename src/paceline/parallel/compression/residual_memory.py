@@ -16,7 +16,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _HALF_PRECISION else dtype
 
 
-class ResidualBuffers:
+class DoubleBufferedTensors:
     """Named tensors in two buffers, current and next, that are swapped after a step."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], *, dtype: torch.dtype, device: torch.device) -> None:

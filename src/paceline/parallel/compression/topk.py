@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.comm.process_group import World
 from paceline.config.compression import Compression
-from paceline.parallel.compression.residual_memory import ResidualBuffers, accumulation_dtype
+from paceline.parallel.compression.residual_memory import DoubleBufferedTensors, accumulation_dtype
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.sharding.flat_buffer import start_all_gather
 
@@ -21,7 +21,7 @@ class TopKBucket:
         first = self._parameters[0]
         dtype = accumulation_dtype(first.dtype)
         shapes = {member.name: member.parameter.shape for member in members}
-        self.residuals = ResidualBuffers(shapes, dtype=dtype, device=first.device)
+        self.residuals = DoubleBufferedTensors(shapes, dtype=dtype, device=first.device)
         self._sizes = [p.numel() for p in self._parameters]
         self._counts = [compression.num_selected(size) for size in self._sizes]
         self._sum = torch.zeros(sum(self._sizes), dtype=dtype, device=first.device)
@@ -30,7 +30,7 @@ class TopKBucket:
         self._wait: Callable[[], object] | None = None
 
     @property
-    def persistent_buffers(self) -> tuple[ResidualBuffers, ...]:
+    def persistent_buffers(self) -> tuple[DoubleBufferedTensors, ...]:
         """Return the buffers that persist from step to step."""
         return (self.residuals,)
 

@@ -106,8 +106,8 @@ def shard_zero3(
 class _PostUpdateSync:
     """The synchronization after an update: send scalars to every rank, and reshard units that are still gathered.
 
-    Backward usually reshards them. After an evaluation, or if the model's output is an object that hides its tensors, the
-    root unit stays gathered, with outdated values. In a pipeline, `fully_shard` never sees the end of the model's
+    Backward usually reshards them. The root unit stays gathered, with outdated values, after an evaluation, or if the
+    model's output is an object that hides its tensors. In a pipeline, `fully_shard` never sees the end of the model's
     forward. It then reshards only units with `reshard_after_forward`, so this option is on during the call.
     """
 

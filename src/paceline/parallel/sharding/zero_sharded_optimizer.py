@@ -121,7 +121,7 @@ def try_optimizer_factory(
     """Call the job's optimizer factory once, on meta tensors.
 
     Raises:
-        JobError: the factory reads values, hooks an optimizer's step, or returns an optimizer that updates other tensors.
+        JobError: the factory reads values, hooks an optimizer's step, or its optimizer updates other tensors.
     """
     pairs = make_meta_parameters(named_parameters)
     try:

@@ -167,7 +167,7 @@ def _search_until_stable(
         reset_decisions(decisions)
         suggest_borders(decisions, similarity_keys)
     raise LayoutError(
-        f"the tensor plan of {type(model).__name__} is not stable: the weights that can be split differ from run to run.",
+        f"the tensor plan of {type(model).__name__} is not stable: other weights can be split in each run.",
         cause="the model's forward takes a different path each time",
         hint="write the plan: see docs/tensor.md",
     )
@@ -207,7 +207,7 @@ def _resolve_unconsumed(decisions: dict[str, WeightDecision], search: PlanSearch
 def _check_head_counts(decisions: dict[str, WeightDecision], ranks: int, heads: dict[str, int]) -> None:
     """Raise if a projection's number of heads is not divisible by `ranks` and no projection of heads is sharded.
 
-    The stages of a model such as Swin have different numbers of heads. If some of these are divisible, the projections of
+    In a model such as Swin, stages have different numbers of heads. If some of these are divisible, the projections of
     the other stages are not sharded, and a note says so.
     """
     has_sharded_projection = any(decisions[name].dim is not None for name in heads)

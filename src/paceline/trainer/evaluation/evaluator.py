@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline.data.loader import read_eval_microbatches
 from paceline.data.reader_process import read_in_process
 from paceline.data.source import Source
-from paceline.data.stream.rank_mismatch import SPLIT_TWICE_CAUSE, NOT_SEEDED_CAUSE, SEED_HINT, WHOLE_STREAM_HINT
+from paceline.data.stream.rank_mismatch import NOT_SEEDED_CAUSE, SEED_HINT, SPLIT_TWICE_CAUSE, WHOLE_STREAM_HINT
 from paceline.data.types import ReplicaMicrobatch
 from paceline.errors import DataError, JobError
 from paceline.step.loss.loss_return_value import Terms
