@@ -197,12 +197,12 @@ def set_dataset_epoch(data: Any, epoch: int) -> None:
 
     Wrappers such as torch's `Subset` and `ConcatDataset` store the wrapped datasets in `dataset` or `datasets`.
     """
-    remaining, seen = [data], set[int]()
+    remaining, visited = [data], set[int]()
     while remaining:
         dataset = remaining.pop()
-        if id(dataset) in seen:
+        if id(dataset) in visited:
             continue
-        seen.add(id(dataset))
+        visited.add(id(dataset))
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
             continue

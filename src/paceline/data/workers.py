@@ -146,6 +146,6 @@ def worker_death_error(reason: str) -> DataError:
 
 @atexit.register
 def _close_all() -> None:
-    """Close all workers before multiprocessing's exit handler, which sends the ignored SIGTERM and waits."""
+    """Close all workers: otherwise multiprocessing's exit handler sends them SIGTERM, which they ignore, and waits."""
     for workers in list(_open_pools):
         workers.close()

@@ -147,7 +147,7 @@ class TensorParallel:
         assert plan is not None
         split = split_model(placement.model, plan=plan, world=request.worlds.tp, sequence=request.layout.sequence)
         if placement.pipeline_model is not None:
-            placement.pipeline_model.stages.on_forward_end.append(split.hide_parameters)
+            placement.pipeline_model.stages.on_forward_end.append(split.restore_parameters)
         placement.tensor_placement = split
 
 

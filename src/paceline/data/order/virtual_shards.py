@@ -42,12 +42,16 @@ def samples_per_shard(*, available: Sequence[int], ended: Sequence[bool], size: 
     """Return how many samples each shard gives to the next batch of `size`.
 
     `available` counts the samples of each shard that were read ahead, and `ended` is True for a shard that has no more.
-    Return None if more samples must be read ahead first. Otherwise, the result does not depend on `available`.
+    Return None if more samples must be read ahead first. Otherwise, the result does not depend on how far a replica has
+    read ahead.
     """
     taken = [0] * len(available)
     while (num_missing := size - sum(taken)) > 0:
-        needs_more = [have == used and not end for have, used, end in zip(available, taken, ended, strict=True)]
-        if any(needs_more):
+        must_read_ahead = [
+            num_available == num_taken and not has_ended
+            for num_available, num_taken, has_ended in zip(available, taken, ended, strict=True)
+        ]
+        if any(must_read_ahead):
             return None
         live_shards = [shard for shard in range(len(available)) if available[shard] > taken[shard]]
         if not live_shards:

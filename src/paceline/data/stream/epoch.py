@@ -118,10 +118,10 @@ class Epoch:
         samples: list[Any] = []
         for shard, count in enumerate(shard_counts):
             buffer = self._buffers.get(shard)
-            taken = buffer.take(count) if buffer is not None else [None] * count
-            if len(taken) != count:
+            shard_samples = buffer.take(count) if buffer is not None else [None] * count
+            if len(shard_samples) != count:
                 raise _short_shard_error(shard)
-            samples += taken
+            samples += shard_samples
             self.num_read[shard] += count
         if self._settings.divides_shards:
             for shard in sorted(set(self._buffers) - needed):
@@ -270,7 +270,7 @@ class Epoch:
     def _compare_first_samples(self) -> None:
         """Compare the first samples of each shard between replicas.
 
-        Each replica also reads the first samples of the next replica's shards, so two replicas read every shard. If the
+        Each replica also reads the first samples of the next replica's shards. If the
         stream is not split, all replicas read the same samples, and all are compared.
         """
         if self._settings.gather_json is None:
@@ -289,9 +289,9 @@ class Epoch:
                 other, previous = checksums_by_shard.setdefault(name, (rank, checksums))
                 if previous != checksums:
                     self._raise_mismatch(self._settings.gather_json, int(name), ranks=(other, rank))
-        seen: dict[tuple[int, ...], str] = {}
+        shard_by_checksums: dict[tuple[int, ...], str] = {}
         for name, (_, checksums) in sorted(checksums_by_shard.items()):
-            equal_shard = seen.setdefault(tuple(checksums), name)
+            equal_shard = shard_by_checksums.setdefault(tuple(checksums), name)
             if equal_shard != name and len(set(checksums)) == NUM_FIRST_SAMPLES:
                 raise DataError(
                     f"shards {equal_shard} and {name} of the stream start with the same {NUM_FIRST_SAMPLES} samples.",
