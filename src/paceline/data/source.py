@@ -69,7 +69,7 @@ class DatasetCache:
         self._datasets: dict[int, tuple[Any, Any]] = {}
 
     def get(self, data: Any) -> Any:
-        """Return the dataset: `data` itself, or what it returns if it is a function."""
+        """Return the dataset: `data` itself, or the result of calling `data` if it is a function or a class."""
         if not _is_factory(data):
             return data
         if id(data) in self._datasets:

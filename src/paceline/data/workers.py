@@ -136,7 +136,7 @@ def guard_worker_death(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def worker_death_error(reason: str) -> DataError:
-    """Return the error for a data worker that died; `reason` is what is known about its death."""
+    """Return the error for a data worker that died; `reason` says how it died."""
     return DataError(
         f"a data worker died: {reason}",
         cause="it was killed (perhaps for memory), a library crashed, code called exit, or too many files were open",

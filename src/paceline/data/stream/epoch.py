@@ -212,7 +212,7 @@ class Epoch:
                     self._is_over = True
                     break
                 self._planned_batches.append(shard_counts)
-                available = [left - count for left, count in zip(available, shard_counts, strict=True)]
+                available = [num_samples - count for num_samples, count in zip(available, shard_counts, strict=True)]
             if num_ahead > size:
                 for buffer in self._buffers.values():
                     buffer.raise_error()

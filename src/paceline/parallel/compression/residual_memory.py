@@ -68,5 +68,5 @@ class DoubleBufferedTensors:
 
     def _make_views(self, flat: Tensor) -> dict[str, Tensor]:
         sizes = [math.prod(shape) for shape in self._shapes.values()]
-        parts = zip(self._shapes.items(), flat.split(sizes), strict=True)
-        return {name: part.view(shape) for (name, shape), part in parts}
+        flat_views = flat.split(sizes)
+        return {name: view.view(shape) for (name, shape), view in zip(self._shapes.items(), flat_views, strict=True)}

@@ -134,13 +134,13 @@ def accepts_empty_tensor(optimizer: Optimizer) -> bool:
 
 def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
     """Return a new optimizer on `groups` with the same defaults, so that it creates its state for these tensors."""
-    kind = type(optimizer)
+    optimizer_class = type(optimizer)
     unnamed_groups = [{k: v for k, v in group.items() if k != "param_names"} for group in groups]
     try:
-        rebuilt = kind(unnamed_groups, **optimizer.defaults)
+        rebuilt = optimizer_class(unnamed_groups, **optimizer.defaults)
     except (TypeError, ValueError, RuntimeError) as error:
         raise JobError(
-            f"{kind.__name__} creates its state when it is built, and can't be rebuilt from its defaults: {error}",
+            f"{optimizer_class.__name__} creates its state when it is built, and can't be rebuilt from its defaults: {error}",
             cause="its state must be sharded like each rank's rows",
             hint="create the state in step(), as torch's own optimizers do",
         ) from error

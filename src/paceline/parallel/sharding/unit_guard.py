@@ -268,10 +268,10 @@ def _module_copy_error(error: Exception) -> LayoutError | None:
 
 
 def _clearer_error(error: Exception) -> LayoutError | None:
-    text = str(error)
-    if "DTensor" in text and not is_raised_by_user_code(error):
+    message = str(error)
+    if "DTensor" in message and not is_raised_by_user_code(error):
         return _outside_unit_error("a parameter")
-    if "RegisterPostBackwardFunction" in text and "modified inplace" in text:
+    if "RegisterPostBackwardFunction" in message and "modified inplace" in message:
         return LayoutError(
             "a block writes in place to its argument, which under fsdp is a view that forbids it.",
             where=str(user_line(error) or ""),
@@ -321,5 +321,5 @@ def _content(container: Any) -> dict[Any, Any]:
     return dict(container) if isinstance(container, dict) else dict(getattr(container, "__dict__", {}))
 
 
-def _is_same(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
-    return len(now) == len(before) and all(key in now and now[key] is value for key, value in before.items())
+def _is_same(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> bool:
+    return len(first) == len(second) and all(key in first and first[key] is value for key, value in second.items())

@@ -303,10 +303,10 @@ def _transform_reason(decisions: dict[str, WeightDecision]) -> str:
 
 
 def _layer_counts(model: nn.Module) -> str:
-    kinds = [type(m).__name__ for m in model.modules()]
-    convolutions = sum("Conv" in kind and kind != "Conv1D" for kind in kinds)
+    class_names = [type(m).__name__ for m in model.modules()]
+    convolutions = sum("Conv" in name and name != "Conv1D" for name in class_names)
     return (
-        f"{sum(kind == 'Linear' for kind in kinds)} linear layers and {convolutions} convolutions, "
+        f"{class_names.count('Linear')} linear layers and {convolutions} convolutions, "
         "and none is in a pair that can be split."
     )
 
@@ -413,5 +413,5 @@ def _relative_difference(output: Tensor, reference: Tensor) -> float:
 def _float_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() else []
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [t for v in inner for t in _float_tensors(v)]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [t for item in items for t in _float_tensors(item)]

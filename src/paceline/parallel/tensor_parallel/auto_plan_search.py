@@ -57,7 +57,7 @@ class WeightDecision:
 class PlanSearchMode(TorchFunctionMode):
     """A function mode that decides each weight at its first use, and replaces the weights by sharded tensors.
 
-    `embeddings` has the number of rows of each embedding weight. `consumers` says what reads the outputs of a weight:
+    `embeddings` has the number of rows of each embedding weight. `consumers` has the readers of each weight's outputs:
     "row" (a row-parallel matmul) or "output" (the loss, or the model's output).
     """
 

@@ -236,8 +236,8 @@ def _draws_random_numbers(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _devices(leaves: list[Any]) -> set[str]:
-    kinds = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
-    return {kind for kind in kinds if torch.amp.is_autocast_available(kind)}
+    device_types = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
+    return {device_type for device_type in device_types if torch.amp.is_autocast_available(device_type)}
 
 
 def _local_leaf(leaf: Any, group: TensorParallelGroup, *, can_share: bool) -> Any:
