@@ -121,7 +121,7 @@ def evaluate(data: Any, *, workers: int) -> None:
     ("make", "said"),
     [
         (function, "sending samples from a data worker to its rank failed.*<lambda>"),
-        (NotAgain, "unpickle what a data worker sent: TypeError: missing 1 required argument"),
+        (NotAgain, "unpickle the samples that a data worker sent: TypeError: missing 1 required argument"),
         (few_files, r"Too many open files|too many files were open"),
         (killed, r"a data worker died|is killed by signal"),
     ],

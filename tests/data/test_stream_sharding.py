@@ -118,7 +118,7 @@ def test_a_state_without_its_buffer_is_seen_and_read_again_exactly() -> None:
 
 def test_a_stream_that_differs_is_refused() -> None:
     before = read_together(lambda: Files([90, 80]), replicas=2, steps=9)
-    with pytest.raises(DataError, match="differs from what this run has read"):
+    with pytest.raises(DataError, match="differs from the samples that this run has read"):
         read_together(
             lambda: Files([90, 80], spread=999), replicas=1, steps=1, cursor=before[0].cursor, state=before[0].state
         )

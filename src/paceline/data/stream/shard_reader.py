@@ -163,7 +163,7 @@ class ShardReader:
     def _changed_data_error(self, num_read: int) -> DataError:
         where = f" of shard {self._position.shard}" if self._sharding.shards > 1 else ""
         return DataError(
-            f"the stream differs from what this run has read (first {num_read} samples{where}).",
+            f"the stream differs from the samples that this run has read (first {num_read} samples{where}).",
             cause=NOT_SEEDED_CAUSE,
             hint=SEED_HINT,
         )

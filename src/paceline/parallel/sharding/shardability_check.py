@@ -140,7 +140,8 @@ def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) ->
         rebuilt = optimizer_class(unnamed_groups, **optimizer.defaults)
     except (TypeError, ValueError, RuntimeError) as error:
         raise JobError(
-            f"{optimizer_class.__name__} creates its state when it is built, and can't be rebuilt from its defaults: {error}",
+            f"{optimizer_class.__name__} creates its state when it is built, and can't be rebuilt from its defaults: "
+            f"{error}",
             cause="its state must be sharded like each rank's rows",
             hint="create the state in step(), as torch's own optimizers do",
         ) from error
