@@ -62,7 +62,7 @@ class LaunchInfo:
 class WorkerEndpoint:
     """The address at which workers outside the world connect; a new `session` separates it from an earlier one."""
 
-    place: LaunchInfo
+    launch_info: LaunchInfo
     session: str = "run"
 
 
