@@ -171,7 +171,7 @@ LATE: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "cp on an LSTM": (f"job_of(Recurrent, {_BOTH})", "cp", (), "rnn (LSTM) can't be split"),
     "cp on BatchNorm": (f"job_of(lambda: Images(norm=True), {_BOTH})", "cp", (), "BatchNorm1d) can't be split"),
     "cp and a mean": (f"job_of({_BOTH}, loss=mean)", "cp", (), "the loss is one number"),
-    "cp and neighbours": (f"job_of({_BOTH}, loss=neighbours)", "cp", (), "over the parts adds up to"),
+    "cp and neighbours": (f"job_of({_BOTH}, loss=neighbours)", "cp", (), "parts add up to"),
     "cp and a pooled output": (f"job_of(Pooled, {_BOTH}, loss=classed)", "cp", (), "the model's own forward"),
     "cp and attention by hand": (f"job_of(ByHand, {_BOTH})", "cp", (), "the first that differs is that of head"),
     "cp on a sliding window": ("hugging('Mistral', sliding_window=4)", "cp", (), "sliding_window=4 is shorter"),

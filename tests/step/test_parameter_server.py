@@ -607,7 +607,7 @@ def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypa
     """An evaluation may come first, and take longer than anybody waits for a silent one."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = open_store(LaunchInfo(port=0), timeout_seconds=60)
-    entrance = WorkerEndpoint(place=LaunchInfo(port=store.port))
+    entrance = WorkerEndpoint(launch_info=LaunchInfo(port=store.port))
     weight, fixed = torch.zeros(3), torch.zeros(2)
     state = ServerState(
         leases=Leases(bound=1),

@@ -62,7 +62,7 @@ class LaunchInfo:
 class WorkerEndpoint:
     """The address at which workers outside the world connect. A new `session` ignores workers of an earlier one."""
 
-    place: LaunchInfo
+    launch_info: LaunchInfo
     session: str = "run"
 
 

@@ -67,7 +67,7 @@ class FolderModel:
             model,
             shard_specs=shard_specs,
             folder=self.folder,
-            recipes=weight_sources_for(model),
+            find_weight_sources=weight_sources_for(model),
             ignored=ignored_tensors(model, has_new_head=bool(self.new)),
             new=self.new,
         )

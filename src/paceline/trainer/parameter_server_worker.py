@@ -63,7 +63,7 @@ def run_worker(prepared_job: PreparedJob) -> int:
     setup = build_training_setup(
         job=prepared_job.job, settings=prepared_job.settings, plan=prepared_job.plan, world=World.alone()
     )
-    return compute_shares(prepared_job, setup, WorkerEndpoint(place=LaunchInfo.read(os.environ)))
+    return compute_shares(prepared_job, setup, WorkerEndpoint(launch_info=LaunchInfo.read(os.environ)))
 
 
 def compute_shares(prepared_job: PreparedJob, setup: TrainingSetup, endpoint: WorkerEndpoint) -> int:
@@ -80,7 +80,7 @@ def compute_shares(prepared_job: PreparedJob, setup: TrainingSetup, endpoint: Wo
     while True:
         num_pushed_before = worker.num_pushed
         try:
-            worker.serve(_call_with_timeout(limit, connections), rank=endpoint.place.rank)
+            worker.serve(_call_with_timeout(limit, connections), rank=endpoint.launch_info.rank)
             return 0
         except ConnectionLost as error:
             failed_tries = failed_tries + 1 if worker.num_pushed == num_pushed_before else 0

@@ -76,7 +76,7 @@ class ParameterServerRule(StepRule):
 
     def join(self, plan: ExecutionPlan, *, launch_info: LaunchInfo, timeout_seconds: float) -> World:
         """Join the other servers, if there are several. Workers connect to the servers' `worker_endpoint`."""
-        servers, worker_endpoint = plan.update_rule.servers, WorkerEndpoint(place=launch_info)
+        servers, worker_endpoint = plan.update_rule.servers, WorkerEndpoint(launch_info=launch_info)
         if servers == 1:
             store = open_store(launch_info, timeout_seconds=timeout_seconds)
             return World(timeout_seconds=timeout_seconds, worker_endpoint=worker_endpoint, store=store)

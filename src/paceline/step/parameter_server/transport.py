@@ -146,7 +146,7 @@ def connect_to_server(endpoint: WorkerEndpoint, *, server: int, timeout_seconds:
     Raises:
         ConnectionLost
     """
-    store = connect_store(endpoint.place, timeout_seconds=timeout_seconds)
+    store = connect_store(endpoint.launch_info, timeout_seconds=timeout_seconds)
     try:
         number = int(store.add(_TICKET_KEY.format(endpoint.session, server), 1))
     except (RuntimeError, dist.DistError) as error:
@@ -159,11 +159,11 @@ class ConnectionAcceptor:
     """The server's acceptor of workers; it accepts new and restarted workers at any time."""
 
     def __init__(self, endpoint: WorkerEndpoint, *, server: int, timeout_seconds: float) -> None:
-        self._launch_info = endpoint.place
+        self._launch_info = endpoint.launch_info
         self._ticket_key = _TICKET_KEY.format(endpoint.session, server)
         self._name = f"{endpoint.session}/{server}"
         self._timeout = timeout_seconds
-        self._store = connect_store(endpoint.place, timeout_seconds=timeout_seconds)
+        self._store = connect_store(endpoint.launch_info, timeout_seconds=timeout_seconds)
         self._num_accepted = 0
         self.is_closed = False
 

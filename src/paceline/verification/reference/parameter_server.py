@@ -67,7 +67,7 @@ class WorkerInstructions:
     def _send(self, instruction: str) -> None:
         self._number += 1
         if self._world.worker_endpoint is not None and self._world.is_main:
-            store = connect_store(self._world.worker_endpoint.place, timeout_seconds=self._world.timeout_seconds)
+            store = connect_store(self._world.worker_endpoint.launch_info, timeout_seconds=self._world.timeout_seconds)
             store.set(_INSTRUCTION_KEY.format(self._number), instruction)
 
 
@@ -82,7 +82,7 @@ def run_gradient_worker(prepared_job: PreparedJob, launch_info: LaunchInfo) -> i
         dtype = torch.float64 if instruction == _FLOAT64 else None
         with keep_float64(active=dtype is not None):
             setup = build_in_precision(prepared_job, World.alone(), dtype)
-            compute_shares(prepared_job, setup, WorkerEndpoint(place=launch_info, session=str(number)))
+            compute_shares(prepared_job, setup, WorkerEndpoint(launch_info=launch_info, session=str(number)))
             setup.close()
 
 
