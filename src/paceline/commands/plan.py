@@ -127,9 +127,8 @@ def plan(
     target = None if cluster.strip() == "here" else parse_cluster(cluster)
     if target is not None:
         refuse_other_rank_count(common, target, cluster_text=cluster)
-    run_options = (
-        replace(common, layout=None) if target is None else replace(common, layout="single", ranks=1, device="cpu")
-    )
+    one_process = replace(common, layout="single", ranks=1, device="cpu")  # judges the layouts of another cluster
+    run_options = replace(common, layout=None) if target is None else one_process
     ref, arguments, assumed = config_as_job(job, overrides, ranks=common.ranks or 1, cluster=target, file=common.config)
     task = make_task("plan", ref, run_options, arguments)
     _refuse_misfit_layouts(named_layouts, ranks=task.ranks if target is None else target.ranks)
