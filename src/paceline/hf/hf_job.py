@@ -63,9 +63,9 @@ def job(
     }
     pad_id = next(
         (
-            n
-            for n in (getattr(tokenizer, "pad_token_id", None), _text_config_value(config, "pad_token_id"))
-            if n is not None
+            candidate
+            for candidate in (getattr(tokenizer, "pad_token_id", None), _text_config_value(config, "pad_token_id"))
+            if candidate is not None
         ),
         0,
     )

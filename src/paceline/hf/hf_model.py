@@ -109,7 +109,7 @@ def read_config(source: Any) -> tuple[Any, Path | None]:
 
 def as_known_config(config: Any) -> Any:
     """Return the config as the nearest base class that transformers has models for."""
-    known_classes = [kind for kind in type(config).__mro__ if any(_has_model_for(kind, task) for task in TASKS)]
+    known_classes = [base for base in type(config).__mro__ if any(_has_model_for(base, task) for task in TASKS)]
     if not known_classes or known_classes[0] is type(config):
         return config
     base_config = copy.copy(config)
@@ -167,8 +167,8 @@ def _is_supported(config: Any, task: str) -> bool:
     return _has_model_for(type(config), task)
 
 
-def _has_model_for(kind: type, task: str) -> bool:
-    return kind in getattr(transformers, TASKS[task])._model_mapping
+def _has_model_for(config_class: type, task: str) -> bool:
+    return config_class in getattr(transformers, TASKS[task])._model_mapping
 
 
 def _supported_tasks_hint(config: Any) -> str:
@@ -180,5 +180,5 @@ def _supported_tasks_hint(config: Any) -> str:
     tables = [getattr(getattr(transformers, name), "_model_mapping", {}) for name in other_classes]
     matches = [table[type(config)] for table in tables if type(config) in table]
     names = {kind.__name__ for match in matches for kind in (match if isinstance(match, tuple | list) else (match,))}
-    kinds = [f"task=transformers.{name}" for name in sorted(names, key=lambda name: (len(name), name))[:3]]
-    return " or ".join(tasks + kinds) or f"task= one of {', '.join(TASKS)}, or a model class"
+    class_hints = [f"task=transformers.{name}" for name in sorted(names, key=lambda name: (len(name), name))[:3]]
+    return " or ".join(tasks + class_hints) or f"task= one of {', '.join(TASKS)}, or a model class"
