@@ -164,7 +164,7 @@ def next_fallback_task(task: Task, failure: Failure | None) -> Task | None:
     if failure.requested_bytes > failed_bytes:  # no layout explains this allocation
         return None
     newest = resolve_mark(run.checkpoints, LATEST)
-    resume_text = f"from {newest.name}" if newest is not None else "from the first step, because nothing had been saved"
+    resume_text = f"from {newest.name}" if newest is not None else "from the first step (nothing had been saved)"
     reason = f"{task.layout} was refused" if is_refused else failure.message.rstrip(".")
     step_text = f" at step {failure.step}" if failure.step else ""
     print_line(

@@ -88,7 +88,7 @@ def _format_lost_additions(participants: Sequence[Mapping[str, Any]]) -> Iterato
 
 def _format_forecast(event: ForecastChecked) -> str:
     method = (
-        "on the device" if event.measured_by == "allocator" else "of resident memory since before the model was built"
+        "on the device" if event.measured_by == "allocator" else "more resident memory than before the model was built"
     )
     ratio = "" if event.memory_ratio is None else f" ({event.memory_ratio:.2f} times)"
     memory = "" if event.measured_bytes is None else f"{format_size(event.measured_bytes)} {method}{ratio}, "
