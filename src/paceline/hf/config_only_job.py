@@ -34,13 +34,13 @@ def make_job(
     Args:
         source: a folder, a config or a class that defines the model; its weights are neither needed nor read.
         task: as in `pl.hf.job`; by default the task that the config implies.
-        length: positions of a sample; by default the model's maximum, but at most 4,096; 1,024 if it is not known.
+        length: positions of a sample; by default the model's maximum (at most 4,096), or 1,024 if the config has none.
         global_batch_size: samples of a step.
         optimizer: a class of `torch.optim`.
-        lr: its learning rate, which no plan depends on.
+        lr: the learning rate of the optimizer; no plan depends on it.
 
     Raises:
-        JobError, CheckpointError: no config, no task, or no such optimizer.
+        JobError, CheckpointError: there is no config, no task, or no such optimizer.
     """
     config, named_class = _read_source(source)
     task_or_class = named_class if named_class is not None else task or infer_task(config)
@@ -110,7 +110,7 @@ def _task_of_class(named_class: Any, config: Any) -> str:
 
 
 def _read_source(source: str) -> tuple[Any, Any]:
-    """Return the config, and the model class if one was named."""
+    """Return the config that `source` names, and the model class if `source` names a class."""
     if Path(source).is_dir():
         return _read_folder(Path(source)), None
     path_or_module, _, name = source.partition(":")
