@@ -171,7 +171,11 @@ class Shop:
         inherited = {
             k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "SLURM_", "PMI", "TORCHELASTIC"))
         }
-        return {**inherited, "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": "", "PACELINE_VERBOSE": "1", **(extra or {})}
+        fixed = {"NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": "", "PACELINE_VERBOSE": "1"}
+        fixed["PYTHONUNBUFFERED"] = (
+            ""  # unbuffered, one print() is several writes, and those of two ranks mix in one pipe
+        )
+        return {**inherited, **fixed, **(extra or {})}
 
 
 settings.register_profile("no clock", deadline=None)  # a busy machine is no fault

@@ -11,6 +11,7 @@ QUICK = (
     "custom_loop/test_place_settings.py",
     "data/test_leases.py",
     "data/test_sample_order.py",
+    "docs/test_names_in_blocks.py",
     "floor/",
     "launch/agent/test_process_exit.py",
     "launch/agent/test_respawn.py",

@@ -2,14 +2,14 @@
 
     torchrun --standalone --nproc-per-node 2 examples/by_hand/accumulate.py [--save WEIGHTS.pt]
 
-Three things go wrong in loops like this, and all of them still train:
-- DDP sends every gradient in every backward. `no_sync` keeps them back; the last backward sends the sum. A rank
-  with fewer microbatches must still have a last one, or the others wait for it for ever: it runs one that counts zero.
-- DDP takes the mean over ranks. The contract wants the sum, so the loss is multiplied by the ranks.
+Three mistakes are common in such loops, and a loop with one of them still trains:
+- DDP sends every gradient in every backward. `no_sync` delays this: the last backward sends the sums. A rank without
+  microbatches still runs one, which counts zero. Otherwise the other ranks would wait for its gradients forever.
+- DDP takes the mean over ranks. Here the sum is needed, so the loss is multiplied by the number of ranks.
 - `loss.mean() / ACCUMULATE` is a mean of means. Sums are added here, and divided once, by the global count.
 
-What it moves: every gradient once a step, and one count. What it stores: nothing more than DDP. What it waits for:
-the last backward alone is overlapped with communication.
+Messages: every gradient once a step, and one count. Memory: as DDP. Waiting: communication overlaps only with the last
+backward.
 """
 
 import os

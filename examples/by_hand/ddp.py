@@ -1,9 +1,9 @@
-"""Data parallelism by hand: each rank its microbatches, every gradient all-reduced, one division.
+"""Data parallelism by hand: each rank computes its microbatches, and every gradient is all-reduced and divided once.
 
     torchrun --standalone --nproc-per-node 3 examples/by_hand/ddp.py [--save WEIGHTS.pt]
 
-What it moves: every gradient once a step, and one count. What it stores: nothing more than one process. What it
-waits for: every all-reduce, one after another, after backward; Paceline sends them while backward runs.
+Messages: every gradient once a step, and one count. Memory: as in one process. Waiting: for every all-reduce, one
+after another, after backward. Paceline sends the gradients while backward runs.
 """
 
 import os
@@ -15,7 +15,7 @@ from single import GLOBAL_BATCH, MICRO_BATCH, STEPS, loss_sum, make_data, make_m
 
 
 def train(rank: int, ranks: int) -> torch.nn.Module:
-    model = make_model()  # the same seed on every rank: the same start weights
+    model = make_model()  # the same seed on every rank, so the same initial weights
     optimizer = make_optimizer(model.parameters())
     x, y = make_data()
     for step in range(STEPS):
@@ -28,7 +28,7 @@ def train(rank: int, ranks: int) -> torch.nn.Module:
             count += counted
         dist.all_reduce(count)
         for parameter in model.parameters():
-            if parameter.grad is None:  # a rank without a microbatch adds zeros, and must not stay away
+            if parameter.grad is None:  # a rank without a microbatch takes part with zeros
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)  # a sum, not an average
             parameter.grad.div_(count)

@@ -1,16 +1,16 @@
-"""Fully sharded data parallelism by hand: nobody keeps a whole layer; a layer is gathered when it is used.
+"""Fully sharded data parallelism by hand: no rank keeps a whole layer; a layer is gathered when it is used.
 
     python examples/by_hand/fsdp.py
 
 Each layer is one flat vector, cut into as many shards as there are ranks. A rank keeps its shard of the weights, of
 the gradients and of the optimizer state. Every rank has samples of its own, as under `ddp.py`.
-- forward: all-gather the layer's shards, compute, forget the whole layer;
+- forward: all-gather the layer's shards, compute, free the whole layer;
 - backward: all-gather them again, compute, and reduce-scatter the gradient: each rank gets its shard of the sum;
-- optimizer: each rank updates its shard. No message: an update of one number needs that number's gradient alone.
+- optimizer: each rank updates its shard. This needs no message: the update of a number needs only its own gradient.
 
-What it moves: every weight twice and every gradient once a step. What it stores: 1/ranks of weights, gradients and
-optimizer state, and one layer whole while it is used. What it waits for: each gather. Real FSDP asks for the next
-layer while the present one computes.
+Messages: every weight twice and every gradient once a step. Memory: 1/ranks of weights, gradients and optimizer
+state, and one whole layer while it is used. Waiting: for each gather. Real FSDP gathers the next layer while the
+current one computes.
 """
 
 import sys
@@ -34,12 +34,12 @@ def make_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD, since an Adam would forgive a gradient that is too large by a factor."""
+    """SGD, because Adam would hide a gradient that is too large by a factor."""
     return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
 
 
 def cut(layer: nn.Linear, rank: int, ranks: int, device: torch.device) -> nn.Parameter:
-    """Return this rank's shard of the layer. Zeros fill the flat vector up, so that all shards have one size."""
+    """Return this rank's shard of the layer. Zeros pad the flat vector, so that all shards have the same size."""
     flat = flatten(layer.parameters())
     size = -(-flat.numel() // ranks)
     flat = nn.functional.pad(flat, (0, size * ranks - flat.numel()))
@@ -65,7 +65,7 @@ class ShardedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, shard = ctx.saved_tensors
-        weight, _ = gather(shard)  # the same weights: nobody has updated them yet
+        weight, _ = gather(shard)  # the same weights: no rank has updated them yet
         whole = shard.new_zeros(shard.numel() * dist.get_world_size())
         whole[: WIDTH * WIDTH] = (gradient.T @ x).flatten()
         whole[WIDTH * WIDTH :][:WIDTH] = gradient.sum(0)
@@ -77,7 +77,8 @@ class ShardedLinear(torch.autograd.Function):
 
 def train(rank: int, ranks: int) -> dict[str, object]:
     device = choose_device(rank, ranks)
-    shards = [cut(layer, rank, ranks, device) for layer in make_layers()]  # built whole first, as one process does
+    # The layers are built whole first, so that the initial values are those of one process.
+    shards = [cut(layer, rank, ranks, device) for layer in make_layers()]
     optimizer = make_optimizer(shards)
     losses = []
     for step in range(STEPS):
@@ -90,7 +91,7 @@ def train(rank: int, ranks: int) -> dict[str, object]:
         optimizer.step()
         losses.append(loss.detach())
     total = torch.stack(losses)
-    dist.all_reduce(total)  # only to be shown: the training needs no rank's loss but its own
+    dist.all_reduce(total)  # only for the output: the training does not need the other ranks' losses
     kept = [*shards, *(s.grad for s in shards), *(optimizer.state[s]["momentum_buffer"] for s in shards)]
     return {"losses": total.cpu(), "shards": [s.detach().cpu() for s in shards], "bytes": sum(t.nbytes for t in kept)}
 

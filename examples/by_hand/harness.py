@@ -1,6 +1,6 @@
-"""What the programs with several processes share: starting ranks, choosing devices, comparing with one process.
+"""Helpers of the programs with several processes: start ranks, choose devices, compare with one process.
 
-`run_ranks(work, ranks)` calls `work(rank, ranks)` in that many processes and returns what each call returned.
+`run_ranks(work, ranks)` calls `work(rank, ranks)` in that many processes and returns the results.
 `compare` prints a table and returns an exit code. No program needs `torchrun`, a free port or a network.
 """
 
@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT = 60  # seconds: a rank that waits for a message that nobody sends must fail, not wait for ever
-ROUNDING = (
-    1e-5  # of the largest value. Sums in another order differ by about 1e-7 of it in float32, a mistake by far more
-)
+TIMEOUT = 60  # seconds: a rank that waits for a message that nobody sends must fail, not wait forever
+# The allowed difference as a fraction of the largest value. In float32, another order of sums changes the result by
+# about 1e-7 of that value; mistakes change it by far more.
+ROUNDING = 1e-5
 
 # The ranks find each other over the loopback interface, so that no firewall and no host name matters.
 if sys.platform in ("linux", "darwin"):
@@ -28,20 +28,21 @@ if sys.platform in ("linux", "darwin"):
 
 
 def choose_device(rank: int, ranks: int) -> torch.device:
-    """Return a GPU for each rank where there are enough of them, otherwise the CPU."""
+    """Return a GPU for this rank if every rank can have one, otherwise the CPU."""
     return torch.device("cuda", rank) if torch.cuda.device_count() >= ranks else torch.device("cpu")
 
 
 def run_ranks(work: Callable[[int, int], Any], ranks: int) -> list[Any]:
-    """Run `work` in `ranks` processes. Raise if one of them fails or the time is over; leave no process behind."""
-    # A forked process has everything imported already; one that is to use CUDA must be spawned.
-    torch.optim.SGD([torch.zeros(())])  # the first optimizer of a process imports the compiler: once here, not per rank
+    """Run `work` in `ranks` processes. Raise if one of them fails or the time is over, and end all of them."""
+    # The first optimizer imports the compiler: import it once here, not in each rank.
+    torch.optim.SGD([torch.zeros(())])
+    # A forked process has the parent's imports, but a process that uses CUDA must be spawned.
     method = "fork" if sys.platform == "linux" and not torch.cuda.is_available() else "spawn"
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(_work_as_rank, (work, ranks, folder), ranks, join=False, start_method=method)
         deadline = time.monotonic() + TIMEOUT + 5  # the ranks' own timeout comes first: it names the operation
         try:
-            while not context.join(timeout=1):  # raises what a rank raised, and ends the other ranks
+            while not context.join(timeout=1):  # raises a rank's error, and ends the other ranks
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"the ranks have not finished after {TIMEOUT} s")
         finally:
@@ -57,7 +58,7 @@ def _work_as_rank(rank: int, work: Callable[[int, int], Any], ranks: int, folder
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=Path(folder, "store").as_uri(),  # the ranks meet in a file: no port can be taken
+        init_method=Path(folder, "store").as_uri(),  # the ranks meet in a file, so no port is needed
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=TIMEOUT),
@@ -65,10 +66,10 @@ def _work_as_rank(rank: int, work: Callable[[int, int], Any], ranks: int, folder
     try:
         result = work(rank, ranks)
     except Exception as error:
-        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)  # the parent shows one rank alone
+        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)  # the parent shows the error of one rank only
         raise
     torch.save(result, Path(folder, f"{rank}.pt"))
-    dist.barrier()  # nobody leaves while another rank still reads from it
+    dist.barrier()  # no rank exits while another still reads from it
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may outlive the interpreter
 
@@ -81,7 +82,7 @@ def compare(rows: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> int:
         alone, ours = alone.detach().double().cpu(), ours.detach().double().cpu()
         largest = alone.abs().max().item()
         difference, allowed = (alone - ours).abs().max().item(), ROUNDING * largest
-        same = same and difference <= allowed  # a NaN is not
+        same = same and difference <= allowed  # False for a NaN
         print(f"{name:18}{largest:12.6f}{ours.abs().max().item():12.6f}{difference:12.1e}{allowed:12.1e}")
     print("equal up to rounding" if same else "DIFFERENT")
     return 0 if same else 1

@@ -3,11 +3,11 @@
     python examples/by_hand/naive.py [DEVICE DEVICE]      for instance: cuda:0 cuda:1
 
 A model that does not fit on one device is cut: the first half on one device, the second half on another. Activations
-move forward over the cut, their gradients move back. The result is the same training. The price is time: the second
-half needs what the first half has computed, so one device always waits for the other. `pipeline.py` is the cure.
+move forward across the cut, and their gradients move back. The result is the same training. The price is time: the
+second half needs the output of the first, so one device always waits for the other. `pipeline.py` shortens the wait.
 
-What it moves: one activation and its gradient a step. What it stores: half of the model on each device. What it waits
-for: the other half, always.
+Messages: one activation and its gradient a step. Memory: half of the model on each device. Waiting: each half for the
+other.
 """
 
 import sys
@@ -44,7 +44,7 @@ SPANS: list[tuple[int, str, float, float]] = []  # half, forward or backward, st
 
 @contextmanager
 def clock(half: int, kind: str) -> Iterator[None]:
-    """Note when a half computes."""
+    """Record when a half computes."""
     start = time.perf_counter()
     yield
     if DEVICES[half].startswith("cuda"):  # a GPU still computes after the call has returned
@@ -70,7 +70,7 @@ def train_in_halves() -> tuple[torch.Tensor, nn.Sequential]:
             loss = nn.functional.mse_loss(second(received), y)
         with clock(1, "B"):
             loss.backward()
-        gradient = received.grad.to(DEVICES[0])  # the way back over the cut
+        gradient = received.grad.to(DEVICES[0])  # back across the cut
         with clock(0, "B"):
             sent.backward(gradient)
         optimizer.step()

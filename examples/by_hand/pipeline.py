@@ -6,11 +6,11 @@ The model is cut into stages, one on each rank, as in `naive.py`. The batch is c
 computes the first, stage 0 computes the second. With p equal stages the pipeline fills and drains in p - 1 turns, in
 which some stages wait: the *bubble* is (p - 1) / (m + p - 1) of the time. Two orders of the same work:
 - GPipe: all forwards, then all backwards. A stage keeps the activations of all m microbatches.
-- 1F1B: a stage begins with backward as soon as it can, then alternates. It keeps those of p - stage microbatches at
-  most. The bubble is the same: 1F1B saves memory, not time.
+- 1F1B: a stage begins with backward as soon as it can, then alternates. It keeps the activations of at
+  most p - stage microbatches. The bubble is the same: 1F1B saves memory, not time.
 
-What it moves: an activation and its gradient for each microbatch over each cut. What it stores: one stage, and the
-activations above. What it waits for: the stage before (forward), the stage after (backward).
+Messages: an activation and its gradient, for each microbatch and each cut. Memory: one stage, and the activations
+above. Waiting: for the previous stage in forward, for the next stage in backward.
 
 A laptop has fewer cores than this pipeline has stages, so real stages would wait for cores. Each stage here really
 computes its small layer and then sleeps for the rest of a fixed time, as if a device computed. The measured bubble is a
@@ -37,7 +37,7 @@ def order_gpipe(stage: int, stages: int, micro: int) -> list[Action]:
 
 
 def order_1f1b(stage: int, stages: int, micro: int) -> list[Action]:
-    warm = min(stages - stage - 1, micro)  # the later stages get their first microbatch, and the last one turns back
+    warm = min(stages - stage - 1, micro)  # forwards before the last stage starts its first backward
     actions = [("F", number) for number in range(warm)]
     for number in range(micro - warm):
         actions += [("F", warm + number), ("B", number)]
@@ -45,7 +45,7 @@ def order_1f1b(stage: int, stages: int, micro: int) -> list[Action]:
 
 
 def make_stage(stage: int) -> nn.Module:
-    torch.manual_seed(stage)  # a stage's weights depend on the stage alone, so that one process makes the same ones
+    torch.manual_seed(stage)  # a stage's weights depend only on the stage, so that one process draws the same weights
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
@@ -63,7 +63,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Stage:
-    """One rank's stage: it receives, computes and sends, and notes when it computed."""
+    """One rank's stage: it receives, computes and sends, and records when it computed."""
 
     def __init__(self, stage: int, stages: int) -> None:
         self.stage, self.is_first, self.is_last = stage, stage == 0, stage == stages - 1
@@ -98,7 +98,7 @@ class Stage:
             self.send(inputs.grad, self.stage - 1)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send without waiting: two neighbours that both wait until the other receives would wait for ever."""
+        """Send without waiting: two neighbours that both wait until the other receives would wait forever."""
         self.sent.append((dist.isend(tensor, to), tensor))  # the tensor must outlive the message
 
     def note(self, start: float, seconds: float) -> None:
@@ -139,7 +139,7 @@ def train(order: Callable[[int, int, int], list[Action]], rank: int, ranks: int)
 
 
 def measure_bubble(spans: list[tuple[float, float]], ranks: int) -> float:
-    """Return the share of the time, from the first compute of any rank to the last, in which ranks do not compute."""
+    """Return the fraction of the ranks' time without computation, between the first and the last computation."""
     mine = torch.tensor([spans[0][0], spans[-1][1], sum(end - start for start, end in spans)], dtype=torch.float64)
     every = [torch.empty_like(mine) for _ in range(ranks)]
     dist.all_gather(every, mine)

@@ -1,12 +1,12 @@
-"""Messages between ranks by hand: point-to-point and collectives, each with what every rank held before and after.
+"""Messages between ranks by hand: point-to-point and collectives, with each rank's numbers before and after.
 
     python examples/by_hand/send.py
 
-Every parallel layout is made of these. Rank r begins with the numbers 10r, 10r + 1, 10r + 2, one for each rank.
-What one process would compute from all ranks' numbers is written next to each operation and compared with the result.
+Every parallel layout uses these operations. Rank r begins with the numbers 10r, 10r + 1, 10r + 2, one for each rank.
+Next to each operation is the same computation in one process on all ranks' numbers; the results are compared.
 
-A collective is called by all ranks of a group, in the same order. A rank that stays away lets the others wait until the
-timeout: that is how most hangs begin.
+A collective is called by all ranks of a group, in the same order. If one rank does not call it, the others wait until
+the timeout. Most hangs begin this way.
 """
 
 import sys
@@ -23,7 +23,7 @@ ROOT = 0
 
 
 def send_recv(mine: Tensor, rank: int, ranks: int) -> Tensor:
-    """A chain: `recv` waits for the message, `send` until the tensor may be changed again."""
+    """A chain: `recv` waits for the message; `send` waits until the tensor may be changed again."""
     if rank > 0:
         dist.recv(mine, rank - 1)
     if rank < ranks - 1:
@@ -32,7 +32,7 @@ def send_recv(mine: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def isend_irecv(mine: Tensor, rank: int, ranks: int) -> Tensor:
-    """A ring. With `send` first on every rank, all could wait for ever; both are started here, then waited for."""
+    """A ring. If every rank called `send` first, all could wait forever, so each starts both and then waits."""
     received = torch.empty_like(mine)
     operations = [
         dist.P2POp(dist.isend, mine, (rank + 1) % ranks),
@@ -90,7 +90,7 @@ def all_to_all(mine: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 class Operation(NamedTuple):
-    """An operation, where it is used, and what rank r holds after it, computed in one process from `all`."""
+    """An operation, its use, and the expected numbers of rank r, computed in one process from `all`."""
 
     run: Callable[[Tensor, int, int], Tensor]
     use: str

@@ -1,4 +1,4 @@
-"""One process, plain torch: what every layout is compared with.
+"""One process in plain torch: the reference for every layout.
 
 python examples/by_hand/single.py [--save WEIGHTS.pt]
 """
@@ -23,12 +23,12 @@ def make_data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss_sum(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss contract: a sum, and how many targets it is a sum over (a label of -1 is no target)."""
+    """Return the sum of the losses, and the number of targets (a label of -1 is not a target)."""
     return F.cross_entropy(model(x), y, reduction="sum", ignore_index=-1), (y >= 0).sum()
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD, since an Adam would forgive a gradient that is twice too large."""
+    """SGD, because Adam would hide a gradient that is twice too large."""
     return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
 
 
@@ -51,7 +51,7 @@ def train() -> torch.nn.Module:
 
 
 def save(model: torch.nn.Module, words: list[str]) -> None:
-    """Print one number to look at; keep the weights where they are asked for."""
+    """Print the sum of the weights; with `--save`, save the weights."""
     print(sum(p.double().sum().item() for p in model.parameters()))
     if "--save" in words:
         torch.save(model.state_dict(), words[words.index("--save") + 1])

@@ -2,18 +2,18 @@
 
     python examples/by_hand/tensor.py
 
-The MLP is `gelu(x @ A) @ B`. Cut A by columns: each rank computes some of the hidden features, whole, so that gelu can
-be applied to them without a message. Cut B by rows to match: each rank multiplies its hidden features with its rows of
+The MLP is `gelu(x @ A) @ B`. Cut A by columns: each rank computes some of the hidden features completely, so that
+gelu needs no message. Cut B by rows to match: each rank multiplies its hidden features with its rows of
 B, and the product is a term of the sum. One all-reduce adds the terms:
 
     gelu(x @ A) @ B  =  gelu(x @ A0) @ B0  +  gelu(x @ A1) @ B1  +  ...
 
-Backward is the mirror image. Each rank knows the gradient of x only through its columns of A, so that one all-reduce
-adds these terms too. Two autograd functions do it (Megatron-LM calls them f and g): each communicates in one direction
-and passes values through in the other.
+Backward is the mirror image. Each rank knows the gradient of x only through its columns of A, so one all-reduce
+adds these terms too. Two autograd functions call the all-reduces (f and g in Megatron-LM): each communicates in one
+direction and passes values through in the other.
 
-What it moves: one activation forward and its gradient backward, in each MLP and each microbatch. What it stores:
-1/ranks of the MLP's weights and hidden features. What it waits for: both all-reduces, with nothing else to do.
+Messages: one activation in forward and its gradient in backward, for each MLP and microbatch. Memory: 1/ranks of the
+MLP's weights and hidden features. Waiting: for both all-reduces.
 """
 
 import sys
@@ -28,7 +28,7 @@ SENT = {"forward": 0, "backward": 0}  # all-reduces of this rank
 
 
 class CopyToRanks(torch.autograd.Function):
-    """Stands before the column-parallel layer: forward changes nothing, backward adds the ranks' gradients."""
+    """The function before the column-parallel layer: forward changes nothing, backward adds the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class CopyToRanks(torch.autograd.Function):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Stands after the row-parallel layer: forward adds the ranks' terms, backward changes nothing."""
+    """The function after the row-parallel layer: forward adds the ranks' terms, backward changes nothing."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, term: Tensor) -> Tensor:
@@ -86,11 +86,11 @@ class ParallelBlock(nn.Module):
         x = self.before(x)
         hidden = nn.functional.gelu(nn.functional.linear(CopyToRanks.apply(x), self.up_weight, self.up_bias))
         term = nn.functional.linear(hidden, self.down_weight)
-        return x + SumOverRanks.apply(term) + self.down_bias  # the bias once, after the sum; not once a rank
+        return x + SumOverRanks.apply(term) + self.down_bias  # the bias is added once, after the sum, not once per rank
 
 
 def train(model: nn.Module, device: torch.device) -> Tensor:
-    """Train with SGD, the same loop for both models; every rank of a tensor-parallel group gets the same samples."""
+    """Train either model with SGD. Every rank of a tensor-parallel group gets the same samples."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     losses = []
     for step in range(STEPS):
@@ -118,7 +118,7 @@ def train_part(rank: int, ranks: int) -> dict[str, object]:
 
 
 def join(parts: list[dict[str, Tensor]], rank: int) -> Tensor:
-    """Put the parts together, in the order of `Block.parameters()`. What each rank holds whole comes from `rank`."""
+    """Join the parts in the order of `Block.parameters()`. Parameters that are not split come from `rank`."""
     whole = parts[rank]
     up = torch.cat([p["up_weight"] for p in parts], 0), torch.cat([p["up_bias"] for p in parts])
     down = torch.cat([p["down_weight"] for p in parts], 1), whole["down_bias"]

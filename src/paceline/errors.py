@@ -55,7 +55,7 @@ class PacelineError(Exception):
         return "\n".join([self.what, *(f"  {label}: {text}" for label, text in labels if text)])
 
     def as_json(self) -> dict[str, str]:
-        """Return the same text for `--json`."""
+        """Return the parts of the error for `--json`."""
         return {
             "error": type(self).__name__,
             "what": self.what,
@@ -84,7 +84,7 @@ class LayoutError(PacelineError):
 
 
 class ResumeError(PacelineError):
-    """The run to resume is not the run that was requested."""
+    """The run to resume differs from the requested run."""
 
     exit_code = ExitCode.REFUSED
 
@@ -137,9 +137,8 @@ class PeerError(RunError):
 class OutOfMemory(RunError):
     """A rank could not allocate the memory that it needs.
 
-    `bytes_by_purpose` is the memory in use, `limit_bytes` the limit. `part`, a part of the step, is forward, backward
-    or optimizer.
-    `requested_bytes` is the size of the allocation that failed, if it is known.
+    `bytes_by_purpose` is the memory in use, `limit_bytes` the limit. `part` is the part of the step that failed:
+    forward, backward or optimizer. `requested_bytes` is the size of the allocation that failed, if it is known.
     """
 
     def __init__(

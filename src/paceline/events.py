@@ -27,7 +27,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
-    """The values of a logged step. All but `sent_bytes` are those of all ranks.
+    """The values of a logged step, over all ranks except for `sent_bytes`.
 
     `sent_bytes` counts the bytes that the first rank has sent since this attempt began (with local SGD, only those to
     other sites); None if unknown.
@@ -87,7 +87,7 @@ class ForecastChecked(Event):
 
     Bytes are those of the rank that used most. `measured_by` names the measurement: the device's `allocator`, or the
     growth of a process's `resident memory` since before its model was built. `memory_ratio` is None if they can't be
-    compared. `others` is the share of the cores that other programs used meanwhile, or 0.0 if they left enough.
+    compared. `others` is the share of the cores that other programs used meanwhile, or 0.0 if they left enough cores.
     """
 
     step: int

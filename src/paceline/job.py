@@ -1,4 +1,4 @@
-"""A job: a description of what to train, in plain Python values. The user writes it; it uses no device."""
+"""A job: a description of what to train, in plain Python values. The user writes the job; it uses no device."""
 
 import importlib
 import importlib.util
@@ -47,9 +47,9 @@ class EarlyStopping:
         """
         _convert_numbers(self, counts=("patience",), numbers=("min_delta",))
         if self.mode is None:
-            written = f"EarlyStopping(metric={self.metric!r})"
+            rule_text = f"EarlyStopping(metric={self.metric!r})"
             hint = f'EarlyStopping(metric={self.metric!r}, mode="max")'
-            object.__setattr__(self, "mode", mode_of_metric(self.metric, written=written, hint=hint))
+            object.__setattr__(self, "mode", mode_of_metric(self.metric, rule_text=rule_text, hint=hint))
 
 
 @dataclass(frozen=True, kw_only=True)

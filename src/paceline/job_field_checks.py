@@ -46,8 +46,8 @@ _HIGHER_IS_BETTER = {
 _LOWER_IS_BETTER = {"err", "error", "errors", "loss", "losses"}
 
 
-def mode_of_metric(metric: str, *, written: str, hint: str) -> Literal["min", "max"]:
-    """Return the mode of a metric that is written without one: lower is better.
+def mode_of_metric(metric: str, *, rule_text: str, hint: str) -> Literal["min", "max"]:
+    """Return the mode of a metric that is written without one: lower is better. `rule_text` is the user's rule.
 
     Raises:
         JobError: its name says that higher is better.
@@ -57,7 +57,7 @@ def mode_of_metric(metric: str, *, written: str, hint: str) -> Literal["min", "m
     if words & _LOWER_IS_BETTER or _HIGHER_IS_BETTER.isdisjoint(words):
         return "min"
     raise JobError(
-        f"{written} would take the lowest {metric} for the best.",
+        f"{rule_text} would take the lowest {metric} for the best.",
         cause="a metric without a mode is better the lower it is, as a loss is",
         hint=f"{hint}; or min, if lower is better",
     )
@@ -143,7 +143,7 @@ def _unfit_numbers(job: Any) -> Iterator[PacelineError]:
 def unfit_data(data: Any, *, name: str) -> Iterator[JobError]:
     """Yield errors for data that holds whole columns instead of samples: (x, y), or a dict of splits.
 
-    Arrays of one length and of different shapes or types are columns: they could not be batched as samples.
+    Arrays of the same length but of different shapes or types are columns: samples could not be batched.
     """
     if isinstance(data, Mapping) and data and 0 not in data:
         keys = ", ".join(map(repr, list(data)[:6]))

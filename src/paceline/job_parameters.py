@@ -60,7 +60,7 @@ def typed_parameters(factory: Callable[..., Any], arguments: Mapping[str, Any]) 
 def check_against_source(arguments: Mapping[str, Any], *, sources: Mapping[str, tuple[str, str]]) -> Iterator[JobError]:
     """Yield errors for values of the wrong type, without an import of the job.
 
-    `sources` has the source text of each parameter's annotation and default. Only simple ones are checked.
+    `sources` has the source text of each parameter's annotation and default. Only simple types are checked.
     """
     for name, value in arguments.items():
         annotation, default = sources.get(name, ("", ""))

@@ -15,6 +15,8 @@ from paceline.errors import PacelineError, ResumeError
 from tests.checkpoint.test_untrusted_files import rewrite
 from tests.trainer.test_edge_cases_of_a_run import job, trained
 
+pytestmark = pytest.mark.one_worker
+
 BEFORE = {"train_global_batch_size": 4}
 OTHER: dict[str, Any] = {
     "seed": 5, "train_global_batch_size": 8, "train_micro_batch_size": 2, "train_gradient_accumulation_steps": 2,

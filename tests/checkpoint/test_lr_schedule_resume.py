@@ -256,7 +256,7 @@ def test_allowing_one_difference_allows_no_other() -> None:
 def test_groups_of_as_many_parameters_may_hold_others() -> None:
     first, second = Held(None), Held(None)
     second.identity["optimizer"][0]["names"] = [["weight", "scale"]]
-    with pytest.raises(ResumeError, match="group 0 of SGD held bias, holds scale"):
+    with pytest.raises(ResumeError, match="group 0 of SGD had bias, has scale"):
         second.goes_on(first.saved(1))
 
 

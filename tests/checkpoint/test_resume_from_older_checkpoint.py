@@ -10,7 +10,7 @@ import pytest
 from paceline.checkpoint.files.checkpoint_folder import BEST, LATEST, list_checkpoints, mark_best, resolve_mark
 from paceline.checkpoint.files.superseded_checkpoints import move_superseded
 from paceline.filesystem.atomic_files import write_json
-from paceline.run_folder.run_folder import RunFolder, find_run, newest_saved_run, run_of
+from paceline.run_folder.run_folder import RunFolder, find_run, newest_saved_run, run_of_checkpoint
 from tests.checkpoint.test_damaged_checkpoints import STATE
 from tests.checkpoint.write_checkpoint import save
 from tests.conftest import Shop
@@ -69,7 +69,11 @@ def test_what_came_after_an_older_checkpoint_is_set_aside_and_the_branch_is_gone
     assert shop.digest("run") == shop.digest("fork")
 
     ended = shop.run("train", "job.py", "--ranks", "1", "--resume", str(aside / "step-00000008"))
-    assert ended.code == 2 and "--run-dir runs/BRANCH" in ended.err and run_of(aside / "step-00000008").path == run
+    assert (
+        ended.code == 2
+        and "--run-dir runs/BRANCH" in ended.err
+        and run_of_checkpoint(aside / "step-00000008").path == run
+    )
     ended = shop.run("evaluate", str(aside / "step-00000012"))
     assert ended.code == 0 and steps(run) == [4, 6, 8, 11], ended.text
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from paceline.data.loader import eval_feed, make_loader
+from paceline.data.loader import make_loader, read_eval_microbatches
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import BatchPartition
 from paceline.data.workers import start_workers
@@ -110,7 +110,9 @@ def train(data: Any, *, workers: int) -> None:
 
 def evaluate(data: Any, *, workers: int) -> None:
     collate = None if isinstance(data, DataLoader) else listed
-    list(eval_feed(data=data, collate=collate, batch_size=4, replica=0, replicas=1, seed=1, workers=workers))
+    list(
+        read_eval_microbatches(data=data, collate=collate, batch_size=4, replica=0, replicas=1, seed=1, workers=workers)
+    )
 
 
 @pytest.mark.parametrize("use", [train, evaluate])
@@ -119,7 +121,7 @@ def evaluate(data: Any, *, workers: int) -> None:
     ("make", "said"),
     [
         (function, "sending samples from a data worker to its rank failed.*<lambda>"),
-        (NotAgain, "unpickle what a data worker sent: TypeError: missing 1 required argument"),
+        (NotAgain, "unpickle the samples that a data worker sent: TypeError: missing 1 required argument"),
         (few_files, r"Too many open files|too many files were open"),
         (killed, r"a data worker died|is killed by signal"),
     ],

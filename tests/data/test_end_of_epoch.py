@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.data.loader import eval_feed, make_loader
+from paceline.data.loader import make_loader, read_eval_microbatches
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import BatchPartition
 from paceline.errors import DataError, UsageError
@@ -60,7 +60,7 @@ def test_a_function_that_gives_a_generator_is_called_for_each_epoch(replicas: in
 
 
 def _evaluated(data: Any) -> Iterator[Any]:
-    return eval_feed(data=data, collate=None, batch_size=4, replica=0, replicas=1, seed=0)
+    return read_eval_microbatches(data=data, collate=None, batch_size=4, replica=0, replicas=1, seed=0)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

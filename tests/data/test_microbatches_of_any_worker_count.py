@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from paceline.data.loader import eval_feed, make_loader
+from paceline.data.loader import make_loader, read_eval_microbatches
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import BatchPartition
 from paceline.data.workers import guard_worker_death
@@ -129,7 +129,9 @@ def test_evaluation_reads_each_sample_once() -> None:
         indices = [
             i
             for r in range(replicas)
-            for micro in eval_feed(data=Noisy(), collate=None, batch_size=8, replica=r, replicas=replicas, seed=0)
+            for micro in read_eval_microbatches(
+                data=Noisy(), collate=None, batch_size=8, replica=r, replicas=replicas, seed=0
+            )
             for i in micro.indices
         ]
         assert sorted(indices) == list(range(45))
@@ -283,7 +285,9 @@ def test_an_evaluation_keeps_a_loaders_sampler() -> None:
     indices = [
         i
         for replica in range(2)
-        for micro in eval_feed(data=loader, collate=None, batch_size=2, replica=replica, replicas=2, seed=0)
+        for micro in read_eval_microbatches(
+            data=loader, collate=None, batch_size=2, replica=replica, replicas=2, seed=0
+        )
         for i in micro.indices
     ]
     assert sorted(indices) == [3, 5, 8, 13, 21]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.data.loader import eval_feed, make_loader
+from paceline.data.loader import make_loader, read_eval_microbatches
 from paceline.data.order.cursor import Cursor
 from paceline.data.reader_process import DataProcess, read_in_process
 from paceline.data.source import Source
@@ -81,7 +81,7 @@ def read_all(data: Any, collate: Any, *, workers: int) -> None:
         for given, _ in zip(feed, range(9), strict=False):
             spare = given.read_stand_in
         assert spare is None or len(spare()) == 3
-    found = eval_feed(
+    found = read_eval_microbatches(
         data=data, collate=collate, batch_size=4, replica=0, replicas=1, seed=1, workers=workers, gather_json=agree
     )
     assert sorted(v for micro in found for v in micro.data.tolist()) == list(range(21))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.data.loader import eval_feed
+from paceline.data.loader import read_eval_microbatches
 from paceline.data.order.cursor import Cursor
 from paceline.data.order.virtual_shards import choose_shards, samples_per_shard
 from paceline.data.stream.dataset_state_json import NotJsonConvertible, from_json, to_json
@@ -118,7 +118,7 @@ def test_a_state_without_its_buffer_is_seen_and_read_again_exactly() -> None:
 
 def test_a_stream_that_differs_is_refused() -> None:
     before = read_together(lambda: Files([90, 80]), replicas=2, steps=9)
-    with pytest.raises(DataError, match="differs from what this run has read"):
+    with pytest.raises(DataError, match="differs from the samples that this run has read"):
         read_together(
             lambda: Files([90, 80], spread=999), replicas=1, steps=1, cursor=before[0].cursor, state=before[0].state
         )
@@ -191,7 +191,7 @@ def test_evaluation_sees_each_sample_once_in_the_same_microbatches(workers: int)
         rows = [
             part.data.tolist()
             for replica in range(replicas)
-            for part in eval_feed(
+            for part in read_eval_microbatches(
                 data=lambda: Files(LENGTHS), collate=None, batch_size=8, replica=replica, replicas=replicas, seed=0,
                 workers=workers if replicas < 3 else 0,
             )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from paceline.data.loader import BatchLoader, eval_feed, make_loader
+from paceline.data.loader import BatchLoader, make_loader, read_eval_microbatches
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import BatchPartition
 from paceline.errors import DesyncError, ResumeError
@@ -101,7 +101,7 @@ def test_an_epoch_is_gone_on_with_in_its_own_order_alone() -> None:
 def test_a_sampler_of_an_evaluation_is_compared_before_it_is_read() -> None:
     def read(sampler: Drawn) -> list[int]:
         data = DataLoader(DATA, batch_size=4, sampler=sampler)
-        made = eval_feed(
+        made = read_eval_microbatches(
             data=data, collate=None, batch_size=4, replica=0, replicas=2, seed=0,
             gather_json=lambda m: [m, given(sampler) if isinstance(m, str) else m],
         )  # fmt: skip

@@ -22,7 +22,7 @@ from torch.utils.data import (
 from paceline.config.settings import Settings
 from paceline.data.checksum import checksum
 from paceline.data.leased_loader import RandomAccessLoader
-from paceline.data.loader import eval_feed, make_loader
+from paceline.data.loader import make_loader, read_eval_microbatches
 from paceline.data.order.cursor import Cursor
 from paceline.data.types import BatchPartition
 from paceline.errors import DataError, DesyncError, JobError
@@ -269,7 +269,11 @@ def together(mine: Any, other: Any, *, evaluates: bool) -> None:
 
     def read(data: Any, agree: Any) -> None:
         if evaluates:
-            list(eval_feed(data=data, collate=as_given, batch_size=4, replica=0, replicas=2, seed=5, gather_json=agree))
+            list(
+                read_eval_microbatches(
+                    data=data, collate=as_given, batch_size=4, replica=0, replicas=2, seed=5, gather_json=agree
+                )
+            )
         else:
             cut = BatchPartition(global_batch_size=8, micro_batch_size=2, replicas=2)
             options: Any = {"collate": as_given, "order": None, "seed": 5, "partition": cut, "cursor": Cursor()}

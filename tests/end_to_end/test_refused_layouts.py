@@ -150,7 +150,7 @@ LATE: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "no repeated block": ("job_of(Attributes)", "pp", ("--place.cut=chain",), "no chain of blocks"),
     "stages that are too few": ("job_of()", "pp", ("--place.stages=1,1",), "2 stages with 2 blocks"),
     "stages that are too many": ("job_of()", "pp", ("--place.stages=2,1,1",), "3 stages with 4 blocks"),
-    "blocks of no name": ("job_of()", "pp", ("--place.blocks=layers.0,layers.9",), "list 'layers.9'"),
+    "blocks of no name": ("job_of()", "pp", ("--place.blocks=layers.0,layers.9",), "lists 'layers.9'"),
     "blocks in blocks": ("job_of()", "pp", ("--place.blocks=layers.0,layers.0.up",), "which contains it"),
     "a schedule for other microbatches": (
         "job_of()", "pp,schedule=./two.txt", ("--train.micro_batch_size=1",), "is for 2 microbatches"),
@@ -171,7 +171,7 @@ LATE: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "cp on an LSTM": (f"job_of(Recurrent, {_BOTH})", "cp", (), "rnn (LSTM) can't be split"),
     "cp on BatchNorm": (f"job_of(lambda: Images(norm=True), {_BOTH})", "cp", (), "BatchNorm1d) can't be split"),
     "cp and a mean": (f"job_of({_BOTH}, loss=mean)", "cp", (), "the loss is one number"),
-    "cp and neighbours": (f"job_of({_BOTH}, loss=neighbours)", "cp", (), "over the parts adds up to"),
+    "cp and neighbours": (f"job_of({_BOTH}, loss=neighbours)", "cp", (), "parts add up to"),
     "cp and a pooled output": (f"job_of(Pooled, {_BOTH}, loss=classed)", "cp", (), "the model's own forward"),
     "cp and attention by hand": (f"job_of(ByHand, {_BOTH})", "cp", (), "the first that differs is that of head"),
     "cp on a sliding window": ("hugging('Mistral', sliding_window=4)", "cp", (), "sliding_window=4 is shorter"),

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.one_worker
+
 MOST_IN_STEP = 15
 MOST_IN_FETCH = 11
 OFF = [

@@ -12,17 +12,17 @@ REFUSALS = ROOT / "docs" / "refusals.md"
 _SAME = {"bitwise": "bitwise", "rounding": "rounding"}
 _HEAD = """# The matrix: models × layouts
 
-On this page you can look up which models train under which layouts, and how closely each run equals one process.
+On this page you can look up which models train under which [layouts](layouts.md), and how closely each run equals one process.
 
 Each cell is one job of `tests/zoo.py` under one layout, run in real processes over gloo on CPU. Each step starts from equal
 weights and is compared with one process: the gradients of every parameter, the loss, the buffers, and then the weights
-after the update. There are two steps. The last one is an epoch's last batch, of one sample.
+after the update. Each run has two steps. The second step is the short last batch of an epoch, with one sample.
 
 The precision is {dtypes}.
 
 - **bitwise**: all bits are equal.
-- **rounding**: every difference is below the noise floor of its tensor. The floor is measured: one process runs again with
-  its weights moved by one unit in the last place, and with its microbatches added in reverse order.
+- **rounding**: every difference is below the noise floor of its tensor. To measure the floor, one process runs again
+  with its weights moved by one unit in the last place, and with its microbatches added in reverse order.
 - a number: refused before the first step, with the message listed at the end. The reasons are in [refusals](refusals.md).
 - empty: not run for this page.
 
@@ -40,7 +40,7 @@ several axes or options: *n of m* means that n of m mixtures train and equal one
 
 
 def patterns() -> list[str]:
-    """The refusals that stand: in docs/refusals.md each is the code at a line's beginning; `…` stands for anything."""
+    """Return the message patterns of docs/refusals.md: the code at the start of each entry, `…` for any text."""
     return re.findall(r"^- `(.+?)`", REFUSALS.read_text(), flags=re.MULTILINE)
 
 

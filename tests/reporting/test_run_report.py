@@ -465,10 +465,15 @@ def test_losses_are_drawn_against_samples_seconds_and_bytes_over_all_attempts(tm
     time.sleep(0.05)
     record(again, started(2, resumed_from=2), *(step(n, sent_bytes=10.0 * (n - 2)) for n in (3, 4)))
     history = read_history(again)
-    assert history.sent() == [(1, 100.0), (2, 200.0), (3, 210.0), (4, 220.0)]
+    assert history.sent_bytes() == [(1, 100.0), (2, 200.0), (3, 210.0), (4, 220.0)]
     seconds = [value for _, value in history.seconds()]
     assert len(seconds) == 4 and seconds == sorted(seconds) and seconds[-1] < 0.05, "not the time between two attempts"
-    assert history.points_against("loss", history.sent()) == [(100.0, 3.0), (200.0, 1.5), (210.0, 1.0), (220.0, 0.75)]
+    assert history.points_against("loss", history.sent_bytes()) == [
+        (100.0, 3.0),
+        (200.0, 1.5),
+        (210.0, 1.0),
+        (220.0, 0.75),
+    ]
     compare(again.path, again.path, page=tmp_path / "compare.html")
     assert 'aria-label="loss against bytes sent by rank 0"' in (tmp_path / "compare.html").read_text()
 
@@ -493,10 +498,12 @@ def test_a_run_s_steps_are_those_it_came_to_and_not_those_it_logged(tmp_path: Pa
     record(long, started(1), step(20), step(40), step(60), RunEnded(status="done", step=60, exit_code=0))
     found = compare(short.path, long.path)
     assert [one["steps"] for one in found.runs] == [45, 60]
-    assert "on all 2 logged steps in common; compared to step 40: the first has 45 steps, this one 60" in found.text
+    assert (
+        "on all 2 logged steps in common; compared up to step 40: the first run has 45 steps, this one 60" in found.text
+    )
     assert (found.losses[0]["steps"], found.losses[0]["until"]) == ((45, 60), 40)
     assert "<dd>45</dd>" in run_page(short)
-    assert "compared to" not in compare(long.path, long.path).text
+    assert "compared up to" not in compare(long.path, long.path).text
     time.sleep(0.002)
     record(short, started(2, resumed_from=30), step(32))
     assert read_history(short).last_step() == 32, "what a later attempt went back over does not count"

@@ -20,17 +20,21 @@ def told_of(update: str, *told: dict[str, Any]) -> str:
 def test_a_pipeline_counts_microbatches_and_others_count_gradients() -> None:
     late = [[0, 1], [1, 19]]
     pipeline = told_of("pipedream", {"who": "stage 0", "late": late, "versions": 2, "sent_bytes": 5 << 10})
-    assert "19 microbatches 1 update late" in pipeline and "2 versions" in pipeline and "gradient" not in pipeline
+    assert (
+        "19 microbatches with a staleness of 1 update" in pipeline
+        and "2 versions" in pipeline
+        and "gradient" not in pipeline
+    )
     for rule, told in (("ps,staleness=4", {}), ("hogwild", {"lost": 1, "made": 80})):
         shown = told_of(rule, {"who": "worker 1", "late": late, **told})
-        assert "19 gradients 1 update late" in shown and "microbatch" not in shown
+        assert "19 gradients with a staleness of 1 update" in shown and "microbatch" not in shown
         assert "from the start of this attempt" in shown
 
 
 def test_very_late_is_not_drawn_as_not_late() -> None:
     shown = told_of("hogwild", {"who": "worker 0", "late": [[0, 5], [6, 2], [12, 1]], "lost": 0, "made": 80})
     assert shown.count('class="fill0"') == 1 and shown.count('class="fill5"') == 2
-    assert '<i class="box0"></i>0 late' in shown and '<i class="box5"></i>more' in shown
+    assert '<i class="box0"></i>staleness 0' in shown and '<i class="box5"></i>more' in shown
 
 
 def test_the_head_says_how_a_batch_became_an_update(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from paceline.comm.process_group import World
 from paceline.parallel.compression import quantized as dense
 from paceline.parallel.compression.codecs import Bf16
 from paceline.parallel.compression.quantized import QuantizedBucket
-from paceline.parallel.compression.residual_memory import ResidualBuffers, accumulation_dtype
+from paceline.parallel.compression.residual_memory import DoubleBufferedTensors, accumulation_dtype
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.step.synchronous import SynchronousStep
 
@@ -54,7 +54,7 @@ def test_what_sums_are_held_in() -> None:
 
 
 def test_a_finite_step_that_is_left_out_leaves_what_is_held_back_as_it_was() -> None:
-    memory = ResidualBuffers({"weight": (3,)}, dtype=torch.float32, device=torch.device("cpu"))
+    memory = DoubleBufferedTensors({"weight": (3,)}, dtype=torch.float32, device=torch.device("cpu"))
     for value, taken in ((1.0, True), (10.0, False), (100.0, True)):
         before = memory.current["weight"].clone()
         memory.add_gradients([torch.full((3,), value)])

@@ -22,7 +22,7 @@ from paceline.data.order.leases import BatchShare, Leases
 from paceline.data.source import SampleOrder
 from paceline.launch.agent.shared_status import read_heartbeat
 from paceline.step.parameter_server.connections import WorkerConnections
-from paceline.step.parameter_server.flat_buffers import kinds_of, pack_gradients, unpack_gradients
+from paceline.step.parameter_server.flat_buffers import gradient_codes, pack_gradients, unpack_gradients
 from paceline.step.parameter_server.state import ServedWeights, ServerState
 from paceline.step.parameter_server.transport import (
     ConnectionAcceptor,
@@ -451,7 +451,7 @@ def test_a_run_is_evaluated_and_shown_like_any_other(shop: Shop) -> None:
     found = shop.run("evaluate", "run", "--json")
     assert found.code == 0 and found.json()["metrics"] == pytest.approx(last, rel=1e-5), found.text
     assert shop.run("report", "run").code == 0
-    assert "How late updates were" in (shop.path / "run/report.html").read_text()
+    assert "Staleness of updates" in (shop.path / "run/report.html").read_text()
 
 
 def pid_of(shop: Shop, *, rank: int) -> int:
@@ -535,7 +535,7 @@ def test_a_sparse_gradient_travels_as_its_rows() -> None:
     row = pack_gradients(gradients)
     assert row.numel() < 400 < table.weight.nbytes
     like = [torch.zeros(4), table.weight, torch.zeros(2, 3, dtype=torch.bfloat16), torch.tensor(0.0)]
-    back = unpack_gradients(row, kinds=kinds_of(gradients), like=like)
+    back = unpack_gradients(row, codes=gradient_codes(gradients), like=like)
     assert back[0] is None and back[1] is not None and back[1].is_sparse
     assert torch.equal(back[1].to_dense(), table.weight.grad.to_dense())
     assert back[2] is not None and torch.equal(back[2], gradients[2]) and back[3] == 5.0
@@ -607,7 +607,7 @@ def test_a_worker_that_comes_before_the_first_batch_hears_that_it_waits(monkeypa
     """An evaluation may come first, and take longer than anybody waits for a silent one."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = open_store(LaunchInfo(port=0), timeout_seconds=60)
-    entrance = WorkerEndpoint(place=LaunchInfo(port=store.port))
+    entrance = WorkerEndpoint(launch_info=LaunchInfo(port=store.port))
     weight, fixed = torch.zeros(3), torch.zeros(2)
     state = ServerState(
         leases=Leases(bound=1),
@@ -734,20 +734,24 @@ def test_verify_sees_a_planted_mistake(shop: Shop, planted: str) -> None:
     assert ended.code == 4 and "DIFFERENT" in ended.text, ended.text
 
 
-def test_a_script_has_its_loop_on_the_server(shop: Shop) -> None:
+@pytest.mark.parametrize("bound", [0, 4])
+def test_a_script_has_its_loop_on_the_server(shop: Shop, bound: int) -> None:
+    """Within a bound above 0 a step returns before its shares are pushed, and reading its loss waits for them."""
     text = """
 import paceline as pl
 from job import make_job
 
 if __name__ == "__main__":
     settings = {"train.steps": 8, "watch.to": ["jsonl"]}
-    with pl.Run(make_job(), ranks=3, update="ps,staleness=0", run_dir="run", settings=settings) as run:
+    with pl.Run(make_job(), ranks=3, update="ps,staleness=BOUND", run_dir="run", settings=settings) as run:
         losses = [run.step(batch).loss for batch in run.batches()]
         print("rank", run.rank, "losses", len(losses))
 """
-    shop.write("script.py", text)
+    shop.write("script.py", text.replace("BOUND", str(bound)))
     ended = shop.call([sys.executable, "-W", "ignore", "script.py"])
     assert ended.code == 0 and "rank 0 losses 8" in ended.text, ended.text
+    if bound:
+        return
     assert shop.train("other", ranks=2, steps=8).code == 0
     for name, value in weights(shop, "other").items():
         assert torch.allclose(value, weights(shop, "run")[name], rtol=1e-5, atol=1e-6), name

@@ -14,7 +14,7 @@ BITWISE = ("fsdp", "hsdp", "zero2", "pp", "pp=2,dp_shard=2", "dp=2,pp=2")
 HALVES = {"mlp": (*BITWISE, "tp", "pp=2,tp=2"), "text": ("cp", "pp=2,cp=2", "dp_shard=2,cp=2"),
           "mixtral": ("dp=2,ep=2", "dp_shard=4,ep=2", "dp=2,ep=2,pp=2")}  # fmt: skip
 EVALS = ("ddp", "fsdp", "zero1", "pp", "hsdp", "pp=2,dp_shard=2")
-SOME = {("mlp", "fsdp"), ("mlp", "tp"), ("text", "cp"), ("sampled", "pp")}
+SOME = {("mlp", "fsdp"), ("sampled", "pp")}
 ALL = {(job, layout) for job, layouts in HALVES.items() for layout in layouts}
 ALL |= {(job, layout) for job in ("sampled", "alone") for layout in EVALS}
 

@@ -38,7 +38,7 @@ def load_error_feedback(checkpoint: OpenCheckpoint, reducer: object, *, world: W
     Every rank calls this.
 
     Raises:
-        CheckpointError: a tensor is not what was written.
+        CheckpointError: a tensor's bytes do not match their digest.
     """
     saved = checkpoint.state.get("held_back")
     if isinstance(reducer, ErrorFeedbackReducer) and saved is not None:

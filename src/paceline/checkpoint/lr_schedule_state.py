@@ -1,7 +1,7 @@
 """Learning rate schedules of the job: recorded at the start, compared on a resume, advanced to a step.
 
 A schedule's `state_dict` holds its settings (`T_max`, `milestones`) as well as its position. Loaded into a changed
-schedule, it overrides the change. So a run records its schedules before the first step, and a resume compares.
+schedule, it overrides the change. So a run records its schedules before the first step, and a resume compares them.
 """
 
 import hashlib
@@ -108,7 +108,7 @@ def refuse_short_schedules(schedules: Sequence[Any], *, total_steps: int | None)
     """Raise an error for a schedule that has fewer steps than the run.
 
     Raises:
-        JobError: with both numbers of steps.
+        JobError: a schedule is too short; the message has both numbers of steps.
     """
     for schedule in schedules:
         max_steps = last_step(schedule)
@@ -164,7 +164,7 @@ def _written_options(optimizer: Optimizer, factory_options: Sequence[Mapping[str
 
 
 def _describe_functions(schedule: Any) -> dict[str, Any]:
-    """Describe the schedule's functions by the values they use and, for a class outside torch, its methods by code."""
+    """Describe the functions that a schedule stores and, for a class outside torch, also its methods."""
     descriptions: dict[str, Any] = {}
     for name, value in vars(schedule).items():
         items = value if isinstance(value, list | tuple) else [value]
@@ -272,7 +272,7 @@ def _describe_differences(saved: Description, current: Description, *, lr_differ
         a.get("kind") not in (None, b["kind"]) for a, b in zip(saved_inner, current_inner, strict=False)
     ):
         names = [", ".join(str(inner.get("kind")) for inner in side) for side in (saved_inner, current_inner)]
-        yield f"{kind} combined {names[0]}, combines {names[1]}"
+        yield f"{kind}: its schedules were {names[0]}, are {names[1]}"
         return
     for before, after in zip(saved_inner, current_inner, strict=True):
         yield from _describe_differences(before, after, lr_differs=lr_differs)

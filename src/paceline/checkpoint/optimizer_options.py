@@ -1,4 +1,4 @@
-"""Optimizer options set by the job's factory: recorded, so that a changed one is not silently overridden.
+"""The optimizer options that the job's factory sets, recorded so that a resume does not silently override a change.
 
 A checkpoint restores the groups with the values that the schedule has set. So the factory's current options are
 compared with those at the start of the run. A changed option that the user accepts applies from the next step.
@@ -54,7 +54,7 @@ def optimizer_difference(saved: Any, current: Sequence[Mapping[str, Any]]) -> st
 
 
 def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return the options that differ; one that JSON can't hold is compared only if both sides have it."""
+    """Return the options that differ; an option that JSON can't hold is compared only if both sides have it."""
     return [key for key in {**saved, **current} if not _is_same(key, saved, current)]
 
 
@@ -79,7 +79,7 @@ def _describe_name_changes(saved: Mapping[str, Any], current: Mapping[str, Any])
     for group, (before, after) in enumerate(pairs):
         removed, added = [name for name in before if name not in after], [name for name in after if name not in before]
         if removed or added:
-            return f"group {group} of {current['kind']} held {', '.join(removed[:3])}, holds {', '.join(added[:3])}"
+            return f"group {group} of {current['kind']} had {', '.join(removed[:3])}, has {', '.join(added[:3])}"
     return ""
 
 

@@ -44,7 +44,7 @@ class OptimizerShards:
 
     def merge_names(self, names: Sequence[Sequence[str]]) -> list[str]:
         """Return the union of the ranks' names, each once, in the model's order."""
-        union = {name for each in names for name in each}
+        union = {name for rank_names in names for name in rank_names}
         return [name for name in self.sharded.names if name in union]
 
 
@@ -66,8 +66,8 @@ def local_state(
 ) -> tuple[list[Writable], list[dict[str, Any]]]:
     """Return the state tensors that this rank writes, and its other state as JSON, per optimizer by parameter.
 
-    Tensors in lists and dicts are stored with the others under a number, and the JSON names them. State that belongs to
-    no parameter is stored under the empty name, as a list of keys and values.
+    Tensors in lists and dicts are stored with the others under a number, to which the JSON refers. State that belongs
+    to no parameter is stored under the empty name, as a list of keys and values.
 
     Raises:
         CheckpointError: a state can't be sharded like its parameter, or exists on one rank only.
@@ -200,7 +200,7 @@ def _writable_tensors(
     shard_specs, rank = shards.sharded.shard_specs(name), shards.world.rank
     if value.shape == parameter.shape:
         get_tensor = partial(Tensor.detach, value)
-        return owned_shards(key, dtype=value.dtype, get_tensor=get_tensor, parts=shard_specs, rank=rank)
+        return owned_shards(key, dtype=value.dtype, get_tensor=get_tensor, shard_specs=shard_specs, rank=rank)
     if not shard_specs[rank].is_full and shard_specs[rank].boxes and value.numel() > 1:
         raise CheckpointError(
             f"the state {key.rpartition('/')[2]} of {optimizer} for {name} can't be saved: it has the shape "
@@ -226,9 +226,9 @@ def optimizer_scalars(
             }
             for names, group in zip(groups, optimizer.param_groups, strict=True)
         ]
-        all_scalars = first_value_per_key(each[index] for each in scalars_by_rank)
+        all_scalars = first_value_per_key(rank_scalars[index] for rank_scalars in scalars_by_rank)
         shared_values = all_scalars.get(NO_PARAMETER, [])
-        if any(each[index].get(NO_PARAMETER, []) != shared_values for each in scalars_by_rank):
+        if any(rank_scalars[index].get(NO_PARAMETER, []) != shared_values for rank_scalars in scalars_by_rank):
             raise _unassigned_state_error(type(optimizer).__name__, [key for key, _ in shared_values])
         entries.append({"kind": type(optimizer).__name__, "scalars": all_scalars, "groups": group_entries})
     return entries
@@ -241,10 +241,10 @@ def load_group_options(
     for group, saved, excluded_keys in zip(optimizer.param_groups, groups, excluded, strict=True):
         for key, value in decode_state(drop_job_created(saved["options"])).items():
             if key not in KERNEL_OPTIONS and key not in excluded_keys:
-                group[key] = _on_device_of(value, group.get(key))
+                group[key] = _move_to_device_of(value, group.get(key))
 
 
-def _on_device_of(value: Any, current: Any) -> Any:
+def _move_to_device_of(value: Any, current: Any) -> Any:
     """Return a tensor on the device of `current`: with `capturable=True`, a learning rate is on the GPU."""
     return value.to(current.device) if isinstance(value, Tensor) and isinstance(current, Tensor) else value
 
@@ -257,7 +257,7 @@ def load_optimizer_state(
     Nothing is loaded for a parameter of which this rank has no element.
 
     Raises:
-        CheckpointError: stored bytes differ from what was written.
+        CheckpointError: stored bytes do not match their digest.
     """
     keys: dict[str, list[str]] = {}
     for key in stored:

@@ -36,8 +36,10 @@ class StashedWeightsState:
         for version, weights in step.versions.saved_state().items():
             for name, tensor in weights.items():
                 key = f"{step.versions.newest - version}/{name}"
-                parts, get_tensor = self.weights.shard_specs(name), partial(Tensor.detach, tensor)
-                writable += owned_shards(key, dtype=tensor.dtype, get_tensor=get_tensor, parts=parts, rank=self.rank)
+                shard_specs, get_tensor = self.weights.shard_specs(name), partial(Tensor.detach, tensor)
+                writable += owned_shards(
+                    key, dtype=tensor.dtype, get_tensor=get_tensor, shard_specs=shard_specs, rank=self.rank
+                )
         return files | ({rank_file(STASH, self.rank): writable} if writable else {}), state | {
             "stash": step.batch_ends()
         }
@@ -52,7 +54,7 @@ class StashedWeightsState:
         Every rank calls this.
 
         Raises:
-            CheckpointError: a tensor is not what was written.
+            CheckpointError: a tensor's bytes do not match their digest.
         """
         stash_state = loaded.state.get("stash") if is_same else None
         stored = loaded.files.get(STASH, StoredTensors([]))

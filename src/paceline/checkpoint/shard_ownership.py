@@ -1,4 +1,4 @@
-"""Shard ownership: which bytes of a tensor this rank writes, and how it reads its shard from those of any layout."""
+"""Shard ownership: which bytes of a tensor this rank writes, and how it reads its shard from any layout's shards."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,29 +12,29 @@ from paceline.checkpoint.tensor_bytes import from_bytes, lazy_tensor
 from paceline.parallel.module_access.shard_spec import Box, ShardSpec
 
 
-def owned_boxes(parts: Sequence[ShardSpec], rank: int) -> list[Box]:
+def owned_boxes(shard_specs: Sequence[ShardSpec], rank: int) -> list[Box]:
     """Return the boxes that this rank writes: a box that several ranks hold belongs to the first of them."""
     assigned: set[tuple[object, object]] = set()
     owned: list[Box] = []
-    for part in parts[: rank + 1]:
-        owned = [box for box in part.boxes if (box.full_offset, box.size) not in assigned]
-        assigned |= {(box.full_offset, box.size) for box in part.boxes}
+    for spec in shard_specs[: rank + 1]:
+        owned = [box for box in spec.boxes if (box.full_offset, box.size) not in assigned]
+        assigned |= {(box.full_offset, box.size) for box in spec.boxes}
     return owned
 
 
-def writer_rank(parts: Sequence[ShardSpec]) -> int:
+def writer_rank(shard_specs: Sequence[ShardSpec]) -> int:
     """Return the first rank that holds elements of the tensor; 0 for a tensor without elements."""
-    return next((rank for rank, part in enumerate(parts) if part.boxes), 0)
+    return next((rank for rank, spec in enumerate(shard_specs) if spec.boxes), 0)
 
 
 def owned_shards(
-    name: str, *, dtype: torch.dtype, get_tensor: Callable[[], Tensor], parts: Sequence[ShardSpec], rank: int
+    name: str, *, dtype: torch.dtype, get_tensor: Callable[[], Tensor], shard_specs: Sequence[ShardSpec], rank: int
 ) -> list[Writable]:
     """Return the shards of a tensor that this rank writes; `get_tensor` returns the local tensor at write time.
 
     Every element belongs to exactly one rank: the first that holds it.
     """
-    shape = parts[rank].shape
+    shape = shard_specs[rank].shape
     if not math.prod(shape):
         return (
             [lazy_tensor(name, dtype=dtype, shape=shape, get_tensor=lambda: torch.empty(shape, dtype=dtype))]
@@ -50,7 +50,7 @@ def owned_shards(
             at=None if box.size == shape else box.full_offset,
             whole=None if box.size == shape else shape,
         )
-        for box in owned_boxes(parts, rank)
+        for box in owned_boxes(shard_specs, rank)
     ]
 
 
@@ -58,7 +58,7 @@ def read_shard(stored: StoredTensors, name: str, *, shard: ShardSpec) -> Tensor:
     """Return this rank's shard of a stored tensor.
 
     Raises:
-        CheckpointError: stored bytes differ from what was written.
+        CheckpointError: stored bytes do not match their digest.
     """
     assert shard.local_shape is not None
     boxes = [(box.full_offset, box.local_offset, box.size) for box in shard.boxes]

@@ -1,4 +1,4 @@
-"""A view of the model's `state_dict`: its names, and what this rank holds under each of them."""
+"""A view of the model's `state_dict`: its names, and the tensor of this rank under each name."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -51,10 +51,12 @@ def view_state_dict(model: nn.Module, *, weights: ShardedTensors, world: World) 
         )
     name_by_id = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     names = world.gather_json({name: name_by_id.get(id(tensor), "") for name, tensor in tensors.items()})
-    known_names = [{name: first for name, first in each.items() if first in weights.local_tensors} for each in names]
+    known_names = [
+        {name: weight for name, weight in rank_names.items() if weight in weights.local_tensors} for rank_names in names
+    ]
     # a pipeline stage may hold a placeholder under a tied name
-    names_of_entries = first_value_per_key([*known_names, *names])
-    unknown = [name for name, first in names_of_entries.items() if first not in weights.local_tensors]
+    weight_names = first_value_per_key([*known_names, *names])
+    unknown = [name for name, weight in weight_names.items() if weight not in weights.local_tensors]
     if unknown:
         raise CheckpointError(
             f"{first_names(unknown)} of the state_dict can't be saved, because ranks hold shards of the model.",
@@ -62,7 +64,7 @@ def view_state_dict(model: nn.Module, *, weights: ShardedTensors, world: World) 
             hint="register_buffer(...), or a layout that does not shard the model: ddp, zero1, zero2",
         )
     return StateDictView(
-        entries={name: weights.local_tensors[first] for name, first in names_of_entries.items()}, weights=weights
+        entries={name: weights.local_tensors[weight] for name, weight in weight_names.items()}, weights=weights
     )
 
 

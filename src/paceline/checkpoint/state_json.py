@@ -118,7 +118,7 @@ def job_created_kind(value: Any) -> str:
 
 
 def normalize_numbers(value: Any) -> Any:
-    """Return the value independent of number types: `np.float64(0.1)` and 0.1 give the same."""
+    """Return the value independent of number types: `np.float64(0.1)` and 0.1 give the same result."""
     if isinstance(value, list):
         return [normalize_numbers(item) for item in value]
     if not isinstance(value, Mapping):

@@ -61,10 +61,9 @@ class NonPersistentBuffers:
             modes = [rank_modes[name] for rank_modes in modes_by_rank if name in rank_modes]
             first_rank = next(rank for rank, rank_modes in enumerate(modes_by_rank) if name in rank_modes)
             if all(mode == "sharded" for mode in modes):
-                parts = weights.shard_specs(name)
-                local = weights.local_tensors[name]
+                shard_specs, local = weights.shard_specs(name), weights.local_tensors[name]
                 writable += owned_shards(
-                    name, dtype=local.dtype, get_tensor=local.get_tensor, parts=parts, rank=world.rank
+                    name, dtype=local.dtype, get_tensor=local.get_tensor, shard_specs=shard_specs, rank=world.rank
                 )
             elif "impossible" in modes:
                 raise CheckpointError(
@@ -156,5 +155,5 @@ def _is_saved_here(weights: ShardedTensors, name: str) -> bool:
 
 
 def _copy_small(tensor: Tensor) -> Tensor | None:
-    """Return a copy of a small tensor, else None: a write through `.data` changes no version count."""
+    """Return a copy of a small tensor, else None. It reveals writes through `.data`, which change no version count."""
     return tensor.detach().clone() if tensor.numel() <= _MAX_COPIED_ELEMENTS else None

@@ -93,7 +93,7 @@ def deduplicate_storages(tensors: Mapping[str, Tensor]) -> tuple[list[Writable],
 
 
 class WeightsDigest:
-    """A digest of tensors; equal exactly if every bit is. Tensors are added in the sorted order of their names."""
+    """A digest of tensors, which are added in sorted order of their names. Equal digests mean equal bits."""
 
     def __init__(self) -> None:
         self._hasher = hashlib.sha256()

@@ -119,12 +119,12 @@ def collect_files(train_state: TrainState) -> tuple[dict[str, list[Writable]], d
 
 
 def load_model(checkpoint: OpenCheckpoint, train_state: TrainState) -> None:
-    """Copy a checkpoint's weights and buffers into the model, in place, so that ties and aliases stay.
+    """Copy a checkpoint's weights and buffers into the model, in place, so that ties and aliases remain.
 
     Every rank calls this, and reads no more than its own shards.
 
     Raises:
-        CheckpointError: it is of another model, or differs from what was written.
+        CheckpointError: the checkpoint belongs to another model, or its bytes do not match their digests.
     """
     stored = checkpoint.files.get(MODEL, StoredTensors([]))
     aliases: Mapping[str, str] = checkpoint.state.get("aliases", {})
@@ -183,7 +183,8 @@ def load_update(
 ) -> None:
     """Load the state of optimizers, schedules, loss scaler and EMA. Every rank calls this.
 
-    `saved_identity` is the checkpoint's. Options that differ in `current_identity` keep their current values.
+    The identities describe the optimizers and schedules of the checkpoint and of this job. Options that the job has
+    changed keep their current values.
     """
     run_on_all_ranks(train_state.world, lambda: _load_update(checkpoint, train_state, saved_identity, current_identity))
 
@@ -203,14 +204,14 @@ def _load_update(
             hint="the job as it was, or a new run with another --run-dir",
         )
     for index, (optimizer, saved) in enumerate(zip(update.optimizers, state["optimizers"], strict=True)):
-        changes = _Changes.from_identities(index, saved_identity, current_identity)
+        changes = _OptimizerChanges.from_identities(index, saved_identity, current_identity)
         for schedule in update.lr_schedulers[index : index + 1]:
             if changes.replays_schedule:
                 advance_schedule(schedule, steps=checkpoint.step)
             else:
                 load_schedule(schedule, state["schedules"][index])
         if saved["kind"] == type(optimizer).__name__:
-            if len(saved["groups"]) == len(optimizer.param_groups):  # else the user accepted new groups
+            if len(saved["groups"]) == len(optimizer.param_groups):  # otherwise, the user accepted new groups
                 excluded = [
                     changes.job_controlled(group_index, group)
                     for group_index, group in enumerate(optimizer.param_groups)
@@ -225,7 +226,7 @@ def _load_update(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Changes:
+class _OptimizerChanges:
     """The changes to one optimizer and its schedule since the run began: saved and current options by group."""
 
     saved_options: Sequence[Mapping[str, Any]]
@@ -235,7 +236,7 @@ class _Changes:
     @classmethod
     def from_identities(
         cls, index: int, saved_identity: Mapping[str, Any], current_identity: Mapping[str, Any]
-    ) -> "_Changes":
+    ) -> "_OptimizerChanges":
         current_options = current_identity["optimizer"][index]["options"]
         saved_optimizers = saved_identity["optimizer"]
         saved_options = (
@@ -294,7 +295,7 @@ def load_grid(grid: FixedPointGrid | None, state: Mapping[str, int | None]) -> N
 
 
 def _model_tensors(train_state: TrainState, view: StateDictView) -> tuple[list[Writable], dict[str, str]]:
-    """Return weights and persistent buffers, a tied one under its first name, and the aliases."""
+    """Return weights and persistent buffers, and the aliases: the other names of tied tensors."""
     weights, rank = train_state.weights, train_state.world.rank
     if weights.is_unsharded:
         return deduplicate_storages(state_dict_tensors(train_state.model))
@@ -303,7 +304,7 @@ def _model_tensors(train_state: TrainState, view: StateDictView) -> tuple[list[W
     for name in dict.fromkeys(local.name for local in view.entries.values()):
         local = weights.local_tensors[name]
         writable += owned_shards(
-            name, dtype=local.dtype, get_tensor=local.get_tensor, parts=weights.shard_specs(name), rank=rank
+            name, dtype=local.dtype, get_tensor=local.get_tensor, shard_specs=weights.shard_specs(name), rank=rank
         )
     return writable, aliases
 
@@ -312,9 +313,9 @@ def _ema_tensors(train_state: TrainState) -> list[Writable]:
     ema, rank = train_state.update.ema, train_state.world.rank
     writable: list[Writable] = []
     for name, tensor in zip(ema.names, ema.averages, strict=True) if ema is not None else ():
-        parts = train_state.weights.shard_specs(name)
+        shard_specs = train_state.weights.shard_specs(name)
         writable += owned_shards(
-            name, dtype=tensor.dtype, get_tensor=partial(local_elements, tensor), parts=parts, rank=rank
+            name, dtype=tensor.dtype, get_tensor=partial(local_elements, tensor), shard_specs=shard_specs, rank=rank
         )
     return writable
 
@@ -322,7 +323,7 @@ def _ema_tensors(train_state: TrainState) -> list[Writable]:
 def _named_files(
     sharded: ShardedTensors, rank: int, tensors_by_kind: Mapping[str, list[Writable]]
 ) -> dict[str, list[Writable]]:
-    """Return the tensors by file: rank 0's files if every rank holds everything, else each rank's own."""
+    """Return this rank's tensors by file. If no tensor is sharded, rank 0 writes all of them."""
     if sharded.is_unsharded:
         always_written = (MODEL, OPTIMIZER)
         return {
@@ -334,13 +335,18 @@ def _named_files(
 
 
 def _gather_extra_state(train_state: TrainState) -> dict[str, Any]:
-    """Return each module's extra state, from the first rank that holds a part of it or of its nearest parent."""
+    """Return each module's extra state.
+
+    It comes from the first rank that holds a parameter of the module, or of its nearest parent that has parameters.
+    """
     world, weights = train_state.world, train_state.weights
-    local_state = run_on_all_ranks(world, lambda: get_extra_state(train_state.model))
+    local_extra_state = run_on_all_ranks(world, lambda: get_extra_state(train_state.model))
     if weights.is_unsharded:
-        return local_state
-    owned = {name: value for name, value in local_state.items() if _extra_state_owner(name, weights) == world.rank}
-    return first_value_per_key([*world.gather_json(owned), local_state])
+        return local_extra_state
+    owned = {
+        name: value for name, value in local_extra_state.items() if _extra_state_owner(name, weights) == world.rank
+    }
+    return first_value_per_key([*world.gather_json(owned), local_extra_state])
 
 
 def _extra_state_owner(name: str, weights: ShardedTensors) -> int:
@@ -366,11 +372,11 @@ def _check_groups(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> 
         parts = [
             f"no group holds {first_names(missing)}" if missing else "",
             f"{first_names(repeated)} are in two groups" if repeated else "",
-            f"{len(foreign)} parameters in its groups are not trainable parameters of this model" if foreign else "",
+            f"{len(foreign)} parameters in the groups are not trainable parameters of this model" if foreign else "",
         ]
         raise JobError(
             f"optimizer=: {'; '.join(part for part in parts if part)}.",
             cause="every trainable parameter belongs in exactly one group",
-            hint="build the groups from the (name, parameter) pairs that the factory is given; a parameter of the loss "
+            hint="build the groups from the (name, parameter) pairs that the factory receives; a parameter of the loss "
             "trains as part of the model: put the loss's module into model= (docs/loss.md)",
         )

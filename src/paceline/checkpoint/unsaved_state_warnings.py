@@ -45,17 +45,20 @@ class UntrackedStateWarning:
         self._initial_modules = self._module_leaves()
 
     def warning_text(self, world: World | None = None) -> str:
-        """Return once which attributes changed on any rank, else an empty string. All ranks of `world` call this."""
+        """Return a warning about attributes that changed on any rank; empty if none did, or after the first warning.
+
+        All ranks of `world` call this.
+        """
         changed = (
             [*_changed_names(self._initial_optimizers, _leaves_of_optimizers(self._optimizers))],
             [] if self._initial_modules is None else [*_changed_names(self._initial_modules, self._module_leaves())],
         )
         changed_by_rank = [changed] if world is None else world.gather_json(changed)
         names_by_owner = [
-            list(dict.fromkeys(name for each in changed_by_rank for name in each[owner]))
+            list(dict.fromkeys(name for rank_changes in changed_by_rank for name in rank_changes[owner]))
             for owner in range(len(changed))
         ]
-        names = [name for each in names_by_owner for name in each]
+        names = [name for owner_names in names_by_owner for name in owner_names]
         if self._has_warned or not names:
             return ""
         self._has_warned = True

@@ -36,9 +36,9 @@ class MeshGroups:
 
     @staticmethod
     def for_local_sgd_site(all_ranks: World, *, mesh: Mesh) -> "MeshGroups":
-        """Return the groups of this rank's site of local SGD: `all_ranks` is the world of this site only.
+        """Return the groups of this rank's site of local SGD; their `all_ranks` are the ranks of this site only.
 
-        Every rank calls this once.
+        Every rank of all sites calls this once.
         """
         site = all_ranks.subgroup(mesh.groups([axis for axis in AXIS_ORDER if axis != "dp_replicate"]))
         return MeshGroups._build(site, mesh, replace(mesh, dp_replicate=1), all_ranks.subgroup)

@@ -60,9 +60,9 @@ class LaunchInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEndpoint:
-    """The address at which workers outside the world connect; a new `session` separates it from an earlier one."""
+    """The address at which workers outside the world connect. A new `session` ignores workers of an earlier one."""
 
-    place: LaunchInfo
+    launch_info: LaunchInfo
     session: str = "run"
 
 
@@ -247,7 +247,7 @@ class World:
     def start_ring_shift(
         self, tensors: Sequence[torch.Tensor], *, shapes: Sequence[Shape]
     ) -> Callable[[], list[torch.Tensor]]:
-        """Start to send tensors to the next rank. The returned function returns the previous rank's, of `shapes`."""
+        """Start to send tensors to the next rank. The returned function waits for the previous rank's tensors."""
         if self.group is None:
             return lambda: list(tensors)
         sent = [tensor.contiguous() for tensor in tensors]

@@ -36,8 +36,8 @@ class _Round:
 class ThreadRendezvous:
     """A rendezvous in numbered rounds. A replica may post to the next round before it has read the previous one.
 
-    `pause(replica)` returns a context in which that replica waits for the others. `simulates`: error
-    messages call the replicas simulated ranks.
+    `pause(replica)` returns a context in which that replica waits for the others. `simulates`: error messages call the
+    replicas simulated ranks.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class ThreadWorld(World):
         return self.rendezvous.post(value, replica=self.rank)()
 
     def all_reduce(self, tensor: Tensor, *, op: Op = "sum") -> Tensor:
-        """Reduce in place over all replicas and return it."""
+        """Reduce the tensor in place over all replicas and return it."""
         self.start_all_reduce(tensor, op=op)()
         return tensor
 
@@ -180,7 +180,7 @@ class ThreadWorld(World):
         return torch.cat(received)
 
     def start_ring_shift(self, tensors: Sequence[Tensor], *, shapes: Sequence[Shape]) -> Callable[[], list[Tensor]]:
-        """Post copies of the tensors; the returned function waits for the previous replica's."""
+        """Post copies of the tensors; the returned function waits for the previous replica's tensors."""
         collect = self.rendezvous.post([tensor.detach().clone() for tensor in tensors], replica=self.rank)
 
         def wait() -> list[Tensor]:
@@ -197,7 +197,7 @@ class ThreadWorld(World):
         return _PendingMessage()
 
     def start_receive(self, tensor: Tensor, *, source: int, tag: int) -> PendingMessage:
-        """Return a pending message; waiting for it copies what one replica has sent into the tensor."""
+        """Return a pending message; its `wait` copies the received tensor into `tensor`."""
         address = (source, self.rank, tag)
         return _PendingMessage(lambda: tensor.detach().copy_(self.rendezvous.receive(address=address)))
 
@@ -263,7 +263,8 @@ def run_threads(work: Callable[[int], T], *, ranks: int, end_waiting: Callable[[
 def run_simulated_ranks(work: Callable[[World], T], *, ranks: int, seed: int | None = None) -> list[T]:
     """Run `work` in one thread and world per rank, and return the results.
 
-    With a `seed`, each rank has its own random generators, all with this seed; else all share those of the process.
+    With a `seed`, each rank has its own random generators, all with this seed. Without it, all ranks share the
+    generators of the process.
 
     Raises:
         BaseException: the error of the first rank that failed by itself.

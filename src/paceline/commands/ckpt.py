@@ -18,8 +18,7 @@ from paceline.checkpoint.files.checkpoint_folder import (
     parse_step,
     resolve_mark,
 )
-from paceline.checkpoint.files.hf_folder import WEIGHTS as WEIGHTS_FILE
-from paceline.checkpoint.files.hf_folder import check_consolidated, write_model_folder
+from paceline.checkpoint.files.hf_folder import WEIGHTS_RECORD, check_consolidated, write_model_folder
 from paceline.checkpoint.files.resharding_reader import StoredTensors, check_digests
 from paceline.checkpoint.files.safetensors_io import LazyTensor, Shape
 from paceline.console.formatting import did_you_mean, first_names, format_size, plural
@@ -88,22 +87,25 @@ def verify_checkpoint(run: str | None = None) -> VerifiedCheckpoint:
         return verified
     if check_consolidated(final):
         return replace(verified, consolidated=str(final))
-    return replace(verified, note=f"{final} was not compared: {WEIGHTS_FILE} next to it has no digests")
+    return replace(verified, note=f"{final} was not compared: {WEIGHTS_RECORD} next to it has no digests")
 
 
 def _verify_consolidated(folder: Path) -> VerifiedCheckpoint:
-    if not (folder.parent / WEIGHTS_FILE).exists() or not check_consolidated(folder):
+    if not (folder.parent / WEIGHTS_RECORD).exists() or not check_consolidated(folder):
         raise CheckpointError(
             f"{folder} can't be verified: its digests are missing.",
-            cause=f"{WEIGHTS_FILE}, next to it in the run's folder, is missing or from a version without digests",
-            hint="paceline ckpt consolidate RUN --to FOLDER writes it from a checkpoint",
+            cause=f"{WEIGHTS_RECORD}, next to it in the run's folder, is missing or from a version without digests",
+            hint="paceline ckpt consolidate RUN --to FOLDER writes a new folder from a checkpoint",
         )
     return VerifiedCheckpoint(step=None, path=str(folder), num_bytes=folder_bytes(folder), consolidated=str(folder))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointDifference:
-    """The differences between two checkpoints: names by kind, and the manifest entries that differ."""
+    """The differences between two checkpoints.
+
+    By file, `tensors` has the names that differ, and `only` the names that just one of the checkpoints contains.
+    """
 
     steps: tuple[int, int]
     tensors: Mapping[str, list[str]]
@@ -113,7 +115,7 @@ class CheckpointDifference:
 
     @property
     def is_none(self) -> bool:
-        """True if all tensors match, and so does all that must be equal on a resume."""
+        """True if no tensor differs, and no manifest entry that must be equal on a resume."""
         return not (self.tensors or self.only or self.state)
 
 
@@ -121,19 +123,19 @@ def diff_checkpoints(one: str | None, other: str | None) -> CheckpointDifference
     """Compare two checkpoints (or the newest of two runs) bit by bit, however many ranks wrote each.
 
     Raises:
-        CheckpointError: one of them differs from its digests.
+        CheckpointError: one of the checkpoints differs from its digests.
     """
     if one is None or other is None:
         raise UsageError("ckpt diff compares two checkpoints.", hint="paceline ckpt diff RUN RUN")
-    first, second = (open_checkpoint(_newest_checkpoint(each)) for each in (one, other))
+    first, second = (open_checkpoint(_newest_checkpoint(run)) for run in (one, other))
     tensors, only = dict[str, list[str]](), dict[str, tuple[list[str], list[str]]]()
     for kind in dict.fromkeys([*first.files, *second.files]):
-        a, b = (each.files.get(kind, StoredTensors([])) for each in (first, second))
+        a, b = (checkpoint.files.get(kind, StoredTensors([])) for checkpoint in (first, second))
         unmatched = ([name for name in a if name not in b], [name for name in b if name not in a])
         differing = _differing_tensors(a, b)
         tensors |= {kind: differing} if differing else {}
         only |= {kind: unmatched} if any(unmatched) else {}
-    identities = [each.state.get("identity", {}) for each in (first, second)]
+    identities = [checkpoint.state.get("identity", {}) for checkpoint in (first, second)]
     state = [
         name
         for name in dict.fromkeys([*identities[0], *identities[1]])
@@ -161,7 +163,7 @@ def _newest_checkpoint(run: str) -> Path:
 
 
 def _differing_tensors(a: StoredTensors, b: StoredTensors) -> list[str]:
-    """Return the names in both whose tensors differ. If both have the same pieces, only digests are compared."""
+    """Return the tensors of both that differ. If the pieces have the same shapes, only their digests are compared."""
     comparable = [name for name in a if name in b and (a.dtype(name), a.shape(name)) == (b.dtype(name), b.shape(name))]
     same_pieces = {name for name in comparable if _digests(a, name).keys() == _digests(b, name).keys()}
     for stored in (a, b):
@@ -200,8 +202,8 @@ def prune(run: str | None = None, *, keep: int) -> list[Path]:
         raise CheckpointError(
             f"{checkpoint_folder / BEST} can't be read: the best checkpoint is not known, so none is removed.",
             where=str(checkpoint_folder),
-            hint=f"echo step-NNNNNNNN > {checkpoint_folder / BEST} names it; "
-            f"without one: rm {checkpoint_folder / BEST}",
+            hint=f"to name the best: echo step-NNNNNNNN > {checkpoint_folder / BEST}; "
+            f"to have none: rm {checkpoint_folder / BEST}",
         )
     return checkpoints.prune_checkpoints(checkpoint_folder, keep=keep)
 
@@ -224,7 +226,7 @@ def consolidate(
     instead, `average` requires the average. `best` takes the checkpoint that is marked best.
 
     Raises:
-        CheckpointError: there is no such good checkpoint or no average in it, or `to` exists.
+        CheckpointError: no such checkpoint can be used, it contains no average, or `to` exists.
     """
     if raw and average:
         raise UsageError(
@@ -258,12 +260,12 @@ def _read_config(path: Path) -> Any:
         return read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} differs from the configuration that was written: {error}.", where=str(path), hint=f"rm {path}"
+            f"the model's configuration {path} can't be read: {error}.", where=str(path), hint=f"rm {path}"
         ) from error
 
 
 def _model_tensors(loaded: OpenCheckpoint, *, raw: bool) -> list[LazyTensor]:
-    """Return every tensor of the model, averaged if there is an average. Each is read when it is written."""
+    """Return every tensor of the model, averaged if there is an average. Each is read only when it is written out."""
     if WEIGHTS not in loaded.files:
         raise CheckpointError(f"{loaded.path.name} has no {WEIGHTS}.", where=str(loaded.path))
     weights, average = loaded.files[WEIGHTS], StoredTensors([]) if raw else loaded.files.get(AVERAGE, StoredTensors([]))
@@ -302,7 +304,7 @@ def unknown_action_error(action: str) -> UsageError:
 
 
 def run_verb(options: Any, _: Sequence[str]) -> tuple[int, Any, str]:
-    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    """Run the verb; return the exit code, the value for `--json`, and the text."""
     if options.what == "ls":
         rows = describe_checkpoints(options.run)
         lines = [

@@ -145,7 +145,7 @@ class CompareOptions:
     runs: Annotated[tuple[str, ...], tyro.conf.Positional]
     """Two runs or recordings; with --layouts: one job, as job.py."""
     layouts: tuple[str, ...] = ()
-    """Train the job for a few steps in each: --layouts single ddp."""
+    """Train the job for a few steps in each of these layouts: --layouts single ddp."""
     ranks: int | None = None
     """With --layouts: number of processes on this machine."""
     steps: int = 8
@@ -175,7 +175,7 @@ class CkptOptions:
     other: _OptionalPositional = None
     """diff: the run or checkpoint to compare with."""
     keep: int = 3
-    """prune: number of newest checkpoints to keep; the best and the only good one always stay."""
+    """prune: number of newest checkpoints to keep; the best checkpoint and the last good one are never removed."""
     to: Path = Path("consolidated")
     """consolidate: the folder to write, which must not exist."""
     best: bool = False

@@ -67,7 +67,7 @@ def compare(
     device: str = "auto",
     page: str | Path | None = None,
 ) -> RunComparison | LayoutComparison:
-    """Compare runs side by side, each with the first; recordings up to the first step and parameter that differ.
+    """Compare each run with the first, side by side; compare recordings up to the first difference.
 
     With `layouts`, run one job (`"job.py"`) in each layout: a few steps on the same samples, one after another.
 
@@ -104,7 +104,7 @@ def _single_job(runs: Sequence[str | Path]) -> str:
     if not isinstance(runs[0], str | Path):
         raise UsageError(
             f"compare got a {type(runs[0]).__name__}, expected the path of a job.",
-            cause="its processes import the job themselves",
+            cause="each process imports the job itself",
             hint='pl.compare("job.py", layouts=["ddp", "fsdp"], ranks=2)',
         )
     return str(runs[0])
@@ -174,7 +174,7 @@ def _build_comparison(
         text="\n".join(lines),
         runs=[{"run": str(side.history.run.path), **side.result, **side.speed} for side in sides],
         settings=differing_settings(sides) if sides else {},
-        losses=[asdict(one) for one in divergences],
+        losses=[asdict(divergence) for divergence in divergences],
         recordings=[{"run": str(path), **asdict(comparison)} for path, comparison in comparisons],
         first_difference=first_difference,
         page=str(page) if page is not None else None,
@@ -218,7 +218,7 @@ def _table_lines(sides: list[ComparedRun], divergences: list[LossDivergence]) ->
 
 
 def run_verb(options: CompareOptions, settings: list[str]) -> VerbOutput:
-    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    """Run the verb; return the exit code, the value for `--json`, and the text."""
     if options.layouts:
         return _compare_layouts(options, settings)
     refuse_mixed_arguments(options.runs, settings)

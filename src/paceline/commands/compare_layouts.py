@@ -88,9 +88,9 @@ def compare_layouts(
     page_lines = [] if page_path is None else ["", page_line(page_path, replaced=replaced)]
     report_text = "\n".join([comparison_text(measured), *([verify_line] if verify_line else []), *page_lines])
     return LayoutComparison(
-        exit_code=max(_exit_code(each) for each in measured),
+        exit_code=max(_exit_code(row) for row in measured),
         text=report_text,
-        layouts=[_as_json(each, outcomes[each.name][0].run if each.name in outcomes else None) for each in measured],
+        layouts=[_as_json(row, outcomes[row.name][0].run if row.name in outcomes else None) for row in measured],
         page=None if page_path is None else str(page_path),
     )
 
@@ -99,7 +99,7 @@ def _dry_run_result(
     tasks: dict[str, Task], refused: dict[str, MeasuredLayout], layouts: Sequence[str]
 ) -> LayoutComparison:
     lines = {name: plural(task.ranks, "rank") for name, task in tasks.items()}
-    lines |= {name: each.reason for name, each in refused.items()}
+    lines |= {name: row.reason for name, row in refused.items()}
     return LayoutComparison(
         exit_code=0,
         text="\n".join(f"{name}: {lines[name]}" for name in layouts),
@@ -109,8 +109,8 @@ def _dry_run_result(
 
 def _verify_line(measured: Sequence[MeasuredLayout], job: str) -> str:
     """Return a line that says what the verdicts compare, with the command for a full verification."""
-    completed = [each for each in measured if each.losses]
-    candidates = [each for each in completed[1:] if each.name != "single"]
+    completed = [row for row in measured if row.losses]
+    candidates = [row for row in completed[1:] if row.name != "single"]
     if not candidates:
         return ""
     other = candidates[0]
@@ -139,7 +139,7 @@ def _make_tasks(
     if steps < _WARMUP_STEPS + 2:
         problems.append(
             UsageError(
-                f"--steps {steps}: at least {_WARMUP_STEPS + 2} are needed, because {_WARMUP_STEPS} is not timed.",
+                f"--steps {steps}: at least {_WARMUP_STEPS + 2} are needed, because {_WARMUP_STEPS} is a warm-up.",
                 hint="--steps 8",
             )
         )
@@ -160,11 +160,11 @@ def _make_tasks(
             tasks[name] = _make_layout_task(job, name, common, [*overrides, *own_settings], steps)
         except PacelineError as error:
             errors = list_problems(error)
-            if all(isinstance(each, LayoutError) for each in errors) and _is_layout(name):
+            if all(isinstance(problem, LayoutError) for problem in errors) and _is_layout(name):
                 ranks = common.ranks or 1
                 refused[name] = MeasuredLayout(name=name, ranks=ranks, verdict=_REFUSED, reason=_error_line(errors[0]))
             else:
-                problems += [each for each in errors if str(each) not in map(str, problems)]
+                problems += [problem for problem in errors if str(problem) not in map(str, problems)]
     raise_all(problems)
     return tasks, refused
 
@@ -241,13 +241,13 @@ def _read_measurement(name: str, task: Task, outcome: CommandOutcome, steps: int
 
 
 def _add_verdicts(measured: list[MeasuredLayout]) -> list[MeasuredLayout]:
-    first = next((each for each in measured if each.losses), None)
+    first = next((row for row in measured if row.losses), None)
     if first is None:
         return measured
     losses = dict(first.losses)
     return [
-        replace(each, verdict="reference" if each is first else _verdict(each, losses)) if each.losses else each
-        for each in measured
+        replace(row, verdict="reference" if row is first else _verdict(row, losses)) if row.losses else row
+        for row in measured
     ]
 
 

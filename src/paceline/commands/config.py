@@ -79,7 +79,7 @@ def _job_settings(ref: JobRef, requested: RequestedSettings) -> dict[str, Any]:
 
 
 def run_verb(options: ConfigOptions, settings: list[str]) -> VerbOutput:
-    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    """Run the verb; return the exit code, the value for `--json`, and the text."""
     rows = config(options.job, file=options.config, overrides=settings)
     width = max(len(row.name) for row in rows)
     return 0, rows, "\n".join(f"{row.name:<{width}}  {row.value!s:<24} {row.origin}" for row in rows)

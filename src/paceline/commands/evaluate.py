@@ -30,8 +30,8 @@ def evaluate(
 ) -> CommandOutcome:
     """Return the exact metrics of a run's newest good checkpoint, of its best, or of the named one.
 
-    Without `layout` the run's own is used, if the number of ranks is the same. The ranks' logs are written outside the
-    run, and nothing in the run changes until the metrics are computed.
+    Without `layout`, the run's own layout is used, if the number of ranks is the same. The ranks' logs are written
+    outside the run, and nothing in the run changes until the metrics are computed.
     """
     common = common or RunOptions()
     if split not in ("eval", "test"):
@@ -99,7 +99,7 @@ def build_evaluation_task(task: Task, common: RunOptions) -> Task:
 
 
 def run_verb(options: EvaluateOptions, _: list[str]) -> VerbOutput:
-    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    """Run the verb; return the exit code, the value for `--json`, and the text."""
     common = RunOptions(ranks=options.ranks, layout=options.layout, quiet=options.json)
     outcome = failure_result(evaluate(options.run, split=options.split, best=options.best, common=common))
     if not outcome.prints_result:

@@ -35,7 +35,7 @@ SETTINGS = {
 }
 _GROUPS: dict[str, tuple[str, ...]] = {
     "where": ("ranks", "layout", "layouts", "device", "cluster", "run_dir"),
-    "what": (),  # all that no other group names
+    "what": (),  # every option that no other group lists
     "check": ("dry_run", "faults"),
     "output": ("page", "to", "verbose", "json"),
 }

@@ -37,7 +37,7 @@ def new(name: str, *, folder: Path | None = None) -> Path:
 
 
 def run_verb(options: NewOptions, _: list[str]) -> VerbOutput:
-    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    """Run the verb; return the exit code, the value for `--json`, and the text."""
     path = new(options.name)
     text = f"wrote {path}\nnext:\n  paceline train {path} --ranks 2\n  paceline verify {path} --layout ddp --ranks 2"
     return 0, {"path": str(path)}, text

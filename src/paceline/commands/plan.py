@@ -68,7 +68,7 @@ class PlanOptions:
     device: str = "auto"
     """With --cluster here: auto, cpu or cuda."""
     seconds: float | None = None
-    """With --cluster here: seconds for timing layouts; 0 times none; default: 60, machine benchmark included."""
+    """With --cluster here: seconds for timing layouts; 0: no timing; default: 60, machine benchmark included."""
     config: Path | None = None
     """A TOML file of settings."""
     run_dir: str | None = None
@@ -111,7 +111,7 @@ def plan(
 
     `job` is a job, or a Hugging Face config: config.json, its folder, or `transformers:LlamaConfig`. `cluster` is
     `here` (with `ranks`), `8xH100-80G`, `4x8xA100-80G@ib-hdr`, or a TOML file. This machine is benchmarked once; then
-    layouts are timed for at most `seconds`, by default a minute less that benchmark. `layouts` replaces the search:
+    layouts are timed for at most `seconds`, by default a minute minus the benchmark. `layouts` replaces the search:
     each is judged and compared with the first. `against` is a plan.json to compare with, `page` an HTML file to write.
 
     Raises:
@@ -127,9 +127,10 @@ def plan(
     target = None if cluster.strip() == "here" else parse_cluster(cluster)
     if target is not None:
         refuse_other_rank_count(common, target, cluster_text=cluster)
-    opts = replace(common, layout=None) if target is None else replace(common, layout="single", ranks=1, device="cpu")
+    one_process = replace(common, layout="single", ranks=1, device="cpu")  # judges the layouts of another cluster
+    run_options = replace(common, layout=None) if target is None else one_process
     ref, arguments, assumed = config_as_job(job, overrides, ranks=common.ranks or 1, cluster=target, file=common.config)
-    task = make_task("plan", ref, opts, arguments)
+    task = make_task("plan", ref, run_options, arguments)
     _refuse_misfit_layouts(named_layouts, ranks=task.ranks if target is None else target.ranks)
     if common.dry_run:
         return CommandOutcome(exit_code=0, run=Path(task.run), value=task.as_json(), screen=check_start(task))
@@ -240,13 +241,13 @@ def _refuse_misfit_layouts(named: Sequence[str], *, ranks: int) -> None:
 def _refuse_seconds(seconds: float | None) -> None:
     if seconds is not None and not 0 <= seconds < math.inf:
         message = f"--seconds {seconds:g} is not a valid time limit."
-        raise UsageError(message, hint="--seconds 20; 0 times nothing")
+        raise UsageError(message, hint="--seconds 20; 0 switches timing off")
 
 
 def _local_machine(task: Task, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> dict[str, Any]:
     """Return this machine's cluster and the seconds for timing layouts, as the `here` option of the plan's task.
 
-    Under another launcher, return a request instead, with which the ranks benchmark the machine.
+    Under another launcher, return a request instead: the ranks then benchmark the machine.
     """
     joined = detect_world(os.environ)
     if joined is not None:
@@ -272,6 +273,6 @@ def _correction_lines(cluster: Cluster) -> Iterator[str]:
 
 
 def run_verb(options: PlanOptions, settings: list[str]) -> VerbOutput:
-    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    """Run the verb; return the exit code, the value for `--json`, and the text."""
     outcome = failure_result(plan_from_options(options, settings))
     return outcome.exit_code, outcome.summary() if outcome.value is None else outcome.value, outcome.screen

@@ -28,7 +28,7 @@ from paceline.launch.failures.uncaught_exceptions import install_uncaught_hook, 
 from paceline.planner.simulation.failure_forecast import CheckpointCosts
 from paceline.plugins import resolve
 
-JobOrPath = Any  # a paceline.Job, or a str or Path; typing it would import torch with every verb
+JobOrPath = Any  # a paceline.Job, or a str or Path; the type `Job` would import torch with every verb
 Settings = Mapping[str, Any]
 
 
@@ -158,7 +158,7 @@ def plan(
         layouts: judge these layouts and compare them.
         against: another plan.json, or its folder, to compare with.
         page: an HTML file to write.
-        seconds: time limit for timing layouts, if the cluster is `here`; 0 times none.
+        seconds: time limit for timing layouts, if the cluster is `here`; 0: no timing.
         settings: values by dotted name, as in `train`.
 
     Returns:
@@ -295,7 +295,7 @@ def compare(
         `page`, `text` and `exit_code`.
 
     Raises:
-        UsageError: fewer than two runs, or a folder that is neither a run nor a recording; settings that are wrong.
+        UsageError: fewer than two runs, a folder that is neither a run nor a recording, or wrong settings.
     """
     if not layouts:
         options = {"ranks": ranks, "settings": settings, "config": config, "run_dir": run_dir, "dry_run": dry_run}
@@ -387,8 +387,8 @@ def _build_result(outcome: CommandOutcome, *, has_value: bool = False) -> Result
     """Return the verb's result, or raise its error; with `has_value` return the result even after an error.
 
     Raises:
-        KeyboardInterrupt: it was interrupted twice.
-        PacelineError: it failed. Under another launcher, the exception of this rank is raised unchanged.
+        KeyboardInterrupt: the verb was interrupted twice.
+        PacelineError: the verb failed. Under another launcher, the exception of this rank is raised unchanged.
     """
     if outcome.exit_code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
@@ -400,7 +400,7 @@ def _build_result(outcome: CommandOutcome, *, has_value: bool = False) -> Result
 
 
 def _build_error(outcome: CommandOutcome) -> BaseException:
-    """Return the error of the first failing rank, with its own type if that is one of ours."""
+    """Return the error of the first failing rank, with its own type if that is one of Paceline's."""
     fields = outcome.json_fields
     if outcome.error is not None:
         return _add_notes(outcome.error, fields)

@@ -25,6 +25,6 @@ def report(run: str | None = None, *, page: str | Path | None = None) -> Path:
 
 
 def run_verb(options: ReportOptions, _: list[str]) -> VerbOutput:
-    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    """Run the verb; return the exit code, the value for `--json`, and the text."""
     path = report(options.run, page=options.page)
     return 0, {"report": str(path)}, str(path)

@@ -132,7 +132,7 @@ def simulate(
     common: RunOptions | None = None,
     overrides: Sequence[str] = (),
 ) -> Simulation:
-    """Simulate a step of the recommended layout, or of `layout`, in virtual time; return its parts and its rate.
+    """Simulate a step of the recommended layout, or of `layout`, in virtual time.
 
     `job` is a job, or a plan.json. `failures` is the mean time between failures of one device (`"50000 h"`): with it,
     the goodput is forecast for a checkpoint every `every` steps and for the best interval.
@@ -216,7 +216,7 @@ def _timing_lines(ratio: float, seconds: float, *, has_more: bool) -> Iterator[s
     if abs(ratio - 1) > _MIN_CORRECTION:
         note = "; the lines below use that step time" if has_more else ""
         duration = format_precise_duration(seconds)
-        yield f"  with the plan's timings it is {duration}, {ratio:.2f} times as long{note}"
+        yield f"  by the plan's timings a step takes {duration}, {ratio:.2f} times as long{note}"
 
 
 def _is_plan(path: Path) -> bool:
@@ -261,6 +261,6 @@ def _profile_job(
 
 
 def run_verb(options: SimulateOptions, settings: list[str]) -> VerbOutput:
-    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    """Run the verb; return the exit code, the value for `--json`, and the text."""
     simulation = simulate_from_options(options, settings)
     return simulation.exit_code, simulation.value, simulation.text

@@ -40,7 +40,7 @@ def train(
 ) -> CommandOutcome:
     """Train `job`; `resume=""` resumes its newest run, a path resumes that run.
 
-    With the layout `auto` the job is planned first; if memory runs out, it falls back to a layout that needs less.
+    With the layout `auto` the job is planned first; if memory runs out, the run falls back to a layout that needs less.
     """
     common = common or RunOptions()
     raise_all(refuse_unknown_allowances(tuple(allow)))
@@ -90,7 +90,7 @@ def read_training_result(outcome: CommandOutcome) -> dict[str, Any]:
 
 
 def run_verb(options: TrainOptions, settings: list[str]) -> VerbOutput:
-    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    """Run the verb; return the exit code, the value for `--json`, and the text."""
     allow = [name for name in options.allow.split(",") if name]
     if options.verbose:
         os.environ[VERBOSE] = "1"

@@ -106,7 +106,7 @@ def _refuse_rounding(task: Task) -> None:
 
 
 def run_verb(options: VerifyOptions, settings: list[str]) -> VerbOutput:
-    """Run the verb; return the exit code, what `--json` prints, and the text."""
+    """Run the verb; return the exit code, the value for `--json`, and the text."""
     outcome = verify(
         options.job, common=run_options(options), overrides=settings, steps=options.steps, against=options.against
     )

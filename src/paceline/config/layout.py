@@ -46,6 +46,8 @@ _AXIS_AND_ZERO_STAGE = {
     LayoutKind.EP: ("ep", 0),
 }
 _OFFLOADS = ("optimizer", "parameters")
+_THREADS_ARE_ALONE = "replicas as threads of one process can't be combined with anything else"
+_THREADS_HINT = "--layout threads=2, or --layout dp=2"
 _T = TypeVar("_T")
 
 
@@ -165,11 +167,9 @@ def _repeated_error(text: str, item: str, name: str) -> LayoutError:
 def _unknown_axis_error(text: str, position: int, name: str, value: str) -> LayoutError:
     known_names = ["dp", *AXES, "threads", *OPTIONS]
     if name == LayoutKind.THREADS:
-        cause, hint = (
-            "replicas as threads of one process can't be combined with anything else",
-            "--layout threads=2, or --layout dp=2",
+        return LayoutError(
+            f"{text!r} combines threads with another layout.", cause=_THREADS_ARE_ALONE, hint=_THREADS_HINT
         )
-        return LayoutError(f"{text!r} combines threads with another layout.", cause=cause, hint=hint)
     if name in _KIND_NAMES:
         problem = f"is a layout name and takes no count, got {value!r}" if value else "has no count"
         return LayoutError(
@@ -207,14 +207,9 @@ def _build_layout(
     problems: list[PacelineError] = []
     has_no_axes = kind in (LayoutKind.THREADS, LayoutKind.SINGLE)
     if has_no_axes and (sizes or options):
-        hint = (
-            "--layout threads=2, or --layout dp=2" if kind is LayoutKind.THREADS else "--layout dp=2, or single alone"
-        )
-        cause = (
-            "replicas as threads of one process can't be combined with another axis"
-            if kind is LayoutKind.THREADS
-            else "single has no axes"
-        )
+        is_threads = kind is LayoutKind.THREADS
+        hint = _THREADS_HINT if is_threads else "--layout dp=2, or single alone"
+        cause = _THREADS_ARE_ALONE if is_threads else "single takes no axes and no options"
         problems.append(LayoutError(f"{text!r} combines {kind} with something else.", cause=cause, hint=hint))
     if not has_no_axes:
         if kind is LayoutKind.HSDP:

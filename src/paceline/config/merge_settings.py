@@ -35,7 +35,7 @@ class RequestedSettings:
     def layered_over(self, lower: Mapping[str, Any], *, origin: str, where: str = "") -> "RequestedSettings":
         """Return these values layered over lower ones from Python: those of a job, or of a `pl.Run`.
 
-        `where` is the source of a wrong value in an error, if it differs from `origin`.
+        `where` is the source that an error names, if it differs from `origin`.
 
         Raises:
             UsageError, Problems: an unknown name, a value of the wrong type, a parameter of an already built job.

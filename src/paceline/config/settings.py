@@ -98,9 +98,10 @@ class Init:
 class PlacementSettings:
     """Settings for the placement of the model, in addition to the layout.
 
-    `units` are class names, FQN patterns, or the least number of elements of a unit; `blocks` are FQNs in the order of
-    the forward; `stages` has the number of blocks of each stage; `cut` is how the model is cut into stages; `replicate`
-    are FQN patterns of modules that tp does not split.
+    `units` are class names, patterns of fully qualified names (FQNs, such as `layers.*`), or the least number of
+    elements of a unit; `blocks` are the FQNs of the blocks in the order of the forward; `stages` has the number of
+    blocks of each stage; `cut` is how the model is cut into stages; `replicate` are FQN patterns of modules that tp
+    does not split.
     """
 
     units: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 
 def closest_word(word: str, candidates: Iterable[str]) -> str:
     """Return the word that was probably meant, or an empty string."""
-    return next((str(each) for each in get_close_matches(word, list(candidates), n=1, cutoff=0.6)), "")
+    return next((str(match) for match in get_close_matches(word, list(candidates), n=1, cutoff=0.6)), "")
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
@@ -42,7 +42,7 @@ def format_change(change: float, *, digits: int = 0) -> str:
 
 
 def price_of_steps(price: float, currency: str) -> str:
-    """Return the price of 1,000 steps, from that of one: `12.30 USD`, `0.0042 USD`."""
+    """Return the price of 1,000 steps, from the price of one step: `12.30 USD`, `0.0042 USD`."""
     total = 1000 * price
     return f"{total:,.2f} {currency}" if total >= 1 else f"{total:.2g} {currency}"
 

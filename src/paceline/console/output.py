@@ -29,15 +29,15 @@ def encodable_text(text: str, stream: TextIO) -> str:
 
     Names and messages may come from untrusted files: an escape sequence in one could overwrite earlier output.
     """
-    return _encodable(_CONTROL_CHARACTERS.sub(_as_escape, text), stream)
+    return _encodable(_CONTROL_CHARACTERS.sub(_escape_characters, text), stream)
 
 
 def encodable_job_output(text: str, stream: TextIO) -> str:
     """Return a line that the user's own code printed, with its colours and carriage returns kept."""
-    return _encodable(_JOB_CONTROL_CHARACTERS.sub(_as_escape, text), stream)
+    return _encodable(_JOB_CONTROL_CHARACTERS.sub(_escape_characters, text), stream)
 
 
-def _as_escape(match: re.Match[str]) -> str:
+def _escape_characters(match: re.Match[str]) -> str:
     return "".join(
         f"\\x{ord(character):02x}" if ord(character) < 256 else f"\\u{ord(character):04x}" for character in match[0]
     )
@@ -100,7 +100,7 @@ def is_reader_gone(error: OSError) -> bool:
 
 
 def flush() -> None:
-    """Flush what the user's own `print` left buffered, before a process exits without Python's own shutdown."""
+    """Flush the buffered output of the user's own `print`, before a process exits without Python's own shutdown."""
     for stream in (sys.stdout, sys.stderr):
         print_line("", stream, end="")
 
@@ -144,7 +144,7 @@ class CapturedStderr:
 def _remove_old_captures() -> None:
     """Remove files that killed processes left a day ago or earlier."""
     for path in Path(tempfile.gettempdir()).glob("paceline-join-*.log"):
-        with suppress(OSError):  # another user's
+        with suppress(OSError):  # the file of another user
             if time.time() - path.lstat().st_mtime > _MAX_AGE_SECONDS:
                 path.unlink()
 

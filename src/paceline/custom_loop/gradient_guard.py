@@ -39,12 +39,12 @@ class GradientGuard:
         ]
         self.is_hidden = False
 
-    def hide(self, *, is_over: bool = False) -> None:
-        """Hide the gradients. `is_over`: the step is complete, so a gradient that is added now would be discarded."""
+    def hide(self, *, is_step_over: bool = False) -> None:
+        """Hide the gradients. `is_step_over`: the step is complete, so a gradient that is added now would be lost."""
         if self.is_hidden:
             return
         for parameter in self._parameters:
-            parameter.hide(is_over=is_over)
+            parameter.hide(is_step_over=is_step_over)
         self.is_hidden = True
 
     def show(self) -> ReplacedGradients:
@@ -81,12 +81,12 @@ class _GuardedParameter:
         self._placeholders = [_UnreducedGradient.from_parameter(tensor, name, is_sharded) for tensor in self._tensors]
         self._hidden_gradients: list[Tensor | None] = []
 
-    def hide(self, *, is_over: bool) -> None:
+    def hide(self, *, is_step_over: bool) -> None:
         self._hidden_gradients = [tensor.grad for tensor in self._tensors]
         for tensor, placeholder in zip(self._tensors, self._placeholders, strict=True):
             tensor.grad = None  # a gradient of another type can only be set after None
             tensor.grad = placeholder
-            placeholder.is_over, placeholder.is_zeroed = is_over, False
+            placeholder.is_step_over, placeholder.is_zeroed = is_step_over, False
 
     def show(self, replaced_gradients: ReplacedGradients) -> None:
         current_gradients = [tensor.grad for tensor in self._tensors]
@@ -107,7 +107,7 @@ class _UnreducedGradient(Tensor):
 
     parameter_name: str
     is_sharded: bool
-    is_over: bool
+    is_step_over: bool
     is_zeroed: bool
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
@@ -116,7 +116,7 @@ class _UnreducedGradient(Tensor):
     def from_parameter(parameter: Tensor, name: str, is_sharded: bool) -> "_UnreducedGradient":
         """Return the placeholder for the gradient of `parameter`."""
         placeholder: _UnreducedGradient = make_wrapper_tensor(_UnreducedGradient, like=parameter, shape=parameter.shape)
-        placeholder.parameter_name, placeholder.is_sharded, placeholder.is_over, placeholder.is_zeroed = (
+        placeholder.parameter_name, placeholder.is_sharded, placeholder.is_step_over, placeholder.is_zeroed = (
             name,
             is_sharded,
             False,
@@ -135,7 +135,7 @@ class _UnreducedGradient(Tensor):
             for placeholder in placeholders:
                 placeholder.is_zeroed = True
             return args[0] if operation == "zero_" else None
-        if is_in_backward() and placeholders[0].is_over:
+        if is_in_backward() and placeholders[0].is_step_over:
             return placeholders[0]
         raise placeholders[0]._refusal(operation)
 
@@ -181,7 +181,7 @@ def _model_parameter(member: Any) -> nn.Parameter:
 
 
 class GradientLeaves:
-    """The tensors that backward writes to; a layer that is temporarily frozen is left out."""
+    """The tensors that backward writes to, without those of layers that are temporarily frozen."""
 
     def __init__(self, placed: ParallelizedModel) -> None:
         self._pairs = [

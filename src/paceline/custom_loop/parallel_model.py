@@ -146,7 +146,7 @@ class PlacedModel:
         save_folder(Path(path), model=self.model, placed=self._placed, optimizers=self._optimizers, world=self.world)
 
     def load(self, path: str | Path) -> None:
-        """Read what `save` wrote, in this or another layout: each rank reads its own shards; every rank calls this.
+        """Read the files of `save`, written in this or another layout. Every rank calls this, and reads its own shards.
 
         Raises:
             CheckpointError: the folder belongs to another model, or can't be read.
@@ -171,7 +171,7 @@ class PlacedModel:
             self._is_accumulating = False
         elif self._is_accumulating and names:
             raise UsageError(
-                f"another backward follows, but only some gradients were dropped: that of {min(names)}, not all.",
+                f"another backward follows, but only some gradients were dropped, such as that of {min(names)}.",
                 cause="zero_grad() of one of several optimizers, or of a part of the model",
                 hint="zero_grad() of all optimizers; or step() of the others first",
             )
@@ -226,7 +226,7 @@ class PlacedModel:
         self._has_stepped = True
         self._placed.sync_after_update()
         if self._is_sharded:
-            self._gradient_guard.hide(is_over=True)
+            self._gradient_guard.hide(is_step_over=True)
 
     def _reduce_gradients(self) -> None:
         """Reduce the gradients once per step, and show them in `grad`."""

@@ -56,8 +56,8 @@ def place(
     Args:
         build: returns the model; all ranks begin with rank 0's weights.
         layout: any layout without pp, cp, ep or threads; by default ddp, on one rank single.
-        world: the ranks; by default torch's default group if there is one, else what torchrun, srun or mpirun
-            started, else this process alone.
+        world: the ranks; by default torch's default group if there is one, else the ranks that torchrun, srun or
+            mpirun started, else this process alone.
         settings: `place.*`, `init.limit`, `train.compile`, `train.backend` and `train.timeout_seconds`.
         example: calls the given model on a small batch; the tensor plan is derived from this call.
         device: `cpu`, `cuda` or `auto`, if no world is given.
@@ -99,7 +99,9 @@ def _place(
         partial(_build_and_check, build), seed=seed, limit_bytes=placement_settings.init.limit, worlds=worlds
     )
     model = initial_model.to(current_world.device)
-    if tensor_bytes(model) > placement_settings.init.limit:  # drawn by name, so the next model still differs
+    if (
+        tensor_bytes(model) > placement_settings.init.limit
+    ):  # its values were drawn by name: draw once here, so that the next model differs
         torch.set_rng_state(state)
         torch.rand(1)
     if initial_model.is_whole:
@@ -153,7 +155,7 @@ def _as_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _merge_settings(overrides: Mapping[str, Any]) -> Settings:
-    """Return the settings. Those of steps, data and runs are refused.
+    """Return the settings; settings of steps, data and runs are refused.
 
     Raises:
         UsageError, Problems: a setting is unknown, out of range, or has no effect here.

@@ -55,10 +55,10 @@ def save_folder(
         _optimizer_options(saved_optimizer)
         for saved_optimizer in optimizer_scalars(optimizers, optimizer_shards, scalars)
     ]
-    listing = StateDictView(entries=states.local_tensors, weights=states)
+    state_view = StateDictView(entries=states.local_tensors, weights=states)
     config = getattr(model, "config", None)
     run_on_all_ranks(world, lambda: consolidate_weights(weights, temporary, config=config, world=world))
-    run_on_all_ranks(world, lambda: consolidate_weights(listing, temporary / OPTIMIZER, config=None, world=world))
+    run_on_all_ranks(world, lambda: consolidate_weights(state_view, temporary / OPTIMIZER, config=None, world=world))
     run_on_all_ranks(world, lambda: _commit_folder(temporary, folder, options) if world.is_main else None)
 
 
@@ -74,8 +74,8 @@ def _scalar_state_names(optimizers: Sequence[Optimizer], optimizer_shards: Optim
     """Return the names of state tensors that are one number for a full parameter, such as Adam's `step`.
 
     If a rank holds one element of a parameter, the shards of its moments have one element too, and look like numbers.
-    Such a tensor is a number if it is one on a rank with more elements or none, or if all tensors of its key are
-    numbers. Every rank calls this.
+    Such a tensor is a number if it also has one element on a rank that holds more elements of the parameter, or none.
+    It is a number too if all tensors with its key have one element. Every rank calls this.
     """
     states = [
         (_stored_name(index, name, key), f"{index}/{key}", value, key != "step" and value.shape == parameter.shape)

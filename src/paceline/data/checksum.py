@@ -74,15 +74,15 @@ class _ContentCrc:
 
     def _add_object(self, value: Any, start: int) -> int:
         """Return the CRC over the parts from which `copy` and `pickle` rebuild the object."""
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        start = zlib.crc32(kind.encode(), start)
+        type_name = f"{type(value).__module__}.{type(value).__qualname__}"
+        start = zlib.crc32(type_name.encode(), start)
         try:
-            parts = value.__reduce_ex__(4)
+            pickle_parts = value.__reduce_ex__(4)
         except Exception:  # a file, a lock, a generator
             return start
-        if isinstance(parts, str):
-            return zlib.crc32(parts.encode(), start)
-        return self.add([list(part) if hasattr(part, "__next__") else part for part in parts], start)
+        if isinstance(pickle_parts, str):
+            return zlib.crc32(pickle_parts.encode(), start)
+        return self.add([list(part) if hasattr(part, "__next__") else part for part in pickle_parts], start)
 
     def _add_array(self, array: np.ndarray[Any, Any], start: int) -> int:
         if array.dtype.hasobject:

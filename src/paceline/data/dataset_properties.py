@@ -38,9 +38,9 @@ class DatasetProperties:
             JobError: a sample could not be read; the error names the line of the user's code.
         """
         if self.error is not None:
-            raised = JobError(self.error.what, where=self.error.where, hint=self.error.hint)
-            raised.add_note(self.error.full)
-            raise raised
+            job_error = JobError(self.error.what, where=self.error.where, hint=self.error.hint)
+            job_error.add_note(self.error.traceback_text)
+            raise job_error
 
 
 def find_properties(source: Source, *, seed: int) -> DatasetProperties:
@@ -124,9 +124,9 @@ def refuse_different_data(
         )
     different_rank = next((rank for rank, value in checksums.items() if value != checksums[first_rank]), None)
     if different_rank is not None and is_repeatable():
-        shown = " or ".join(map(str, sorted(samples)))
+        sample_list = " or ".join(map(str, sorted(samples)))
         raise DesyncError(
-            f"sample {shown} of {name} differs between rank {different_rank} and rank {first_rank}.",
+            f"sample {sample_list} of {name} differs between rank {different_rank} and rank {first_rank}.",
             cause="the dataset is already split by rank, or its files are listed in a different order "
             "(an unsorted os.listdir)",
             hint=f"{_WHOLE_DATASET_HINT}; sorted(os.listdir(...))",

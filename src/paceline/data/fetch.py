@@ -46,14 +46,14 @@ class SampleCheckRequest:
 class WorkerError:
     """An exception in a data worker as text, because the exception itself may not be picklable.
 
-    `what` is for the screen; `full` is the text with the traceback, for the rank's log.
+    `what`, `where`, `hint` and `cause` are for the screen; `traceback_text` is for the rank's log.
     """
 
     what: str
     where: str
     hint: str = ""
     cause: str = ""
-    full: str = field(default="", repr=False)
+    traceback_text: str = field(default="", repr=False)
 
 
 class Fetcher(Dataset[Any]):
@@ -138,11 +138,11 @@ def worker_error(error: Exception, *, doing: str, hint: str = "") -> WorkerError
     cause, hint = explain_data_worker_error(message) or ("", hint)
     return WorkerError(
         what=f"{doing} failed: {type(error).__name__}: {message}", where=where, cause=cause, hint=hint,
-        full=_full_text(error),
+        traceback_text=_format_traceback(error),
     )  # fmt: skip
 
 
-def _full_text(error: Exception) -> str:
+def _format_traceback(error: Exception) -> str:
     """Return the traceback as text, at most 1 MiB; an empty string if it can't be formatted."""
     try:
         return "".join(format_exception(error))[:_MAX_TEXT_BYTES]
@@ -158,17 +158,17 @@ def raise_worker_error(value: Any) -> Any:
     """
     if isinstance(value, WorkerError):
         data_error = DataError(value.what, where=value.where, cause=value.cause, hint=value.hint)
-        if value.full:
-            data_error.add_note(value.full)
+        if value.traceback_text:
+            data_error.add_note(value.traceback_text)
         raise data_error
     return value
 
 
 def start_function(source: Source, *, appears_alone: bool, parent: int) -> Callable[[int], None]:
-    """Return the function that a data worker runs first: it makes the worker ignore signals and die with its `parent`.
+    """Return the function that a data worker runs first.
 
-    It calls the user's `worker_init_fn` last, with the dataset in `get_worker_info()`, which reports a single worker if
-    `appears_alone`.
+    It makes the worker ignore signals and die with its `parent`, and then calls the user's `worker_init_fn`. With
+    `appears_alone`, `get_worker_info()` reports a single worker.
     """
     user_init = source.loader.worker_init_fn if source.loader is not None else None
 
@@ -195,14 +195,14 @@ def follow_rank(parent: int) -> None:
 def set_dataset_epoch(data: Any, epoch: int) -> None:
     """Call `set_epoch(epoch)` on a dataset or, if it is a wrapper without this method, on the datasets that it wraps.
 
-    torch's `Subset` and `ConcatDataset`, and wrappers like them, have these in `dataset` or `datasets`.
+    Wrappers such as torch's `Subset` and `ConcatDataset` store the wrapped datasets in `dataset` or `datasets`.
     """
-    remaining, seen = [data], set[int]()
+    remaining, visited = [data], set[int]()
     while remaining:
         dataset = remaining.pop()
-        if id(dataset) in seen:
+        if id(dataset) in visited:
             continue
-        seen.add(id(dataset))
+        visited.add(id(dataset))
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
             continue

@@ -53,8 +53,8 @@ class _StartedProcess(ForkProcess):
             os.write(write, b"1")
             os.close(read)
             os.close(write)
-        done: int = super()._bootstrap(parent_sentinel=parent_sentinel)  # type: ignore[misc]
-        return done
+        exit_code: int = super()._bootstrap(parent_sentinel=parent_sentinel)  # type: ignore[misc]
+        return exit_code
 
 
 class StartedForkContext(ForkContext):

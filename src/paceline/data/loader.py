@@ -187,9 +187,9 @@ class MapStyleLoader:
         )
 
     def _all_requests(self) -> Iterator[MicrobatchRequest]:
-        """Yield the requests for data workers; an empty one for a batch in which this replica has no microbatch.
+        """Yield the requests for data workers; an empty request for a batch in which this replica has no microbatch.
 
-        Without the empty ones, a replica that never has a microbatch would search for its next one forever.
+        Without empty requests, a replica that never has a microbatch would search for its next microbatch forever.
         """
         epoch: int | None = None
         for batch, requests in self._plan_batches():
@@ -288,7 +288,7 @@ def stream_error() -> JobError:
     )
 
 
-def eval_feed(
+def read_eval_microbatches(
     *,
     data: Any,
     collate: Collate | None,

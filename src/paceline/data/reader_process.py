@@ -2,9 +2,8 @@
 
 A file handle that a dataset opens at its first read is shared with every process that is forked later: two of them
 would seek and read at the same time, and get wrong records. So if there are data workers, the process that forks them
-does not use the dataset itself, not even `len()`. It forks a separate process for each such read, which looks like a
-data worker to user code and then ends. Without data workers nothing is forked, and the rank reads the
-data itself.
+does not use the dataset itself, not even `len()`. It forks a separate process for each such read. To user code, this
+process looks like a data worker. Without data workers nothing is forked, and the rank reads the data itself.
 """
 
 import os

@@ -69,7 +69,7 @@ class DatasetCache:
         self._datasets: dict[int, tuple[Any, Any]] = {}
 
     def get(self, data: Any) -> Any:
-        """Return the dataset: `data` itself, or what it returns if it is a function."""
+        """Return the dataset: `data` itself, or the result of calling `data` if it is a function or a class."""
         if not _is_factory(data):
             return data
         if id(data) in self._datasets:
@@ -113,7 +113,7 @@ def read_source(
 
 
 def _from_loader(loader: DataLoader[Any], *, collate: Collate | None, order: Any, workers: int, name: str) -> Source:
-    """Return a source with the settings of the user's DataLoader, except how samples form batches."""
+    """Return a source with the settings of the user's DataLoader, except its batch size."""
     _check_loader(loader, name)
     notes = ["the DataLoader's own settings are kept; global_batch_size sets the batches"]
     if loader.drop_last and name == "train_data":
@@ -172,7 +172,7 @@ def _order_from_sampler(sampler: Any) -> tuple[Any, str]:
 
 
 def refuse_no_batch(num_samples: int, *, batch: int) -> None:
-    """Raise an error if an epoch has only a short batch, which is dropped.
+    """Raise an error if an epoch has no full batch; `data.drop_last` would drop its only batch.
 
     Raises:
         UsageError: an epoch has fewer samples than a global batch.

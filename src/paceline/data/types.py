@@ -1,4 +1,4 @@
-"""Types that a loader yields, and the partition of global batches."""
+"""The types that a loader yields, and the settings that divide global batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,14 +6,17 @@ from typing import Any, NoReturn
 
 from paceline.data.order.batches import Batch
 
-_INSTEAD_HINT = (
+_USAGE_HINT = (
     "run.step(batch) does forward, loss, backward and update; the tensors are in [micro.data for micro in batch.micro]"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPartition:
-    """The partition of global batches into microbatches and replicas. Without `reads_samples`, other processes read."""
+    """The division of global batches into microbatches, and of the microbatches among replicas.
+
+    If `reads_samples` is False, this process plans the batches, and other processes read their samples.
+    """
 
     global_batch_size: int
     micro_batch_size: int
@@ -46,9 +49,9 @@ class DatasetSummary:
 class StepInput:
     """This replica's part of one global batch; `micro` may be empty.
 
-    `num_micro` and `num_samples` count over all replicas. `read_stand_in` reads the data of another replica's
-    microbatch. `summary` describes the dataset in the batch's epoch. For a stream, `fingerprint` is a
-    checksum that must be equal on all replicas, and `notes` are lines for the log.
+    `num_micro` and `num_samples` are totals over all replicas. `read_stand_in` reads the data of another replica's
+    microbatch, for a replica without one. `summary` describes the dataset in the batch's epoch. For a stream,
+    `fingerprint` is a checksum that must be equal on all replicas, and `notes` are lines for the log.
     """
 
     batch: Batch
@@ -68,22 +71,22 @@ class StepInput:
         """Raise an error if the batch is unpacked like a DataLoader's.
 
         Raises:
-            TypeError: always, with what to write.
+            TypeError: always; the message shows the correct code.
         """
-        raise TypeError(f"a batch of run.batches() can't be unpacked: {_INSTEAD_HINT}")
+        raise TypeError(f"a batch of run.batches() can't be unpacked: {_USAGE_HINT}")
 
     def __getitem__(self, key: object) -> NoReturn:
         """Raise an error if the batch is indexed like a DataLoader's.
 
         Raises:
-            TypeError: always, with what to write.
+            TypeError: always; the message shows the correct code.
         """
-        raise TypeError(f"a batch of run.batches() has no [{key!r}]: {_INSTEAD_HINT}")
+        raise TypeError(f"a batch of run.batches() has no [{key!r}]: {_USAGE_HINT}")
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raise an error that says what to write instead of an attribute that tensors have.
+        """Raise an error if code reads an attribute that a DataLoader's batch would have.
 
         Raises:
-            AttributeError: always.
+            AttributeError: always; the message shows the correct code.
         """
-        raise AttributeError(f"a batch of run.batches() has no {name!r}: {_INSTEAD_HINT}")
+        raise AttributeError(f"a batch of run.batches() has no {name!r}: {_USAGE_HINT}")

@@ -1,7 +1,7 @@
 """Serialization of samples in the data worker itself.
 
 A multiprocessing queue serializes in a background thread. An object that cannot be serialized is lost there, and the
-rank waits for it forever. So the worker itself serializes what it has read, and the rank gets any error.
+rank waits for it forever. Therefore the worker itself serializes its samples, and the rank gets any error.
 """
 
 import pickle
@@ -73,7 +73,7 @@ def deserialize(content: bytes) -> Any:
     except Exception as error:
         cause, hint = explain_data_worker_error(str(error)) or ("a class in it can be pickled but not unpickled", _HINT)
         raise DataError(
-            f"the rank can't unpickle what a data worker sent: {type(error).__name__}: {error}",
+            f"the rank can't unpickle the samples that a data worker sent: {type(error).__name__}: {error}",
             cause=cause,
             hint=hint,
         ) from error

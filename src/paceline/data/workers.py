@@ -30,7 +30,7 @@ def close_at_exit(pool: Any) -> None:
 
 
 def loader_arguments(source: Source) -> dict[str, Any]:
-    """Return the arguments of Paceline's DataLoader, with the worker settings of the user's."""
+    """Return the arguments of Paceline's DataLoader; they include the worker settings of the user's DataLoader."""
     user_loader = source.loader
     return {
         "batch_size": None,
@@ -136,7 +136,7 @@ def guard_worker_death(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def worker_death_error(reason: str) -> DataError:
-    """Return the error for a data worker that died; `reason` is what is known about its death."""
+    """Return the error for a data worker that died; `reason` says how it died."""
     return DataError(
         f"a data worker died: {reason}",
         cause="it was killed (perhaps for memory), a library crashed, code called exit, or too many files were open",
@@ -146,6 +146,6 @@ def worker_death_error(reason: str) -> DataError:
 
 @atexit.register
 def _close_all() -> None:
-    """Close all workers before multiprocessing's exit handler waits for them after a SIGTERM, which they ignore."""
+    """Close all workers: otherwise multiprocessing's exit handler sends them SIGTERM, which they ignore, and waits."""
     for workers in list(_open_pools):
         workers.close()

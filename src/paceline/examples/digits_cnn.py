@@ -13,7 +13,7 @@ import paceline as pl
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
-    """1,797 images of 8 x 8; every fifth is held out."""
+    """Return 1,797 images of 8 x 8 pixels; every fifth is held out."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16.0
     labels = torch.tensor(digits.target, dtype=torch.long)

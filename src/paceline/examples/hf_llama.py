@@ -22,10 +22,10 @@ class Bytes(Dataset):
         files = sorted(root.glob("*.py"))
         text = b"".join(path.read_bytes() for i, path in enumerate(files) if (i % 16 == 0) == held_out)
         self.ids = torch.tensor(list(text[:400_000]), dtype=torch.long)
-        self.length, self.most = length, 200 if held_out else 4000
+        self.length, self.max_windows = length, 200 if held_out else 4000
 
     def __len__(self):
-        return min(self.most, len(self.ids) // self.length)
+        return min(self.max_windows, len(self.ids) // self.length)
 
     def __getitem__(self, index):
         ids = self.ids[index * self.length : (index + 1) * self.length]
@@ -43,7 +43,7 @@ def make_job(lr: float = 1e-3, width: int = 64, depth: int = 2, context: int = 6
         max_position_embeddings=context,
         tie_word_embeddings=True,
     )
-    return pl.hf.job(  # with a folder instead of the config: its weights, and its tokenizer for rows of text
+    return pl.hf.job(  # a model's folder instead of the config also loads its weights and tokenizer
         config,
         train_data=lambda: Bytes(context, held_out=False),
         eval_data=lambda: Bytes(context, held_out=True),

@@ -17,36 +17,36 @@ from torch.utils.data import Dataset
 
 import paceline as pl
 
-LONGEST = 4_000_000  # bytes of training text
+MAX_BYTES = 4_000_000  # bytes of training text
 
 
 @cache
 def read_text(held_out: bool) -> Tensor:
-    """The library's files, one after another; one in sixteen, chosen by its name, is held out."""
+    """Return the library's files as one text. One file in sixteen, chosen by the hash of its name, is held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     parts, size = [], 0
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        chosen = hashlib.sha256(name.encode()).digest()[0] % 16 == 0
-        if chosen == held_out and "site-packages" not in name and "test" not in name and size < LONGEST:
+        is_eval_file = hashlib.sha256(name.encode()).digest()[0] % 16 == 0
+        if is_eval_file == held_out and "site-packages" not in name and "test" not in name and size < MAX_BYTES:
             parts.append(path.read_bytes())
             size += len(parts[-1])
-    return torch.from_numpy(np.frombuffer(b"".join(parts)[:LONGEST], dtype=np.uint8).copy())
+    return torch.from_numpy(np.frombuffer(b"".join(parts)[:MAX_BYTES], dtype=np.uint8).copy())
 
 
 class Windows(Dataset):
     """Windows of `length` bytes and the bytes that follow each."""
 
-    def __init__(self, text: Tensor, length: int, most: int | None = None):
+    def __init__(self, text: Tensor, length: int, max_windows: int | None = None):
         self.text, self.length = text, length
-        self.count = min((len(text) - 1) // length, most or len(text))
+        self.count = min((len(text) - 1) // length, max_windows or len(text))
 
     def __len__(self):
         return self.count
 
     def __getitem__(self, index):
-        at = index * self.length
-        window = self.text[at : at + self.length + 1].long()
+        start = index * self.length
+        window = self.text[start : start + self.length + 1].long()
         return window[:-1], window[1:]
 
 
@@ -62,8 +62,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.dropout(self.out(seen.transpose(1, 2).reshape(batch, length, width)))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(attended.transpose(1, 2).reshape(batch, length, width)))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
@@ -71,7 +71,7 @@ class GPT(nn.Module):
     def __init__(self, width: int, depth: int, heads: int, context: int, dropout: float):
         super().__init__()
         self.token, self.place = nn.Embedding(256, width), nn.Embedding(context, width)
-        self.near = nn.Conv1d(width, width, 4)  # the last four bytes, seen at once
+        self.near = nn.Conv1d(width, width, 4)  # mixes the last four bytes
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         for name, parameter in self.named_parameters():
@@ -120,7 +120,7 @@ def make_job(
         model=lambda: GPT(width, depth, 4, context, dropout),
         loss=loss,
         train_data=lambda: Windows(read_text(held_out=False), context),
-        eval_data=lambda: Windows(read_text(held_out=True), context, most=1024),
+        eval_data=lambda: Windows(read_text(held_out=True), context, max_windows=1024),
         optimizer=optimizer,
         lr_schedule=schedule,
         metrics={"bits_per_byte": bits_per_byte},

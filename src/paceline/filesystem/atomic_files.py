@@ -93,7 +93,7 @@ def open_regular(path: Path) -> int:
 
     Raises:
         OSError: it can't be opened.
-        ValueError: it is no regular file.
+        ValueError: it is not a regular file.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -107,7 +107,7 @@ def read_regular(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
     Raises:
         OSError: it can't be read.
-        ValueError: it is no regular file, or larger.
+        ValueError: it is not a regular file, or it is larger.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -121,7 +121,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
 
     Raises:
         OSError: it can't be read.
-        ValueError: it is no regular file, too large, or no JSON.
+        ValueError: it is not a regular file, too large, or not JSON.
     """
     return parse_json(read_regular(path, max_bytes=max_bytes))
 

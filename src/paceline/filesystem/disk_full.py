@@ -1,4 +1,4 @@
-"""Explanations of disk errors: the cause of each, and what to do."""
+"""Explanations of disk errors: the cause of each, and a hint."""
 
 import errno
 import os
@@ -62,7 +62,7 @@ def explain_disk_error(error: OSError, folder: Path) -> tuple[str, str]:
     if error.errno == errno.ENOSPC and _has_no_inodes(folder):
         return "no more files can be created there: all inodes are used (`df -i`)", "remove some files"
     if error.errno == errno.ENOTEMPTY and not os.access(folder, os.W_OK | os.X_OK):
-        return _CAUSES[errno.EACCES]  # the folder was to be emptied, which needs this permission
+        return _CAUSES[errno.EACCES]  # emptying the folder needs this permission
     if error.errno in _CAUSES:
         return _CAUSES[error.errno]
     return f"{format_size(free_bytes(folder))} are free there", "free some space"

@@ -1,4 +1,4 @@
-"""The lock of a run folder: one run at a time. The kernel releases it when the last process that holds it ends.
+"""The lock of a run folder: one run at a time. The kernel releases the lock when its last holder ends.
 
 The launcher takes the lock and its workers inherit it. So a killed launcher does not release it while one of its
 workers is still exiting, and no later run writes at the same time.
@@ -112,7 +112,7 @@ def refuse_links(folder: Path) -> None:
     The folders of checkpoints and of the final model may be the user's own links, to a larger disk.
 
     Raises:
-        UsageError: naming the link.
+        UsageError: there is such a link; the message names it.
     """
     for name in (*_FORBIDDEN_LINKS, *_USER_LINKS):
         path = folder / name
@@ -126,7 +126,7 @@ def refuse_links(folder: Path) -> None:
 
 
 class FolderIdentity:
-    """The identity of a run folder on the disk, so that a run does not write into another with the same name."""
+    """The identity of a run folder on the disk, so that a run does not write into another folder with the same name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -136,7 +136,7 @@ class FolderIdentity:
         """Check that the folder of this run still exists.
 
         Raises:
-            SaveError: it was moved or removed, or another has its name.
+            SaveError: the folder was moved or removed, or another folder has its name.
         """
         if self._identify() != self._identity:
             raise SaveError(
@@ -173,7 +173,10 @@ def _try_lock(handle: int) -> bool:
 
 def _in_use_error(folder: Path, holder: dict[str, Any]) -> UsageError:
     pid, host = holder.get("pid", "?"), holder.get("host", "?")
-    cause, hint = "the same command, started twice", f"another --run-dir, or end that one first: kill {pid} on {host}"
+    cause, hint = (
+        "the same command, started twice",
+        f"another --run-dir, or end that process first: kill {pid} on {host}",
+    )
     if not is_holder_alive(holder):
         cause, hint = "workers of a run are still alive although its launcher has ended", f"fuser -v {folder / LOCK}"
         pids = _pids_with_open_file(folder / LOCK)
@@ -241,7 +244,7 @@ def _read_holder(handle: int) -> dict[str, Any]:
 
 
 def is_holder_alive(holder: dict[str, Any]) -> bool:
-    """Return whether the recorded process still exists; assumed True for one on another machine."""
+    """Return whether the recorded process still exists; assumed True for a process on another machine."""
     if not holder:
         return False
     if holder.get("host") != socket.gethostname():

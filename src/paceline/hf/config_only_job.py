@@ -34,22 +34,22 @@ def make_job(
     Args:
         source: a folder, a config or a class that defines the model; its weights are neither needed nor read.
         task: as in `pl.hf.job`; by default the task that the config implies.
-        length: positions of a sample; by default the model's maximum, but at most 4,096; 1,024 if it is not known.
+        length: positions of a sample; by default the model's maximum (at most 4,096), or 1,024 if the config has none.
         global_batch_size: samples of a step.
         optimizer: a class of `torch.optim`.
-        lr: its learning rate, which no plan depends on.
+        lr: the learning rate of the optimizer; no plan depends on it.
 
     Raises:
-        JobError, CheckpointError: no config, no task, or no such optimizer.
+        JobError, CheckpointError: there is no config, no task, or no such optimizer.
     """
-    config, kind = _read_source(source)
-    task_or_class = kind if kind is not None else task or infer_task(config)
+    config, named_class = _read_source(source)
+    task_or_class = named_class if named_class is not None else task or infer_task(config)
     model_class(config, task_or_class)  # refuses an impossible task before rows are made for it
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # a plan does not depend on this id
     rows = RepeatedRows(
         config=config,
-        task=task_or_class if isinstance(task_or_class, str) else _task_of_class(kind, config),
+        task=task_or_class if isinstance(task_or_class, str) else _task_of_class(named_class, config),
         length=length,
     )
     optimizer_class = getattr(torch.optim, optimizer, None)
@@ -102,15 +102,15 @@ class RepeatedRows(Dataset[Any]):
         return torch.zeros(int(self.config.num_mel_bins), 2 * int(self.config.max_source_positions))
 
 
-def _task_of_class(kind: Any, config: Any) -> str:
+def _task_of_class(named_class: Any, config: Any) -> str:
     """Return the task of a named model class, derived from its name."""
     config_with_class = copy.copy(config)
-    config_with_class.architectures = [kind.__name__]
+    config_with_class.architectures = [named_class.__name__]
     return infer_task(config_with_class)
 
 
 def _read_source(source: str) -> tuple[Any, Any]:
-    """Return the config, and the model class if one was named."""
+    """Return the config that `source` names, and the model class if `source` names a class."""
     if Path(source).is_dir():
         return _read_folder(Path(source)), None
     path_or_module, _, name = source.partition(":")
@@ -124,15 +124,15 @@ def _read_source(source: str) -> tuple[Any, Any]:
             where=str(getattr(module, "__file__", path_or_module)),
             hint=f"{path_or_module}:NAME",
         )
-    kind = None
+    named_class = None
     if isinstance(target, type) and hasattr(target, "config_class") and not _is_config(target):
-        target, kind = target.config_class, target
+        target, named_class = target.config_class, target
     config = target if isinstance(target, transformers.PretrainedConfig) else _call_factory(source, target)
     if not isinstance(config, transformers.PretrainedConfig):
         raise JobError(
             f"{source} is a {type(config).__name__}, expected a Hugging Face config.", hint="module:LlamaConfig"
         )
-    return as_known_config(read_config(config)[0]), kind
+    return as_known_config(read_config(config)[0]), named_class
 
 
 def _is_config(target: Any) -> bool:

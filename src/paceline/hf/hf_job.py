@@ -39,23 +39,24 @@ def job(
     Args:
         source: a config (fresh weights), or a folder with `config.json` and safetensors (its weights).
         train_data: rows with the arguments of the model's forward (`input_ids`, `labels`, ...), or rows of text.
-        task: `causal-lm`, `masked-lm`, `seq2seq-lm`, `image-classification`, ..., or a model class; by default the
-            class that the config names, else seq2seq for an encoder-decoder, masked-lm or causal-lm for the others.
+        task: `causal-lm`, `masked-lm`, `seq2seq-lm`, `image-classification`, ..., or a model class; by default the task
+            of the class that the config names, else seq2seq-lm for an encoder-decoder and masked-lm or causal-lm for
+            other models.
         optimizer: as in `Job`; by default AdamW at `lr`, with `weight_decay` on matrices only.
         tokenizer: for rows of text; by default the folder's.
         text, target: the columns of the text, and of the answer for seq2seq.
         length: the number of ids to which texts are cut.
         mask_rate: the fraction of ids that masked-lm hides, with new draws in each epoch.
         new: prefixes of tensors that may be missing in the folder, such as a new head: `("classifier",)`.
-        dtype: the dtype of the parameters, whatever the folder has.
-        fields: any other field of `Job`; they override those that this function sets.
+        dtype: the dtype of the parameters, whichever dtype the folder has.
+        fields: any other fields of `Job`, which override the defaults of this function.
 
     Raises:
-        JobError, CheckpointError: no such task, no config, or a model that can't train.
+        JobError, CheckpointError: the task is unknown, there is no config, or the model can't train.
     """
     config, folder = read_config(source)
     task = task or infer_task(config)
-    build = ConfigModel(config=config, kind=model_class(config, task), dtype=dtype)
+    build = ConfigModel(config=config, model_class=model_class(config, task), dtype=dtype)
     tokenizer = tokenizer or (folder and _tokenizer(folder))
     data = {
         name: _prepare_rows(rows, config, task, tokenizer, text=text, target=target, length=length, rate=mask_rate)
@@ -63,9 +64,9 @@ def job(
     }
     pad_id = next(
         (
-            n
-            for n in (getattr(tokenizer, "pad_token_id", None), _text_config_value(config, "pad_token_id"))
-            if n is not None
+            token_id
+            for token_id in (getattr(tokenizer, "pad_token_id", None), _text_config_value(config, "pad_token_id"))
+            if token_id is not None
         ),
         0,
     )

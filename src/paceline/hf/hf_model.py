@@ -29,10 +29,10 @@ TASKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigModel:
-    """A model constructor `() -> nn.Module` with its own copy of the config, so that nothing is shared."""
+    """A model constructor `() -> nn.Module` with its own copy of the config, so that two models share nothing."""
 
     config: Any
-    kind: Any
+    model_class: Any
     dtype: torch.dtype = torch.float32
 
     def __call__(self) -> nn.Module:
@@ -42,7 +42,8 @@ class ConfigModel:
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
-            model = self.kind.from_config(config) if hasattr(self.kind, "from_config") else self.kind(config)
+            is_auto_class = hasattr(self.model_class, "from_config")
+            model = self.model_class.from_config(config) if is_auto_class else self.model_class(config)
         finally:
             torch.set_default_dtype(default_dtype)
         assert isinstance(model, nn.Module)
@@ -58,7 +59,7 @@ class FolderModel:
     new: Sequence[str] = ()
 
     def skeleton(self) -> nn.Module:
-        """Build the model as the constructor leaves it, without the folder's weights."""
+        """Build the model with the initial values of its constructor, without the folder's weights."""
         return self.build()
 
     def load(self, model: nn.Module, shard_specs: ShardSpecs) -> LoadedShards:
@@ -67,13 +68,13 @@ class FolderModel:
             model,
             shard_specs=shard_specs,
             folder=self.folder,
-            recipes=weight_sources_for(model),
+            find_weight_sources=weight_sources_for(model),
             ignored=ignored_tensors(model, has_new_head=bool(self.new)),
             new=self.new,
         )
 
     def __call__(self) -> nn.Module:
-        """Build the whole model; tensors that the folder lacks (`new`) are drawn from a stream of their name."""
+        """Build the whole model; a tensor missing in the folder (`new`) is drawn from a random stream for its name."""
         return load_full_model(self, seed=torch.initial_seed())
 
 
@@ -109,7 +110,7 @@ def read_config(source: Any) -> tuple[Any, Path | None]:
 
 def as_known_config(config: Any) -> Any:
     """Return the config as the nearest base class that transformers has models for."""
-    known_classes = [kind for kind in type(config).__mro__ if any(_has_model_for(kind, task) for task in TASKS)]
+    known_classes = [base for base in type(config).__mro__ if any(_has_model_for(base, task) for task in TASKS)]
     if not known_classes or known_classes[0] is type(config):
         return config
     base_config = copy.copy(config)
@@ -118,7 +119,7 @@ def as_known_config(config: Any) -> Any:
 
 
 def infer_task(config: Any) -> str:
-    """Return the task of a config: that of the model class it names, else a task that its models support.
+    """Return the task of the model class that the config names, else a task that transformers supports for the config.
 
     Raises:
         JobError: the task is unknown or ambiguous, so the job must name it.
@@ -141,8 +142,9 @@ def _candidate_tasks(config: Any) -> list[str]:
     """Return candidate tasks by the kind of model. Two-tower models (text and image) get no image head by default."""
     if getattr(config, "is_encoder_decoder", False):
         return ["seq2seq-lm", "speech-seq2seq"]
-    texts = ["causal-lm"] if getattr(config, "is_decoder", False) else ["masked-lm", "causal-lm"]
-    return texts if "text_config" in getattr(config, "sub_configs", {}) else [*texts, "image-classification"]
+    text_tasks = ["causal-lm"] if getattr(config, "is_decoder", False) else ["masked-lm", "causal-lm"]
+    is_multimodal = "text_config" in getattr(config, "sub_configs", {})
+    return text_tasks if is_multimodal else [*text_tasks, "image-classification"]
 
 
 def model_class(config: Any, task: Any) -> Any:
@@ -167,18 +169,19 @@ def _is_supported(config: Any, task: str) -> bool:
     return _has_model_for(type(config), task)
 
 
-def _has_model_for(kind: type, task: str) -> bool:
-    return kind in getattr(transformers, TASKS[task])._model_mapping
+def _has_model_for(config_class: type, task: str) -> bool:
+    return config_class in getattr(transformers, TASKS[task])._model_mapping
 
 
 def _supported_tasks_hint(config: Any) -> str:
-    """Return what to type for this config: the tasks that it fits, and transformers' classes with another head."""
+    """Return what to type for this config: the tasks that transformers supports, and classes with another head."""
     tasks = [f"task={task!r}" for task in TASKS if _is_supported(config, task)]
     other_classes = sorted(
         {name for name in dir(transformers) if name.startswith("AutoModelFor")} - set(TASKS.values())
     )
-    tables = [getattr(getattr(transformers, name), "_model_mapping", {}) for name in other_classes]
-    matches = [table[type(config)] for table in tables if type(config) in table]
-    names = {kind.__name__ for match in matches for kind in (match if isinstance(match, tuple | list) else (match,))}
-    kinds = [f"task=transformers.{name}" for name in sorted(names, key=lambda name: (len(name), name))[:3]]
-    return " or ".join(tasks + kinds) or f"task= one of {', '.join(TASKS)}, or a model class"
+    mappings = [getattr(getattr(transformers, name), "_model_mapping", {}) for name in other_classes]
+    matches = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
+    classes = [kind for match in matches for kind in (match if isinstance(match, tuple | list) else (match,))]
+    class_names = {kind.__name__ for kind in classes}
+    class_hints = [f"task=transformers.{name}" for name in sorted(class_names, key=lambda name: (len(name), name))[:3]]
+    return " or ".join(tasks + class_hints) or f"task= one of {', '.join(TASKS)}, or a model class"

@@ -1,4 +1,4 @@
-"""Rows and batches for Hugging Face models: tokens, masks, labels and padding. Draws use each sample's own seed."""
+"""Rows and batches for Hugging Face models: tokens, masks, labels and padding. Draws use the sample's own seed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,12 +38,12 @@ def tokenize_row(row: Any, *, tokenizer: Any, column: str, target: str | None, l
     """Return one row's ids and mask; with `target`, the ids of that column become the labels.
 
     Raises:
-        JobError: no tokenizer, or no such column.
+        JobError: there is no tokenizer, or no such column.
     """
     if tokenizer is None:
         raise JobError(
             "the rows are text, but there is no tokenizer.",
-            cause="a job from a config, or from a folder without one",
+            cause="the job comes from a config, or from a folder without a tokenizer",
             hint="pl.hf.job(..., tokenizer=AutoTokenizer.from_pretrained('folder'))",
         )
     columns = {"text": row} if isinstance(row, str) else row
@@ -73,7 +73,7 @@ def mask_tokens(ids: Tensor, *, mask_id: int, vocabulary: int, special: Tensor, 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedRows(Dataset[Any]):
-    """Rows of ids that are masked again at each read."""
+    """Rows of ids, masked at random each time a row is read."""
 
     rows: Any
     mask_id: int

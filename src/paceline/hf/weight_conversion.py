@@ -45,7 +45,7 @@ def convert(
     model: nn.Module,
     read_tensor: Callable[[str], Tensor],
 ) -> dict[str, Tensor]:
-    """Convert the stored tensors with one of transformers' converters."""
+    """Read the stored tensors, and return the model's tensors that one of transformers' converters makes of them."""
     new_converter = copy.deepcopy(converter)
     for pattern, names in source_names.items():
         new_converter.collected_tensors[pattern] = [read_tensor(name) for name in names]
@@ -61,12 +61,12 @@ def weight_sources_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequen
     try:
         rename = resolve(f"{_LOADING}:rename_source_key")
         converter_kind = resolve(f"{_LOADING}:WeightConverter")
-        order = resolve(f"{_LOADING}:dot_natural_key")
-        table = list(resolve("transformers.conversion_mapping:get_model_conversion_mapping")(model))
+        sort_key = resolve(f"{_LOADING}:dot_natural_key")
+        conversion_table = list(resolve("transformers.conversion_mapping:get_model_conversion_mapping")(model))
     except UsageError:
-        rename, converter_kind, order, table = None, (), str, []
-    converters = [entry for entry in table if isinstance(entry, converter_kind)]
-    renamings = [entry for entry in table if not isinstance(entry, converter_kind)]
+        rename, converter_kind, sort_key, conversion_table = None, (), str, []
+    converters = [entry for entry in conversion_table if isinstance(entry, converter_kind)]
+    renamings = [entry for entry in conversion_table if not isinstance(entry, converter_kind)]
     model_tensors, prefix = model.state_dict(keep_vars=True), str(getattr(model, "base_model_prefix", ""))
 
     def find_target(name: str) -> tuple[str, str | None]:
@@ -81,7 +81,7 @@ def weight_sources_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequen
     def find_sources(stored: SafetensorsFolder) -> Sequence[WeightSource]:
         sources: list[WeightSource] = []
         groups: dict[str, dict[str, list[str]]] = {}
-        for name in sorted(stored.names, key=order):
+        for name in sorted(stored.names, key=sort_key):
             new_name, pattern = find_target(name)
             if pattern is None:
                 sources.append(CopiedTensor(name=new_name, source=name, shape=stored.shape(name)))
@@ -105,7 +105,7 @@ def weight_sources_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequen
 
 
 def ignored_tensors(model: nn.Module, *, has_new_head: bool) -> Callable[[str], bool]:
-    """Return a predicate for ignored stored tensors: those the class lists and, with `has_new_head`, other heads."""
+    """Return a test for stored tensors to ignore: those that the class lists and, with `has_new_head`, other heads."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
     body_prefix = f"{getattr(model, 'base_model_prefix', '')}."
 

@@ -1,8 +1,8 @@
 """Ownership of rank environment variables: every program that a rank starts inherits them.
 
-So one more variable names their owner: the id of the process for which they were set, and their checksum. A process
-with another id is not that rank and ignores them. If the checksum differs, another launcher has set them since, and
-they are valid.
+Therefore `PACELINE_RANK_OWNER` stores the id of the process for which the variables were set, and their checksum. A
+process with another id is not that rank and ignores them. If the checksum differs, another launcher has set the
+variables since, and they are valid.
 """
 
 import os

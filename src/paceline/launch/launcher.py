@@ -1,4 +1,4 @@
-"""The launcher: starts the processes of an attempt and returns how they ended. They read their task from a file."""
+"""The launcher: starts the processes of an attempt, which read their task from a file, and returns how they ended."""
 
 import os
 import sys

@@ -150,7 +150,7 @@ def _read_invitation(folder: Path) -> dict[str, Any] | None:
 
 
 def _wait_for_port(folder: Path, joined: JoinedWorld) -> int:
-    """Return the port of rank 0. The last rank to read it removes the folder, so that the next world finds none."""
+    """Return the port of rank 0. The last rank to read it removes the folder, so the next world finds no old port."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while time.monotonic() < deadline:
         invitation = _read_invitation(folder)

@@ -1,6 +1,7 @@
 """Automatic layouts (`--layout auto`): a plan for a run's machine, made before its workers start, with fallbacks.
 
-It needs no torch: `auto_worker` makes the plan, in a process of its own or in the script that opens a `pl.Run`.
+This module needs no torch: `auto_worker` makes the plan, in a process of its own or in the script that opens a
+`pl.Run`.
 """
 
 import os
@@ -28,7 +29,7 @@ from paceline.launch.launcher import LaunchOutcome, LaunchRequest, start
 from paceline.planner.layout.host_resources import usable_cores
 from paceline.planner.search.layout_with_forecast import TIMED, FallbackLayout
 from paceline.profiling.machine_benchmarks.this_machine import LocalMachine, benchmark_local_machine
-from paceline.run_folder.run_folder import RunFolder, run_of
+from paceline.run_folder.run_folder import RunFolder, run_of_checkpoint
 
 ENTRY = "paceline.measured_planning.auto_worker:write_choice"
 CHOICE_FILE = "auto.json"
@@ -39,7 +40,7 @@ _MICRO_BATCH_SETTING = f"train.{MICRO_BATCH_ALLOWANCE}"
 
 
 def refuse_auto_options(*, update: str, compress: str) -> None:
-    """Refuse options of which a plan has no cost model.
+    """Refuse options that the cost model does not cover.
 
     Raises:
         UsageError, LayoutError, Problems
@@ -67,7 +68,7 @@ def refuse_auto_options(*, update: str, compress: str) -> None:
 
 
 def resolve_auto_layout(task: Task, *, quiet: bool = False) -> tuple[Task, LaunchOutcome | None]:
-    """Return the task with a layout: that of the resumed run if it had as many ranks, else the planned one.
+    """Return the task with a layout: the resumed run's if that run had as many ranks, else the planned one.
 
     The planned layout is printed. If planning failed, the outcome of its process is returned too.
     """
@@ -125,7 +126,7 @@ def print_choice(task: Task, answer: Mapping[str, Any], machine: LocalMachine, *
 
 
 def apply_layout(task: Task, layouts: Sequence[FallbackLayout]) -> Task:
-    """Return the task with the first of these layouts, which overrides its own, and the others as fallbacks."""
+    """Return the task with the first of these layouts in place of its own, and with the others as fallbacks."""
     first, *fallbacks = layouts
     layout_settings = settings_from_text(first.settings)
     overridden = {name for name in task.settings if task.origins.get(name) == ORIGIN} | set(layout_settings)
@@ -149,7 +150,7 @@ def _layout_options(first: FallbackLayout, fallbacks: Sequence[FallbackLayout]) 
 def next_fallback_task(task: Task, failure: Failure | None) -> Task | None:
     """Return the task with its next fallback layout after out-of-memory, to resume from its newest checkpoint.
 
-    The fallback also replaces a layout that is refused, if it was recommended without a replay. Return None if no
+    The fallback also replaces a refused layout that was recommended without a replay. Return None if no
     fallback is left, or if the failure has another cause.
     """
     fallbacks = [FallbackLayout(**fallback) for fallback in task.options.get("rungs", ())]
@@ -163,7 +164,7 @@ def next_fallback_task(task: Task, failure: Failure | None) -> Task | None:
     if failure.requested_bytes > failed_bytes:  # no layout explains this allocation
         return None
     newest = resolve_mark(run.checkpoints, LATEST)
-    resume_text = f"from {newest.name}" if newest is not None else "from the first step, because nothing had been saved"
+    resume_text = f"from {newest.name}" if newest is not None else "from the first step (nothing had been saved)"
     reason = f"{task.layout} was refused" if is_refused else failure.message.rstrip(".")
     step_text = f" at step {failure.step}" if failure.step else ""
     print_line(
@@ -217,4 +218,4 @@ def _resumed_folder(task: Task) -> Path | None:
     """Return the folder of the run that the task resumes, or None."""
     if task.resume is None:
         return None
-    return Path(task.run) if task.resume == "newest" else run_of(Path(task.resume)).path
+    return Path(task.run) if task.resume == "newest" else run_of_checkpoint(Path(task.resume)).path

@@ -56,7 +56,7 @@ def compute_model_profile(prepared_job: PreparedJob, *, max_ranks: int) -> dict[
 
 
 def plan_script_task(task: Task, *, job: Job) -> Task:
-    """Return the task of a `pl.Run` with a layout, planned in this process, because only it has the script's job."""
+    """Return the task of a `pl.Run` with a layout, planned here because only this process has the script's job."""
     resumed = restore_auto_layout(task)
     if resumed is not None:
         return resumed
@@ -102,7 +102,7 @@ def choose_layouts_to_try(prepared_job: PreparedJob, cluster: Cluster, *, second
 
 
 def _second_choice_text(advice: Advice, layouts: list[FallbackLayout]) -> str:
-    """Return the second-best layout with its distance; without another family, a fallback that needs less memory."""
+    """Return the best layout of another family, with its step time; else a fallback that needs less memory."""
     other_families = [row for row in advice.rows[1:] if row.estimate.fits]
     if other_families:
         return f"{other_families[0].estimate.candidate}, {other_families[0].time_explanation}"

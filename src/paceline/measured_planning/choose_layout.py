@@ -20,12 +20,12 @@ from paceline.planner.search.shortlist import RejectedLayout, apply_measured_tim
 
 _PROFILED_SAMPLES = 3  # the profile has run microbatches up to this size
 _MAX_MISFITS = 3  # layouts of a family that do not fit before the family is dropped; two equal refusals drop it too
-_MAX_REFUSALS = 12  # after these, and after the time limit, the next one is recommended by its forecast
+_MAX_REFUSALS = 12  # after so many, and after the time limit, the next layout is recommended by its forecast
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenLayout:
-    """The chosen layout. `replays` lacks the chosen one if `advice.not_replayed_reason` says why."""
+    """The chosen layout. If it was not replayed, `replays` lacks it, and `advice.not_replayed_reason` says why."""
 
     forecast: CostModel
     advice: Advice
@@ -48,11 +48,11 @@ def choose_layout(
     rejected: Mapping[Candidate, RejectedLayout] | None = None,
     replay_others: bool = False,
 ) -> ChosenLayout:
-    """Return the best of `options`, or of the whole grid if none is left; `rejected` are known to be refused.
+    """Return the best of `options`, or of the whole grid if no option is left; `rejected` layouts are not considered.
 
     The recommended layout is replayed even after the `deadline`. But if a dozen others were refused by then, it is
-    recommended by its forecast, and the advice says so. With `replay_others` the best of the other families are
-    replayed too, as many as time allows. A refused layout is replaced by the next one of its family.
+    recommended by its forecast, and the advice says so. With `replay_others` the best layouts of the other families
+    are replayed too, as many as time allows. A refused layout is replaced by the next one of its family.
 
     Raises:
         LayoutError: nothing fits.
@@ -70,7 +70,7 @@ def choose_layout(
             break
         selection.replay_or_remove(row.estimate)
     best_name = str(advice.recommended.candidate)
-    unreplayed_reason = f"{selection.num_refused} better ones were refused in replay, and the time limit was reached"
+    unreplayed_reason = f"{selection.num_refused} better layouts were refused in replay, and the time limit was reached"
     advice = replace(advice, case=case, not_replayed_reason="" if best_name in selection.replays else unreplayed_reason)
     return ChosenLayout(forecast=selection.forecast, advice=advice, replays=selection.replays)
 
@@ -194,7 +194,7 @@ class _Selection:
         parts = dict(_single_part_candidates(candidate))
         if not parts:
             raise LayoutError(error, hint="--layout single shows the full error")
-        axes = {part: one for part, one in parts.items() if part.partition("=")[0] in MODEL_AXES}
+        axes = {part: single_part for part, single_part in parts.items() if part.partition("=")[0] in MODEL_AXES}
         if len(axes) == 1 and self._checker.is_split_error(candidate, error):
             refused = dict.fromkeys(axes, error)  # refused in every layout that has this axis
         else:
@@ -207,7 +207,7 @@ class _Selection:
             self._count_refusal(next(iter(parts)) if len(parts) == 1 else f"{FAMILY}={candidate.family}", error)
 
     def _refused_parts(self, tested: Mapping[str, Candidate], parts: Mapping[str, Candidate]) -> dict[str, str]:
-        """Return those of the `tested` parts of a layout that are refused without the other parts, with reasons."""
+        """Return the `tested` parts of a layout that are refused even without the other parts, with reasons."""
         if len(parts) == 1:
             return {}
         reasons = {part: self._checker.refusal_reason(candidate, self.forecast) for part, candidate in tested.items()}
@@ -216,7 +216,7 @@ class _Selection:
     def _count_refusal(self, part: str, error: str) -> None:
         """Remove a part of layouts after two refusals with the same reason, or three with any.
 
-        An axis is removed after its sizes, and a family after its layouts.
+        An axis is removed after refusals of its sizes, and a family after refusals of its layouts.
         """
         reasons = self._reasons.setdefault(part, [])
         reasons.append(re.sub(r"\d+", "", error))

@@ -11,7 +11,7 @@ from paceline.measured_planning.memory_replay import StageMemory, replay
 from paceline.measured_planning.profile.sample_batches import FEW_SAMPLES, make_profiling_plan
 from paceline.measured_planning.profile.truncated_model import largest_tensor_per_block, set_num_blocks
 from paceline.parallel.initialization.pretrained import PretrainedModel
-from paceline.parallel.module_access.parameters import LARGE_PARAMETER_BYTES
+from paceline.planner.layout.bucket_sizes import LARGE_PARAMETER_BYTES
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.pipeline_options import is_schedule_file
 from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline, extrapolate, extrapolate_peak
@@ -48,7 +48,7 @@ class DepthExtrapolation:
         """Return whether a few blocks of the model represent all of them."""
         try:
             return are_blocks_representative(self.job, self.settings)
-        except Exception as error:  # the whole replay reports the error
+        except Exception as error:  # the replay of the whole model reports the error
             if is_out_of_memory(error):
                 raise
             return False
@@ -96,7 +96,7 @@ class DepthExtrapolation:
     def replay_depths(
         self, settings: Settings, plan: ExecutionPlan, depth_lists: Sequence[tuple[int, ...]]
     ) -> list[_Run | None]:
-        """Return a replay for each list of blocks per stage; None if the job can't be shortened to it."""
+        """Return a replay for each list of blocks per stage; None if the job can't be truncated to these depths."""
         runs: list[_Run | None] = []
         for depths in depth_lists:
             truncated, timelines = (
@@ -113,10 +113,10 @@ class DepthExtrapolation:
 
 
 def are_blocks_representative(job: Job, settings: Settings) -> bool:
-    """Return whether few blocks represent all of them in every operation of one microbatch in one process.
+    """Return whether few blocks represent all blocks in every operation of one microbatch in one process.
 
-    They do not if blocks differ by their position (another activation, some without gradients), or if their outputs
-    grow from block to block.
+    They do not if blocks differ by their position (another activation, some without gradients), or if the outputs grow
+    from block to block.
     """
     single_plan = make_profiling_plan(settings, "single", 1, samples=FEW_SAMPLES)
     shorter, longer = set_num_blocks(job, _MIN_BLOCKS), set_num_blocks(job, _MIN_BLOCKS + 1)

@@ -28,7 +28,8 @@ from paceline.trainer.setup.prepare import PreparedJob
 class CheckedCandidate:
     """The result of a candidate's replay: the stage with the highest peak, or the `error` with which it is refused.
 
-    `is_job_error` is true if the job's code raised the error. `work` is the number of blocks that the replay ran.
+    `is_job_error` is true if the job's code raised the error. `work` is the number of blocks that the replay ran,
+    counted once per microbatch.
     """
 
     layout: str
@@ -42,7 +43,10 @@ class CheckedCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateChecker:
-    """Replays candidates and caches the results. `ready` has a model on fake tensors, `original` is the user's job."""
+    """A checker that replays candidates and caches the results.
+
+    `ready` is the job with a model on fake tensors, `original` is the user's job.
+    """
 
     ready: PreparedJob
     original: PreparedJob
@@ -71,7 +75,7 @@ class CandidateChecker:
         return bool(error) and self.split_errors.get((candidate.cp, candidate.ep)) == error
 
     def work(self, candidate: Candidate, stage_blocks: tuple[int, ...], forecast: CostModel) -> int:
-        """Return how many blocks the candidate's replay runs, over all stages."""
+        """Return how many blocks the candidate's replay runs, over all stages and microbatches."""
         plan = shorten_plan(make_candidate_plan(candidate, forecast.profile, forecast.cluster.device.kind))
         blocks = _blocks_per_stage(candidate, stage_blocks, forecast.profile)
         return (
@@ -95,7 +99,7 @@ class CandidateChecker:
             raise
         except PacelineError as error:
             return CheckedCandidate(layout=candidate.layout, error=error.what)
-        except Exception as error:  # of the job's own code: the plan continues without this layout
+        except Exception as error:  # an error in the job's own code: the plan continues without this layout
             if is_out_of_memory(error):
                 raise
             return CheckedCandidate(layout=candidate.layout, error=one_line_message(error), is_job_error=True)

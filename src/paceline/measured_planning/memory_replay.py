@@ -50,9 +50,9 @@ class StageMemory:
 def replay(
     job: Job, settings: Settings, plan: ExecutionPlan, *, timelines: Sequence[MemoryTimeline] = (), warm_up: bool = True
 ) -> list[StageMemory]:
-    """Run two steps of every stage and return the memory of the second; `timelines` has one for each stage, or none.
+    """Run two steps of every stage and return the memory of the second; `timelines` has one per stage, or is empty.
 
-    Without `warm_up`, for one stage, the first step is recorded, which creates gradients and optimizer state.
+    With one stage, `warm_up=False` omits the first step; the recorded step then creates gradients and optimizer state.
 
     Raises:
         PacelineError: the run itself would be refused.
@@ -110,7 +110,7 @@ def _replay_stage(
         warm_up_plan = _warm_up_plan(plan)
         if warm_up:
             setup.step.run(step_inputs[-2] if warm_up_plan is None else _read_batches(setup, warm_up_plan, 1)[0])
-        left_out_bytes = _left_out_bytes(step_inputs, full_plan, plan)
+        omitted_bytes = _omitted_bytes(step_inputs, full_plan, plan)
         gc.collect()  # garbage in cycles is not part of the step
         tracker = MemoryTracker(
             model=setup.model,
@@ -118,7 +118,7 @@ def _replay_stage(
             updated_tensors=updated_tensors,
             other_storages=storage_tracker.storages(),
             operator_bytes=partial(peak_operator_bytes, threads=plan.threads),
-            extra_bytes=lambda: fake_mode.copied_bytes + left_out_bytes,
+            extra_bytes=lambda: fake_mode.copied_bytes + omitted_bytes,
             on_operation=None if timeline is None else timeline.record,
             on_phase_change=None if timeline is None else timeline.start_part,
         )
@@ -144,7 +144,7 @@ def _record_parts(setup: TrainingSetup, timeline: MemoryTimeline | None) -> Abst
 
 
 def _warm_up_plan(plan: ExecutionPlan) -> ExecutionPlan | None:
-    """Return a plan of one round, for a step that creates gradients and optimizer state.
+    """Return a plan of one microbatch per replica, for a step that creates gradients and optimizer state.
 
     Return None if the step must be as long as the others: gloo keeps the tensors that it sent, and asynchronous update
     rules end in the middle of a step.
@@ -152,8 +152,8 @@ def _warm_up_plan(plan: ExecutionPlan) -> ExecutionPlan | None:
     return None if plan.backend == "gloo" or not plan.update_rule.is_synchronous else _set_rounds(plan, 1)
 
 
-def _left_out_bytes(step_inputs: Sequence[StepInput], full_plan: ExecutionPlan, short_plan: ExecutionPlan) -> int:
-    """Return the bytes of data of left-out microbatches: on a CPU those of all batches in memory, on a GPU of one."""
+def _omitted_bytes(step_inputs: Sequence[StepInput], full_plan: ExecutionPlan, short_plan: ExecutionPlan) -> int:
+    """Return the bytes of data of omitted microbatches: on a CPU of all batches in memory, on a GPU of one batch."""
     short_rounds, full_rounds = (-(-plan.num_micro // plan.replicas) for plan in (short_plan, full_plan))
     microbatch_bytes = element_bytes(
         [t for t in tensor_leaves([micro.data for micro in step_inputs[-1].micro[-1:]]) if t.layout is torch.strided]
@@ -165,7 +165,7 @@ def _left_out_bytes(step_inputs: Sequence[StepInput], full_plan: ExecutionPlan, 
 
 
 def shorten_plan(plan: ExecutionPlan) -> ExecutionPlan:
-    """Return the plan with as few microbatches as leave the peak memory unchanged."""
+    """Return the plan with the fewest microbatches that leave the peak memory unchanged."""
     rounds = -(-plan.num_micro // plan.replicas)
     return _set_rounds(
         plan, min(_MAX_MICROBATCHES, rounds) if plan.mesh.pp == 1 else _rounds_to_fill_pipeline(plan, rounds)
@@ -173,6 +173,7 @@ def shorten_plan(plan: ExecutionPlan) -> ExecutionPlan:
 
 
 def _set_rounds(plan: ExecutionPlan, rounds: int) -> ExecutionPlan:
+    """Return the plan with this number of rounds: microbatches per replica."""
     num_micro = rounds * plan.replicas
     return replace(plan, num_micro=num_micro, global_batch_size=num_micro * plan.micro_batch_size)
 

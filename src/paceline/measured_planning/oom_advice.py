@@ -126,7 +126,7 @@ def _oversized_allocation_line(forecast: CostModel, candidate: Candidate, failur
 
 
 def _limit_to_available_memory(forecast: CostModel, candidate: Candidate, failure: Failure) -> CostModel:
-    """Return the forecast for devices with the memory that is available here, less by the forecast's own error."""
+    """Return the forecast for devices with the memory that is available here, reduced by the forecast's own error."""
     reserve = forecast.cluster.device.reserve_bytes
     forecast_bytes = forecast.estimate(candidate).peak_bytes - reserve
     held_bytes: Mapping[str, int] = failure.said.get("held") or {}
@@ -150,7 +150,7 @@ def _breakdown_lines(forecast: CostModel, candidate: Candidate, failure: Failure
     if "parameters" in (failure.said.get("held") or {}):
         return
     parts = forecast.estimate(candidate).memory.parts
-    yield "forecast for the rank that needs most, because it could not be measured any more:"
+    yield "forecast for the rank that needs the most memory, because it could not be measured any more:"
     yield from (f"  {name}: {value / 2**20:,.1f} MiB" for name, value in parts.items() if value)
 
 

@@ -42,8 +42,8 @@ def estimate_for_run(stored: Mapping[str, Any], prepared_job: PreparedJob, *, pa
         model_profile_from_json(stored["facts"]),
         cluster_from_json(stored["cluster"]),
     )
-    trained = profile.parameters - sum(part.frozen_parameters for part in profile.parts)
-    if trained != parameters or profile.global_batch_size != plan.global_batch_size:
+    trainable_parameters = profile.parameters - sum(part.frozen_parameters for part in profile.parts)
+    if trainable_parameters != parameters or profile.global_batch_size != plan.global_batch_size:
         return None
     if (local_cluster := cached_local_cluster(ranks=plan.mesh.ranks, device=plan.device)) is not None:
         replayed = stored["replayed"] if cluster.device.kind == local_cluster.device.kind else {}

@@ -68,8 +68,8 @@ class ProfiledJob:
 class PlannedLayouts:
     """The forecast of a job, and the layouts to choose from (`options`), all of which fit by forecast.
 
-    `rejected` are those that were refused during timing, with reasons; `other_cpu_share` is the share of the cores that
-    other programs used meanwhile.
+    `rejected` are the layouts that were refused during timing, with reasons; `other_cpu_share` is the share of the
+    cores that other programs used meanwhile.
     """
 
     profiled_job: ProfiledJob
@@ -82,7 +82,7 @@ class PlannedLayouts:
 
 @freeze_existing_objects()
 def profile_for_plan(prepared_job: PreparedJob, *, max_ranks: int) -> ProfiledJob:
-    """Return the job's profile, found without a device and without the model's memory.
+    """Return the job's profile; this needs no device and no memory for the model.
 
     Raises:
         PacelineError: the job can't be traced.
@@ -94,7 +94,7 @@ def profile_for_plan(prepared_job: PreparedJob, *, max_ranks: int) -> ProfiledJo
         profile = profile_model(prepared_job.job, prepared_job.settings, max_ranks=max_ranks)
     except PacelineError:
         raise
-    except Exception as error:  # of the job's own code
+    except Exception as error:  # an error in the job's own code
         if is_out_of_memory(error):
             raise
         raise _profiling_error(error) from error
@@ -126,7 +126,7 @@ def plan_local_layouts(
     """
     launch_info, grid = LaunchInfo.read(os.environ), make_search_space(prepared_job.settings, command="paceline plan")
     profiled_job = profile_for_plan(prepared_job, max_ranks=launch_info.world_size) if launch_info.rank == 0 else None
-    world = join_world(prepared_job)  # not closed after an error: other ranks would see that before its message
+    world = join_world(prepared_job)  # not closed after an error: others would report this first
     cluster = _measure_cluster(prepared_job, request, world)
     planned = None
     if profiled_job is None:
@@ -177,7 +177,7 @@ def _measure_cluster(prepared_job: PreparedJob, request: LocalMachineRequest, wo
 def _time_options(
     prepared_job: PreparedJob, options: Sequence[Estimate], depths: Sequence[int], *, world: World, seconds: float
 ) -> tuple[list[Estimate], dict[Candidate, RejectedLayout], float]:
-    """Return rank 0's options with their timed steps, the refused ones, and the CPU share of other programs."""
+    """Return rank 0's options with their timed steps, the refused options, and the CPU share of other programs."""
     trials, depths = world.share_json(
         [[timing_trial(estimate).as_json() for estimate in timing_order(options)], list(depths)]
     )

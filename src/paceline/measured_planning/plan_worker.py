@@ -35,11 +35,11 @@ from paceline.trainer.checks.parallel_checks import is_small_enough
 from paceline.trainer.setup.prepare import PreparedJob, prepare
 
 _REPLAY_SECONDS = 30.0  # for the profile and replays; a started replay of the recommended layout is finished
-_NAMED_REPLAY_SECONDS = 15.0  # at least, for replays of named layouts
+_NAMED_REPLAY_SECONDS = 15.0  # the minimum for replays of named layouts
 
 
 def plan(payload: Mapping[str, Any]) -> int:
-    """Write the plan to the run folder. If the cluster is this machine's own ranks, every rank calls this."""
+    """Write the plan to the run folder. If the plan is for this process's own ranks, every rank calls this."""
     task = Task.from_json(payload)
     prepared_job = prepare(task)
     _write_plan(task, prepared_job)
@@ -181,7 +181,7 @@ def _contention_lines(other_share: float) -> Iterator[str]:
 
 
 def _unverified_lines(rows: Sequence[PlanRow], profile: ModelProfile) -> Iterator[str]:
-    """Yield notes on what is not verified about the recommended layout."""
+    """Yield notes on properties of the recommended layout that are not verified."""
     best = next((row for row in rows if row.fits), None)
     if best is None:
         return

@@ -103,7 +103,7 @@ class SimulatedRanks:
             self.run_lock.acquire()
 
     def abort(self) -> None:
-        """Signal that one stage has failed, so that no other waits for it."""
+        """Signal that one stage has failed, so that no other stage waits for it."""
         self.has_failed.set()
         with self.lock:
             for rendezvous in self.rendezvous_by_stages.values():

@@ -14,7 +14,7 @@ from paceline.trainer.setup.prepare import PreparedJob
 
 
 def check_split_model(prepared_job: PreparedJob, *, cp: int, ep: int, elements: int) -> None:
-    """Run the checks of a run's start in this process, on few samples; large models are not checked.
+    """Run the checks that a run makes at its start, in this process, on few samples; large models are not checked.
 
     Raises:
         LayoutError: the split model gives a different result.

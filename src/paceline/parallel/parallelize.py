@@ -147,7 +147,7 @@ class TensorParallel:
         assert plan is not None
         split = split_model(placement.model, plan=plan, world=request.worlds.tp, sequence=request.layout.sequence)
         if placement.pipeline_model is not None:
-            placement.pipeline_model.stages.on_forward_end.append(split.hide_parameters)
+            placement.pipeline_model.stages.on_forward_end.append(split.restore_parameters)
         placement.tensor_placement = split
 
 
@@ -379,7 +379,7 @@ def parallelize(model: nn.Module, request: PlacementRequest) -> ParallelizedMode
     worlds, absent, base, partition = request.worlds, placement.absent_names, placement.base_specs, placement.partition
     assert partition is not None
     optim_shards = [
-        optimizer_tensor_after_placement(member, partition.shard_of(member.name), base)
+        optimizer_tensor_after_placement(member, partition.find_row_shard(member.name), base)
         for member in placement.named_parameters
     ]
     refuse_lost_hooks(hooked, model, absent_names=absent, layout=layout_label(request.layout, worlds.mesh))

@@ -72,7 +72,7 @@ _COLUMNS: tuple[tuple[str, Callable[[MeasuredLayout], str]], ...] = (
 
 def comparison_rows(layouts: Sequence[MeasuredLayout]) -> tuple[list[str], list[list[str]]]:
     """Return the header and one row per layout, without empty columns."""
-    table = [[show(each) for _, show in _COLUMNS] for each in layouts]
+    table = [[show(layout) for _, show in _COLUMNS] for layout in layouts]
     shown_columns = [
         column for column in range(len(_COLUMNS)) if column < 2 or any(row[column] not in _EMPTY_CELLS for row in table)
     ]
@@ -86,7 +86,7 @@ def comparison_text(layouts: Sequence[MeasuredLayout]) -> str:
     head, body = comparison_rows(layouts)
     widths = [max(len(row[column]) for row in [head, *body]) for column in range(len(head))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *body]]
-    return "\n".join(lines + [f"{each.name}: {line}" for each in layouts for line in _layout_notes(each)])
+    return "\n".join(lines + [f"{layout.name}: {line}" for layout in layouts for line in _layout_notes(layout)])
 
 
 def write_layouts(layouts: Sequence[MeasuredLayout], *, job: str, to: Path, verification_note: str = "") -> Path:
@@ -97,7 +97,7 @@ def write_layouts(layouts: Sequence[MeasuredLayout], *, job: str, to: Path, veri
 
 def comparison_page(layouts: Sequence[MeasuredLayout], *, job: str, verification_note: str = "") -> str:
     """Return the HTML page: table, verdicts, memory per rank, losses, bytes sent, planned and measured schedules."""
-    measured = [each for each in layouts if each.memory_by_rank or each.losses]
+    measured = [layout for layout in layouts if layout.memory_by_rank or layout.losses]
     parts = [
         f"<header><h1>{escape(job)} <small>{plural(len(layouts), 'layout')}, the same samples</small></h1></header>",
         _table_section(layouts, verification_note),
@@ -109,7 +109,7 @@ def comparison_page(layouts: Sequence[MeasuredLayout], *, job: str, verification
         ),
         _loss_section(measured),
         _section("Bytes sent per step", _sent_bars(measured), "by the rank that sends most"),
-        *(_schedule_section(each) for each in layouts if each.schedule),
+        *(_schedule_section(layout) for layout in layouts if layout.schedule),
     ]
     return html_document(f"{job} · layouts", parts)
 
@@ -128,7 +128,7 @@ def _table_section(layouts: Sequence[MeasuredLayout], verification_note: str) ->
         ]
         lines += f"<tr>{''.join(shown)}</tr>"
     notes = "".join(
-        f"<li><b>{escape(each.name)}</b>: {escape(line)}</li>" for each in layouts for line in _layout_notes(each)
+        f"<li><b>{escape(layout.name)}</b>: {escape(line)}</li>" for layout in layouts for line in _layout_notes(layout)
     )
     note_list = f"<ul>{notes}</ul>" if notes else ""
     verification = f'<p class="soft">{escape(verification_note)}</p>' if verification_note else ""
@@ -138,7 +138,7 @@ def _table_section(layouts: Sequence[MeasuredLayout], verification_note: str) ->
 
 
 def _memory_bars(layouts: Sequence[MeasuredLayout]) -> str:
-    lines = [row for each in layouts for row in _rank_bars(each)]
+    lines = [row for layout in layouts for row in _rank_bars(layout)]
     return draw_bars("bytes per rank", _KINDS, lines)
 
 
@@ -178,7 +178,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _sent_bars(layouts: Sequence[MeasuredLayout]) -> str:
-    largest_senders = {each.name: max(each.sent_by_rank, key=_sum, default={}) for each in layouts}
+    largest_senders = {layout.name: max(layout.sent_by_rank, key=_sum, default={}) for layout in layouts}
     sums: dict[str, float] = {}
     for parts in largest_senders.values():
         for kind, value in parts.items():
@@ -194,16 +194,16 @@ def _sent_bars(layouts: Sequence[MeasuredLayout]) -> str:
 
 
 def _loss_section(layouts: Sequence[MeasuredLayout]) -> str:
-    curves = [Curve(name=each.name, points=each.losses) for each in layouts if each.losses]
+    curves = [Curve(name=layout.name, points=layout.losses) for layout in layouts if layout.losses]
     charts = draw_chart("loss", curves)
     if len(curves) > 1:
         reference = dict(curves[0].points)
         differences = [  # includes the first layout, so that each layout keeps its colour
             Curve(
-                name=each.name,
-                points=[(step, abs(loss - reference[step])) for step, loss in each.points if step in reference],
+                name=curve.name,
+                points=[(step, abs(loss - reference[step])) for step, loss in curve.points if step in reference],
             )
-            for each in curves
+            for curve in curves
         ]
         charts += draw_chart(f"difference of the loss from {curves[0].name}", differences)
     return f'<section><h2>Losses</h2><div class="charts wider">{charts}</div></section>' if charts else ""
@@ -213,8 +213,10 @@ def _schedule_section(layout: MeasuredLayout) -> str:
     planned_note = (
         "" if layout.planned_bubble is None else f"; {layout.planned_bubble:.1%} if all stages took equally long"
     )
-    caption = "The share of a step in which a rank is idle; above, the schedule as planned with the median of "
-    caption += "the measured times; below, one measured step"
+    caption = (
+        "The bubble is the share of a step in which a rank is idle. Above: the planned schedule, with the median of "
+    )
+    caption += "the measured times. Below: one measured step"
     bubble = (
         ""
         if layout.bubble is None

@@ -68,7 +68,7 @@ class LossDivergence:
         """A note on how many steps were compared, if the runs have different lengths."""
         if self.steps[0] == self.steps[1]:
             return ""
-        return f"; compared to step {self.until:,}: the first has {self.steps[0]:,} steps, this one {self.steps[1]:,}"
+        return f"; compared up to step {self.until:,}: the first run has {self.steps[0]:,} steps, this one {self.steps[1]:,}"
 
     @property
     def _divergence_text(self) -> str:
@@ -89,8 +89,8 @@ def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
 
 def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, list[str | None]]:
     """Return the settings, and the facts of plan and machine, that differ between the runs."""
-    names = dict.fromkeys(name for side in runs for name in side.settings)
-    rows = {name: [side.settings.get(name) for side in runs] for name in names}
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    rows = {name: [run.settings.get(name) for run in runs] for name in names}
     return {name: row for name, row in rows.items() if len(set(row)) > 1}
 
 
@@ -110,15 +110,15 @@ def loss_divergences(runs: Sequence[ComparedRun], *, floor: float) -> list[LossD
     """Compare each run's losses with those of the first; `floor` is relative."""
     reference = dict(runs[0].history.points("loss"))
     divergences = []
-    for side in runs[1:]:
-        pairs = [(step, reference[step], loss) for step, loss in side.history.points("loss") if step in reference]
+    for run in runs[1:]:
+        pairs = [(step, reference[step], loss) for step, loss in run.history.points("loss") if step in reference]
         differences = [(int(step), _relative_difference(one, other)) for step, one, other in pairs]
         divergences.append(
             LossDivergence(
-                run=side.name,
+                run=run.name,
                 common=len(pairs),
                 until=max((int(step) for step, _, _ in pairs), default=0),
-                steps=(runs[0].history.last_step(), side.history.last_step()),
+                steps=(runs[0].history.last_step(), run.history.last_step()),
                 first=next((step for step, size in differences if size > 0), None),
                 beyond_floor=next((step for step, size in differences if size > floor), None),
                 floor=floor,
@@ -132,8 +132,8 @@ def comparison_table(
     runs: Sequence[ComparedRun], divergences: Sequence[LossDivergence]
 ) -> list[tuple[str, list[tuple[str, list[str]]]]]:
     """Return titled groups of rows, with one cell per run."""
-    results = list(dict.fromkeys(name for side in runs for name in side.result))
-    speeds = [name for name in _SPEED_METRICS if any(name in side.speed for side in runs)]
+    results = list(dict.fromkeys(name for run in runs for name in run.result))
+    speeds = [name for name in _SPEED_METRICS if any(name in run.speed for run in runs)]
     groups = [
         (
             "settings that differ",
@@ -151,8 +151,8 @@ def comparison_table(
 
 def write_comparison_page(runs: Sequence[ComparedRun], divergences: Sequence[LossDivergence], *, to: Path) -> Path:
     """Write `compare.html`: the table, and the curves of all runs in shared charts."""
-    head = "".join(f"<th>{escape(side.name)}</th>" for side in runs)
-    parts = [f"<header><h1>{' <small>against</small> '.join(escape(side.name) for side in runs)}</h1></header>"]
+    head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
+    parts = [f"<header><h1>{' <small>against</small> '.join(escape(run.name) for run in runs)}</h1></header>"]
     for title, rows in comparison_table(runs, divergences):
         body = "".join(
             f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
@@ -160,30 +160,30 @@ def write_comparison_page(runs: Sequence[ComparedRun], divergences: Sequence[Los
         )
         text = f'<div class="wide"><table><tr><th></th>{head}</tr>{body}</table></div>'
         parts.append(f"<section><h2>{escape(title.capitalize())}</h2>{text}</section>")
-    names = sorted({name for side in runs for name in side.history.metric_names()})
+    names = sorted({name for run in runs for name in run.history.metric_names()})
     metrics = [name for name in names if name == "loss" or name.startswith(("loss/", "eval/"))]
     charts = "".join(_overlay_chart(runs, name) for name in [*metrics, *(n for n in _CURVES if n in names)])
     charts += "".join(_charts_against(runs, name) for name in metrics)
     parts.insert(1, f'<section><h2>Curves</h2><div class="charts">{charts}</div></section>' if charts else "")
-    write_text(to, html_document(" · ".join(side.name for side in runs), parts))
+    write_text(to, html_document(" · ".join(run.name for run in runs), parts))
     return to
 
 
 def _overlay_chart(runs: Sequence[ComparedRun], name: str) -> str:
-    return draw_chart(name, [Curve(name=side.name, points=side.history.points(name)) for side in runs])
+    return draw_chart(name, [Curve(name=run.name, points=run.history.points(name)) for run in runs])
 
 
 def _charts_against(runs: Sequence[ComparedRun], name: str) -> str:
-    """Draw a metric over samples, seconds and bytes, which show its cost better than steps, if all runs have them."""
+    """Draw a metric over samples, seconds and bytes sent, as far as all runs have them, because they show its cost."""
     axes = {
-        "samples": [side.history.samples() for side in runs],
-        "seconds": [side.history.seconds() for side in runs],
-        "bytes sent by rank 0": [side.history.sent() for side in runs],
+        "samples": [run.history.samples() for run in runs],
+        "seconds": [run.history.seconds() for run in runs],
+        "bytes sent by rank 0": [run.history.sent_bytes() for run in runs],
     }
     charts = ""
     for axis, axis_points in axes.items():
         pairs = zip(runs, axis_points, strict=True)
-        curves = [Curve(name=side.name, points=side.history.points_against(name, points)) for side, points in pairs]
+        curves = [Curve(name=run.name, points=run.history.points_against(name, points)) for run, points in pairs]
         if all(len(curve.points) > 1 for curve in curves):
             charts += draw_chart(f"{name} against {axis}", curves)
     return charts

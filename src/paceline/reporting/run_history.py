@@ -69,7 +69,7 @@ class History:
         """Return the run's duration over steps: the seconds since each attempt started, added up over attempts."""
         return self._cumulative_points(lambda record, start: _event_time(record) - start)
 
-    def sent(self) -> list[Point]:
+    def sent_bytes(self) -> list[Point]:
         """Return the bytes that rank 0 has sent in all attempts, over steps."""
         return self._cumulative_points(lambda record, _: record.get("sent_bytes"))
 

@@ -13,38 +13,43 @@ _MAX_COLUMNS = 8
 
 
 def show_staleness(history: History) -> str:
-    """Show one row per participant, with a bar of its gradients by their staleness."""
+    """Return one row per participant, with a bar of its gradients by staleness."""
     event = history.last_event("Staleness")
-    sites = [each for each in event.get("told", []) if isinstance(each, dict) and "waited_seconds" in each]
+    participants = [item for item in event.get("told", []) if isinstance(item, dict)]
+    sites = [site for site in participants if "waited_seconds" in site]
     if sites:
         return _show_sites(event, sites)
-    participants = [each for each in event.get("told", []) if isinstance(each, dict) and each.get("late")]
+    participants = [participant for participant in participants if participant.get("late")]
     if not participants:
         return ""
-    max_lateness = max(late for each in participants for late, _ in each["late"])
-    max_shown = min(max_lateness, _MAX_COLUMNS)
-    headers = "".join(f'<th><i class="box{_color_index(late)}"></i>{late} late</th>' for late in range(max_shown + 1))
-    headers += f'<th><i class="box{_color_index(max_lateness)}"></i>more</th>' if max_lateness > max_shown else ""
-    has_versions = all("versions" in each for each in participants)
+    max_staleness = max(staleness for participant in participants for staleness, _ in participant["late"])
+    max_shown = min(max_staleness, _MAX_COLUMNS)
+    headers = "".join(
+        f'<th><i class="box{_color_index(staleness)}"></i>staleness {staleness}</th>'
+        for staleness in range(max_shown + 1)
+    )
+    headers += f'<th><i class="box{_color_index(max_staleness)}"></i>more</th>' if max_staleness > max_shown else ""
+    has_versions = all("versions" in participant for participant in participants)
     unit = "microbatch" if has_versions else "gradient"
-    headers += "<th>most versions held at once</th><th>sent</th>" if has_versions else ""
-    rows = "".join(_row(each, max_shown, has_overflow=max_lateness > max_shown, unit=unit) for each in participants)
+    headers += "<th>most versions in memory</th><th>sent</th>" if has_versions else ""
+    has_overflow = max_staleness > max_shown
+    rows = "".join(_row(participant, max_shown, has_overflow=has_overflow, unit=unit) for participant in participants)
     return (
-        f"<section><h2>How late updates were</h2><p>{_describe_period(event)}: {plural(2, unit).removeprefix('2 ')} by the number of "
-        f"updates between the weights they were computed on and their own update.{_lost_additions_text(participants[0])}</p>"
+        f"<section><h2>Staleness of updates</h2><p>{_describe_period(event)}: {plural(2, unit).removeprefix('2 ')} by staleness, the number of "
+        f"updates between the weights of a {unit} and its own update.{_lost_additions_text(participants[0])}</p>"
         f"<table><tr><th></th><th></th>{headers}</tr>{rows}</table></section>"
     )
 
 
 def _show_sites(event: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]) -> str:
     rows = "".join(
-        f"<tr><td>{escape(str(each['who']))}</td><td>{format_size(int(each['sent_bytes']))}</td>"
-        f"<td>{format_duration(float(each['waited_seconds']))}</td></tr>"
-        for each in sites
+        f"<tr><td>{escape(str(site['who']))}</td><td>{format_size(int(site['sent_bytes']))}</td>"
+        f"<td>{format_duration(float(site['waited_seconds']))}</td></tr>"
+        for site in sites
     )
     return (
-        f"<section><h2>Synchronisation of the sites</h2><p>{_describe_period(event)}: what each rank has sent to the other sites, and how "
-        f"long it has waited for them.</p><table><tr><th></th><th>sent</th><th>waited</th></tr>{rows}</table></section>"
+        f"<section><h2>Synchronisation of the sites</h2><p>{_describe_period(event)}: the bytes that each rank sent to the other sites, and the "
+        f"time that it waited for them.</p><table><tr><th></th><th>sent</th><th>waited</th></tr>{rows}</table></section>"
     )
 
 
@@ -61,10 +66,10 @@ def _lost_additions_text(participant: Mapping[str, Any]) -> str:
     )
 
 
-def _row(participant: Mapping[str, Any], shown: int, *, has_overflow: bool, unit: str) -> str:
-    counts = {int(late): int(count) for late, count in participant["late"]}
+def _row(participant: Mapping[str, Any], max_shown: int, *, has_overflow: bool, unit: str) -> str:
+    counts = {int(staleness): int(count) for staleness, count in participant["late"]}
     total = sum(counts.values()) or 1
-    shares = [counts.get(late, 0) / total for late in range(shown + 1)]
+    shares = [counts.get(staleness, 0) / total for staleness in range(max_shown + 1)]
     cells = "".join(f"<td>{share:.1%}</td>" for share in [*shares, *([1 - sum(shares)] if has_overflow else [])])
     if "versions" in participant:
         cells += f"<td>{plural(int(participant['versions']), 'version')}</td><td>{format_size(int(participant['sent_bytes']))}</td>"
@@ -78,9 +83,9 @@ def _color_index(staleness: int) -> int:
 
 def _bar(counts: Mapping[int, int], total: int, unit: str) -> str:
     x, shapes = 0.0, ""
-    for late, count in sorted(counts.items()):
+    for staleness, count in sorted(counts.items()):
         width = _BAR_WIDTH * count / total
-        tooltip = f"{plural(count, unit)} {plural(late, 'update')} late"
-        shapes += f'<rect x="{x:.1f}" y="0" width="{width:.1f}" height="{_BAR_HEIGHT}" class="fill{_color_index(late)}"><title>{tooltip}</title></rect>'
+        tooltip = f"{plural(count, unit)} with a staleness of {plural(staleness, 'update')}"
+        shapes += f'<rect x="{x:.1f}" y="0" width="{width:.1f}" height="{_BAR_HEIGHT}" class="fill{_color_index(staleness)}"><title>{tooltip}</title></rect>'
         x += width
     return f'<svg viewBox="0 0 {_BAR_WIDTH} {_BAR_HEIGHT}" style="width:{_BAR_WIDTH}px" role="img">{shapes}</svg>'

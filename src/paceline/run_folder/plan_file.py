@@ -26,7 +26,7 @@ def write_advice(folder: Path, advice: Mapping[str, Any]) -> None:
 
 
 def read_advice(path: Path) -> dict[str, Any]:
-    """Return what `write_advice` wrote, from a run's folder or from the file.
+    """Return the advice in a run's folder or in a plan file.
 
     Raises:
         UsageError: there is no advice.
@@ -38,7 +38,7 @@ def read_advice(path: Path) -> dict[str, Any]:
     if not _is_list_of_plans(content.get("plans")):
         raise UsageError(
             f"{file} has no layouts in it.",
-            cause="it is a run's own plan.json, which has only the run's layout, or not a file of `paceline plan`",
+            cause="a run wrote it, with the run's layout only, or it is not a file of `paceline plan`",
             hint="paceline plan job.py --run-dir FOLDER writes one",
         )
     return {key: value for key, value in content.items() if key in ADVICE}
@@ -62,7 +62,9 @@ def read_activity(folder: Path) -> str:
 
 
 def _is_list_of_plans(plans: Any) -> bool:
-    return isinstance(plans, list) and bool(plans) and all(isinstance(one, dict) and "layout" in one for one in plans)
+    return (
+        isinstance(plans, list) and bool(plans) and all(isinstance(plan, dict) and "layout" in plan for plan in plans)
+    )
 
 
 def _read_or_empty(file: Path) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class RunFolder:
         return self.path / "report.html"
 
     def answer(self, verb: str) -> Path:
-        """Return the file in which rank 0 leaves the result of a command such as `verify`."""
+        """Return the file in which rank 0 writes the result of a command such as `verify`."""
         return self.path / f"answer-{verb}.json"
 
     def attempt_folder(self, number: int) -> Path:
@@ -102,10 +102,10 @@ def number_run(path: Path, *, root: Path = ROOT) -> None:
         OSError: the number can't be written.
     """
     if not (path / NUMBER).exists():
-        (path / NUMBER).write_text(str(1 + max((_number_of(run) for run in _all_runs(root)), default=0)))
+        (path / NUMBER).write_text(str(1 + max((_run_number(run) for run in _all_runs(root)), default=0)))
 
 
-def _number_of(path: Path) -> int:
+def _run_number(path: Path) -> int:
     """Return a run's number; 0 for a run of an older version without numbers, which is older than all others."""
     try:
         text = read_regular(path / NUMBER, max_bytes=32).decode(errors="replace")
@@ -115,7 +115,7 @@ def _number_of(path: Path) -> int:
 
 
 def newest_run(name: str | None = None, *, root: Path = ROOT, only_trained: bool = False) -> RunFolder | None:
-    """Return the newest run of a job, or of all; with `only_trained`, of those that reached training, if any did."""
+    """Return the newest run of a job, or of all jobs; with `only_trained`, runs that reached training come first."""
     runs = _all_runs(root) if name is None else _runs_in(root / name)
     runs = ([path for path in runs if RunFolder(path).task.exists()] if only_trained else []) or runs
     return RunFolder(max(runs, key=_sort_key)) if runs else None
@@ -135,7 +135,7 @@ def _runs_in(path: Path) -> list[Path]:
 
 def _sort_key(path: Path) -> tuple[int, str, str]:
     """Return a sort key: the run's number, then its start time from its id, else from its files."""
-    number = _number_of(path)
+    number = _run_number(path)
     if re.match(r"[0-9]{8}-[0-9]{6}", path.name):
         return number, path.name, ""
     task = RunFolder(path).task
@@ -152,8 +152,8 @@ def newest_saved_run(name: str, *, root: Path = ROOT) -> RunFolder | None:
     return newest if newest is not None and newest.task.exists() else None
 
 
-def run_of(checkpoint: Path) -> RunFolder:
-    """Return the run that saved a checkpoint, even if the checkpoint was set aside there."""
+def run_of_checkpoint(checkpoint: Path) -> RunFolder:
+    """Return the run that saved a checkpoint, even if the run has set it aside since."""
     absolute = checkpoint.absolute()
     checkpoint_folders = [
         parent for parent in absolute.parents if parent.name == RunFolder(parent.parent).checkpoints.name
@@ -163,11 +163,11 @@ def run_of(checkpoint: Path) -> RunFolder:
 
 
 def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | None, str | None]:
-    """Return the folder to run in (None: a new one), and what to resume from: `newest`, a checkpoint, or None.
+    """Return the folder to run in (None: a new folder), and the checkpoint to resume from: `newest`, a path, or None.
 
-    `run` is the requested folder, or empty. `resume` is a run, a checkpoint, empty for the newest run of `name`, or
-    None: then the requested folder is resumed if it has a checkpoint. With both, `run` is a branch that starts from the
-    checkpoint of `resume`; the same command continues the branch later.
+    `run` is the requested folder, or empty. `resume` is a run, a checkpoint, an empty text (the newest run of `name`),
+    or None (the requested folder is resumed if it has a checkpoint). If both are given, `run` is a branch that starts
+    from the checkpoint of `resume`; the same command continues the branch later.
 
     Raises:
         UsageError: there is no such run or checkpoint.
@@ -182,7 +182,7 @@ def choose_run(name: str, *, run: str, resume: str | None) -> tuple[RunFolder | 
         return newest, "newest"
     origin, checkpoint = find_run(resume)
     if requested_run is None or requested_run.path.resolve() == origin.path.resolve():
-        _refuse_aside_checkpoint(origin, checkpoint)
+        _refuse_superseded_checkpoint(origin, checkpoint)
         return origin, str(checkpoint or "newest")
     if has_saves(requested_run.checkpoints):
         return requested_run, "newest"
@@ -204,7 +204,7 @@ def newest_checkpoint(run: RunFolder, *, reports_damaged: bool = True) -> Path:
     return path
 
 
-def _refuse_aside_checkpoint(run: RunFolder, checkpoint: Path | None) -> None:
+def _refuse_superseded_checkpoint(run: RunFolder, checkpoint: Path | None) -> None:
     if checkpoint is not None and checkpoint.parent.resolve() != run.checkpoints.resolve():
         raise UsageError(
             f"{checkpoint} was set aside: {run.path} was resumed from an older checkpoint.",
@@ -212,31 +212,33 @@ def _refuse_aside_checkpoint(run: RunFolder, checkpoint: Path | None) -> None:
         )
 
 
-def find_run(text: str | None, *, root: Path = ROOT, only_trained: bool = False) -> tuple[RunFolder, Path | None]:
-    """Return a run folder, and the named checkpoint in it, if any; no text means the newest run.
+def find_run(reference: str | None, *, root: Path = ROOT, only_trained: bool = False) -> tuple[RunFolder, Path | None]:
+    """Return a run folder, and the checkpoint in it that `reference` names, if any; None means the newest run.
 
     With `only_trained`, it is the newest run that reached training, because `plan` and `verify` have folders too.
 
     Raises:
         UsageError: there is no such run.
     """
-    if text is None:
+    if reference is None:
         newest = newest_run(root=root, only_trained=only_trained)
         if newest is None:
             raise UsageError("there is no run here yet.", where=str(root.resolve()), hint="paceline train job.py")
         return newest, None
-    path = Path(text)
-    if not text.strip():
+    path = Path(reference)
+    if not reference.strip():
         raise UsageError("the run is empty: is a variable unset?", hint="ls runs/*/")
     if is_checkpoint(path):
-        return run_of(path), path
+        return run_of_checkpoint(path), path
     if not path.is_dir():
-        message = f"{text} is not a folder, but a run must be one." if path.exists() else f"there is no run {text}."
+        message = (
+            f"{reference} is not a folder, but a run must be one." if path.exists() else f"there is no run {reference}."
+        )
         raise UsageError(message, cause=_suggest_run(path, root), hint=_newest_hint(path, root))
     run = RunFolder(path)
     if not (run.events.exists() or run.logs.exists() or list_checkpoints(run.checkpoints)):
         raise UsageError(
-            f"{text} is not a run folder.",
+            f"{reference} is not a run folder.",
             cause=_suggest_run(path, root) or "it has neither events nor checkpoints",
             hint=_newest_hint(path, root),
         )
@@ -252,7 +254,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _suggest_run(path: Path, root: Path) -> str:
-    """Return a question that suggests the run probably meant, from the same folder or `runs`; empty if none."""
+    """Return a question that suggests a run with a similar name, in the same folder or in `runs`; empty if none has."""
     runs = [*_all_runs(root), *(folder for folder in path.parent.glob("*") if _is_run(folder))]
     suggestion = closest_word(str(path), map(str, runs)) or closest_word(path.name, (run.name for run in runs))
     return (

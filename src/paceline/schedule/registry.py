@@ -179,6 +179,6 @@ def _check_numbers(schedule: Schedule, *, ranks: int, micro: int, virtual: int) 
         raise LayoutError(
             f"schedule {schedule.name!r} has {plural(schedule.virtual, 'stage')} on each rank, "
             f"but {virtual} are requested.",
-            cause="interleaved, breadth_first and zb_interleaved take any number of stages per rank",
+            cause="naive, interleaved, breadth_first and zb_interleaved take any number of stages per rank",
             hint=f"--layout pp={ranks},schedule=interleaved,virtual={virtual}",
         )

@@ -22,7 +22,7 @@ OutputObserver = Callable[[Any, Terms, Any], None]
 
 
 class ForwardBackward(Protocol):
-    """The runner of a step's microbatches, and of an evaluation's."""
+    """The interface of a runner of microbatches, in training steps and in evaluations."""
 
     reports_loss: bool
     """True if this rank reports the loss for all ranks that process the same samples."""
@@ -31,7 +31,7 @@ class ForwardBackward(Protocol):
         """Run forward and backward of all microbatches; the reducer receives the gradients.
 
         Returns the step's totals, whose all-reduce has started, and whether gradients must still be divided by the
-        global count. `stop`: this rank wants to stop after the step, which the totals report to all ranks.
+        global count. `stop`: this rank wants to stop after the step; the totals report this to all ranks.
 
         Raises:
             JobError: this runner does not support the loss.
@@ -122,7 +122,10 @@ class MicrobatchForwardBackward:
 
 
 class StandInMicrobatches:
-    """The stand-ins of a replica that has fewer microbatches than another, if layers communicate across replicas."""
+    """The stand-ins: microbatches of weight zero for a replica that has fewer microbatches than another.
+
+    They are needed if layers communicate over replicas: every replica must then run the same number of microbatches.
+    """
 
     def __init__(self, replica: ReplicaContext, *, is_always_needed: bool = False) -> None:
         self._replica = replica
@@ -265,12 +268,12 @@ def loss_for_backward(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
             f"count= returns no count for the loss term {', '.join(missing)}.",
             hint=f"count=lambda batch: {{{missing[0]!r}: number, ...}}",
         )
-    parts = [total / _replace_zeros(counts[name]).to(total.dtype) for name, (total, _) in terms.items()]
-    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+    quotients = [total / _replace_zeros(counts[name]).to(total.dtype) for name, (total, _) in terms.items()]
+    return torch.stack(quotients).sum() if len(quotients) > 1 else quotients[0]
 
 
 def _replace_zeros(count: Tensor) -> Tensor:
-    """Replace zero counts by one, since their sums are zero too. The finite check reports a batch without targets."""
+    """Replace zero counts by one: the sum of such a term is zero. The finite check reports a batch without targets."""
     return torch.where(count == 0, torch.ones_like(count), count)
 
 
@@ -282,7 +285,7 @@ def backward(
     has_samples: bool = True,
     microbatch: LocalMicrobatch | None = None,
 ) -> None:
-    """Run the backward of one microbatch. `last`: it is this replica's last backward of the step.
+    """Run the backward of one microbatch. `last`: this is the replica's last backward of the step.
 
     A stand-in without samples (`has_samples=False`) adds no gradient, but takes part in communication.
     """
@@ -307,5 +310,5 @@ def no_gradient_error() -> JobError:
 
 
 def build_forward_backward(replica: ReplicaContext) -> ForwardBackward:
-    """Return the runner of this job's microbatches, the same on every rank."""
+    """Return the runner for this job's loss; its class is the same on every rank."""
     return BatchForwardBackward(replica) if replica.contract.over_batch else MicrobatchForwardBackward(replica)

@@ -1,4 +1,4 @@
-"""Forward-only text generation: continue token ids, the same on every rank."""
+"""Text generation: extend sequences of token ids by repeated forwards, with the same result on every rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ def generate(
     """Append `num_tokens` ids to `prompt` `[batch, length]`.
 
     The model maps ids to logits `[batch, length, vocabulary]`, or to an output with `.logits`. `context` is the
-    longest input in ids. Temperature 0 takes the likeliest id. `forward` replaces the call of the model if its stages
+    longest input in ids. Temperature 0 takes the most likely id. `forward` replaces the call of a model whose stages
     are on several ranks.
     """
     forward = forward or model

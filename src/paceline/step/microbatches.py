@@ -19,7 +19,7 @@ class StepMicrobatch(Protocol):
 class StepBatch(Protocol):
     """This replica's microbatches of one step, `micro`, which may be empty.
 
-    `num_micro` and `num_samples` are those of the global batch. `fingerprint` is equal on all ranks if they read the
+    `num_micro` and `num_samples` count the whole global batch. `fingerprint` is equal on all ranks if they read the
     same stream. `read_stand_in()` reads a microbatch of another replica.
     """
 

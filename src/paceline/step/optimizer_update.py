@@ -60,7 +60,7 @@ class Ema:
 
 
 NonFiniteTerms = tuple[tuple[int, str], ...]
-"""Microbatches and terms whose loss is not finite."""
+"""The (microbatch index, term name) pairs whose loss is not finite."""
 
 
 class OptimizerUpdate:
@@ -148,7 +148,7 @@ class OptimizerUpdate:
             step_lr_scheduler(lr_scheduler)
 
     def refuse_empty_batch(self, *, step: int, loss: float, counts: Mapping[str, float]) -> None:
-        """Raise if a term has no target in the whole batch. A share without a target is no error: it makes no update.
+        """Raise if a term has no target in the whole batch. A part of the batch without a target is no error.
 
         Raises:
             NonFiniteError: the count of a term is zero, and such steps are not skipped.
@@ -201,7 +201,10 @@ class OptimizerUpdate:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
     def _measure_norm(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """Return the gradient norm. On a CPU, recompute a norm that overflows in float64; a GPU would have to wait."""
+        """Return the gradient norm. On a CPU, a norm that overflows is recomputed in float64.
+
+        A GPU is not checked for an overflow, because the check would wait for the device.
+        """
         if self._max_grad_norm is None and not self._checks_finite:
             return None
         if self._joint_grad_norm is not None:
@@ -267,7 +270,7 @@ def lr_scheduler_error(lr_scheduler: Any, *, cause: str) -> JobError:
 
 
 class DeferredFiniteCheck:
-    """The finite check on GPUs, one step late: the previous step's result has already arrived on the host."""
+    """The finite check on GPUs. It checks the previous step, whose result has already arrived on the host."""
 
     def __init__(self, update: OptimizerUpdate) -> None:
         self._update = update
@@ -300,12 +303,12 @@ class DeferredFiniteCheck:
 
 
 def stored_values(tensor: Tensor) -> Tensor:
-    """Return the stored values of a tensor; a sparse tensor must be coalesced, as the parameter server's are."""
+    """Return the stored values of a tensor; a sparse tensor must be coalesced, as in the parameter server."""
     return tensor.values() if tensor.is_sparse else tensor
 
 
 def _float64_norm(gradients: Sequence[Tensor], *, fallback: Tensor) -> Tensor:
-    """Return the norm in float64, computed after division by the largest magnitude; `fallback` if that is infinite."""
+    """Return the norm in float64, computed after division by the largest value; `fallback` if that is not finite."""
     largest = torch.stack([torch.linalg.vector_norm(g, math.inf).double() for g in gradients if g.numel()]).max()
     if not math.isfinite(largest.item()):
         return fallback

@@ -100,7 +100,7 @@ class StepRule(ABC):
         """Return the step of this process's replicas.
 
         Raises:
-            LayoutError, JobError, Problems: the model has something that the rule does not support.
+            LayoutError, JobError, Problems: the model has a feature that the rule does not support.
         """
 
     def identity(self, plan: ExecutionPlan, pipeline_model: PipelineModel | None) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.process_group import World
-from paceline.data.stream.rank_mismatch import NOT_SEEDED, SEED_IT
+from paceline.data.stream.rank_mismatch import NOT_SEEDED_CAUSE, SEED_HINT
 from paceline.errors import DesyncError, JobError
 from paceline.parallel.data_parallel.module_buffers import BufferPolicy
 from paceline.step.local_sgd.message_batching import MessageBatcher
@@ -177,8 +177,8 @@ class TotalsReduction:
         if values[FINGERPRINT] != self._flags[FINGERPRINT] * self._num_ranks:
             raise DesyncError(
                 f"rank {self._world.rank} read different data than the other ranks.",
-                cause=f"a stream: {NOT_SEEDED}, or not on every rank",
-                hint=f"{SEED_IT}; or give the dataset shard() and state_dict()",
+                cause=f"a stream: {NOT_SEEDED_CAUSE}, or not on every rank",
+                hint=f"{SEED_HINT}; or give the dataset shard() and state_dict()",
             )
 
     def _pack(self) -> Tensor:

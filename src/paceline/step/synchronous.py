@@ -36,7 +36,7 @@ class SynchronousStep:
         self._has_checked_writes = replica.world.world_size == 1 and not replica.exact
 
     def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
-        """Run forward, backward, gradient reduction, clipping and update. `stop`: this rank wants to stop after it.
+        """Run forward, backward, gradient reduction, clipping and update. `stop`: this rank then wants to stop.
 
         Raises:
             NonFiniteError: the loss or a gradient is not finite, and the run is set to stop on that.
@@ -127,7 +127,7 @@ class SynchronousStep:
             self._refuse_writes(versions_before)
             if not self.replica.reducer.finish(divisor=reduction.divisor() if needs_division else None):
                 continue
-            if all(tape.fold(num_micro=step_batch.num_micro) for tape in self.replica.state_recorders):
+            if all(recorder.fold(num_micro=step_batch.num_micro) for recorder in self.replica.state_recorders):
                 break
             self.replica.undo_reduction()
             self.replica.buffers.undo()
@@ -187,7 +187,7 @@ class SynchronousStep:
 
 
 def parameter_write_error(name: str, *, is_trainable: bool = True) -> JobError:
-    """Return the error for a forward that writes to a parameter. A frozen parameter likely is a momentum teacher's."""
+    """Return the error for a forward that writes to a parameter. A frozen one is probably a momentum teacher's."""
     if not is_trainable:
         return JobError(
             f"the forward writes to the parameter {name}, which is not trained: each rank would write to it once for "

@@ -44,5 +44,5 @@ STEP_RULES: Mapping[UpdateKind, StepRule] = {
 
 
 def step_rule(update: UpdateRule) -> StepRule:
-    """Return the rule's object in the table."""
+    """Return the table's object for this update rule."""
     return STEP_RULES[update.kind]

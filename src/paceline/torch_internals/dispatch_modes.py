@@ -58,9 +58,9 @@ def run_cpu_kernel(operation: Any, args: Any, kwargs: Any) -> Any:
 
 
 class PendingCollective(dist.Work):
-    """A collective that is in flight until `wait`, which then calls `on_complete`; an operation may return it.
+    """A collective in flight, which an operation may return. `wait` completes it and calls `on_complete`.
 
-    It holds the collective's `inputs` until then, as gloo does.
+    Until `wait`, the object holds the collective's `inputs`, as gloo does.
     """
 
     def __init__(self, on_complete: Callable[[], object], *, inputs: Any = None) -> None:
@@ -183,7 +183,7 @@ _LOCK = threading.Lock()
 
 @contextmanager
 def observe_storage_resizes(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `on_resize` for every storage that this thread resizes, which no dispatch mode observes."""
+    """Call `on_resize` for every storage that this thread resizes; dispatch modes do not observe resizes."""
     thread_id = threading.get_ident()
     with _LOCK:
         _RESIZE_OBSERVERS.setdefault(thread_id, []).append(on_resize)

@@ -346,7 +346,7 @@ def set_up_data_worker(dataset: Any, *, seed: int) -> None:
 
 
 def set_worker_dataset(dataset: Any, *, is_only_worker: bool) -> None:
-    """Make `get_worker_info()` in a data worker return the user's own dataset, and no other worker if requested."""
+    """Make `get_worker_info()` in a data worker report the user's dataset and, if requested, only one worker."""
     info = _data_worker._worker_info
     assert info is not None
     for name, value in {"dataset": dataset, **({"id": 0, "num_workers": 1} if is_only_worker else {})}.items():
@@ -376,7 +376,7 @@ def hide_process_group() -> Iterator[None]:
 
 
 class JointScaler(torch.amp.GradScaler):
-    """A loss scaler for gradients that are sharded over several ranks: all ranks detect an overflow on one of them.
+    """A loss scaler for gradients that are sharded over several ranks: all ranks learn of an overflow on one rank.
 
     `all_reduce_max` all-reduces a tensor in place over these ranks with MAX.
     """

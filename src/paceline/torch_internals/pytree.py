@@ -49,9 +49,10 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def map_leaves(value: Any, change: Callable[[str, Any], Any], *, is_leaf: Callable[[str, Any], bool], path: str) -> Any:
-    """Return the same structure with each leaf changed: a value that `is_leaf` accepts, or that is no container.
+    """Return the same structure with `change(path, leaf)` in place of each leaf.
 
-    Both functions get the leaf's path as a Python expression that begins with `path`.
+    A leaf is a value that `is_leaf` accepts, or a value that is not a container. Both functions get the leaf's path as
+    a Python expression that begins with `path`.
     """
 
     def map_part(name: str, part: Any) -> Any:
@@ -79,7 +80,7 @@ def is_column(value: Any, num_samples: int) -> bool:
 
 
 def is_square(value: Any) -> bool:
-    """Return whether every entry of a list is a list of the same length, so that rows and columns are ambiguous."""
+    """Return whether every entry of a list is a list as long as this one, so that rows and columns are ambiguous."""
     return all(isinstance(entry, tuple | list) and len(entry) == len(value) for entry in value)
 
 

@@ -52,7 +52,7 @@ def python_rng_states() -> dict[str, object]:
 
 
 def get_rng_states(gpu: torch.device | None = None) -> tuple[Any, ...]:
-    """Return the states of the three global generators, and of a GPU's, for `set_rng_states`."""
+    """Return the states of the generators of Python, NumPy, torch and a GPU, for `set_rng_states`."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     return (*states, None if gpu is None else torch.cuda.get_rng_state(gpu))
 
@@ -68,7 +68,7 @@ def set_rng_states(states: tuple[Any, ...], gpu: torch.device | None = None) -> 
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Restore the three global generators, and the current GPU's, when the context exits."""
+    """Restore the generators of Python, NumPy, torch and the current GPU when the context exits."""
     gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
     states = get_rng_states(gpu)
     try:
@@ -179,7 +179,7 @@ class DisabledDropout:
         self._zero_rates = [(m, name) for m in model.modules() for name, value in _dropout_rates(m) if value == 0]
 
     def is_any_enabled(self) -> bool:
-        """Return whether one of them has a positive rate by now."""
+        """Return whether one of these modules has a positive rate now."""
         return any(getattr(module, name, 0) for module, name in self._zero_rates)
 
 

@@ -1,4 +1,4 @@
-"""Save and resume a run: what a checkpoint contains, which one is resumed, and what must be unchanged since then."""
+"""Save and resume a run: the contents of a checkpoint, the choice of one to resume, and checks of the resumed run."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from paceline.checkpoint.files.checkpoint_folder import (
     prune_checkpoints,
     step_name,
 )
-from paceline.checkpoint.files.hf_folder import WEIGHTS, add_digest, digest_files
+from paceline.checkpoint.files.hf_folder import WEIGHTS_RECORD, add_digest, digest_files
 from paceline.checkpoint.files.manifest import update_state
 from paceline.checkpoint.lr_schedule_state import describe_saved_schedules, describe_schedules
 from paceline.checkpoint.optimizer_state import OptimizerShards, group_names, local_state, optimizer_scalars
@@ -124,7 +124,8 @@ class RuleState(Protocol):
     ) -> tuple[Files, dict[str, Any]]:
         """Return this rank's files and JSON state with those of the rule.
 
-        `local_weights` are the weights that this rank trains, if the model has others now (local SGD), else empty.
+        Under local SGD, the model now contains the sites' mean and `local_weights` this rank's own weights. Under other
+        rules, `local_weights` is empty.
 
         Every rank calls this.
         """
@@ -168,7 +169,7 @@ _RULE_STATES: Mapping[type[SynchronousStep], Callable[[Any, TrainingSetup], Rule
 
 
 def build_rule_state(setup: TrainingSetup) -> RuleState:
-    """Return what the run's update rule adds to a checkpoint."""
+    """Return the state that the run's update rule adds to a checkpoint."""
     build = next((_RULE_STATES[kind] for kind in type(setup.step).__mro__ if kind in _RULE_STATES), None)
     return NoRuleState() if build is None else build(setup.step, setup)
 
@@ -335,12 +336,12 @@ def restore(
         CheckpointError: the checkpoint belongs to another model, or is damaged.
         ResumeError: another property has changed, and `allow` does not permit it.
     """
-    with as_state_error(loaded):
+    with convert_state_errors(loaded):
         return _restore(loaded, setup=setup, identity=identity, allow=allow)
 
 
 @contextmanager
-def as_state_error(loaded: OpenCheckpoint) -> Iterator[None]:
+def convert_state_errors(loaded: OpenCheckpoint) -> Iterator[None]:
     """Convert errors that an unexpected form of the state causes into a `CheckpointError`.
 
     Raises:
@@ -396,7 +397,8 @@ def restore_weights(loaded: OpenCheckpoint, *, setup: TrainingSetup) -> None:
 def write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
     """Write `consolidated/`, the model as evaluated, and the weight digest; return a line that names both.
 
-    The digest covers the trained weights, not their average. Next to it are torch's build and kernels, which affect it.
+    The digest covers the trained weights, not their average. Torch's build and kernels affect the digest, so they are
+    written next to it.
     Every rank must call this; rank 0 writes. If rank 0 holds the whole model, the other ranks do nothing.
     """
     with setup.step.synchronised_weights():
@@ -411,8 +413,8 @@ def _write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
     record: dict[str, Any] = {"digest": digest, "of": "the weights in training", "step": step}
     record |= {"torch_build": torch_build(), "cpu": cpu_name(), "kernels": kernel_fingerprint()}
     if setup.world.is_main:
-        with convert_to_save_error(WEIGHTS, run):  # remove the old digest until the folder is complete
-            (run / WEIGHTS).unlink(missing_ok=True)
+        with convert_to_save_error(WEIGHTS_RECORD, run):  # remove the old digest until the folder is complete
+            (run / WEIGHTS_RECORD).unlink(missing_ok=True)
     with setup.as_evaluated():
         folder = consolidate_weights(
             listing, run / "consolidated", config=getattr(setup.model, "config", None), world=setup.site
@@ -420,8 +422,8 @@ def _write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
         if setup.update.ema is not None:
             record["average"] = weights_digest(listing.full_tensors(sorted(listing.entries)))
     if setup.world.is_main:
-        with convert_to_save_error("weights.json", run):
-            write_json(run / WEIGHTS, add_digest({**record, "files": digest_files(folder)}))
+        with convert_to_save_error(WEIGHTS_RECORD, run):
+            write_json(run / WEIGHTS_RECORD, add_digest({**record, "files": digest_files(folder)}))
     if setup.update.ema is None:
         return f"weights {digest[:16]} in {folder}"
     return f"average {record['average'][:16]} in {folder}, as evaluated (ema); the weights in training: {digest[:16]}"

@@ -26,7 +26,7 @@ Files = dict[str, list[Writable]]
 
 
 def get_site_synchronizer(setup: TrainingSetup) -> SiteSynchronizer | None:
-    """Return the synchronisation of the sites with local SGD, else None."""
+    """Return the synchronizer of the sites under local SGD, else None."""
     return setup.step.site_synchronizer if isinstance(setup.step, LocalStep) else None
 
 
@@ -121,7 +121,7 @@ def _site_file(site: int, name: str) -> str:
 def _writable_shards(setup: TrainingSetup, key: str, name: str, tensor: Tensor) -> Iterator[Writable]:
     specs = _sharding_of(setup, name).shard_specs(name)
     yield from owned_shards(
-        key, dtype=tensor.dtype, get_tensor=partial(Tensor.detach, tensor), parts=specs, rank=setup.site.rank
+        key, dtype=tensor.dtype, get_tensor=partial(Tensor.detach, tensor), shard_specs=specs, rank=setup.site.rank
     )
 
 

@@ -95,7 +95,7 @@ class Loop:
         """
         if self._is_exhausted and not self.is_stopping:
             raise self._no_more_batches()
-        self.setup.refuse_training()
+        self.setup.check_trainable()
         self._stop.reinstall()
         self.progress.unjudged = self.progress.unjudged and self.setup.job.eval_data is not None
         if self.progress.unjudged and not self.is_stopping:

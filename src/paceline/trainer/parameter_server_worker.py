@@ -1,4 +1,6 @@
-"""A parameter server's worker: it leases a share, computes its gradient on the weights of the lease, and pushes it.
+"""A parameter server's worker: it leases a share of a batch, computes its gradient, and pushes the gradient.
+
+The gradient is computed on the weights that come with the lease.
 
 It has no training loop and no optimizer state, and takes no decisions. It can be lost at any moment: a share that was
 not pushed completely is given to another worker, or to this one after a restart.
@@ -23,7 +25,7 @@ from paceline.launch.agent.signals import stop_flag
 from paceline.launch.failures.failure_record import annotate_step
 from paceline.launch.inherited_environment import START_NUMBER, attempt_folder
 from paceline.step.forward_backward import backward, forward, loss_for_backward
-from paceline.step.parameter_server.flat_buffers import kinds_of, layout_of, pack_gradients
+from paceline.step.parameter_server.flat_buffers import gradient_codes, layout_of, pack_gradients
 from paceline.step.parameter_server.model_state import fixed_tensors, model_digest
 from paceline.step.parameter_server.transport import (
     CONNECT_SECONDS,
@@ -61,7 +63,7 @@ def run_worker(prepared_job: PreparedJob) -> int:
     setup = build_training_setup(
         job=prepared_job.job, settings=prepared_job.settings, plan=prepared_job.plan, world=World.alone()
     )
-    return compute_shares(prepared_job, setup, WorkerEndpoint(place=LaunchInfo.read(os.environ)))
+    return compute_shares(prepared_job, setup, WorkerEndpoint(launch_info=LaunchInfo.read(os.environ)))
 
 
 def compute_shares(prepared_job: PreparedJob, setup: TrainingSetup, endpoint: WorkerEndpoint) -> int:
@@ -78,7 +80,7 @@ def compute_shares(prepared_job: PreparedJob, setup: TrainingSetup, endpoint: Wo
     while True:
         num_pushed_before = worker.num_pushed
         try:
-            worker.serve(_call_with_timeout(limit, connections), rank=endpoint.place.rank)
+            worker.serve(_call_with_timeout(limit, connections), rank=endpoint.launch_info.rank)
             return 0
         except ConnectionLost as error:
             failed_tries = failed_tries + 1 if worker.num_pushed == num_pushed_before else 0
@@ -159,7 +161,7 @@ class ParameterServerWorker:
     def _compute_lease(
         self, message: ServerMessage, first_server: "_ServerConnection", other_servers: "Sequence[_ServerConnection]"
     ) -> None:
-        """Compute and push one lease. The first server's push comes last, because only then does the lease count."""
+        """Compute and push the gradient of one lease. The first server gets it last: its push completes the lease."""
         lease = message.fields
         versions = [first_server.load(message)]
         for other in other_servers:
@@ -169,7 +171,12 @@ class ParameterServerWorker:
             share_report = self._compute_share(lease)
         for server in [*other_servers, first_server]:
             gradients = [_coalesce(weight.grad) for weight in server.weights]
-            push = {**share_report, "lease": lease["lease"], "versions": versions, "gradients": kinds_of(gradients)}
+            push = {
+                **share_report,
+                "lease": lease["lease"],
+                "versions": versions,
+                "gradients": gradient_codes(gradients),
+            }
             server.connection.send(ServerMessage(kind=MessageKind.PUSH, fields=push, buffer=pack_gradients(gradients)))
             if server is not first_server:
                 server.connection.receive()

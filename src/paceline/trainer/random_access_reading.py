@@ -1,4 +1,4 @@
-"""Read any part of any batch: a parameter server's worker its shares, the server a full batch with bad inputs."""
+"""Read any part of any batch: a parameter server's worker reads shares, the server a full batch with bad inputs."""
 
 from paceline.config.settings import Settings
 from paceline.data.leased_loader import RandomAccessLoader

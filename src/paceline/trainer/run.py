@@ -106,7 +106,7 @@ class Run:
     `settings` uses dotted names: `Run(job, ranks=2, settings={"train.steps": 100})`. `run_dir=` overrides the settings.
     """
 
-    # `__init__` makes the run of a script, `worker` that of a rank of the command, which has a prepared job instead.
+    # `__init__` makes the run of a script. `worker` makes the run of a rank of the command, and prepares its job.
     _prepared_job: PreparedJob | None = None
     _has_opened = False
     _update_guard: _UpdateGuard | None = None
@@ -336,12 +336,12 @@ class Run:
         return self._session
 
     def _set_threads(self, number: int) -> None:
-        """Set torch's thread count until the run is left."""
+        """Set torch's thread count until the run ends."""
         self._previous_threads = self._previous_threads or torch.get_num_threads()
         torch.set_num_threads(number)
 
     def _restore_process_state(self) -> None:
-        """Undo what this run changed in the process, when the run is left: the next run starts as the first did."""
+        """Undo this run's changes to the process when the run ends, so that the next run starts as the first did."""
         if self._run_lock is not None:
             self._run_lock.close()
         if self._update_guard is not None:

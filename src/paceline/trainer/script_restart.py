@@ -18,14 +18,14 @@ from paceline.launch.environments import JoinedWorld
 from paceline.launch.launcher import DEFAULT_EXACT_KERNELS, KERNELS_VARIABLE, torch_imported_error
 from paceline.planner.layout.execution_plan import Resources, choose_threads
 from paceline.planner.layout.host_resources import usable_cores
-from paceline.run_folder.run_folder import run_of
+from paceline.run_folder.run_folder import run_of_checkpoint
 
 INHERITED_FIELDS = ("run", "attempt", "resume")  # task fields that the ranks inherit from the script that starts them
 AUTO_LAYOUT_FIELDS = ("layout", "settings", "origins", "options")  # further fields, if the layout is auto
 
 
 def restart_arguments(*, ranks: int) -> list[str]:
-    """Return what a worker runs as `__main__`: a file and its arguments, or `-m`, a module and its arguments.
+    """Return the arguments that start the script again: a file and its arguments, or `-m`, a module and its arguments.
 
     Raises:
         UsageError: the script came from standard input or `python -c`, or is a notebook.
@@ -69,7 +69,9 @@ def restart_in_exact_mode(*, had_run: bool) -> NoReturn:
 def resume_arguments(folder: Path, *, resume: str | None, has_run_dir: bool) -> str:
     """Return the `pl.Run` arguments to change so that the script resumes in `folder`, not from an old checkpoint."""
     checkpoint = Path(resume or "")
-    is_older_checkpoint = checkpoint.name.startswith("step-") and run_of(checkpoint).path.resolve() == folder.resolve()
+    is_older_checkpoint = (
+        checkpoint.name.startswith("step-") and run_of_checkpoint(checkpoint).path.resolve() == folder.resolve()
+    )
     if has_run_dir and not is_older_checkpoint:
         return ""
     return f"run_dir={str(folder)!r}" + (", resume=False" if is_older_checkpoint else "")

@@ -1,4 +1,4 @@
-"""The session of one rank: it is built from a task, contains the training loop, and closes what it opened."""
+"""The session of one rank: it is built from a task, contains the training loop, and closes its resources."""
 
 import math
 import os
@@ -35,7 +35,7 @@ from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.profiling.environment import environment, loaded_modules
 from paceline.reporting.sinks.sink_registry import CURVE_SINKS, make_sinks
 from paceline.run_folder.plan_file import write_plan_file
-from paceline.run_folder.run_folder import RunFolder, run_of
+from paceline.run_folder.run_folder import RunFolder, run_of_checkpoint
 from paceline.step.update_rules import step_rule
 from paceline.trainer.checkpointer import (
     Checkpointer,
@@ -149,7 +149,7 @@ def open_session(prepared_job: PreparedJob, *, world: World, run_for_on_eval: An
     if prepared_job.task.verb == "evaluate":  # use the run's microbatches, so that sums do not depend on the layout
         prepared_job = with_saved_microbatches(prepared_job, folder=run.path, world=world)
     if resume is not None:
-        original_run = run_of(requested_checkpoint) if requested_checkpoint is not None else run
+        original_run = run_of_checkpoint(requested_checkpoint) if requested_checkpoint is not None else run
         prepared_job = with_saved_microbatches(prepared_job, folder=original_run.path, world=world)
     memory_baseline = MemoryBaseline.measure()
     with explain_out_of_memory(None, memory_baseline):
@@ -339,8 +339,8 @@ class _SessionBuilder:
 
     def _make_heartbeat(self) -> HeartbeatWriter | None:
         folder = attempt_folder(os.environ)
-        patience = self.prepared_job.settings.train.timeout_seconds
-        return HeartbeatWriter(folder / f"pulse-{self.world.rank}", silence_timeout=patience) if folder else None
+        silence_timeout = self.prepared_job.settings.train.timeout_seconds
+        return HeartbeatWriter(folder / f"pulse-{self.world.rank}", silence_timeout=silence_timeout) if folder else None
 
     def _announce(
         self,
@@ -426,9 +426,11 @@ class _SessionBuilder:
             lines += loop.rule_changes
             saved_num_samples = read_saved_identity(loaded)["data"]["num_samples"]
             lines += data_length_notes(saved_num_samples, samples, cursor=cursor, total_steps=loop.total_steps)
-            early = list(early_stop_notes(self.prepared_job.job, loop.progress, step=cursor.step))
-            over = loop.is_over() and not loop.progress.unjudged
-            lines += early or ([finished_note(settings, step=cursor.step, total=loop.total_steps)] if over else [])
+            early_stop_lines = list(early_stop_notes(self.prepared_job.job, loop.progress, step=cursor.step))
+            is_finished = loop.is_over() and not loop.progress.unjudged
+            lines += early_stop_lines or (
+                [finished_note(settings, step=cursor.step, total=loop.total_steps)] if is_finished else []
+            )
         return tuple(lines)
 
 

@@ -1,4 +1,4 @@
-"""Set a model to training mode before the first step, as a loop does that calls `model.train()`."""
+"""Set a model to training mode before the first step, as a loop that calls `model.train()` does."""
 
 from collections.abc import Sequence
 

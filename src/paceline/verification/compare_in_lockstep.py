@@ -72,7 +72,9 @@ class LockstepComparison:
             self._had_positive_lr if self._has_changed_weights else dict.fromkeys(self._had_positive_lr, False)
         )
         has_positive_lr = reference.positive_lr_by_parameter()
-        lr_rises = self._had_zero_lr and any(has_positive_lr[name] for name, has in has_changed.items() if not has)
+        lr_rises = self._had_zero_lr and any(
+            has_positive_lr[name] for name, changed in has_changed.items() if not changed
+        )
         return unchanged_weights_note(has_changed, steps=steps, lr_rises=lr_rises)
 
     def _compare_initial_state(self) -> None:
@@ -156,7 +158,7 @@ class LockstepComparison:
         self._compare_module_outputs(step_input, comparison)
 
     def _gather_read_microbatches(self, local_microbatches: list[Any]) -> list[Any]:
-        """Return what every replica read, by microbatch; report ranks of one replica that read different samples."""
+        """Return the microbatches that all replicas read; report ranks of one replica that read different samples."""
         microbatches_by_replica: dict[int, list[Any]] = {}
         for rank, (replica, microbatches) in enumerate(
             self._world.gather_json([self._setup.worlds.data.rank, local_microbatches])
@@ -307,7 +309,7 @@ def unchanged_weights_note(has_changed: Mapping[str, bool], *, steps: int, lr_ri
     `has_changed` is False for a weight whose learning rate was 0, and for all weights if no step changed any of them.
     `lr_rises`: the learning rate of some unchanged weights is above 0 in the next step.
     """
-    unchanged = [name for name, has in has_changed.items() if not has]
+    unchanged = [name for name, changed in has_changed.items() if not changed]
     if not unchanged:
         return ""
     subject = (

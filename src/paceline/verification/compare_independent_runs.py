@@ -26,15 +26,15 @@ from paceline.verification.rung_result import DIFFERENT, RungResult, judge_dista
 from paceline.verification.tensor_distance import euclidean_distance, euclidean_norm, machine_epsilon
 
 _MAX_PERTURBED_RUNS = 6
-_MAX_SAMPLES, _MAX_SECONDS = 64, 1.0  # read from all over the dataset
+_MAX_SAMPLES, _MAX_SECONDS = 64, 1.0  # limits of the reads from all over the dataset
 ContentChecksums = dict[tuple[int, int], int]  # checksums by step and microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDrift:
-    """The allowed drift of weights, as a share of how far training moved them, and the likely cause of a larger one."""
+    """The allowed drift of weights, relative to how far training moved them, and the likely cause of a larger drift."""
 
-    share: float = 1e-3
+    fraction: float = 1e-3
     cause: str = "the runs diverge over several steps although each single step agrees: optimizer state or schedule"
 
 
@@ -116,9 +116,8 @@ def _compare_contents(
     for (step, index), content in sorted(expected.items()):
         if contents.get((step, index), content) != content:
             cause = (
-                f"data: the right samples with different contents in microbatch {index}, which is "
-                "right when read alone: "
-                "a dataset or collation that depends on the data worker, or keeps state between samples"
+                f"data: the right samples with different contents in microbatch {index}, which is right when read "
+                "alone: a dataset or collation that depends on the data worker, or keeps state between samples"
             )
             rung_result.record_difference(step=step, parameter="(data)", cause=cause)
             return
@@ -170,7 +169,7 @@ def _train_reference(
 def _train_perturbed(reference: Reference, steps: int, seed: int) -> dict[str, Tensor]:
     """Train from perturbed weights with the microbatches in reverse order, and return the tensors afterwards.
 
-    Buffers come from a run in the usual order, because running statistics depend on it.
+    Buffers come from a run in the usual order, because running statistics depend on the order.
     """
     tensors: dict[str, Tensor] = {}
     for reverse_order in (True, False) if _named_buffers(reference) else (True,):
@@ -204,7 +203,7 @@ def judge_drift(
     distances = {name: euclidean_distance(tensor, expected[name]) for name, tensor in tensors.items()}
     movements = {name: euclidean_distance(expected[name], initial_tensors[name]) for name in tensors}
     floors = {
-        n: max(drift.share * movements[n], _accumulated_rounding(t, expected[n], steps)) for n, t in tensors.items()
+        n: max(drift.fraction * movements[n], _accumulated_rounding(t, expected[n], steps)) for n, t in tensors.items()
     }
     for seed in range(1, 1 + _MAX_PERTURBED_RUNS):
         perturbed = train_perturbed(seed)
@@ -314,7 +313,7 @@ def _gather_site_weights(
 
 
 def gather_state_dict(setup: TrainingSetup) -> dict[str, Tensor]:
-    """Gather the full tensors that any rank's `state_dict` lists; with expert parallelism each lists only some."""
+    """Gather the full tensors that any rank's `state_dict` lists; with expert parallelism a rank lists only some."""
     sharded = setup.weights
     listed = {name for names in setup.world.gather_json(list(state_dict_tensors(setup.model))) for name in names}
     return {

@@ -90,13 +90,13 @@ class StepComparison:
             name for name, _ in self._reference.model.named_buffers() if not name.startswith(tuple(folded_prefixes))
         }
         self._losses = observed.losses
-        # compared before the gradients, because the forward may read them
+        # before the gradients: a wrong buffer that the forward reads explains wrong gradients
         self._compare_buffers(observed.buffers, early_buffers)
         self._compare_gradients(observed, is_data_correct=data_cause is None)
         self._compare_losses(observed.losses)
         if self._rerun.is_rounding_dominated:
             self._rung_result.record_uncovered(
-                f"gradients of step {self._position.step_number} in half precision: rounding alone changes them there"
+                f"gradients of step {self._position.step_number} in half precision: rounding changes them too much"
             )
         self._compare_buffers(
             observed.buffers, {name for name, _ in self._reference.model.named_buffers()} - early_buffers
@@ -151,7 +151,7 @@ class StepComparison:
         return record_reference_outputs(self._rerun, model=self._reference.model, microbatches=microbatches)
 
     def report_module_outputs(self, output_difference: Mapping[str, Any] | None, *, remat: bool) -> None:
-        """Record as the cause the first module whose output differs, or that none differs."""
+        """Record the first module whose output differs as the cause, or a cause outside the modules if none differs."""
         first_difference = self._rung_result.first_difference
         if first_difference is None or output_difference is None:
             return
@@ -177,10 +177,10 @@ class StepComparison:
         expected = self._rerun.compute_again().total
         differing = [
             name
-            for parts in gradients
+            for copy_gradients in gradients
             for name in self._rerun.unexplained
             if name in expected
-            and euclidean_distance(parts.get(name, torch.zeros_like(expected[name])), expected[name])
+            and euclidean_distance(copy_gradients.get(name, torch.zeros_like(expected[name])), expected[name])
             > self._rerun.floor(name)
         ]
         first_difference = self._rung_result.first_difference
@@ -231,16 +231,16 @@ class StepComparison:
             name = max(ratios, key=lambda key: ratios[key])
             tensors = {"before": weights_before[name], "actual": weights_after[name], "expected": expected[name]}
             values = {key: to_double(value).reshape(-1).cpu().numpy() for key, value in tensors.items()}
-            cause = update_cause(**values, num_bad=len(ratios), num_parameters=len(weights_after))
+            cause = update_cause(**values, num_differing=len(ratios), num_parameters=len(weights_after))
             if rank_names is not None and not rank_names.has_only_replicas:
                 location = describe_weight_ranks(rank_names, name, weights_after[name], expected[name], copy=copy)
             self._rung_result.record_difference(step=self._position.step_number, parameter=name, cause=cause + location)
 
     def _compare_gradients(self, observed: ObservedStep, *, is_data_correct: bool) -> None:
         self._rung_result.count_compared("gradients", len(self.expected_gradient) * len(observed.gradients))
-        if all(_are_equal(parts, self.expected_gradient) for parts in observed.gradients):
+        if all(_are_equal(copy_gradients, self.expected_gradient) for copy_gradients in observed.gradients):
             return
-        names_by_copy = [self._differing_parameters(parts) for parts in observed.gradients]
+        names_by_copy = [self._differing_parameters(copy_gradients) for copy_gradients in observed.gradients]
         wrong_copies = [copy for copy, names in enumerate(names_by_copy) if names]
         if not wrong_copies:
             self._compare_presence(observed.gradients)

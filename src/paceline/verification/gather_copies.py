@@ -28,7 +28,7 @@ def gather_copies(
         ranks_by_copy = sharded.copy_ranks(name)
         digests_by_copy = [[digests_by_rank[rank].get(name) for rank in ranks] for ranks in ranks_by_copy]
         for number, full_tensors in enumerate(gathered):
-            copy = number if number < len(ranks_by_copy) else 0  # a tensor with fewer copies: its first one again
+            copy = number if number < len(ranks_by_copy) else 0  # a tensor with fewer copies: its first copy
             if any(digest is None for digest in digests_by_copy[copy]):
                 continue
             if number and digests_by_copy[copy] == digests_by_copy[0] and name in gathered[0]:
@@ -46,7 +46,7 @@ def gather_copies(
 def shard_distances(
     local_tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, sharded: ShardedTensors, world: World
 ) -> dict[str, dict[int, float]]:
-    """Return how far each rank's shard is from the same shard of `expected`, by name and rank, where any bit differs.
+    """Return the distance of each rank's shard from that of `expected`, by name and rank, if any bit differs.
 
     `expected` has full tensors, and is read on rank 0 only.
     """
@@ -74,10 +74,12 @@ def distribute_full_tensor(
 ) -> Tensor | None:
     """Broadcast rank 0's full tensor, and return this rank's shard of it."""
     local = sharded.local_tensors[name]
-    sent = full_tensor.detach().to(world.device, local.dtype).contiguous() if full_tensor is not None else None
-    if sent is None:
-        sent = torch.empty(local.shard_spec.shape, dtype=local.dtype, device=world.device)
-    return sharded.extract_shard(name, world.broadcast(sent))
+    broadcast_tensor = (
+        full_tensor.detach().to(world.device, local.dtype).contiguous() if full_tensor is not None else None
+    )
+    if broadcast_tensor is None:
+        broadcast_tensor = torch.empty(local.shard_spec.shape, dtype=local.dtype, device=world.device)
+    return sharded.extract_shard(name, world.broadcast(broadcast_tensor))
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:

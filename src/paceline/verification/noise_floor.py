@@ -21,9 +21,10 @@ from paceline.verification.tensor_distance import euclidean_distance, euclidean_
 MARGIN = 16.0  # the factor from the measured noise to the floor
 # with 8 or 11 bits the noise is a large share of a gradient, so a factor of 16 would hide faults
 _HALF_PRECISION_MARGIN = 4.0
-MAX_ROUNDING_EPS = 4096.0  # a larger change of the whole gradient, in machine epsilons of its norm, is not rounding
-_MAX_ROUNDING_SHARE = 0.02  # nor is a larger share of its norm
-_MIN_ROUNDING_EPS = 16.0  # but this many epsilons are; for bfloat16 they exceed _MAX_ROUNDING_SHARE
+# a change of the whole gradient is rounding up to the smaller of the first two limits, but always up to the third
+MAX_ROUNDING_EPS = 4096.0  # in machine epsilons of the gradient's norm
+_MAX_ROUNDING_FRACTION = 0.02  # of the gradient's norm
+_MIN_ROUNDING_EPS = 16.0  # in machine epsilons of the gradient's norm; for bfloat16 more than the second limit
 _OTHER_KERNELS_FACTOR = 16.0  # for floors where the layout uses a different formula
 _NUM_PERTURBED_RUNS = 3
 _MIN_FLOOR_EPS = 4.0  # the smallest floor, in machine epsilons of the tensor's norm and before the margin
@@ -33,9 +34,9 @@ _MIN_FLOOR_EPS = 4.0  # the smallest floor, in machine epsilons of the tensor's 
 class NoiseFloors:
     """The noise floors of one step: Euclidean norms by tensor name, and the floor of the loss.
 
-    `is_repeatable`: the same step from the same weights and buffers gives the same result. `is_order_independent`: the
-    reverse order of microbatches does too. `is_rounding_dominated`: in half precision, rounding changes the gradient so
-    much that it can't be compared.
+    `is_repeatable`: the same step from the same weights and buffers gives the same result. `is_order_independent`: so
+    does the same step with its microbatches in reverse order. `is_rounding_dominated`: in half precision, rounding
+    changes the gradient so much that it can't be compared.
     """
 
     gradients: dict[str, float]
@@ -134,7 +135,7 @@ def is_rounding(gradient: ReferenceGradient, other: ReferenceGradient, reference
     distance = math.hypot(
         *(euclidean_distance(value, other.total.get(name, value * 0)) for name, value in gradient.total.items())
     )
-    return not distance > max(min(MAX_ROUNDING_EPS * eps, _MAX_ROUNDING_SHARE), _MIN_ROUNDING_EPS * eps) * norm
+    return not distance > max(min(MAX_ROUNDING_EPS * eps, _MAX_ROUNDING_FRACTION), _MIN_ROUNDING_EPS * eps) * norm
 
 
 def perturb_weights(model: nn.Module, *, seed: int, min_step: float = 0.0) -> None:

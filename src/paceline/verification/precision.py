@@ -43,7 +43,7 @@ def build_in_precision(
         job = replace(job, collate=_cast_collated(job, make_cast(dtype)))
         settings = replace(settings, train=replace(settings.train, precision="fp32"))
     setup = build_training_setup(job=job, settings=settings, plan=prepared_job.plan, world=world)
-    setup.refuse_training()
+    setup.check_trainable()
     if setup.update.scaler is not None:  # a low constant scale: after an overflow there is nothing to compare
         options = {"init_scale": loss_scale, "growth_interval": 1 << 30}
         setup.update.scaler = make_scaler(setup.optim_shards, world, **options)

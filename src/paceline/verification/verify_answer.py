@@ -75,7 +75,7 @@ def verify_answer(
 
 def verdict_table(answer: dict[str, Any]) -> list[str]:
     """Return the answer as a small table and one sentence."""
-    rows = [("", "rung", "verdict", "apart", "floor", "compared")]
+    rows = [("", "rung", "verdict", "difference", "floor", "compared")]
     for rung in answer["rungs"]:
         mark = "✗" if rung["verdict"] == DIFFERENT else "!" if rung["warning"] or rung["left_out"] else "✓"
         counts = ", ".join(plural(number, kind.removesuffix("s")) for kind, number in rung["compared"].items())

@@ -26,7 +26,7 @@ _NOT_DETERMINISTIC = (
 )
 _UNSTABLE_ORDER = (
     "the job: the order of the samples differs at the second call; order= or the DataLoader's sampler "
-    "draws from an unseeded generator, or keeps one from epoch to epoch"
+    "draws from an unseeded generator, or continues a generator from epoch to epoch"
 )
 _START = RunPosition(steps_done=0, epoch=0, batch_start=0)
 
@@ -44,7 +44,9 @@ def _compare_repeated_batch(make_reference: Callable[[], Reference], rung_result
     for name, value in ModelSnapshot(first.model).tensors.items():
         if euclidean_distance(value, ModelSnapshot(second.model).tensors[name]):
             rung_result.record_difference(
-                step=1, parameter=name, cause="the job builds other weights each time, although the seed is the same"
+                step=1,
+                parameter=name,
+                cause="the job builds different weights each time, although the seed is the same",
             )
             return
     first_microbatches, second_microbatches = first.read_microbatches(_START), second.read_microbatches(_START)
@@ -71,14 +73,14 @@ def _compare_repeated_batch(make_reference: Callable[[], Reference], rung_result
 
 
 def _untrained_note(reference: Reference, microbatch: ReferenceMicrobatch) -> str:
-    """Return a note on parameters that receive a gradient but are not the model's, so no optimizer steps them."""
+    """Return a note on parameters that receive a gradient but are not the model's, so that no optimizer trains them."""
     names = reference.foreign_parameters(microbatch)
     if not names:
         return ""
     shown = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
     return (
-        f"{shown} of the loss or the forward: parameters that are not the model's, so they are not trained, in one "
-        "process either. Hint: keep the loss's module in the model (self.criterion = ...), and let model= return it"
+        f"{shown} of the loss or the forward: not parameters of the model, so no optimizer trains them, not even "
+        "in one process. Hint: keep the loss's module in the model (self.criterion = ...), and let model= return it"
     )
 
 
@@ -226,7 +228,7 @@ def _draws_per_microbatch(reference: Reference) -> bool:
 
 
 def _rerun_distance(reference: Reference, microbatch: ReferenceMicrobatch, *, random_microbatch: int) -> float:
-    """Return the relative distance of microbatch 0's gradient from that with `random_microbatch`'s random numbers."""
+    """Return how much a gradient changes, relative to its norm, with the random numbers of `random_microbatch`."""
     gradient = reference.compute_gradient(_START, microbatches=[microbatch])
     repeated = reference.compute_gradient(
         _START, microbatches=[microbatch], random_microbatch=lambda _: random_microbatch

@@ -67,7 +67,7 @@ def run_all_rungs(prepared_job: PreparedJob, world: World, *, steps: int) -> dic
     """Run all rungs on an existing world, and return the answer, which is the same on every rank."""
     refuse_compression_with_sync_bn(prepared_job.plan.compression, buffers=prepared_job.settings.train.buffers)
     instructions = WorkerInstructions(world)
-    guard_hooks()  # before the first model is built: the reference's model has the same class, but no hooks
+    guard_hooks()  # before the first model is built: the reference's model has the same class, but other hooks
     loss_scale = _find_loss_scale(prepared_job, world)
     rules_out = "a job that is not deterministic, a loss that is not a sum"
     rungs = [_run_rung("one process", rules_out, lambda: _run_first_rung(prepared_job, world))]
@@ -199,7 +199,7 @@ def _steps_to_compare(prepared_job: PreparedJob, world: World, steps: int, singl
     num_steps = prepared_job.settings.train.steps
     if num_steps is None or num_steps > last.step:
         raise JobError(
-            f"step {last.step + 1}, the epoch's short last batch, can't be run, not even by one process: {problem}",
+            f"step {last.step + 1}, the epoch's short last batch, can't be run, not even in one process: {problem}",
             cause="a layer (BatchNorm), the loss or the collation needs more samples than are left over",
             hint="--data.drop_last true, or a global_batch_size that leaves more samples over",
         )

@@ -44,8 +44,8 @@ def test_nobody_is_said_to_go_on_where_a_server_has_failed(monkeypatch: pytest.M
 
 def test_a_worker_that_comes_late_to_a_verify_is_told_the_newest() -> None:
     store = HashStore()
-    for number, what in enumerate(("float64", "own"), 1):
-        store.set(f"paceline-verify/errand/{number}", what)
-    assert wait_for_instruction(store, last_number=0) == (2, "own")
-    store.set("paceline-verify/errand/3", "over")
-    assert wait_for_instruction(store, last_number=2) == (3, "over")
+    for number, what in enumerate(("float64", "job"), 1):
+        store.set(f"paceline-verify/instruction/{number}", what)
+    assert wait_for_instruction(store, last_number=0) == (2, "job")
+    store.set("paceline-verify/instruction/3", "end")
+    assert wait_for_instruction(store, last_number=2) == (3, "end")

@@ -47,7 +47,7 @@ def cut_off(self, values):  # the sums, which are one row
     return rounded(self, values if len(values) > 1 else values * (1 - 2.0**-9))
 
 
-corrected, rounded = memory.ResidualBuffers.add_gradients, grain.Bf16.pack
+corrected, rounded = memory.DoubleBufferedTensors.add_gradients, grain.Bf16.pack
 
 
 def small_units():
@@ -57,10 +57,10 @@ def small_units():
 
 
 PLANTS = {
-    "forgetful": lambda: setattr(memory.ResidualBuffers, "add_gradients", forgetful),
+    "forgetful": lambda: setattr(memory.DoubleBufferedTensors, "add_gradients", forgetful),
     "scale": lambda: setattr(grain, "_int8_scale", lambda most: torch.empty_like(most, dtype=torch.float32).copy_(most / 126.0)),
     "small units": small_units,
-    "twice": lambda: setattr(memory.ResidualBuffers, "add_gradients", twice),
+    "twice": lambda: setattr(memory.DoubleBufferedTensors, "add_gradients", twice),
     "cut off": lambda: setattr(grain.Bf16, "pack", cut_off),
     "dropped": lambda: setattr(saving, "load_error_feedback", lambda *_, **__: None),
     "undivided": lambda: setattr(held, "divide_all", lambda *_: None),

@@ -18,7 +18,7 @@ from paceline.errors import JobError, LayoutError
 from paceline.parallel.compression.build_codec import build_compressed_reducer
 from paceline.parallel.compression.codecs import Bf16, BlockScaledCodec, Codec
 from paceline.parallel.compression.error_feedback_reducer import ErrorFeedbackReducer
-from paceline.parallel.compression.residual_memory import ResidualBuffers
+from paceline.parallel.compression.residual_memory import DoubleBufferedTensors
 from paceline.parallel.compression.topk import largest_element_indices
 from paceline.parallel.module_access.parameters import trainable_parameters
 from paceline.verification.reference.compressed import compress_once, keep_largest
@@ -115,7 +115,7 @@ def test_nan_is_chosen_before_anything_else() -> None:
 
 
 def test_a_memory_changes_by_steps_that_are_taken_for_parameters_that_have_a_gradient() -> None:
-    memory = ResidualBuffers({"a": (2,), "b": (1, 2)}, dtype=torch.float32, device=torch.device("cpu"))
+    memory = DoubleBufferedTensors({"a": (2,), "b": (1, 2)}, dtype=torch.float32, device=torch.device("cpu"))
     yes, no = torch.tensor(True), torch.tensor(False)
 
     def step(value: float, *, is_finite: torch.Tensor, unused_names: tuple[str, ...] = ()) -> None:

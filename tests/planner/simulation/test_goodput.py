@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import inf, sqrt
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
@@ -194,8 +194,12 @@ def test_whole_steps() -> None:
         best_interval_in_steps(hazard=FailureModel(mean_seconds=inf, stall_seconds=1), step_seconds=1)
 
 
+QUOTIENT_ROUNDED_UP = FailureModel(mean_seconds=10.0, stall_seconds=1.25, write_seconds=10 * 0.4950582650927007)
+
+
 @many
 @given(hazard=hazards(), step=st.floats(1e-3, 1e3))
+@example(hazard=QUOTIENT_ROUNDED_UP, step=0.4950582650927007)
 def test_no_other_number_of_steps_is_better(hazard: FailureModel, step: float) -> None:
     steps = best_interval_in_steps(hazard=hazard, step_seconds=step)
     here = useful(hazard, steps * step)

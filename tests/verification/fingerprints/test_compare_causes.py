@@ -69,7 +69,7 @@ def scale(factor: float) -> Spoil:
     [
         (one_element, "one element differs, by "),
         (one_element_far, "one element differs, by "),
-        (some_elements, "of its norm apart: a few elements differ"),
+        (some_elements, "of their norm, in a few elements"),
         (scale(1 / 1.0005), "a factor of 1.0005: a slightly different scale"),
         (scale(0.5), "a factor of 2 (1 of 6 parameters): a sum instead of a mean"),
         (scale(-1.0), "a factor of -1 (1 of 6 parameters): a wrong sign"),

@@ -20,7 +20,7 @@ from paceline.checkpoint.files.safetensors_io import sha256_digest
 from paceline.errors import CheckpointError
 from paceline.filesystem.atomic_files import read_regular, write_text
 
-LATEST, BEST = "latest", "best"
+LATEST, BEST = "latest", "best"  # marks: files that contain the name of a checkpoint folder
 STAGING_PREFIX = ".saving-"
 _STEP = re.compile(r"step-([0-9]{8,18})")
 _MAX_MARK_BYTES = 1 << 12
@@ -97,7 +97,7 @@ def read_manifest(path: Path) -> ManifestSchema:
         raise CheckpointError(
             f"{path.name} holds step {body.step}, which differs from the folder's name.",
             where=str(path),
-            cause="it was renamed, or copied to another name",
+            cause="the folder was renamed, or copied to another name",
             hint=f"mv {path.name} {step_name(body.step)}",
         )
     return body
@@ -196,7 +196,7 @@ def _read_mark(folder: Path, mark: str) -> str:
 def prune_checkpoints(folder: Path, *, keep: int) -> list[Path]:
     """Remove all but the last `keep` and the best, and never the only intact one; return the removed paths.
 
-    If `best` can't be read, nothing is removed: any of them may be the best. A symbolic link is kept.
+    If `best` can't be read, nothing is removed: any checkpoint may be the best. A symbolic link is kept.
     """
     steps = list_checkpoints(folder)
     retained = set(steps[-max(keep, 1) :]) | {resolve_mark(folder, BEST), resolve_mark(folder, LATEST)}

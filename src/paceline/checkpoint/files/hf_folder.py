@@ -16,7 +16,7 @@ from paceline.checkpoint.files.safetensors_io import Writable, write_tensors
 from paceline.errors import CheckpointError
 from paceline.filesystem.atomic_files import open_regular, read_json, sync_folder, write_json
 
-WEIGHTS = "weights.json"
+WEIGHTS_RECORD = "weights.json"
 MAX_FILE_BYTES = 5_000_000_000
 _DIGEST_KEY = "seal"  # fixed: a key in weights.json
 _FILE_STEM, _FILE_SUFFIX = "model", ".safetensors"
@@ -25,7 +25,7 @@ _FILE_STEM, _FILE_SUFFIX = "model", ".safetensors"
 def write_model_folder(
     folder: Path, tensors: Sequence[Writable], *, config: Any, max_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Write model files to a staging folder, flush it, and replace those in `folder`, or in the folder it links to.
+    """Write model files to a staging folder, then replace the model files in `folder`, or in the folder it links to.
 
     Other files there (a tokenizer, a README) stay. Tensors are created and written one after another.
     """
@@ -63,7 +63,7 @@ def _keep_other_files(replaced: Path, folder: Path) -> None:
             path.unlink()
         elif not (folder / path.name).exists():
             path.rename(folder / path.name)
-    with contextlib.suppress(OSError):  # not empty if both have a file of one name: the older one stays there
+    with contextlib.suppress(OSError):  # not empty if both folders have a file of the same name: the older file stays
         replaced.rmdir()
 
 
@@ -76,8 +76,8 @@ def digest_files(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every file of a written folder; subfolders are skipped.
 
     Raises:
-        OSError: one can't be read.
-        ValueError: one is not a regular file.
+        OSError: a file can't be read.
+        ValueError: a file is not regular.
     """
     digests = {}
     for path in sorted(folder.iterdir()):
@@ -92,7 +92,7 @@ def check_model_folder(folder: Path, digests: Mapping[str, str]) -> None:
     """Compare every file of a written folder with its digest.
 
     Raises:
-        CheckpointError: one is missing, was added, or is not what was written.
+        CheckpointError: a file is missing, was added, or does not match its digest.
     """
     try:
         actual = digest_files(folder)
@@ -116,14 +116,14 @@ def add_digest(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_consolidated(folder: Path) -> bool:
-    """Compare the final model with `weights.json` next to it; return False if that is missing or has no digests.
+    """Compare the final model with `weights.json` next to it; return False if that file is missing or has no digests.
 
-    It is missing if the run was killed before writing it; an older version wrote no digests.
+    The file is missing if the run was killed before writing it; an older version wrote no digests.
 
     Raises:
-        CheckpointError: a model file, or `weights.json`, is not what was written.
+        CheckpointError: a model file, or `weights.json`, does not match its digest.
     """
-    file = folder.parent / WEIGHTS
+    file = folder.parent / WEIGHTS_RECORD
     if not file.exists():
         return False
     try:

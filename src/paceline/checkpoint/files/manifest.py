@@ -118,7 +118,7 @@ def read_body(path: Path) -> ManifestSchema:
         raise CheckpointError(f"the manifest of {path.name} can't be used: {error}.", where=str(path)) from error
     if body.format not in (FORMAT, RANK_FORMAT):
         raise CheckpointError(
-            f"{path.name} has the format {body.format!r}, this version reads {FORMAT!r} and {RANK_FORMAT!r}.",
+            f"{path.name} has the format {body.format!r}, but this version reads {FORMAT!r} and {RANK_FORMAT!r}.",
             where=str(path),
             hint="use the version of Paceline that wrote it",
         )
@@ -172,7 +172,7 @@ def open_stored_files(path: Path, file_entries: FileEntries) -> dict[str, Stored
         _check_file(path, name, file_schema)
         file = path / name
         shards.setdefault(file_kind(name), []).extend(StoredShard(file=file, entry=entry) for entry in entries)
-    return {kind: StoredTensors(found) for kind, found in shards.items()}
+    return {kind: StoredTensors(kind_shards) for kind, kind_shards in shards.items()}
 
 
 def _check_file(path: Path, name: str, file_schema: FileSchema) -> None:

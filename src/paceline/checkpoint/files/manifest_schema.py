@@ -41,7 +41,7 @@ class OptimizerSchema(msgspec.Struct, kw_only=True):
 
 
 class ProgressSchema(msgspec.Struct, kw_only=True):
-    """The training loop's progress besides the cursor: the fields of the trainer's `Progress`, with keys that stay."""
+    """The training loop's progress besides the cursor: the trainer's `Progress`, under keys that are fixed on disk."""
 
     tokens: float = 0.0
     best: float | None = None

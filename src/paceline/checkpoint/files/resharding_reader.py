@@ -1,4 +1,7 @@
-"""Resharding reads: tensors stored as shards over several files are read box by box where they are needed."""
+"""Resharding reads: tensors are stored as shards in several files, and a rank reads only the boxes that it needs.
+
+A box is a rectangular part of a tensor: an offset and a size in each dimension.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,7 +43,7 @@ class StoredShard:
         """Return the shard's bytes, compared with their digest.
 
         Raises:
-            CheckpointError: they are not those that were written.
+            CheckpointError: the bytes do not match their digest.
         """
         return next(read_tensors(self.file, [self.entry]))
 
@@ -49,7 +52,7 @@ def check_digests(shards: Iterable[StoredShard]) -> None:
     """Compare the bytes of shards with their digests, a block at a time; each file is opened once.
 
     Raises:
-        CheckpointError: they are not those that were written.
+        CheckpointError: the bytes do not match their digest.
     """
     by_file: dict[Path, list[TensorEntry]] = {}
     for shard in shards:
@@ -65,14 +68,14 @@ class StoredTensors(Mapping[str, TensorBytes]):
         self._shards: dict[str, list[StoredShard]] = {}
         for shard in shards:
             self._shards.setdefault(shard.entry.name, []).append(shard)
-        for name, found in self._shards.items():
-            check_coverage(name, [shard.entry for shard in found])
+        for name, tensor_shards in self._shards.items():
+            check_coverage(name, [shard.entry for shard in tensor_shards])
 
     def __getitem__(self, name: str) -> TensorBytes:
         """Return the full tensor.
 
         Raises:
-            CheckpointError: its bytes are not those that were written.
+            CheckpointError: the bytes do not match their digest.
         """
         start = (0,) * len(self.shape(name))
         return self.read_boxes(name, shape=self.shape(name), boxes=[(start, start, self.shape(name))])
@@ -106,20 +109,25 @@ class StoredTensors(Mapping[str, TensorBytes]):
         """Return a tensor of `shape`, assembled from `boxes` of the full one; only shards that overlap them are read.
 
         Raises:
-            CheckpointError: a shard's bytes are not those that were written.
+            CheckpointError: a shard's bytes do not match their digest.
         """
         shards = self._shards[name]
         if len(shards) == 1 and len(boxes) == 1 and boxes[0][2] == shape == self.shape(name):
             return replace(shards[0].read(), at=None, whole=None)
-        item = ITEM_BYTES[self.dtype(name)]
-        data = bytearray(math.prod(shape) * item)
+        item_bytes = ITEM_BYTES[self.dtype(name)]
+        data = bytearray(math.prod(shape) * item_bytes)
         for shard in shards:
-            overlaps = [found for box in boxes if (found := _intersect_box(shard, box)) is not None]
+            overlaps = [overlap for box in boxes if (overlap := _intersect_box(shard, box)) is not None]
             if overlaps:
                 source = shard.read().data
-                for at, to, size in overlaps:
+                for source_offset, target_offset, size in overlaps:
                     copy_box(
-                        source, data, size=size, item=item, source_box=(shard.entry.shape, at), target_box=(shape, to)
+                        source,
+                        data,
+                        size=size,
+                        item_bytes=item_bytes,
+                        source_box=(shard.entry.shape, source_offset),
+                        target_box=(shape, target_offset),
                     )
         return TensorBytes(name=name, dtype=self.dtype(name), shape=shape, data=memoryview(data))
 
@@ -135,11 +143,11 @@ def check_coverage(name: str, entries: Sequence[TensorEntry]) -> None:
     full_shapes = {entry.shape if entry.whole is None else entry.whole for entry in entries}
     if len(full_shapes) != 1 or len({entry.dtype for entry in entries}) != 1:
         raise CheckpointError(f"the shards of {name} belong to different tensors.")
-    num_held = sum(math.prod(entry.shape) for entry in entries)
+    num_stored = sum(math.prod(entry.shape) for entry in entries)
     full_shape = next(iter(full_shapes))
     num_elements = math.prod(full_shape)
-    if num_held < num_elements or (num_held != num_elements and len(entries) == 1):
-        raise CheckpointError(f"the shards of {name} hold {num_held} of its {num_elements} elements.")
+    if num_stored < num_elements or (num_stored != num_elements and len(entries) == 1):
+        raise CheckpointError(f"the shards of {name} hold {num_stored} of its {num_elements} elements.")
     boxes = [(entry.at or (0,) * len(entry.shape), entry.shape, entry.key) for entry in entries]
     for at, size, key in boxes:
         if any(start + length > total for start, length, total in zip(at, size, full_shape, strict=True)):
@@ -174,18 +182,18 @@ def copy_box(
     target: bytearray,
     *,
     size: Shape,
-    item: int,
+    item_bytes: int,
     source_box: tuple[Shape, Shape],
     target_box: tuple[Shape, Shape],
 ) -> None:
-    """Copy `size` elements of `item` bytes; each side's box is the array's shape and the offset in it."""
+    """Copy `size` elements of `item_bytes` bytes; each side's box is the array's shape and the offset in it."""
     dims = len(size)
     while dims and size[dims - 1] == source_box[0][dims - 1] == target_box[0][dims - 1]:
-        dims -= 1  # whole rows on both sides: one run of bytes
+        dims -= 1  # full rows on both sides are contiguous
     dims = max(dims - 1, 0)
-    length = math.prod(size[dims:]) * item
+    length = math.prod(size[dims:]) * item_bytes
     for index in product(*map(range, size[:dims])):
-        read_start, write_start = (_offset(box, index) * item for box in (source_box, target_box))
+        read_start, write_start = (_offset(box, index) * item_bytes for box in (source_box, target_box))
         target[write_start : write_start + length] = source[read_start : read_start + length]
 
 
@@ -199,13 +207,14 @@ def _offset(box: tuple[Shape, Shape], index: Shape) -> int:
 
 def _intersect_box(shard: StoredShard, box: BoxRead) -> BoxRead | None:
     """Return the overlap of a shard and a box: its offset in the shard, its offset in the result, and its size."""
-    box_offset, local, size = box
-    overlap = _intersect(shard.offset, shard.entry.shape, box_offset, size)
+    full_offset, result_offset, size = box
+    overlap = _intersect(shard.offset, shard.entry.shape, full_offset, size)
     if overlap is None:
         return None
     start, length = overlap
     source_offset = tuple(a - b for a, b in zip(start, shard.offset, strict=True))
-    return source_offset, tuple(o + a - b for o, a, b in zip(local, start, box_offset, strict=True)), length
+    target_offset = tuple(o + a - b for o, a, b in zip(result_offset, start, full_offset, strict=True))
+    return source_offset, target_offset, length
 
 
 def _intersect(at: Shape, size: Shape, other_at: Shape, other_size: Shape) -> tuple[Shape, Shape] | None:

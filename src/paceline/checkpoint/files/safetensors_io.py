@@ -60,7 +60,7 @@ class TensorLayout:
 
     @property
     def key(self) -> str:
-        """The tensor's name in its file: a shard is never mistaken for the full tensor."""
+        """The tensor's name in its file; a shard's name has its offset, so that nobody takes it for the full tensor."""
         return self.name if self.at is None else f"{self.name}@{'.'.join(map(str, self.at))}"
 
     @property
@@ -169,7 +169,7 @@ def read_tensors(path: Path, entries: Sequence[TensorEntry]) -> Iterator[TensorB
     """Yield tensors after comparing each with its digest.
 
     Raises:
-        CheckpointError: the file is missing, short, or a tensor's bytes are not those that were written.
+        CheckpointError: the file is missing or truncated, or a tensor's bytes do not match their digest.
         MachineError: the file can't be read now.
     """
     with _open_tensors(path) as file:
@@ -186,7 +186,7 @@ def check_tensors(path: Path, entries: Sequence[TensorEntry]) -> None:
     """Compare each tensor with its digest; at most one block of a tensor is in memory at a time.
 
     Raises:
-        CheckpointError: the file is missing, short, or a tensor's bytes are not those that were written.
+        CheckpointError: the file is missing or truncated, or a tensor's bytes do not match their digest.
         MachineError: the file can't be read now.
     """
     with _open_tensors(path) as file:

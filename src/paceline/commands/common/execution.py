@@ -398,7 +398,7 @@ def _home_folders() -> list[Path]:
 
 
 def collect_problems(problems: list[PacelineError], read: Callable[[], Any]) -> Any:
-    """Return what `read` returns; if it raises a `PacelineError`, add its problems and return None."""
+    """Return the result of `read`; if `read` raises a `PacelineError`, add the problems and return None."""
     try:
         return read()
     except PacelineError as error:

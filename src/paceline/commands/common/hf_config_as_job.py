@@ -32,7 +32,7 @@ def is_hf_config(job: str) -> bool:
 def config_as_job(
     job: str, overrides: Sequence[str], *, ranks: int, cluster: Cluster | None = None, file: Path | None = None
 ) -> tuple[str, list[str], list[str]]:
-    """Return a job built from the config, its settings, and lines about assumed values; other jobs are unchanged.
+    """Return a job built from the config, its settings, and lines about assumed values; return other jobs unchanged.
 
     Values in `overrides` or in the TOML `file` are not assumed. The precision is the usual one for such models on the
     devices of the `cluster`, which also sets the number of ranks; None is this machine.

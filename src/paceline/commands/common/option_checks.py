@@ -12,7 +12,7 @@ from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError
 from paceline.job_parameters import check_against_source, missing_value_error
 
-_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 3800  # limits of file systems; the path's is less the names in a run folder
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 3800  # limits of file systems; a path needs room for names below it
 
 
 def check_job_parameters(

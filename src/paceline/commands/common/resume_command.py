@@ -40,6 +40,6 @@ def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
 
 
 def build_retry_command(task: Task) -> str:
-    """Return the same command for a changed microbatch size, which `--allow` accepts if a checkpoint exists."""
+    """Return the resume command of a task whose microbatch size changed; if a checkpoint exists, with `--allow`."""
     allow_option = " --allow micro_batch_size" if has_saves(RunFolder(Path(task.run)).checkpoints) else ""
     return build_resume_command(task) + allow_option

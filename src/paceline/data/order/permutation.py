@@ -1,7 +1,7 @@
 """A shuffle that can be evaluated at any single position: a pure function of (seed, epoch, index).
 
 A Feistel network is a bijection on 0 to 4^k - 1, where 4^k is the next power of four. A result that is not a valid
-index is encrypted again until it is one (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains",
+index is encrypted again until it is valid (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains",
 2002). Time and memory do not depend on the position, so a resume is as cheap as a start.
 """
 

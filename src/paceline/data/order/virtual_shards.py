@@ -16,7 +16,8 @@ def choose_shards(*, requested: int | None, num_real: int | None, global_batch_s
     """Return the number of virtual shards: as many as the data has, at most 16 and at most one per sample of a batch.
 
     The number does not depend on the number of ranks, because the order of samples depends on it. `num_real` is the
-    number that the data has, None if it can have any. If more are requested, the result is 1: the stream is not split.
+    number of shards of the data, or None if it can be cut into any number. If `requested` is larger than `num_real`,
+    the result is 1: the stream is not split.
 
     Raises:
         UsageError: more shards than samples in a global batch, or fewer than one.
@@ -32,21 +33,25 @@ def choose_shards(*, requested: int | None, num_real: int | None, global_batch_s
     return requested if num_real is None or requested <= num_real else 1
 
 
-def block_sizes(size: int, parts: int) -> list[int]:
-    """Return the sizes of `parts` nearly equal pieces of `size`."""
-    return [(k + 1) * size // parts - k * size // parts for k in range(parts)]
+def block_sizes(size: int, num_blocks: int) -> list[int]:
+    """Return the sizes of `num_blocks` nearly equal blocks that add up to `size`."""
+    return [(k + 1) * size // num_blocks - k * size // num_blocks for k in range(num_blocks)]
 
 
 def samples_per_shard(*, available: Sequence[int], ended: Sequence[bool], size: int) -> list[int] | None:
     """Return how many samples each shard gives to the next batch of `size`.
 
-    `available` counts the samples that were read ahead in each shard, and `ended` says that the shard has no more. The
-    result is None if more must be read ahead first: it never depends on how far a replica has read ahead.
+    `available` counts the samples of each shard that were read ahead, and `ended` is True for a shard that has no more.
+    Return None if more samples must be read ahead first. Otherwise, the result does not depend on how far a replica has
+    read ahead.
     """
     taken = [0] * len(available)
     while (num_missing := size - sum(taken)) > 0:
-        needs_more = [have == used and not end for have, used, end in zip(available, taken, ended, strict=True)]
-        if any(needs_more):
+        must_read_ahead = [
+            num_available == num_taken and not has_ended
+            for num_available, num_taken, has_ended in zip(available, taken, ended, strict=True)
+        ]
+        if any(must_read_ahead):
             return None
         live_shards = [shard for shard in range(len(available)) if available[shard] > taken[shard]]
         if not live_shards:

@@ -63,8 +63,8 @@ def from_json(value: Any) -> Any:
 
 
 def _array_to_json(value: Any) -> dict[str, Any]:
-    text = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-    return {"dtype": value.dtype.str, "shape": list(value.shape), "text": text}
+    encoded = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+    return {"dtype": value.dtype.str, "shape": list(value.shape), "text": encoded}
 
 
 def _array_from_json(value: Mapping[str, Any]) -> Any:

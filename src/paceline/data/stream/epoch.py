@@ -1,4 +1,4 @@
-"""An epoch of a split stream on one replica: plans each batch's samples per shard, and reads those it needs."""
+"""An epoch of a stream on one replica: it plans the samples of each batch by shard, and reads the needed ones."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from paceline.data.order.microbatch_assignment import assign_microbatches
 from paceline.data.order.virtual_shards import block_sizes, samples_per_shard
 from paceline.data.reader_process import read_in_process
 from paceline.data.source import Source
-from paceline.data.stream.rank_mismatch import NOT_SEEDED, SEED_IT, USE_WHOLE_STREAM, mismatch_error
+from paceline.data.stream.rank_mismatch import NOT_SEEDED_CAUSE, SEED_HINT, WHOLE_STREAM_HINT, mismatch_error
 from paceline.data.stream.shard_buffer import ShardBuffer
 from paceline.data.stream.shard_reader import Record, ShardPosition, ShardReader
 from paceline.data.stream.shard_workers import InProcessShards, ShardRequest, WorkerShards
@@ -26,7 +26,7 @@ GatherJson = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamReading:
+class StreamSettings:
     """The settings that all epochs of a loader share.
 
     `gather_json` gathers a value from every replica. Without it, or if the stream is not split, every replica reads
@@ -54,10 +54,10 @@ class StreamReading:
 class Epoch:
     """An epoch of a stream. `next_batch` plans how many samples each shard gives next; `take_batch` returns them."""
 
-    def __init__(self, *, reading: StreamReading, number: int, saved: Mapping[str, Any] | None = None) -> None:
-        self._reading = reading
+    def __init__(self, *, settings: StreamSettings, number: int, saved: Mapping[str, Any] | None = None) -> None:
+        self._settings = settings
         self._number = number
-        shards = reading.sharding.shards
+        shards = settings.sharding.shards
         saved = saved or {}
         self.num_read: list[int] = list(saved.get("read", [0] * shards))
         self._ended: list[bool] = list(saved.get("ended", [False] * shards))
@@ -69,16 +69,16 @@ class Epoch:
         live_shards = [shard for shard in range(shards) if not self._ended[shard]]
         shard_counts = [0] * shards
         for shard, num_samples in (
-            zip(live_shards, block_sizes(reading.partition.global_batch_size, len(live_shards)), strict=True)
+            zip(live_shards, block_sizes(settings.partition.global_batch_size, len(live_shards)), strict=True)
             if live_shards
             else ()
         ):
             shard_counts[shard] = num_samples
         self._shard_counts = shard_counts
         self._last_needs = [
-            reading.needed_shards(shard_counts, replica) for replica in range(reading.partition.replicas)
+            settings.needed_shards(shard_counts, replica) for replica in range(settings.partition.replicas)
         ]
-        self._open_shards(sorted(self._last_needs[reading.partition.replica]))
+        self._open_shards(sorted(self._last_needs[settings.partition.replica]))
         if not saved:
             try:
                 self._compare_first_samples()
@@ -100,7 +100,7 @@ class Epoch:
         first_buffer = self._buffers.get(0)
         return (
             first_buffer.checksum
-            if self._reading.sharding.shards == 1 and first_buffer is not None
+            if self._settings.sharding.shards == 1 and first_buffer is not None
             else sum(self.num_read)
         )
 
@@ -111,19 +111,19 @@ class Epoch:
         return self._planned_batches[0] if self._planned_batches else None
 
     def take_batch(self) -> list[Any]:
-        """Return the batch's samples by position, None for those that other replicas read."""
+        """Return the batch's samples by position, with None for the samples that other replicas read."""
         shard_counts = self._planned_batches.popleft()
-        needed = self._reading.needed_shards(shard_counts, self._reading.partition.replica)
+        needed = self._settings.needed_shards(shard_counts, self._settings.partition.replica)
         self._catch_up(sorted(needed - set(self._buffers)))
         samples: list[Any] = []
         for shard, count in enumerate(shard_counts):
             buffer = self._buffers.get(shard)
-            taken = buffer.take(count) if buffer is not None else [None] * count
-            if len(taken) != count:
+            shard_samples = buffer.take(count) if buffer is not None else [None] * count
+            if len(shard_samples) != count:
                 raise _short_shard_error(shard)
-            samples += taken
+            samples += shard_samples
             self.num_read[shard] += count
-        if self._reading.divides_shards:
+        if self._settings.divides_shards:
             for shard in sorted(set(self._buffers) - needed):
                 self._buffers.pop(shard).release()
         return samples
@@ -141,7 +141,7 @@ class Epoch:
 
     def _open_shards(self, shards: Sequence[int]) -> None:
         """Start to read these shards, in data workers if there are any."""
-        reading = self._reading
+        settings = self._settings
         requests = [
             ShardRequest(
                 position=self._position_of(shard),
@@ -150,9 +150,9 @@ class Epoch:
             )
             for shard in shards
         ]
-        pool: InProcessShards | WorkerShards = InProcessShards(sharding=reading.sharding, requests=requests)
-        if reading.source.workers and requests:
-            pool = WorkerShards(sharding=reading.sharding, requests=requests, source=reading.source)
+        pool: InProcessShards | WorkerShards = InProcessShards(sharding=settings.sharding, requests=requests)
+        if settings.source.workers and requests:
+            pool = WorkerShards(sharding=settings.sharding, requests=requests, source=settings.source)
         self._pools.append(pool)
         for request in requests:
             self._buffers[request.position.shard] = ShardBuffer(
@@ -170,37 +170,37 @@ class Epoch:
                 raise _short_shard_error(shard)
 
     def _raise_mismatch(self, gather_json: GatherJson, shard: int, *, ranks: tuple[int, int]) -> NoReturn:
-        """Raise an error that explains why two ranks have different samples; first, every replica reads samples twice.
+        """Find out why two ranks have different samples, and raise the error. For this, every replica reads twice.
 
         Raises:
             DataError: always.
         """
-        if isinstance(self._reading.source.data, Iterator):  # it can be read only once
+        if isinstance(self._settings.source.data, Iterator):  # it can be read only once
             local_checksums = [self._buffers[shard].peek_checksums(NUM_DIAGNOSED_SAMPLES)] * 2
         else:
             local_checksums = read_in_process(
-                self._reading.source,
+                self._settings.source,
                 lambda: [self._read_first_checksums(shard, NUM_DIAGNOSED_SAMPLES) for _ in range(2)],
             )
         checksums_by_rank = gather_json(local_checksums)
-        where = f"shard {shard} of the stream" if self._reading.sharding.shards > 1 else "the stream"
+        where = f"shard {shard} of the stream" if self._settings.sharding.shards > 1 else "the stream"
         raise mismatch_error(
             [first for first, _ in checksums_by_rank], [second for _, second in checksums_by_rank], ranks, where=where
         )
 
     def _read_first_checksums(self, shard: int, num_samples: int = NUM_FIRST_SAMPLES) -> list[int]:
-        """Return the checksums of the first samples of a shard that other replicas read."""
-        reader = ShardReader(sharding=self._reading.sharding, position=self._position_of(shard))
+        """Return the checksums of the first samples of a shard, read separately from its buffer."""
+        reader = ShardReader(sharding=self._settings.sharding, position=self._position_of(shard))
         return [sample.crc for sample in reader.read_chunk(num_samples).samples]
 
     def _position_of(self, shard: int) -> ShardPosition:
-        return ShardPosition(shard=shard, epoch=self._number, seed=self._reading.seed)
+        return ShardPosition(shard=shard, epoch=self._number, seed=self._settings.seed)
 
     def _plan(self) -> None:
         """Read ahead, agree with the other replicas on the available samples, and plan the next batches."""
         size, num_ahead = (
-            self._reading.partition.global_batch_size,
-            1 if not self._reading.divides_shards else NUM_BATCHES_AHEAD,
+            self._settings.partition.global_batch_size,
+            1 if not self._settings.divides_shards else NUM_BATCHES_AHEAD,
         )
         while not self._planned_batches and not self._is_over:
             available = self._gather_available(num_ahead)
@@ -208,11 +208,11 @@ class Epoch:
                 shard_counts = samples_per_shard(available=available, ended=self._ended, size=size)
                 if shard_counts is None:
                     break
-                if not any(shard_counts) or (self._reading.partition.drop_last and sum(shard_counts) < size):
+                if not any(shard_counts) or (self._settings.partition.drop_last and sum(shard_counts) < size):
                     self._is_over = True
                     break
                 self._planned_batches.append(shard_counts)
-                available = [left - count for left, count in zip(available, shard_counts, strict=True)]
+                available = [num_samples - count for num_samples, count in zip(available, shard_counts, strict=True)]
             if num_ahead > size:
                 for buffer in self._buffers.values():
                     buffer.raise_error()
@@ -240,12 +240,12 @@ class Epoch:
         return available
 
     def _share_records(self) -> None:
-        """Gather every shard's record on all replicas, if a shard is read by another replica in the planned batches."""
-        if not self._reading.divides_shards:
+        """Gather every shard's record on all replicas if a replica needs other shards in one of the planned batches."""
+        if not self._settings.divides_shards:
             return
         needs = [self._last_needs]
         needs += [
-            [self._reading.needed_shards(shard_counts, r) for r in range(self._reading.partition.replicas)]
+            [self._settings.needed_shards(shard_counts, r) for r in range(self._settings.partition.replicas)]
             for shard_counts in self._planned_batches
         ]
         if any(before != after for before, after in pairwise(needs)):
@@ -262,35 +262,36 @@ class Epoch:
 
     def _gather(self, value: Any) -> list[Any]:
         return (
-            self._reading.gather_json(value)
-            if self._reading.divides_shards and self._reading.gather_json is not None
+            self._settings.gather_json(value)
+            if self._settings.divides_shards and self._settings.gather_json is not None
             else [value]
         )
 
     def _compare_first_samples(self) -> None:
-        """Compare the first samples of each shard between two replicas: each also reads those of the next replica.
+        """Compare the first samples of each shard between replicas.
 
-        If the stream is not split, every replica has read the same samples, and all are compared.
+        Each replica also reads the first samples of the next replica's shards. If the
+        stream is not split, all replicas read the same samples, and all are compared.
         """
-        if self._reading.gather_json is None:
+        if self._settings.gather_json is None:
             return
-        partition = self._reading.partition
+        partition = self._settings.partition
         local_checksums = {str(s): buffer.peek_checksums(NUM_FIRST_SAMPLES) for s, buffer in self._buffers.items()}
-        if self._reading.divides_shards:
+        if self._settings.divides_shards:
             next_shards = self._last_needs[(partition.replica + 1) % partition.replicas] - set(self._buffers)
             if next_shards:
                 local_checksums |= read_in_process(
-                    self._reading.source, lambda: {str(s): self._read_first_checksums(s) for s in next_shards}
+                    self._settings.source, lambda: {str(s): self._read_first_checksums(s) for s in next_shards}
                 )
         checksums_by_shard: dict[str, tuple[int, list[int]]] = {}
-        for rank, rank_checksums in enumerate(self._reading.gather_json(local_checksums)):
+        for rank, rank_checksums in enumerate(self._settings.gather_json(local_checksums)):
             for name, checksums in rank_checksums.items():
                 other, previous = checksums_by_shard.setdefault(name, (rank, checksums))
                 if previous != checksums:
-                    self._raise_mismatch(self._reading.gather_json, int(name), ranks=(other, rank))
-        seen: dict[tuple[int, ...], str] = {}
+                    self._raise_mismatch(self._settings.gather_json, int(name), ranks=(other, rank))
+        shard_by_checksums: dict[tuple[int, ...], str] = {}
         for name, (_, checksums) in sorted(checksums_by_shard.items()):
-            equal_shard = seen.setdefault(tuple(checksums), name)
+            equal_shard = shard_by_checksums.setdefault(tuple(checksums), name)
             if equal_shard != name and len(set(checksums)) == NUM_FIRST_SAMPLES:
                 raise DataError(
                     f"shards {equal_shard} and {name} of the stream start with the same {NUM_FIRST_SAMPLES} samples.",
@@ -323,12 +324,12 @@ def _shards_by_replica(partition: BatchPartition, shard_counts: tuple[int, ...])
 def _different_samples_error(shard: int, rank: int, other: int) -> DataError:
     return DataError(
         f"shard {shard} of the stream gives different samples on rank {other} and rank {rank}.",
-        cause=f"{NOT_SEEDED}, or not on every rank",
-        hint=f"{SEED_IT}; {USE_WHOLE_STREAM}",
+        cause=f"{NOT_SEEDED_CAUSE}, or not on every rank",
+        hint=f"{SEED_HINT}; {WHOLE_STREAM_HINT}",
     )
 
 
 def _short_shard_error(shard: int) -> DataError:
     return DataError(
-        f"shard {shard} of the stream has fewer samples than at the first read.", cause=NOT_SEEDED, hint=SEED_IT
+        f"shard {shard} of the stream has fewer samples than at the first read.", cause=NOT_SEEDED_CAUSE, hint=SEED_HINT
     )

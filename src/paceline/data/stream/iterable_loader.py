@@ -14,7 +14,7 @@ from paceline.data.order.batches import Batch, Microbatch
 from paceline.data.order.cursor import Cursor
 from paceline.data.order.microbatch_assignment import assign_microbatches
 from paceline.data.source import Source
-from paceline.data.stream.epoch import Epoch, GatherJson, StreamReading
+from paceline.data.stream.epoch import Epoch, GatherJson, StreamSettings
 from paceline.data.stream.microbatch_collator import Collator
 from paceline.data.stream.virtual_sharding import StreamSharding, decide_sharding
 from paceline.data.types import BatchPartition, ReplicaMicrobatch, StepInput
@@ -143,14 +143,14 @@ class IterableLoader:
             )
         if self._epoch is not None:
             self._epoch.close()
-        reading = StreamReading(
+        settings = StreamSettings(
             sharding=self._sharding,
             source=self._source,
             partition=self._partition,
             seed=self._seed,
             gather_json=self._gather_json,
         )
-        self._epoch = Epoch(reading=reading, number=number, saved=saved)
+        self._epoch = Epoch(settings=settings, number=number, saved=saved)
         return self._epoch
 
     def _resume_epoch(self) -> Epoch:

@@ -8,40 +8,45 @@ from collections.abc import Sequence
 
 from paceline.errors import DataError
 
-NOT_SEEDED = "the iterable differs each time it is read"
-SEED_IT = "seed it, or let it depend only on set_epoch(epoch)"
-DIVIDED = (
+NOT_SEEDED_CAUSE = "the iterable differs each time it is read"
+SEED_HINT = "seed it, or let it depend only on set_epoch(epoch)"
+SPLIT_TWICE_CAUSE = (
     "the stream takes its own part by rank (get_rank(), RANK, islice(stream, rank, None, world_size), "
     "split_dataset_by_node, split_by_node), and the run splits it again"
 )
-USE_WHOLE_STREAM = (
+WHOLE_STREAM_HINT = (
     "give every rank the whole stream, as the run distributes the samples: for example islice(stream, 0, None, 1), "
     "split_dataset_by_node(stream, rank=0, world_size=1), nodesplitter=lambda urls: urls"
 )
-_OTHER_ORDER = "the same samples in a different order: an unsorted os.listdir, a set, or a shuffle seeded by rank"
-_SORT_IT = "sorted(os.listdir(...)), and a shuffle whose seed is the same on every rank"
+_OTHER_ORDER_CAUSE = "the same samples in a different order: an unsorted os.listdir, a set, or a shuffle seeded by rank"
+_SORT_HINT = "sorted(os.listdir(...)), and a shuffle whose seed is the same on every rank"
 
 
 def mismatch_error(
     first_reads: Sequence[Sequence[int]], second_reads: Sequence[Sequence[int]], ranks: tuple[int, int], *, where: str
 ) -> DataError:
-    """Return the error for two ranks with different samples, from checksums of every rank's first samples, read twice.
+    """Return the error for two ranks that read different samples.
 
-    If the two ranks have no sample in common, the stream likely selects a part by rank.
+    `first_reads` and `second_reads` are the checksums of every rank's first samples, which each rank has read twice. If
+    the two ranks have no sample in common, the stream probably selects a part by rank.
     """
     rank, other = ranks
     message = f"{where} gives different samples on rank {other} and rank {rank}"
     if any(list(first) != list(second) for first, second in zip(first_reads, second_reads, strict=True)):
-        return DataError(f"{message}, and different ones when it is read again.", cause=NOT_SEEDED, hint=SEED_IT)
+        return DataError(
+            f"{message}, and different ones when it is read again.", cause=NOT_SEEDED_CAUSE, hint=SEED_HINT
+        )
     num_common = len(set(first_reads[rank]) & set(first_reads[other]))
     num_read = max(len(first_reads[rank]), len(first_reads[other]))
     if num_common:
         message = f"{message}: {num_common} of the first {num_read} are the same"
         return DataError(
-            f"{message}, at different positions.", cause=_OTHER_ORDER, hint=f"{_SORT_IT}; or: {USE_WHOLE_STREAM}"
+            f"{message}, at different positions.",
+            cause=_OTHER_ORDER_CAUSE,
+            hint=f"{_SORT_HINT}; or: {WHOLE_STREAM_HINT}",
         )
     return DataError(
         f"{message}: none of the first {num_read} is the same.",
-        cause=f"{DIVIDED}; or its files come in a different order (an unsorted os.listdir)",
-        hint=USE_WHOLE_STREAM,
+        cause=f"{SPLIT_TWICE_CAUSE}; or its files come in a different order (an unsorted os.listdir)",
+        hint=WHOLE_STREAM_HINT,
     )

@@ -58,7 +58,7 @@ class ShardBuffer:
         self.read_ahead(num_samples)
         if num_samples > self.num_buffered:
             self.raise_error()
-        taken = []
+        samples = []
         for _ in range(min(num_samples, self.num_buffered)):
             sample = self._samples.popleft()
             self.num_read += 1
@@ -67,10 +67,10 @@ class ShardBuffer:
                 anchor["checksum"] = extend_checksum(anchor["checksum"], sample.crc)
             if sample.state is not None:
                 self._anchors.append({"read": self.num_read, "state": sample.state, "checksum": 0})
-            taken.append(sample.sample)
+            samples.append(sample.sample)
         expired = [anchor for anchor in self._anchors if anchor["read"] <= self.num_read - NUM_READ_AGAIN]
         self._anchors = expired[-1:] + self._anchors[len(expired) :]
-        return taken
+        return samples
 
     def record(self) -> dict[str, Any]:
         """Return the record to resume from, as JSON: a recent state (anchor), and a checksum of the samples since."""

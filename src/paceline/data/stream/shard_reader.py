@@ -11,7 +11,7 @@ from typing import Any
 from paceline.data.checksum import checksum, extend_checksum
 from paceline.data.fetch import WorkerError, worker_error
 from paceline.data.stream.dataset_state_json import NotJsonConvertible, from_json, to_json
-from paceline.data.stream.rank_mismatch import NOT_SEEDED, SEED_IT
+from paceline.data.stream.rank_mismatch import NOT_SEEDED_CAUSE, SEED_HINT
 from paceline.data.stream.virtual_sharding import StreamSharding, call_user_dataset
 from paceline.errors import DataError
 from paceline.torch_internals.rng import seed_all, stream_key
@@ -73,8 +73,8 @@ class ShardReader:
         except StopIteration:
             return ShardChunk(samples=samples, has_ended=True, notes=self._take_notes())
         except DataError as error:
-            found = WorkerError(what=error.what, where=error.where, hint=error.hint, cause=error.cause)
-            return ShardChunk(samples=samples, error=found)
+            read_error = WorkerError(what=error.what, where=error.where, hint=error.hint, cause=error.cause)
+            return ShardChunk(samples=samples, error=read_error)
         return ShardChunk(samples=samples, notes=self._take_notes())
 
     def _take_notes(self) -> tuple[str, ...]:
@@ -98,10 +98,10 @@ class ShardReader:
                 f"its first {record['read']:,} samples were read again, and are the same"
             )
 
-    def _is_anchor_valid(self, anchor: Record, read: int) -> bool:
+    def _is_anchor_valid(self, anchor: Record, num_read: int) -> bool:
         """Restore the anchor's state; return whether the samples after it are those that were read before."""
         self._open(anchor)
-        return self._read_checksum(read - int(anchor["read"])) == int(anchor["checksum"])
+        return self._read_checksum(num_read - int(anchor["read"])) == int(anchor["checksum"])
 
     def _read_checksum(self, num_samples: int) -> int | None:
         total = 0
@@ -160,10 +160,10 @@ class ShardReader:
         where = f" of shard {self._position.shard}" if self._sharding.shards > 1 else ""
         return f"sample {self._num_read}{where} of the stream"
 
-    def _changed_data_error(self, read: int) -> DataError:
+    def _changed_data_error(self, num_read: int) -> DataError:
         where = f" of shard {self._position.shard}" if self._sharding.shards > 1 else ""
         return DataError(
-            f"the stream differs from what this run has read (first {read} samples{where}).",
-            cause=NOT_SEEDED,
-            hint=SEED_IT,
+            f"the stream differs from the samples that this run has read (first {num_read} samples{where}).",
+            cause=NOT_SEEDED_CAUSE,
+            hint=SEED_HINT,
         )

@@ -50,7 +50,7 @@ class InProcessShards:
 
 
 class WorkerShards:
-    """The shards that data workers read ahead, each shard in one of them."""
+    """The shards that data workers read ahead; one worker reads all of a shard."""
 
     def __init__(self, *, sharding: StreamSharding, requests: list[ShardRequest], source: Source) -> None:
         first = requests[0].position
@@ -95,7 +95,7 @@ class WorkerShards:
 
 
 class _ShardDataset(IterableDataset[bytes]):
-    """A dataset in a data worker: each item has a chunk of each of the worker's shards that still has samples."""
+    """The dataset of a data worker. Each item has one chunk of every shard that this worker has not finished."""
 
     def __init__(self, *, sharding: StreamSharding, requests_by_worker: list[list[ShardRequest]]) -> None:
         self._sharding = sharding

@@ -28,11 +28,11 @@ class StreamSharding:
         if not self.has_state:
             return self.data
         doing = f"shard(num_shards={self.shards}, index={shard})"
-        part = call_user_dataset(lambda: self.data.shard(num_shards=self.shards, index=shard), doing=doing)
-        if not hasattr(part, "__iter__"):
-            raise JobError(f"{doing} of the stream returned a {type(part).__name__}, expected an iterable.")
-        _set_epoch(part, epoch)
-        return part
+        shard_data = call_user_dataset(lambda: self.data.shard(num_shards=self.shards, index=shard), doing=doing)
+        if not hasattr(shard_data, "__iter__"):
+            raise JobError(f"{doing} of the stream returned a {type(shard_data).__name__}, expected an iterable.")
+        _set_epoch(shard_data, epoch)
+        return shard_data
 
 
 def decide_sharding(source: Source, *, requested: int | None, global_batch_size: int) -> StreamSharding:

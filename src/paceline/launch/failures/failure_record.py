@@ -299,7 +299,8 @@ def _exception_text(error: BaseException) -> str:
 def _full_folder(error: OSError) -> tuple[Path, str]:
     """Return the folder that has no more space, and its name as printed.
 
-    An error of an open file names no path. Then it is the first full one of the attempt's and the temporary folders.
+    An error of an open file names no path. In that case, return the first full folder among the attempt folder, the
+    temporary folder and /dev/shm.
     """
     if error.filename:
         path = Path(os.fsdecode(error.filename))

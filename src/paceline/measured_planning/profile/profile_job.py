@@ -48,7 +48,11 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup, build_tra
 
 @dataclass(frozen=True, kw_only=True)
 class _TracedForward:
-    """The costs and parameters of one traced forward under a layout, by part of the model."""
+    """The costs and parameters of one traced forward under a layout, by part of the model.
+
+    `tensors` are the sizes of the parameters. `frozen` and `lookups` are the numbers of frozen and of embedding
+    elements.
+    """
 
     costs: dict[str, LayerCounts]
     parameters: dict[str, int]
@@ -132,7 +136,7 @@ def _try_or_refuse(call: Callable[[], Any], refused: dict[str, str], axis: str) 
         return call()
     except PacelineError as error:
         refused[axis] = error.what
-    except Exception as error:  # of the job's own code: other axes may work
+    except Exception as error:  # an error in the job's own code: other axes may work
         if is_out_of_memory(error):
             raise
         refused[axis] = one_line_message(error)
@@ -237,7 +241,7 @@ def _parameters_by_part(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def _lookup_parameters(model: nn.Module, by_part: Mapping[str, Sequence[nn.Parameter]]) -> dict[str, int]:
-    """Return the elements of each part's embedding tables, without those tied to a head, which is a matmul."""
+    """Return the elements of each part's embedding tables, without tables that are tied to a head (a matmul)."""
     tables, others = set[int](), set[int]()
     for module in model.modules():
         target = tables if isinstance(module, nn.Embedding | nn.EmbeddingBag) else others

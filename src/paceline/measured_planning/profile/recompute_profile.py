@@ -114,7 +114,7 @@ def _replicated_and_divided(remaining: Mapping[int, float]) -> tuple[float, floa
 def _trace_activations(
     job: Job, settings: Settings, layout: str, ranks: int, *, sizes: Sequence[tuple[int, int | None]]
 ) -> list[_UsageByPart]:
-    """Trace a microbatch of each number of samples and length, after a first one that creates the gradients."""
+    """Trace a microbatch of each number of samples and length, after a first microbatch that creates the gradients."""
     plan = make_profiling_plan(settings, layout, ranks, samples=FEW_SAMPLES)
     simulated_ranks = SimulatedRanks(mesh=plan.mesh)
     active_trackers: list[ActivationTracker] = []

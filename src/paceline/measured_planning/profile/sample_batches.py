@@ -1,4 +1,4 @@
-"""Read sample batches for profiling a model, and fit how a cost scales from them to any other batch."""
+"""Read sample batches for profiling a model, and fit the scaling of a cost from these to any other batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from paceline.torch_internals.pytree import map_tensors
 from paceline.trainer.setup.job_data import JobData, read_first
 
 FEW_SAMPLES, MORE_SAMPLES = 2, 3  # a single sample may take another path through the model
-_MIN_RELATIVE_SIZE = 1e-3  # a relatively smaller term is rounding
+_MIN_RELATIVE_SIZE = 1e-3  # a term that is a smaller share of the cost is rounding
 _TOKENS_KEY = "input_ids"
 
 
@@ -31,7 +31,7 @@ def sequence_length(job: Job, settings: Settings) -> int | None:
 
 
 def shorter_lengths(length: int | None) -> tuple[int, ...]:
-    """Return half and a quarter of the length, at which to profile too; nothing if it is short or unknown."""
+    """Return the shorter lengths to profile: half and a quarter of the length; none if it is short or unknown."""
     return () if length is None or length < 8 else (length // 2, length // 4)
 
 
@@ -65,8 +65,8 @@ def shorten_batch(batch: Any, full_length: int | None, length: int) -> Any:
 def fit_batch_scaling(values: Sequence[float], length: int | None) -> BatchScaling:
     """Fit a scaling to the values for few samples, more samples, and few samples of half and a quarter of the length.
 
-    A cost that all samples share and that grows with their length does not have this form; the fit is exact at this
-    length only.
+    The fit has no term for a cost that all samples share and that grows with their length: for such a cost, it is exact
+    at this length only.
     """
     per_sample = (values[1] - values[0]) / (MORE_SAMPLES - FEW_SAMPLES)
     fixed = values[0] - FEW_SAMPLES * per_sample

@@ -63,7 +63,7 @@ def restore_depth(blocks: Sequence[LayerProfile], depths: Sequence[int]) -> Iter
 
 
 def truncate_depth(job: Job) -> tuple[Job, list[int]]:
-    """Return the job with few of each list of equal blocks, and the old depths; the job itself if none is omitted."""
+    """Return the job with three blocks of each list of equal blocks, and the old depths; the job if none is omitted."""
     if isinstance(job.model, PretrainedModel):
         return job, []
     with FakeExecutionMode() as fake_mode, preserve_rng():

@@ -148,7 +148,7 @@ def _time_group(
     clock: Clock,
 ) -> dict[str, MeasuredTime | RejectedLayout]:
     start_time, trials = clock(), list[_Trial]()
-    epoch = time.time() - start_time  # the clock's zero, as time of day
+    clock_zero = time.time() - start_time  # the time of day at which the clock was 0
     errors: dict[str, MeasuredTime | RejectedLayout] = {}
     for timing_trial in timing_trials:
         if trials and world.share_json(clock() - start_time > _BUILD_SHARE * seconds):
@@ -172,8 +172,8 @@ def _time_group(
     timings = [
         (trial.candidate, trial.blocks, step_seconds) for trial, step_seconds in zip(accepted, steps, strict=True)
     ]
-    since, until = {trial.candidate: epoch + trial.start_time for trial in reversed(trials)}, epoch + clock()
-    for trial in trials:  # not after an error: other ranks would see closed connections before its message
+    since, until = {trial.candidate: clock_zero + trial.start_time for trial in reversed(trials)}, clock_zero + clock()
+    for trial in trials:  # not after an error: other ranks would report closed connections first
         trial.close()
     gc.collect()
     summaries = summarize_timings(timings, depths)

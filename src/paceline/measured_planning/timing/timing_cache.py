@@ -82,14 +82,14 @@ def store_timings(
 
 
 def _merge_timings(older: Mapping[str, MeasuredTime], newer: Mapping[str, MeasuredTime]) -> dict[str, MeasuredTime]:
-    """Return both sets; older times are scaled by how much slower the machine was in the entries of both sets."""
+    """Return both sets; older times are scaled by the median slowdown of the layouts that are in both sets."""
     ratios = [newer[name].seconds / timing.seconds for name, timing in older.items() if name in newer]
     slowdown = median(ratios) if ratios else 1.0
     return {**{name: replace(timing, seconds=slowdown * timing.seconds) for name, timing in older.items()}, **newer}
 
 
 def load_timings(prepared_job: PreparedJob, forecast: CostModel, *, grid: SearchSpace) -> CachedTimings:
-    """Return the timings of earlier plans of this job on this machine, of layouts that fit and may be chosen now."""
+    """Return the timings of earlier plans of this job on this machine, for layouts that fit and may be chosen now."""
     stored = _read_timings(prepared_job, forecast)
     if stored is None:
         return CachedTimings(forecast=forecast)
@@ -133,7 +133,7 @@ def _read_timings(
 
 
 def _is_same_device(first: Cluster, second: Cluster) -> bool:
-    """Return whether the devices are the same; timed steps stay valid whatever rates a probe finds."""
+    """Return whether the devices are the same; a new benchmark of the machine does not invalidate timed steps."""
     return all(getattr(first.device, name) == getattr(second.device, name) for name in ("name", "kind", "memory_bytes"))
 
 

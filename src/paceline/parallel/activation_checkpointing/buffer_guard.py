@@ -39,7 +39,7 @@ class BufferSnapshot:
         self._copies = {key: self._buffers[key][0].detach().clone() for key in copied}
 
     def finish_first_run(self) -> list[str]:
-        """Record which buffers the first run has written, and free the copies of the others.
+        """Record the buffers that the first run has written, and free the copies of the others.
 
         Return the names of written buffers that are not norm statistics.
 
@@ -97,7 +97,7 @@ class BufferSnapshot:
 
 
 class BlockBuffers:
-    """The record of which buffers a block's forward writes. `written_buffers` is None before the first call."""
+    """A record of the buffers that a block's forward writes. `written_buffers` is None before the first call."""
 
     def __init__(self, *, name: str, block: nn.Module) -> None:
         self._name, self._block = name, block

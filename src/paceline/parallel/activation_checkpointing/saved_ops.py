@@ -38,7 +38,7 @@ def recompute_together() -> Iterator[None]:
 def checkpoint_contexts(names: Sequence[str]) -> Contexts:
     """Return a `context_fn` for `torch.utils.checkpoint` that saves the results of these operations.
 
-    `names` are such as `mm`, `aten.mm` or `mylib.attention`; an empty list selects `SAVED_OPERATIONS` and collectives.
+    Examples of names: `mm`, `aten.mm`, `mylib.attention`. An empty list selects `SAVED_OPERATIONS` and collectives.
     Korthikanti et al., "Reducing activation recomputation in large transformer models", MLSys 2023.
 
     Raises:

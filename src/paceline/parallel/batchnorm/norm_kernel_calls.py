@@ -13,7 +13,7 @@ from paceline.torch_internals.private_api import BatchNormBase, NormBase, storag
 Call = tuple[Tensor, float]
 """The mean and variance after a write, flattened, and the weight of the batch in them."""
 
-# the positions of the running mean, of whether it is written, and of the momentum
+# the positions of three arguments: running mean, training mode (the statistics are written), and momentum
 _TORCH_ARGUMENT_POSITIONS = {torch.batch_norm: (3, 5, 6), torch.instance_norm: (3, 5, 6)}
 _MODE_ARGUMENT = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
 
@@ -35,8 +35,9 @@ def copy_statistics(module: NormBase) -> Tensor:
 
 
 def torch_norm_calls(module: NormBase) -> tuple[list[Call], int, bool]:
-    """Return what the last call of a torch norm wrote, its count increment, and whether it used running statistics.
+    """Return the last call of a torch norm, its increment of the batch count, and whether it used running statistics.
 
+    The list of calls is empty if the call wrote no statistics.
     A negative weight marks a cumulative average: -1/n for the n-th call.
     """
     has_count, tracks_statistics = isinstance(module, BatchNormBase), module.track_running_stats
@@ -127,7 +128,7 @@ def _running_mean_argument(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | 
         flag = _MODE_ARGUMENT[func]
         names = ("input", "running_mean", "running_var", "weight", "bias", flag, "momentum", "eps")
         arguments = dict(zip(names, args, strict=False)) | kwargs
-        default = func is F.instance_norm
+        default = func is F.instance_norm  # `use_input_stats` is True by default, `training` is False
         return arguments.get("running_mean"), bool(arguments.get(flag, default)), float(arguments.get("momentum", 0.1))
     if func in _TORCH_ARGUMENT_POSITIONS:
         positions = _TORCH_ARGUMENT_POSITIONS[func]

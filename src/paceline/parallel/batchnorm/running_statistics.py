@@ -92,7 +92,7 @@ class StatisticsRecorder:
         )
         self._reads: StatisticsReads | None = None
         self._is_watched = bool(self._norm_tapes) and self._records and not is_compiled
-        watched_tapes = {layer.module: layer for layer in self._norm_tapes if self._is_watched}
+        watched_tapes = {norm_tape.module: norm_tape for norm_tape in self._norm_tapes if self._is_watched}
 
         def mark_read(norm: NormBase) -> None:
             watched_tapes[norm].is_read = True  # stays set, because later steps may not be watched
@@ -101,10 +101,10 @@ class StatisticsRecorder:
         self._accesses, self._is_used = StatisticsAccesses(watched_tapes, on_read=mark_read), False
         self._handles = [
             handle
-            for layer in (self._norm_tapes if self._records else [])
+            for norm_tape in (self._norm_tapes if self._records else [])
             for handle in (
-                layer.module.register_forward_pre_hook(self._make_pre_hook(layer)),
-                layer.module.register_forward_hook(self._make_post_hook(layer), always_call=True),
+                norm_tape.module.register_forward_pre_hook(self._make_pre_hook(norm_tape)),
+                norm_tape.module.register_forward_hook(self._make_post_hook(norm_tape), always_call=True),
             )
         ]
 
@@ -159,13 +159,13 @@ class StatisticsRecorder:
     def recording_context(self) -> AbstractContextManager[object]:
         """Return a context for a forward and its loss, or a backward, that detects reads of norm statistics.
 
-        It is active in the first step, in each step after one in which user code accessed the statistics, and in a
-        rerun because of an access from a new place in the code.
+        It detects reads in the first step, and in each step that follows a step in which user code accessed the
+        statistics. An access from a new place in the code causes a rerun of the step, in which it detects reads too.
         """
         self._reads = None
         if not self._is_watched or self._is_relayed or (self._is_checked and not self._is_used):
             return nullcontext()
-        tapes_by_norm = {layer.module: layer for layer in self._norm_tapes if layer.has_statistics}
+        tapes_by_norm = {norm_tape.module: norm_tape for norm_tape in self._norm_tapes if norm_tape.has_statistics}
         self._reads = StatisticsReads(
             tapes_by_norm, is_inside=lambda norm: tapes_by_norm[norm].is_inside, on_read=self._mark_read
         )
@@ -185,7 +185,7 @@ class StatisticsRecorder:
         Return False, on all ranks, if they can't be computed: the step must be repeated with sequential forwards.
 
         Raises:
-            DesyncError: a layer is in training mode on some ranks and in eval mode on others.
+            DesyncError: a norm is in training mode on some ranks and in eval mode on others.
             JobError: statistics were written or used in a way that a single rank can't reproduce.
         """
         self._accesses.is_armed = False
@@ -237,7 +237,7 @@ class StatisticsRecorder:
                 dependence.refuse(over_batch=self._over_batch)
                 self._add_note(dependence.stale_note)
         elif dependences and not self._is_relayed:
-            modules = [layer.module for layer in self._norm_tapes]
+            modules = [norm_tape.module for norm_tape in self._norm_tapes]
             self._relay = StatisticsRelay(modules, numbers=self._numbers, world=self._world)
             self._add_note(f"{dependences[0].reason}: ranks run their forwards one after another, as one process does")
             return False
@@ -445,5 +445,5 @@ def build_state_recorders(
 
 
 def _make_forward_numbers(model: nn.Module, *, world: World, norm_tapes: Sequence[NormTape]) -> ForwardNumbers:
-    momentum_names = [f"{layer.name}.momentum" for layer in norm_tapes]
+    momentum_names = [f"{norm_tape.name}.momentum" for norm_tape in norm_tapes]
     return ForwardNumbers(model, world=world, always=bool(norm_tapes), reported_elsewhere=momentum_names)

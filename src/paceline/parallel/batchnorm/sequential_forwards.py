@@ -1,4 +1,4 @@
-"""Sequential forwards: each rank sends the norm statistics after its microbatch to the rank of the next one.
+"""Sequential forwards: each rank sends the norm statistics after its microbatch to the next one's rank.
 
 This is needed if a forward reads or changes the state of earlier microbatches: a pass in eval mode inside a training
 step, a momentum that decays from call to call. A rank waits only for the forward of the previous microbatch, so
@@ -45,7 +45,7 @@ class StatisticsRelay:
             self._unpack(values)
 
     def send(self, microbatch: int) -> None:
-        """Send the statistics after this microbatch to the rank of the next one."""
+        """Send the statistics after this microbatch to the rank of the next microbatch."""
         next_microbatch = microbatch + 1
         target = self._rank_of(next_microbatch)
         if next_microbatch < self._num_micro and target != self._world.rank:

@@ -1,7 +1,8 @@
 """Synchronize BatchNorm over one microbatch of every replica, on any device.
 
-torch's `SyncBatchNorm` refuses CPU tensors. This one sums counts and values over the ranks, then the squared deviations
-from the joint mean, because the mean of squares minus the squared mean would lose all digits if they are nearly equal.
+torch's `SyncBatchNorm` refuses CPU tensors. This one sums counts and values over the ranks, and then the squared
+deviations from the joint mean. The mean of squares minus the squared mean would need only one sum, but it loses all
+digits if the two terms are nearly equal.
 Every rank takes part in every call, also a rank without samples.
 """
 
@@ -34,7 +35,7 @@ class _JointMoments(torch.autograd.Function):
 
 @dataclass
 class SyncBatchNormWeights:
-    """The weight of this rank's samples in all synchronized layers: zero for a batch that stands in for none."""
+    """The weight of this rank's samples in all synchronized layers: zero on a rank that runs a stand-in batch."""
 
     weight: float = 1.0
 
@@ -55,9 +56,9 @@ class _SynchronizedForward:
         dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))  # half precision is too coarse for counts
         dims = [d for d in range(x.dim()) if d != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
-        local = x.new_full((1,), x.numel() / x.shape[1])
+        local_count = x.new_full((1,), x.numel() / x.shape[1])
         weight = self._sample_weights.weight
-        joint: Tensor = _JointMoments.apply(torch.cat([local, x.sum(dims)]) * weight, self._world)  # type: ignore[no-untyped-call]
+        joint: Tensor = _JointMoments.apply(torch.cat([local_count, x.sum(dims)]) * weight, self._world)  # type: ignore[no-untyped-call]
         count, mean = joint[0], joint[1:] / joint[0]
         squared_deviations = (x - mean.view(shape)).square().sum(dims) * weight
         squares: Tensor = _JointMoments.apply(squared_deviations, self._world)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Reduce gradients with error feedback: what is not sent (the residual) is added to the next step's gradient.
+"""Reduce gradients with error feedback: the unsent part (the residual) is added to the next step's gradient.
 
 The residual is in units of the mean gradient, so that its weight does not depend on the sample count of the next batch
 (Stich et al., "Sparsified SGD with memory", 2018; Karimireddy et al., "Error feedback fixes SignSGD", 2019). The count
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.process_group import World
-from paceline.parallel.compression.residual_memory import ResidualBuffers
+from paceline.parallel.compression.residual_memory import DoubleBufferedTensors
 from paceline.parallel.module_access.parameters import NamedParameter, make_buckets, renumber_parameters
 from paceline.torch_internals.private_api import divide_all
 
@@ -20,17 +20,17 @@ from paceline.torch_internals.private_api import divide_all
 class ErrorFeedbackBucket(Protocol):
     """A bucket of gradients that are sent together, in one or two messages; `residuals` are the unsent parts."""
 
-    residuals: ResidualBuffers
+    residuals: DoubleBufferedTensors
 
     @property
-    def persistent_buffers(self) -> tuple[ResidualBuffers, ...]:
+    def persistent_buffers(self) -> tuple[DoubleBufferedTensors, ...]:
         """Return all buffers that persist from step to step."""
 
     def sent_bytes(self, ranks: int) -> float:
         """Return the bytes that a rank sends for this bucket."""
 
     def launch(self, world: World) -> None:
-        """Select what to send, and start the first message."""
+        """Compress the gradients, and start the first message."""
 
     def start_second_message(self) -> None:
         """Wait for the first message, and start the second if there is one."""
@@ -124,6 +124,6 @@ class ErrorFeedbackReducer:
             for name, tensor in buffers.current.items()
         }
 
-    def _persistent_buffers(self) -> Iterator[ResidualBuffers]:
+    def _persistent_buffers(self) -> Iterator[DoubleBufferedTensors]:
         for bucket in self._buckets:
             yield from bucket.persistent_buffers

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from paceline.comm.process_group import World
 from paceline.config.compression import Compression
-from paceline.parallel.compression.residual_memory import ResidualBuffers, accumulation_dtype
+from paceline.parallel.compression.residual_memory import DoubleBufferedTensors, accumulation_dtype
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.torch_internals.rng import stream_key
 
@@ -24,9 +24,9 @@ class LowRankBucket:
         self._compressed = [m for m in members if ranks[m.name]]
         self._uncompressed = [m for m in members if not ranks[m.name]]
         shapes = {m.name: _matrix_shape(m.parameter) for m in self._compressed}
-        self.residuals = ResidualBuffers(shapes, dtype=self._dtype, device=self._device)
+        self.residuals = DoubleBufferedTensors(shapes, dtype=self._dtype, device=self._device)
         bases = {name: (columns, ranks[name]) for name, (_, columns) in shapes.items()}
-        self.basis = ResidualBuffers(bases, dtype=self._dtype, device=self._device)
+        self.basis = DoubleBufferedTensors(bases, dtype=self._dtype, device=self._device)
         for name, tensor in self.basis.current.items():
             tensor.copy_(make_first_basis(name, tensor.shape))
         self._left_shapes = [(rows, ranks[name]) for name, (rows, _) in shapes.items()]
@@ -36,7 +36,7 @@ class LowRankBucket:
         self._wait: Callable[[], object] | None = None
 
     @property
-    def persistent_buffers(self) -> tuple[ResidualBuffers, ...]:
+    def persistent_buffers(self) -> tuple[DoubleBufferedTensors, ...]:
         """Return the buffers that persist from step to step: residuals and bases."""
         return self.residuals, self.basis
 

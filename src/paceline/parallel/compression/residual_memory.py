@@ -8,15 +8,15 @@ from torch import Tensor
 
 from paceline.torch_internals.private_api import copy_all
 
-_NARROW = (torch.bfloat16, torch.float16)
+_HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients of this dtype are summed and residuals are stored."""
-    return torch.float32 if dtype in _NARROW else dtype
+    return torch.float32 if dtype in _HALF_PRECISION else dtype
 
 
-class ResidualBuffers:
+class DoubleBufferedTensors:
     """Named tensors in two buffers, current and next, that are swapped after a step."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], *, dtype: torch.dtype, device: torch.device) -> None:
@@ -68,5 +68,5 @@ class ResidualBuffers:
 
     def _make_views(self, flat: Tensor) -> dict[str, Tensor]:
         sizes = [math.prod(shape) for shape in self._shapes.values()]
-        parts = zip(self._shapes.items(), flat.split(sizes), strict=True)
-        return {name: part.view(shape) for (name, shape), part in parts}
+        flat_views = flat.split(sizes)
+        return {name: view.view(shape) for (name, shape), view in zip(self._shapes.items(), flat_views, strict=True)}

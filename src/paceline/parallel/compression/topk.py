@@ -8,20 +8,20 @@ from torch import Tensor
 
 from paceline.comm.process_group import World
 from paceline.config.compression import Compression
-from paceline.parallel.compression.residual_memory import ResidualBuffers, accumulation_dtype
+from paceline.parallel.compression.residual_memory import DoubleBufferedTensors, accumulation_dtype
 from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.sharding.flat_buffer import start_all_gather
 
 
 class TopKBucket:
-    """A bucket of gradients, of each of which only the largest elements are sent; of equal elements, the first ones."""
+    """A bucket that sends only the largest elements of each gradient; of equal elements, it sends the first ones."""
 
     def __init__(self, members: Sequence[NamedParameter], *, compression: Compression) -> None:
         self._parameters = [member.parameter for member in members]
         first = self._parameters[0]
         dtype = accumulation_dtype(first.dtype)
         shapes = {member.name: member.parameter.shape for member in members}
-        self.residuals = ResidualBuffers(shapes, dtype=dtype, device=first.device)
+        self.residuals = DoubleBufferedTensors(shapes, dtype=dtype, device=first.device)
         self._sizes = [p.numel() for p in self._parameters]
         self._counts = [compression.num_selected(size) for size in self._sizes]
         self._sum = torch.zeros(sum(self._sizes), dtype=dtype, device=first.device)
@@ -30,7 +30,7 @@ class TopKBucket:
         self._wait: Callable[[], object] | None = None
 
     @property
-    def persistent_buffers(self) -> tuple[ResidualBuffers, ...]:
+    def persistent_buffers(self) -> tuple[DoubleBufferedTensors, ...]:
         """Return the buffers that persist from step to step."""
         return (self.residuals,)
 

@@ -252,7 +252,8 @@ def _compare(
         total = terms.sum()
         if not equal_up_to_rounding(total, expected, scale=largest_magnitude(terms)):
             raise LayoutError(
-                f"the loss over the parts adds up to {float(total):.9g}, over the whole it is {float(expected):.9g}.",
+                f"the losses of the parts add up to {float(total):.9g}; "
+                f"the loss of the full sequence is {float(expected):.9g}.",
                 cause="a loss that compares a position with its neighbour (logits[:, :-1] with labels[:, 1:]), "
                 "or one that is a mean",
                 hint="shift the targets by one in the dataset: (ids[:-1], ids[1:]); and loss -> (sum, count)",
@@ -268,8 +269,8 @@ def _compare(
         scale = max([min_scale, *map(largest_magnitude, gradients)])
         if full_gradient is None or not equal_up_to_rounding(total, full_gradient, scale=scale):
             raise LayoutError(
-                f"the gradients of {name} from parts of a sequence do not add up to the whole gradient.",
-                cause="it is not used position by position, although the outputs are equal",
+                f"the gradients of {name} from parts of a sequence do not add up to its gradient over the full one.",
+                cause=f"the model computes the same outputs, but does not apply {name} to each position separately",
                 hint="leave cp out for this model",
             )
 

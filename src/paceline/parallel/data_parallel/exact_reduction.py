@@ -21,11 +21,11 @@ from paceline.parallel.gradients.tied_uses import TiedUses
 from paceline.parallel.module_access.parameters import NamedParameter, make_buckets
 
 VALUE_BITS = 51  # a rounded gradient is below 2^51 times 2^k
-HEADROOM_BITS = 8  # gradients may grow by this factor 2^8 before a new exponent is needed
+HEADROOM_BITS = 8  # gradients may grow by a factor of 2^8 before a new exponent is needed
 MIN_BITS = 24  # as many bits as a float32
 # a float64 has no bit below 2^MIN_EXPONENT, and 1.5 * 2^(52+k) overflows for k above MAX_EXPONENT
 MIN_EXPONENT, MAX_EXPONENT = -1074, 971
-MAX_MICROBATCHES = 1 << 12  # then the sums fit in an int64
+MAX_MICROBATCHES = 1 << 12  # up to this number, the sums fit in an int64
 
 
 class FixedPointGrid:
@@ -248,7 +248,7 @@ class GradientMagnitudes:
     def max_over_ranks(self, worlds: Sequence[World]) -> list[list[float]]:
         """Return for each parameter the largest magnitude over all microbatches, and 1 if it got a gradient, else 0.
 
-        NaN has_samples as infinite, because MAX over ranks would drop it.
+        NaN counts as infinite, because MAX over ranks would drop it.
         """
         rows = torch.zeros(self._num_parameters, 2, dtype=torch.float64)
         if self._extremes:

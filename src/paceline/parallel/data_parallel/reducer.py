@@ -28,7 +28,10 @@ class Reducer(Protocol):
         """Clear the gradients of the previous step."""
 
     def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
-        """Prepare for a microbatch's backward. `last`: it is the step's last; without samples it contributes zeros."""
+        """Prepare for a microbatch's backward.
+
+        `last`: this is the last microbatch of the step. With `has_samples=False` the microbatch contributes zeros.
+        """
 
     def after_backward(self) -> None:
         """Collect gradients after a microbatch's backward."""
@@ -115,8 +118,8 @@ class _AllReduceBucket:
             first = self.parameters[0]
             sizes = [p.numel() for p in self.parameters]
             self.flat = torch.empty(sum(sizes) + num_flags, dtype=first.dtype, device=first.device)
-            *parts, self.flags = self.flat.split([*sizes, num_flags])
-            self.views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+            *flat_views, self.flags = self.flat.split([*sizes, num_flags])
+            self.views = [view.view(p.shape) for view, p in zip(flat_views, self.parameters, strict=True)]
 
     def sent_bytes(self, ranks: int) -> float:
         """Return the bytes that one rank sends in a ring all-reduce."""

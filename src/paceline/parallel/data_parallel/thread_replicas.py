@@ -135,14 +135,16 @@ def thread_layout_errors(*, buffers: str, compiled: bool) -> list[LayoutError]:
     errors = []
     if buffers == "sync_bn":
         cause = "replicas that draw random numbers run one at a time, but sync_bn synchronises them inside the forward"
-        errors.append(LayoutError("train.buffers=sync_bn does not work with layout threads.", cause=cause, hint=_DDP))
+        errors.append(
+            LayoutError("train.buffers=sync_bn does not work with layout threads.", cause=cause, hint=_DDP_HINT)
+        )
     if compiled:
         cause = "compiled code is cached per process, not per thread"
-        errors.append(LayoutError("train.compile does not work with layout threads.", cause=cause, hint=_DDP))
+        errors.append(LayoutError("train.compile does not work with layout threads.", cause=cause, hint=_DDP_HINT))
     return errors
 
 
-_DDP = "--layout ddp"
+_DDP_HINT = "--layout ddp"
 
 
 def _move_divisor(divisor: float | Tensor, target_parameters: Sequence[nn.Parameter]) -> float | Tensor:
@@ -163,7 +165,7 @@ def _check_separate(first: nn.Module, other: nn.Module) -> None:
     if _model_structure(first) != _model_structure(other):
         raise JobError(
             "model= built two different models in two calls.",
-            cause="it has_samples its calls, or depends on state that the first build changed",
+            cause="it counts its calls, or depends on state that the first build changed",
             hint="build only from the arguments of make_job, or --layout ddp",
         )
     for first_parameter, other_parameter in zip(first.parameters(), other.parameters(), strict=True):

@@ -40,7 +40,7 @@ class Partition:
     sync_after_load: Callable[[], None]
     leaf_parameters: Sequence[nn.Parameter]
 
-    def shard_of(self, name: str) -> NamedParameter | None:
+    def find_row_shard(self, name: str) -> NamedParameter | None:
         """Return the shard of a parameter that this rank's optimizer updates, or None."""
         return self._row_shards.get(name)
 

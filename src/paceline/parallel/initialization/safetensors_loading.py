@@ -142,11 +142,11 @@ class CopiedTensor:
         return {self.name: folder.read_shard(self.source, shard_specs[self.name])}
 
 
-Recipes = Callable[[SafetensorsFolder], Sequence[WeightSource]]
+WeightSourceFinder = Callable[[SafetensorsFolder], Sequence[WeightSource]]
 
 
-def identity_recipes(folder: SafetensorsFolder) -> Sequence[WeightSource]:
-    """Return the rules for files whose tensors have the model's names."""
+def identity_weight_sources(folder: SafetensorsFolder) -> Sequence[WeightSource]:
+    """Return one source for each tensor in files that use the model's names."""
     return [CopiedTensor(name=name, source=name, shape=folder.shape(name)) for name in folder.names]
 
 
@@ -155,7 +155,7 @@ def load_shards(
     *,
     shard_specs: ShardSpecs,
     folder: Path,
-    recipes: Recipes = identity_recipes,
+    find_weight_sources: WeightSourceFinder = identity_weight_sources,
     new: Sequence[str] = (),
     ignored: Callable[[str], bool] = lambda _: False,
 ) -> tuple[dict[str, Tensor], list[str]]:
@@ -175,12 +175,12 @@ def load_shards(
     chosen: list[WeightSource] = []
     file_shapes: dict[str, tuple[int, ...]] = {}
     unexpected: list[str] = []
-    for recipe in recipes(weights):
-        if not any(name in first_names for name in recipe.shapes):
-            unexpected += [name for name in recipe.sources if not ignored(name)]
-        elif not all(first_names.get(name) in file_shapes for name in recipe.shapes):
-            file_shapes |= {first_names[name]: shape for name, shape in recipe.shapes.items() if name in first_names}
-            chosen.append(recipe)
+    for source in find_weight_sources(weights):
+        if not any(name in first_names for name in source.shapes):
+            unexpected += [name for name in source.sources if not ignored(name)]
+        elif not all(first_names.get(name) in file_shapes for name in source.shapes):
+            file_shapes |= {first_names[name]: shape for name, shape in source.shapes.items() if name in first_names}
+            chosen.append(source)
     missing = [n for n in _state_dict_names(model, tensors) if n not in file_shapes and not n.startswith(tuple(new))]
     mismatched = [
         f"{name} is {list(shape)} in the files and {list(tensors[name].shape)} in the model"
@@ -202,15 +202,15 @@ def _read_shards(
 ) -> tuple[dict[str, Tensor], list[str]]:
     values: dict[str, Tensor] = {}
     casts: dict[str, str] = {}
-    for recipe in chosen:
+    for source in chosen:
         names = [
             name
-            for name in recipe.shapes
+            for name in source.shapes
             if name in first_names and wanted_specs[first_names[name]].local_shape is not None
         ]
         if not names:
             continue
-        for name, value in recipe.read(folder, {name: wanted_specs[first_names[name]] for name in names}).items():
+        for name, value in source.read(folder, {name: wanted_specs[first_names[name]] for name in names}).items():
             dtype = tensors[first_names[name]].dtype
             if value.dtype != dtype:
                 casts.setdefault(f"{str(value.dtype)[6:]} to {str(dtype)[6:]}", name)

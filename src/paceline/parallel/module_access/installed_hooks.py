@@ -33,15 +33,15 @@ def find_new_hooks(model: nn.Module, *, since: int, prefix: str = "") -> list[Ho
     ]
 
 
-def find_new_handles(modules: Mapping[str, dict[str, Any]], *, since: int) -> Iterator[tuple[str, int]]:
-    """Yield the name of each attribute that holds the handle of a hook with a number from `since` on, and the number.
+def find_new_handles(attributes_by_module: Mapping[str, dict[str, Any]], *, since: int) -> Iterator[tuple[str, int]]:
+    """Find attributes that hold the handle of a new hook, one numbered `since` or higher.
 
-    `modules` are the attributes of each module, by its FQN followed by a dot.
+    Yield the attribute's name and the hook's number. The keys of `attributes_by_module` are FQNs followed by a dot.
     """
-    for module, attributes in modules.items():
+    for prefix, attributes in attributes_by_module.items():
         for key, value in attributes.items():
             if isinstance(value, RemovableHandle) and value.id >= since:
-                yield f"{module}{key}", value.id
+                yield f"{prefix}{key}", value.id
 
 
 def remove_hooks(hooks: list[Hook]) -> None:

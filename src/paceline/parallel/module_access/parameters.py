@@ -10,12 +10,12 @@ from itertools import groupby
 from torch import nn
 
 from paceline.comm.process_group import World
-
-# The planner's forecast has copies of these sizes (planner/cost/memory.py).
-LARGE_PARAMETER_BYTES = 16 << 20
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
-TRANSIENT_BUCKET_BYTES = 10 << 20
+from paceline.planner.layout.bucket_sizes import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    LARGE_PARAMETER_BYTES,
+    TRANSIENT_BUCKET_BYTES,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

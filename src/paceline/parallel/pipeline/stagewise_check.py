@@ -87,7 +87,7 @@ def _run_stagewise(model: nn.Module, split: StageSplit, call: Callable[[], Any])
             f"{split.blocks[split.stages[index].start]}, ends with {type(error).__name__}: {error}",
             where=str(user_line(error) or ""),
             cause="a list that the blocks or hooks on them fill, or an attribute that they set",
-            hint="pass it from block to block, or --place.stages with both ends on one stage",
+            hint="pass the value from block to block, or put its writer and its reader on one stage: --place.stages",
         ) from error
     finally:
         stages.close()
@@ -112,7 +112,7 @@ def _refuse_differences(expected: dict[TensorPath, Tensor], actual: dict[TensorP
             is_nan = full_tensor.is_floating_point() and bool(staged_tensor.isnan().any())
             raise NoChain(
                 f"run in stages, the model returns a different result than when run whole: {name} "
-                + ("needs a value that an earlier stage has (it is NaN)." if is_nan else "differs."),
+                + ("is NaN, because a stage reads a value that only an earlier stage has." if is_nan else "differs."),
                 cause="state that a forward keeps outside of its blocks' arguments and results",
-                hint="pass it from block to block, or cut elsewhere: --place.stages",
+                hint="pass the state from block to block, or cut elsewhere: --place.stages",
             )

@@ -62,8 +62,10 @@ class FlatBufferLayout:
             if num_full_shards
             else []
         )
-        last = flat[num_full_shards * shard_numel :]  # the rows of a rank that has fewer
-        return [*pairs, (buffer[num_full_shards].narrow(0, offset, last.numel()), last)] if last.numel() else pairs
+        remainder = flat[num_full_shards * shard_numel :]  # the rows of a rank that has fewer
+        if not remainder.numel():
+            return pairs
+        return [*pairs, (buffer[num_full_shards].narrow(0, offset, remainder.numel()), remainder)]
 
     def views_by_rank(self, position: int, buffer: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield flat (buffer, tensor) views of a parameter's elements, rank by rank; strided rows are copied first."""

@@ -14,7 +14,7 @@ from paceline.parallel.sharding.units import UnitChoice, parse_units
 class FullShardOptions:
     """Options of full sharding. `units` chooses the modules whose parameters are gathered together.
 
-    `reshard`: whether a unit's parameters are freed between forward and backward; None frees those of all units but
+    `reshard`: whether a unit's parameters are freed between forward and backward. None frees them for all units except
     the root module, whose parameters backward needs first. `prefetch`: the number of units that are gathered ahead; 0
     selects torch's default. `param_dtype`: the dtype in which parameters are gathered and used; None keeps each
     parameter's dtype. `offload`: keep parameters, gradients and optimizer state in host memory.

@@ -47,7 +47,7 @@ def shard_zero3(
     absent_names: Collection[str] | None = None, expert_names: Collection[str] = (),
     deferred_rows: DeferredRows | None = None,
 ) -> ShardedModel:  # fmt: skip
-    """Shard the model, of which every rank holds the same full weights, in place. On one rank nothing is sharded.
+    """Shard the model in place. Every rank calls this with the same full weights; on one rank nothing is sharded.
 
     `absent_names`: the parameters of other pipeline stages, None without a pipeline. In a pipeline, other forwards run
     before the model's backward, so parameters outside all units stay gathered until the end of the step.
@@ -106,9 +106,9 @@ def shard_zero3(
 class _PostUpdateSync:
     """The synchronization after an update: send scalars to every rank, and reshard units that are still gathered.
 
-    Backward usually reshards them. After an evaluation, or if the model's output hides its tensors, the root unit stays
-    gathered, with outdated values. If the model `is_pipelined`, its forward has not ended for `fully_shard`, which then
-    reshards only units with `reshard_after_forward`; so this option is on during the call.
+    Backward usually reshards them. The root unit stays gathered, with outdated values, after an evaluation, or if the
+    model's output is an object that hides its tensors. In a pipeline, `fully_shard` never sees the end of the model's
+    forward. It then reshards only units with `reshard_after_forward`, so this option is on during the call.
     """
 
     def __init__(self, model: nn.Module, all_gather_scalars: ParameterAllGather, *, is_pipelined: bool) -> None:

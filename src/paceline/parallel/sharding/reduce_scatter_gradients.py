@@ -140,7 +140,7 @@ class ScatterReducer:
         self._num_backwards += 1
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Set the row shards' `.grad`. If a gradient did not fit exact mode's grid, choose new exponents, return False.
+        """Set the row shards' `.grad`; if a gradient did not fit exact mode's grid, choose new exponents, return False.
 
         Raises:
             RunError: a gradient is too large for any exponent; raised on every rank.

@@ -19,10 +19,10 @@ from paceline.torch_internals.dispatch_modes import hide_from_modes
 OPTIMIZER_FIELDS = ("state", "param_groups")
 _SMALL_SHAPE = (7, 5, 3, 2, 2)
 _LARGE_SHAPES = ((301,), (161, 143), (137, 12, 11), (137, 11, 4, 3))  # some rules differ for small matrices
-_GRADIENT_SCALES = (*(1.0,) * 8, 1e-4, 1e4, 1.0, 1e4)  # of the gradients in each step; large ones, to detect clipping
+_GRADIENT_SCALES = (*(1.0,) * 8, 1e-4, 1e4, 1.0, 1e4)  # one for each step; the large scales detect clipping
 _ZERO_GRADIENT_STEP = 5  # the step in which one half has a zero gradient
 _SMALL_NUMEL = 10_000
-_MIN_LR = 1e-3  # the minimum: with a learning rate of 0, which a schedule raises later, nothing would be detected
+_MIN_LR = 1e-3  # a learning rate of 0, which a schedule raises later, would hide all differences
 
 
 def merge_equal_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -134,13 +134,14 @@ def accepts_empty_tensor(optimizer: Optimizer) -> bool:
 
 def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
     """Return a new optimizer on `groups` with the same defaults, so that it creates its state for these tensors."""
-    kind = type(optimizer)
+    optimizer_class = type(optimizer)
     unnamed_groups = [{k: v for k, v in group.items() if k != "param_names"} for group in groups]
     try:
-        rebuilt = kind(unnamed_groups, **optimizer.defaults)
+        rebuilt = optimizer_class(unnamed_groups, **optimizer.defaults)
     except (TypeError, ValueError, RuntimeError) as error:
         raise JobError(
-            f"{kind.__name__} creates its state when it is built, and can't be rebuilt from its defaults: {error}",
+            f"{optimizer_class.__name__} creates its state when it is built, and can't be rebuilt from its defaults: "
+            f"{error}",
             cause="its state must be sharded like each rank's rows",
             hint="create the state in step(), as torch's own optimizers do",
         ) from error
@@ -185,7 +186,7 @@ def _run_steps(
 
 
 def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
-    """Return a copy with separate groups and state; an inner optimizer that shares them shares those of the copy."""
+    """Return a copy with separate groups and state; an inner optimizer that shares them then shares the copy's."""
     if optimizer.state:
         return rebuild_optimizer(optimizer, [group])
     optimizer_copy = object.__new__(type(optimizer))

@@ -2,8 +2,8 @@
 
 `fully_shard` passes all inputs of a unit through one identity function, which collects their gradients. A tensor that
 several units read (an encoder's output, a position bias) then gets its gradient unit by unit, while one process adds it
-use by use: in floating point the sums differ. Here only the first input passes through the identity function. Its
-backward still runs after that of the unit, since autograd runs later operations first.
+use by use: in floating point the sums differ. Here only the first input passes through the identity function. The
+backward of this function still runs after the unit's backward, since autograd runs later operations first.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def pass_first_input(module: nn.Module) -> Iterator[None]:
 
 
 class _DetachedInputs:
-    """The differentiable inputs of one call after the first, by position, stored while the hook runs."""
+    """All differentiable inputs of one call except the first, by position; stored while the hook runs."""
 
     def __init__(self) -> None:
         self._inputs: dict[int, Tensor] = {}

@@ -33,7 +33,7 @@ from paceline.user_code import is_raised_by_user_code
 
 _MAX_DEPTH = 8
 _ALTERNATIVE = "--layout zero2 (zero=2 in a mixture), which keeps parameters whole"
-_COPY_REFUSERS = ("_fully_shard.py", "parallel/tensor_parallel/sharded_tensor.py")
+_COPY_REFUSING_FILES = ("_fully_shard.py", "parallel/tensor_parallel/sharded_tensor.py")
 _forward_state = threading.local()
 _open_forwards: list[None] = []  # running forwards, in all threads: on a GPU, backward runs in a separate thread
 
@@ -79,7 +79,7 @@ class UnitGuards:
         """Register a parameter of a unit, with its sharded and its gathered form."""
         if isinstance(sharded, DTensor):
             sharded.__class__ = LockedParameter  # type: ignore[assignment]
-            vars(sharded)["known_as"] = name
+            vars(sharded)["parameter_name"] = name
         self._guards[id(unit)].parameters.append(
             _UnitParameter(
                 name=name,
@@ -223,8 +223,8 @@ class LockedParameter(DTensor):
         """Raise LayoutError inside a forward; elsewhere dispatch as DTensor does."""
         if getattr(_forward_state, "depth", 0) and not is_in_backward():
             for leaf in tree_flatten((args, kwargs))[0]:
-                if isinstance(leaf, cls) and "known_as" in vars(leaf):
-                    raise _outside_unit_error(vars(leaf)["known_as"])
+                if isinstance(leaf, cls) and "parameter_name" in vars(leaf):
+                    raise _outside_unit_error(vars(leaf)["parameter_name"])
         return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
@@ -254,9 +254,9 @@ def _module_copy_error(error: Exception) -> LayoutError | None:
     frames = extract_tb(error.__traceback__)
     if not any(frame.filename == copy.__file__ for frame in frames):
         return None
-    if not any(frame.filename.endswith(_COPY_REFUSERS) for frame in frames) and "FSDP does not support" not in str(
-        error
-    ):
+    if not any(
+        frame.filename.endswith(_COPY_REFUSING_FILES) for frame in frames
+    ) and "FSDP does not support" not in str(error):
         return None
     return LayoutError(
         "the forward copies a module (copy.deepcopy or copy.copy) that is sharded: the copy would contain only this "
@@ -268,10 +268,10 @@ def _module_copy_error(error: Exception) -> LayoutError | None:
 
 
 def _clearer_error(error: Exception) -> LayoutError | None:
-    text = str(error)
-    if "DTensor" in text and not is_raised_by_user_code(error):
+    message = str(error)
+    if "DTensor" in message and not is_raised_by_user_code(error):
         return _outside_unit_error("a parameter")
-    if "RegisterPostBackwardFunction" in text and "modified inplace" in text:
+    if "RegisterPostBackwardFunction" in message and "modified inplace" in message:
         return LayoutError(
             "a block writes in place to its argument, which under fsdp is a view that forbids it.",
             where=str(user_line(error) or ""),
@@ -321,5 +321,5 @@ def _content(container: Any) -> dict[Any, Any]:
     return dict(container) if isinstance(container, dict) else dict(getattr(container, "__dict__", {}))
 
 
-def _is_same(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
-    return len(now) == len(before) and all(key in now and now[key] is value for key, value in before.items())
+def _is_same(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> bool:
+    return len(first) == len(second) and all(key in first and first[key] is value for key, value in second.items())

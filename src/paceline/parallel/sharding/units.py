@@ -66,8 +66,8 @@ def find_units(model: nn.Module, *, choice: UnitChoice) -> dict[str, nn.Module]:
 def _choose_modules(model: nn.Module, choice: UnitChoice) -> Iterator[tuple[str, nn.Module]]:
     modules = [(n, m) for n, m in model.named_modules() if n and _is_eligible(m)]
     if choice.classes or choice.names:
-        for wanted in choice.classes:
-            _check_found(wanted, [type(m).__name__ for _, m in modules], kind="class")
+        for class_name in choice.classes:
+            _check_found(class_name, [type(m).__name__ for _, m in modules], kind="class")
         for pattern in choice.names:
             if not any(fnmatchcase(name, pattern) for name, _ in modules):
                 _check_found(pattern, [name for name, _ in modules], kind="name")
@@ -87,11 +87,11 @@ def _is_eligible(module: nn.Module) -> bool:
     )
 
 
-def _check_found(wanted: str, available: Sequence[str], *, kind: str) -> None:
-    if wanted not in available:
+def _check_found(requested: str, available: Sequence[str], *, kind: str) -> None:
+    if requested not in available:
         examples = ", ".join(sorted(set(available))[:8])
         raise LayoutError(
-            f"no module with parameters has the {kind} {wanted!r}.",
+            f"no module with parameters has the {kind} {requested!r}.",
             cause=f"the model has {examples}",
             hint="leave --place.units out: repeated blocks are found automatically",
         )

@@ -1,6 +1,6 @@
 """Build the job's optimizer on row shards: its groups are those of the full model, its updates act on local tensors.
 
-An elementwise update rule is correct on any shard; `shardability_check` tests by experiment whether a rule is.
+An elementwise update rule is correct on any shard. For each rule, `shardability_check` tests this by experiment.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -121,7 +121,7 @@ def try_optimizer_factory(
     """Call the job's optimizer factory once, on meta tensors.
 
     Raises:
-        JobError: the factory reads values, hooks the optimizer's step, or returns one that updates other tensors.
+        JobError: the factory reads values, hooks an optimizer's step, or its optimizer updates other tensors.
     """
     pairs = make_meta_parameters(named_parameters)
     try:

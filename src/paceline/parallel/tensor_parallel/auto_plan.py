@@ -87,18 +87,18 @@ def derive_plan(model: nn.Module, *, run: ModelRun, ranks: int, replicate: Seque
     Raises:
         LayoutError: no weight can be sharded, or the number of heads is not divisible by `ranks`.
     """
-    local = {p: r for p, r in _local_roles(model, ranks).items() if not _matches_any(p, replicate)}
+    local_roles = {p: r for p, r in _local_roles(model, ranks).items() if not _matches_any(p, replicate)}
     fixed_decisions = {
         name: WeightDecision(kind="whole", reason="requested by place.replicate")
         for name, _ in model.named_parameters()
         if _matches_any(name, replicate)
     }
     for name, _ in model.named_parameters():
-        if any(pattern_matches(f"{p}.**", name) or pattern_matches(p, name) for p in local):
+        if any(pattern_matches(f"{p}.**", name) or pattern_matches(p, name) for p in local_roles):
             fixed_decisions[name] = WeightDecision(kind="whole", reason=LOCAL_MODULE_REASON)
     decisions, search = _search_until_stable(model, run, ranks, fixed_decisions)
     _check_head_counts(decisions, ranks, search.group.heads)
-    roles = {**_build_roles(model, decisions, search.group.heads), **local}
+    roles = {**_build_roles(model, decisions, search.group.heads), **local_roles}
     notes = [
         f"{pattern} stays whole: {decision.reason}"
         for pattern, decision in _decisions_by_pattern(decisions).items()
@@ -167,7 +167,7 @@ def _search_until_stable(
         reset_decisions(decisions)
         suggest_borders(decisions, similarity_keys)
     raise LayoutError(
-        f"the tensor plan of {type(model).__name__} is not stable: what can be split differs from run to run.",
+        f"the tensor plan of {type(model).__name__} is not stable: other weights can be split in each run.",
         cause="the model's forward takes a different path each time",
         hint="write the plan: see docs/tensor.md",
     )
@@ -207,8 +207,8 @@ def _resolve_unconsumed(decisions: dict[str, WeightDecision], search: PlanSearch
 def _check_head_counts(decisions: dict[str, WeightDecision], ranks: int, heads: dict[str, int]) -> None:
     """Raise if a projection's number of heads is not divisible by `ranks` and no projection of heads is sharded.
 
-    If stages of the model have different numbers of heads, as in Swin, and some are divisible, the others are not
-    sharded, with a note.
+    In a model such as Swin, stages have different numbers of heads. If some of these are divisible, the projections of
+    the other stages are not sharded, and a note says so.
     """
     has_sharded_projection = any(decisions[name].dim is not None for name in heads)
     problems: dict[str, PacelineError] = {}
@@ -303,10 +303,10 @@ def _transform_reason(decisions: dict[str, WeightDecision]) -> str:
 
 
 def _layer_counts(model: nn.Module) -> str:
-    kinds = [type(m).__name__ for m in model.modules()]
-    convolutions = sum("Conv" in kind and kind != "Conv1D" for kind in kinds)
+    class_names = [type(m).__name__ for m in model.modules()]
+    convolutions = sum("Conv" in name and name != "Conv1D" for name in class_names)
     return (
-        f"{sum(kind == 'Linear' for kind in kinds)} linear layers and {convolutions} convolutions, "
+        f"{class_names.count('Linear')} linear layers and {convolutions} convolutions, "
         "and none is in a pair that can be split."
     )
 
@@ -413,5 +413,5 @@ def _relative_difference(output: Tensor, reference: Tensor) -> float:
 def _float_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() else []
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [t for v in inner for t in _float_tensors(v)]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [t for item in items for t in _float_tensors(item)]

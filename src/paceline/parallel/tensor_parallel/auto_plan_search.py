@@ -57,7 +57,7 @@ class WeightDecision:
 class PlanSearchMode(TorchFunctionMode):
     """A function mode that decides each weight at its first use, and replaces the weights by sharded tensors.
 
-    `embeddings` has the number of rows of each embedding weight. `consumers` says what reads the outputs of a weight:
+    `embeddings` has the number of rows of each embedding weight. `consumers` has the readers of each weight's outputs:
     "row" (a row-parallel matmul) or "output" (the loss, or the model's output).
     """
 
@@ -67,7 +67,7 @@ class PlanSearchMode(TorchFunctionMode):
         self.embeddings: dict[str, int] = {}
         self.consumers: dict[str, set[str]] = {}
         self._names, self._decisions, self._ranks = names, decisions, ranks
-        self._shown: dict[str, ShardPropagatingTensor] = {}
+        self._sharded_tensors: dict[str, ShardPropagatingTensor] = {}
         self._transposed: dict[int, tuple[Tensor, nn.Parameter]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,7 +88,9 @@ class PlanSearchMode(TorchFunctionMode):
             self.embeddings[weight] = len(arguments["weight"])
         if name in LOSSES and isinstance(arguments.get("input"), ShardPropagatingTensor):
             self.record_consumer(arguments["input"], "output")
-        return func(*(self._show(a) for a in args), **{k: self._show(a) for k, a in kwargs.items()})
+        return func(
+            *(self._replace_parameter(a) for a in args), **{k: self._replace_parameter(a) for k, a in kwargs.items()}
+        )
 
     def record_consumer(self, value: ShardPropagatingTensor, consumer: str) -> None:
         """Record the consumer of a value, which may be sharded, for the weights that produced the value."""
@@ -127,20 +129,20 @@ class PlanSearchMode(TorchFunctionMode):
         if decision.bias is not None:
             self._decisions[decision.bias] = WeightDecision(kind="column", dim=0, borders=decision.borders)
 
-    def _show(self, value: Any) -> Any:
+    def _replace_parameter(self, value: Any) -> Any:
         if id(value) in self._transposed:
-            shown = self._show(self._transposed[id(value)][1])
-            return shown.t() if isinstance(shown, ShardPropagatingTensor) else value
+            sharded = self._replace_parameter(self._transposed[id(value)][1])
+            return sharded.t() if isinstance(sharded, ShardPropagatingTensor) else value
         name = self._parameter_name(value)
         decision = self._decisions.get(name) if name is not None else None
         if name is None or decision is None or decision.dim is None:
             return value
-        if name not in self._shown:
+        if name not in self._sharded_tensors:
             size = value.shape[decision.dim]
             sharding = shard_evenly(size, ranks=self._ranks, sections=decision.sections(size), dim=decision.dim)
             origins = (name,) if decision.kind == "column" and value.dim() > 1 else ()
-            self._shown[name] = wrap_full_tensor(value.detach(), sharding, self.group, origins=origins)
-        return self._shown[name]
+            self._sharded_tensors[name] = wrap_full_tensor(value.detach(), sharding, self.group, origins=origins)
+        return self._sharded_tensors[name]
 
 
 def _row_sharding(x: Any) -> DimSharding | None:

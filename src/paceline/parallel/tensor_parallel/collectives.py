@@ -139,14 +139,16 @@ class _TakeLocalShard(torch.autograd.Function):
 
 class _GatherShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, sharding: DimSharding, group: TensorParallelGroup, partial: bool) -> Tensor:
-        ctx.sharding, ctx.group, ctx.partial = sharding, group, partial
+    def forward(
+        ctx: Any, local: Tensor, sharding: DimSharding, group: TensorParallelGroup, has_partial_grad: bool
+    ) -> Tensor:
+        ctx.sharding, ctx.group, ctx.has_partial_grad = sharding, group, has_partial_grad
         return group.all_gather(local, sharding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.partial:
+        if ctx.has_partial_grad:
             return ctx.group.reduce_scatter(grad, ctx.sharding), None, None, None
         return slice_shard(grad, ctx.sharding, ctx.group.rank).contiguous(), None, None, None
 
@@ -193,13 +195,15 @@ def take_local_shard(full_tensor: Tensor, sharding: DimSharding, group: TensorPa
     return result
 
 
-def gather_shards(local: Tensor, sharding: DimSharding, group: TensorParallelGroup, *, partial: bool = False) -> Tensor:
+def gather_shards(
+    local: Tensor, sharding: DimSharding, group: TensorParallelGroup, *, has_partial_grad: bool = False
+) -> Tensor:
     """Return the full tensor from the shards of all ranks.
 
-    Set `partial` if sharded operations read the result: each rank then has only a part of its gradient, and backward
-    sums the parts over the ranks.
+    Set `has_partial_grad` if sharded operations read the result: each rank then computes only a part of its gradient,
+    and backward sums these parts over the ranks.
     """
-    result: Tensor = _GatherShards.apply(local, sharding, group, partial)  # type: ignore[no-untyped-call]
+    result: Tensor = _GatherShards.apply(local, sharding, group, has_partial_grad)  # type: ignore[no-untyped-call]
     return result
 
 

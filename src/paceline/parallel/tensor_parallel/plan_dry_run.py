@@ -1,4 +1,4 @@
-"""Dry runs search or check a plan: each sharded tensor also holds the full tensor of one process.
+"""Dry runs, which search or check a plan; in them, each sharded tensor also stores the full tensor of one process.
 
 User code reads the values of one process, so an `assert`, a `while error > tolerance` or a branch behaves as in the
 real run.
@@ -34,7 +34,7 @@ def wrap_full_tensor(
 
 
 def attach_reference(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Replace the results of a rule by those of one process, which a sharded result gets as its `reference`."""
+    """Set one process's result as the `reference` of each sharded result, and return it instead of a full result."""
     leaves, spec = tree_flatten(result)
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         return result
@@ -121,21 +121,21 @@ class ShardedParameterMode(TorchFunctionMode):
     def __init__(self, shardings: Mapping[int, DimSharding], group: "PlanCheckGroup") -> None:
         super().__init__()
         self._shardings, self._group = shardings, group
-        self._shown: dict[int, ShardPropagatingTensor] = {}
+        self._sharded_tensors: dict[int, ShardPropagatingTensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the parameters among the arguments, and call the function."""
         leaves, spec = tree_flatten((args, kwargs or {}))
-        args, kwargs = tree_unflatten([self._show(leaf) for leaf in leaves], spec)
+        args, kwargs = tree_unflatten([self._replace_parameter(leaf) for leaf in leaves], spec)
         return func(*args, **kwargs)
 
-    def _show(self, value: Any) -> Any:
+    def _replace_parameter(self, value: Any) -> Any:
         sharding = self._shardings.get(id(value))
         if sharding is None:
             return value
-        if id(value) not in self._shown:
-            self._shown[id(value)] = wrap_full_tensor(value.detach(), sharding, self._group)
-        return self._shown[id(value)]
+        if id(value) not in self._sharded_tensors:
+            self._sharded_tensors[id(value)] = wrap_full_tensor(value.detach(), sharding, self._group)
+        return self._sharded_tensors[id(value)]
 
 
 @dataclass(kw_only=True)
@@ -179,6 +179,7 @@ class PlanCheckGroup(DryRunGroup):
         )
 
     def _with_reference(self, result: Any, reference: Any, local_leaves: list[Any], leaves: list[Any]) -> Any:
+        """Return a result with its reference; for an in-place function, return the argument that it has changed."""
         if not isinstance(result, ShardPropagatingTensor):
             return reference
         original = next(
@@ -215,7 +216,9 @@ class _Autocast:
     """A context manager that applies autocast settings of one thread in another thread."""
 
     def __init__(self, settings: list[tuple[str, bool, torch.dtype]]) -> None:
-        self._contexts = [torch.autocast(device, dtype=dtype, enabled=on) for device, on, dtype in settings if on]
+        self._contexts = [
+            torch.autocast(device, dtype=dtype, enabled=True) for device, is_enabled, dtype in settings if is_enabled
+        ]
 
     def __enter__(self) -> None:
         for context in self._contexts:
@@ -233,8 +236,8 @@ def _draws_random_numbers(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _devices(leaves: list[Any]) -> set[str]:
-    kinds = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
-    return {kind for kind in kinds if torch.amp.is_autocast_available(kind)}
+    device_types = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
+    return {device_type for device_type in device_types if torch.amp.is_autocast_available(device_type)}
 
 
 def _local_leaf(leaf: Any, group: TensorParallelGroup, *, can_share: bool) -> Any:

@@ -103,8 +103,8 @@ def read_plan(path: Path, *, model: nn.Module | None = None) -> TensorPlan:
             )
         )
     if problems and model is not None:
-        kinds = {name: v.get("role") if isinstance(v, dict) else v for name, v in table.get("roles", {}).items()}
-        problems += unknown_names(model, kinds)
+        kind_by_name = {name: v.get("role") if isinstance(v, dict) else v for name, v in table.get("roles", {}).items()}
+        problems += unknown_names(model, kind_by_name)
     raise_all(problems)
     return TensorPlan(roles=roles, source=str(path))
 

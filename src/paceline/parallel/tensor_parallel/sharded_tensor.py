@@ -96,7 +96,7 @@ class ShardPropagatingTensor(Tensor):
     origins: frozenset[str]
     full_shape: tuple[int, ...]
     gathered_tensors: dict[tuple[bool, bool], "GatheredTensor"]
-    """The all-gathered tensors, by `partial` of `gather_shards` and whether gradients were enabled."""
+    """The all-gathered tensors, by `has_partial_grad` (see `gather_shards`) and whether gradients were enabled."""
     reference: Tensor | None
     """The full tensor as one process computes it; set only while a plan is searched or checked."""
 
@@ -114,17 +114,17 @@ class ShardPropagatingTensor(Tensor):
         tensor.gathered_tensors, tensor.reference = {}, None
         return tensor
 
-    def full_tensor(self, *, partial: bool = False) -> Tensor:
+    def full_tensor(self, *, has_partial_grad: bool = False) -> Tensor:
         """Return the full tensor; the all-gather is cached until the shard is written to.
 
-        `partial` is that of `gather_shards`.
+        Set `has_partial_grad` if sharded operations read the result, as in `gather_shards`.
         """
         if self.reference is not None:
             return self.reference
-        key = (partial, torch.is_grad_enabled())
+        key = (has_partial_grad, torch.is_grad_enabled())
         cached = self.gathered_tensors.get(key)
         if cached is None or cached.local_version != tensor_version(self.local):
-            full_tensor = gather_shards(self.local, self.sharding, self.group, partial=partial)
+            full_tensor = gather_shards(self.local, self.sharding, self.group, has_partial_grad=has_partial_grad)
             cached = self.gathered_tensors[key] = GatheredTensor(
                 full_tensor=full_tensor,
                 full_version=tensor_version(full_tensor),
@@ -252,7 +252,7 @@ def _apply_inside_transform(func: Any, args: Any, kwargs: Any, *, name: str) -> 
     """Apply a function to full tensors inside vmap, grad or jvp, which cannot transform a sum over ranks.
 
     Raises:
-        LayoutError: no plan is being searched. The search leaves the parameters that such code reads unsharded.
+        LayoutError: always, except in a plan search, which then does not shard the parameters that such code reads.
     """
     for tensor in find_sharded_tensors(args, kwargs):
         if not is_searching(tensor):

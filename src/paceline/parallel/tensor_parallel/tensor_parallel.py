@@ -29,14 +29,14 @@ class TensorParallelPlacement:
     """The result of `split_model`.
 
     `shard_specs`: this rank's shard of each parameter, by name. `close` removes the hooks; the parameters remain
-    sharded. `hide_parameters` restores the plain parameters; call it after a forward that ended early.
+    sharded. `restore_parameters` restores the plain parameters; call it after a forward that ended early.
     """
 
     shard_specs: dict[str, ShardSpec]
     plan: TensorPlan
     group: TensorParallelGroup
     close: Callable[[], None]
-    hide_parameters: Callable[[], None]
+    restore_parameters: Callable[[], None]
 
     @property
     def notes(self) -> list[str]:
@@ -75,13 +75,13 @@ def split_model_in_group(model: nn.Module, *, plan: TensorPlan, group: TensorPar
             if id(parameter) not in new_parameters:
                 new_parameters[id(parameter)] = _shard_parameter(parameter, shard_specs[name])
             module.register_parameter(key, new_parameters[id(parameter)])
-    close, hide_parameters = show_sharded_parameters(model, shardings, group)
+    close, restore_parameters = register_sharding_hooks(model, shardings, group)
     return TensorParallelPlacement(
         shard_specs={name: shard_specs[name] for name, _ in model.named_parameters()},  # a tied weight is listed once
         plan=plan,
         group=group,
         close=close,
-        hide_parameters=hide_parameters,
+        restore_parameters=restore_parameters,
     )
 
 
@@ -101,7 +101,7 @@ def _shard_parameter(parameter: nn.Parameter, shard_spec: ShardSpec) -> nn.Param
     return local_parameter
 
 
-def show_sharded_parameters(
+def register_sharding_hooks(
     model: nn.Module, shardings: ParameterShardings, group: TensorParallelGroup
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Replace each sharded parameter by a sharded tensor while the model runs.
@@ -109,7 +109,7 @@ def show_sharded_parameters(
     Return a function that removes the hooks, and one that restores the plain parameters.
     """
     handles: list[Any] = []
-    shown_modules: list[_ShownParameters] = []
+    replacements: list[_ParameterReplacement] = []
     for prefix, module in model.named_modules():
         if prefix in shardings.local_modules:
             handles += _register_local_hooks(module, group)
@@ -119,28 +119,28 @@ def show_sharded_parameters(
             key: (name, shardings.by_name[name]) for key in names if (name := _join(prefix, key)) in shardings.by_name
         }
         if module_shardings:
-            shown_modules.append(_ShownParameters(module, module_shardings, group))
-            handles += shown_modules[-1].register_hooks()
-    handles += _register_model_hooks(model, shown_modules)
+            replacements.append(_ParameterReplacement(module, module_shardings, group))
+            handles += replacements[-1].register_hooks()
+    handles += _register_model_hooks(model, replacements)
 
-    def hide_parameters() -> None:
-        for module_parameters in shown_modules:
-            module_parameters.hide_all()
+    def restore_parameters() -> None:
+        for replacement in replacements:
+            replacement.restore_all()
 
     def close() -> None:
         for handle in handles:
             handle.remove()
-        hide_parameters()
+        restore_parameters()
 
-    return close, hide_parameters
+    return close, restore_parameters
 
 
 def _join(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
-class _ShownParameters:
-    """The sharded parameters of one module.
+class _ParameterReplacement:
+    """The replacement of one module's parameters by sharded tensors.
 
     While the module runs, its `__dict__` contains the sharded tensors, which Python finds before the registered
     parameters of the same names. So the module sees the full shape, and all other code sees the plain shard.
@@ -154,29 +154,29 @@ class _ShownParameters:
 
     def register_hooks(self) -> Sequence[Any]:
         return [
-            self.module.register_forward_pre_hook(lambda *_: self.show()),
-            self.module.register_forward_hook(lambda *_: self.hide(), always_call=True),
+            self.module.register_forward_pre_hook(lambda *_: self.replace()),
+            self.module.register_forward_hook(lambda *_: self.restore(), always_call=True),
         ]
 
-    def show(self) -> None:
+    def replace(self) -> None:
         self._depth += 1
         for key, (name, sharding) in self._shardings.items():
             parameter = self.module._parameters[key]
-            shown = self.module.__dict__.get(key)
+            current = self.module.__dict__.get(key)
             if type(parameter) not in (nn.Parameter, Tensor) and _is_dtensor(parameter):
-                continue  # FSDP has not gathered this parameter yet: it is shown after the all-gather
-            if shown is None or shown.local is not parameter:
+                continue  # FSDP has not gathered this parameter yet: it is replaced after the all-gather
+            if current is None or current.local is not parameter:
                 assert parameter is not None
                 self.module.__dict__[key] = ShardPropagatingTensor.from_local(
                     parameter, sharding, self._group, origins=(name,)
                 )
 
-    def hide(self) -> None:
+    def restore(self) -> None:
         self._depth -= 1
         if self._depth <= 0:
-            self.hide_all()
+            self.restore_all()
 
-    def hide_all(self) -> None:
+    def restore_all(self) -> None:
         self._depth = 0
         for key in self._shardings:
             self.module.__dict__.pop(key, None)
@@ -186,20 +186,20 @@ def _is_dtensor(parameter: Any) -> bool:
     return type(parameter).__torch_function__ is not Tensor.__torch_function__ and hasattr(parameter, "placements")
 
 
-def _register_model_hooks(model: nn.Module, shown_modules: list[_ShownParameters]) -> list[Any]:
+def _register_model_hooks(model: nn.Module, replacements: list[_ParameterReplacement]) -> list[Any]:
     """Register hooks that show all sharded parameters during the model's forward, for reads outside their modules."""
 
-    def show(*_: Any) -> None:
-        for module_parameters in shown_modules:
-            module_parameters.show()
+    def replace(*_: Any) -> None:
+        for replacement in replacements:
+            replacement.replace()
 
-    def hide(*_: Any) -> None:
-        for module_parameters in shown_modules:
-            module_parameters.hide()
+    def restore(*_: Any) -> None:
+        for replacement in replacements:
+            replacement.restore()
 
     return [
-        model.register_forward_pre_hook(show, prepend=True),
-        model.register_forward_hook(hide, always_call=True),
+        model.register_forward_pre_hook(replace, prepend=True),
+        model.register_forward_hook(restore, always_call=True),
     ]
 
 
@@ -219,7 +219,11 @@ def _register_local_hooks(module: nn.Module, group: TensorParallelGroup) -> list
 
 
 def _read_full(x: Tensor, group: TensorParallelGroup) -> Tensor:
-    return x.full_tensor(partial=True) if isinstance(x, ShardPropagatingTensor) else copy_to_parallel_region(x, group)
+    return (
+        x.full_tensor(has_partial_grad=True)
+        if isinstance(x, ShardPropagatingTensor)
+        else copy_to_parallel_region(x, group)
+    )
 
 
 def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -21,9 +21,9 @@ class ParameterRole:
 
     `column`: outputs are sharded. `row`: inputs are sharded. `embedding`, `head`: the vocabulary is sharded. `whole`:
     every rank holds the full parameter. `local`: the module's forward runs on the shards of its parameters, and its
-    outputs are summed over the ranks (experts). A weight may concatenate `fused` projections of equal size, or
-    `sections` of these sizes. `heads` must be divisible by the number of ranks. `dim` is the sharded dimension if it
-    differs from the role's default.
+    outputs are summed over the ranks (experts). A weight may concatenate several projections: `fused` is their number
+    if their sizes are equal, else `sections` has their sizes. `heads` must be divisible by the number of ranks. `dim`
+    is the sharded dimension if it differs from the role's default.
     """
 
     kind: Kind

@@ -9,14 +9,15 @@ from paceline.planner.cost.layer_cost import compute_bytes
 from paceline.planner.cost.layout_candidate import Candidate
 from paceline.planner.hardware.cluster import Device
 from paceline.planner.hardware.efficiency import Efficiency
+from paceline.planner.layout.bucket_sizes import (
+    BUCKET_BYTES,
+    FIRST_BUCKET_BYTES,
+    LARGE_PARAMETER_BYTES,
+    TRANSIENT_BUCKET_BYTES,
+)
 from paceline.planner.model_costs.layer_chain import Chain, Counts
 from paceline.planner.model_costs.model_profile import LayerProfile, ModelProfile
 
-# the bucket sizes of `parallel/module_access/parameters.py`; a tensor above LARGE_BYTES is sent without a bucket
-_BUCKET_BYTES = 25 << 20
-_FIRST_BUCKET_BYTES = 1 << 20
-_CPU_BUCKET_BYTES = 10 << 20
-LARGE_BYTES = 16 << 20
 _LARGEST_TENSOR_FRACTION = 1 / 3  # the assumed fraction of a block's parameters in its largest tensor
 
 
@@ -145,12 +146,14 @@ def _unbucketed_elements(profile: ModelProfile, parts: Sequence[tuple[int, Layer
     elements = 0.0
     for count, part in parts:
         large = (
-            sum(n for n in part.tensors if element_bytes * n > LARGE_BYTES) if part.tensors else part.large_parameters
+            sum(n for n in part.tensors if element_bytes * n > LARGE_PARAMETER_BYTES)
+            if part.tensors
+            else part.large_parameters
         )
         elements += count * large / tp
-    if first and element_bytes * first[0] > LARGE_BYTES:
+    if first and element_bytes * first[0] > LARGE_PARAMETER_BYTES:
         elements -= first[0] / tp
-    if last and _FIRST_BUCKET_BYTES <= element_bytes * last[-1] <= LARGE_BYTES:
+    if last and FIRST_BUCKET_BYTES <= element_bytes * last[-1] <= LARGE_PARAMETER_BYTES:
         elements += last[-1] / tp
     return elements
 
@@ -285,10 +288,10 @@ def _backward_phases(
 
 def _reduction_unit_bytes(largest: float, total_bytes: float, element_bytes: float, device: Device) -> float:
     """Return the bytes of gradients that are reduced at once: one large tensor, or a full bucket."""
-    if element_bytes * largest > LARGE_BYTES:
+    if element_bytes * largest > LARGE_PARAMETER_BYTES:
         return element_bytes * largest
     return min(
-        total_bytes, (_BUCKET_BYTES if device.is_accelerator else _CPU_BUCKET_BYTES) + element_bytes * largest / 2
+        total_bytes, (BUCKET_BYTES if device.is_accelerator else TRANSIENT_BUCKET_BYTES) + element_bytes * largest / 2
     )
 
 

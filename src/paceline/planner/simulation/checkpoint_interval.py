@@ -1,6 +1,6 @@
 """Compute the optimal checkpoint interval: exactly, by the approximations of Young and Daly, and in whole steps."""
 
-from math import ceil, inf, isfinite, log1p, sqrt
+from math import inf, isfinite, log1p, sqrt
 
 from paceline.errors import UsageError
 from paceline.planner.simulation.goodput import FailureModel, goodput
@@ -46,8 +46,8 @@ def best_interval_in_steps(*, hazard: FailureModel, step_seconds: float) -> int:
     best = best_interval(hazard=hazard)
     if best == inf:
         raise UsageError("nothing ever fails, so there is no best interval.", hint="give a mean_seconds")
-    min_steps = max(1, ceil(hazard.write_seconds / step_seconds))
-    min_steps += min_steps * step_seconds < hazard.write_seconds  # for a quotient that was rounded down
+    min_steps = max(1, int(hazard.write_seconds // step_seconds))
+    min_steps += min_steps * step_seconds < hazard.write_seconds
     nearest = {max(min_steps, int(best // step_seconds) + extra) for extra in (0, 1)}
     return max(nearest, key=lambda steps: goodput(hazard=hazard, interval_seconds=steps * step_seconds).useful)
 

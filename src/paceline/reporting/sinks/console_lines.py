@@ -47,10 +47,11 @@ def format_event(event: Event, *, total: int | None = None) -> str:
         average_note = " | averaged weights" if event.average else ""
         samples = f"{plural(event.samples, 'sample')}, each once, in {format_duration(event.seconds)}"
         return f"eval {event.step} | {numbers}{average_note} | {samples}{extra}"
-    if isinstance(event, Staleness) and all("waited_seconds" in told for told in event.told):
+    if isinstance(event, Staleness) and all("waited_seconds" in participant for participant in event.told):
         return f"sites {event.step} | {' | '.join(map(_format_site, event.told))}"
     if isinstance(event, Staleness):
-        return f"late {event.step} | {' | '.join([*map(_format_lateness, event.told), *_format_lost_additions(event.told)])}"
+        parts = [*map(_format_max_staleness, event.told), *_format_lost_additions(event.told)]
+        return f"staleness {event.step} | {' | '.join(parts)}"
     if isinstance(event, ForecastChecked):
         return _format_forecast(event)
     if isinstance(event, CheckpointSaved):
@@ -73,10 +74,10 @@ def _format_site(participant: Mapping[str, Any]) -> str:
     return f"{participant['who']}: {format_size(participant['sent_bytes'])} sent, {format_duration(participant['waited_seconds'])} waited"
 
 
-def _format_lateness(participant: Mapping[str, Any]) -> str:
-    max_lateness = max((late for late, _ in participant["late"]), default=0)
+def _format_max_staleness(participant: Mapping[str, Any]) -> str:
+    max_staleness = max((staleness for staleness, _ in participant["late"]), default=0)
     versions = f", {plural(participant['versions'], 'version')}" if "versions" in participant else ""
-    return f"{participant['who']}: at most {plural(max_lateness, 'update')}{versions}"
+    return f"{participant['who']}: at most {plural(max_staleness, 'update')}{versions}"
 
 
 def _format_lost_additions(participants: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -87,7 +88,7 @@ def _format_lost_additions(participants: Sequence[Mapping[str, Any]]) -> Iterato
 
 def _format_forecast(event: ForecastChecked) -> str:
     method = (
-        "on the device" if event.measured_by == "allocator" else "of resident memory since before the model was built"
+        "on the device" if event.measured_by == "allocator" else "more resident memory than before the model was built"
     )
     ratio = "" if event.memory_ratio is None else f" ({event.memory_ratio:.2f} times)"
     memory = "" if event.measured_bytes is None else f"{format_size(event.measured_bytes)} {method}{ratio}, "

@@ -40,7 +40,9 @@ class LogTail:
         self._is_silenced = False
         self._note = ""
         self._out = out or sys.stdout
-        self._console = Console(file=self._out, force_terminal=self._out.isatty())  # FORCE_COLOR: a file is no terminal
+        self._console = Console(
+            file=self._out, force_terminal=self._out.isatty()
+        )  # FORCE_COLOR makes no file a terminal
         self._bar = self._make_bar() if self._console.is_terminal else None
         self._task = self._bar.add_task("", total=None, loss="") if self._bar else None
 

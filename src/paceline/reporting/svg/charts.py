@@ -179,13 +179,13 @@ def _draw_line(points: Sequence[Point], frame: _Frame, number: int) -> list[str]
             segments.append([])
     overlay_class = " over" if number else ""
     shapes = [
-        f'<polyline points="{" ".join(run)}" class="line{number % NUM_COLORS}{overlay_class}"/>'
-        for run in segments
-        if len(run) > 1
+        f'<polyline points="{" ".join(segment)}" class="line{number % NUM_COLORS}{overlay_class}"/>'
+        for segment in segments
+        if len(segment) > 1
     ]
-    for run in segments:
-        if len(run) == 1:
-            x, y = run[0].split(",")
+    for segment in segments:
+        if len(segment) == 1:
+            x, y = segment[0].split(",")
             shapes.append(f'<circle cx="{x}" cy="{y}" r="2.5" class="fill{number % NUM_COLORS}"/>')
     if points and len(points) <= _MAX_DOTS:
         shapes += [

@@ -26,7 +26,7 @@ def mean_window(points: Sequence[Point]) -> int:
 
 
 def running_mean(points: Sequence[Point], *, window: int) -> list[Point]:
-    """Return the mean of the `window` values around each point, of fewer at both ends; non-finite points stay so."""
+    """Return the mean of `window` values around each point (fewer at both ends); non-finite values remain."""
     half = window // 2
     means = []
     for index, (x, y) in enumerate(points):

@@ -29,7 +29,7 @@ class LocalSgdRule(StepRule):
         if job.ema is not None:
             yield JobError(
                 f"ema= with --update {plan.update_rule.kind}: each site would have an average of its own.",
-                cause="the mean of the sites is what is evaluated and saved",
+                cause="evaluations and checkpoints use the mean of the sites' weights",
                 hint="ema=None",
             )
         if job.loss_over == "batch":

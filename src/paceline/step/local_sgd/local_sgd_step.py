@@ -1,6 +1,6 @@
 """The step of local SGD and DiLoCo: a site trains on its own and synchronises with the others periodically.
 
-Within the site it is the synchronous step of the site's layout. The results of each step are sent to the other sites
+Within a site, a step is the synchronous step of the site's layout. The results of each step are sent to the other sites
 without waiting, several steps per message, and are read `lag` steps later.
 """
 
@@ -62,7 +62,7 @@ class LocalStep(SynchronousStep):
     def _commit_update(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
         """Update with the loss terms that have a target in this site's samples; without any target, make no update.
 
-        If no site has a target, that is an error. The totals of all sites show it.
+        If no site has a target, the totals of all sites show it, and the run reports an error.
         """
         totals = result.totals
         if all(totals.counts.values()):

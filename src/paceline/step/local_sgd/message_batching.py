@@ -9,7 +9,7 @@ from paceline.comm.process_group import World
 
 
 class MessageBatcher:
-    """A batcher that sums up to `max_vectors` vectors over `peers` in one all-reduce.
+    """A batcher that sends up to `max_vectors` vectors in one all-reduce over `peers`.
 
     All peers add their vectors in the same order.
     """

@@ -13,7 +13,7 @@ from paceline.parallel.module_access.tensor_access import copy_into, local_eleme
 
 
 class SiteGroup:
-    """The ranks that hold the same shard in all sites, and the time that this rank has waited for them."""
+    """The ranks that hold the same shard, one in each site, and the time that this rank has waited for them."""
 
     def __init__(self, peers: World) -> None:
         self.peers = peers
@@ -54,7 +54,7 @@ class Fragment:
 
     def reset(self) -> None:
         """Take the current weights as the synchronised weights, and reset the outer optimizer."""
-        self.synchronized = [nn.Parameter(averaging_dtype_tensor(tensor).clone()) for tensor in self.weights]
+        self.synchronized = [nn.Parameter(to_averaging_dtype(tensor).clone()) for tensor in self.weights]
         momentum = self._rule.momentum
         self._optimizer = (
             torch.optim.SGD(self.synchronized, lr=self._rule.lr, momentum=momentum, nesterov=momentum > 0.0)
@@ -72,7 +72,7 @@ class Fragment:
         if self.synchronized:
             pairs = zip(self.synchronized, self.weights, strict=True)
             self._pending_gradient = _flatten(
-                [synchronized.detach() - averaging_dtype_tensor(current) for synchronized, current in pairs]
+                [synchronized.detach() - to_averaging_dtype(current) for synchronized, current in pairs]
             )
             self._wait = self._sites.peers.start_all_reduce(self._pending_gradient)
 
@@ -99,7 +99,7 @@ class Fragment:
         with torch.no_grad():
             for current, synchronized in zip(self.weights, self.synchronized, strict=True):
                 mixed = (
-                    averaging_dtype_tensor(current) * local_fraction + synchronized * (1.0 - local_fraction)
+                    to_averaging_dtype(current) * local_fraction + synchronized * (1.0 - local_fraction)
                     if local_fraction
                     else synchronized
                 )
@@ -140,7 +140,7 @@ class Fragment:
             self._pending_gradient = _flatten(pending_gradients)
 
 
-def averaging_dtype_tensor(tensor: Tensor) -> Tensor:
+def to_averaging_dtype(tensor: Tensor) -> Tensor:
     """Return the tensor in the dtype in which means are computed, at least float32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 

@@ -1,9 +1,9 @@
-"""The outer optimizer of local SGD and DiLoCo: when sites synchronise which parameters, and the synchronised weights.
+"""The outer optimizer of local SGD and DiLoCo: the times at which sites synchronise, and the synchronised weights.
 
 A synchronisation is a step of an outer optimizer. Its gradient is the mean over the sites of the change of the weights
 since the last synchronisation (Douillard et al., "DiLoCo", 2023). With a learning rate of 1 and no momentum the result
 is the mean of the weights (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019). If fragments are
-applied some updates after they are sent, it is Streaming DiLoCo (Douillard et al., 2025).
+applied some updates after they are sent, the algorithm is Streaming DiLoCo (Douillard et al., 2025).
 """
 
 import math
@@ -19,9 +19,9 @@ from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.parallel.module_access.sharded_tensors import ShardedTensors
 from paceline.parallel.module_access.tensor_access import bits_checksum, copy_into
 from paceline.planner.layout.local_sgd_checks import assign_fragments, fragment_to_send
-from paceline.step.local_sgd.outer_step import Fragment, SiteGroup, averaging_dtype_tensor
+from paceline.step.local_sgd.outer_step import Fragment, SiteGroup, to_averaging_dtype
 
-_RESHAPED = 2  # how a buffer has changed: 0 not, 1 its values, 2 its shape
+_RESHAPED = 2  # the change of a buffer: 0 none, 1 values, 2 shape
 
 
 class SiteSynchronizer:
@@ -130,9 +130,7 @@ class SiteSynchronizer:
         local_weights = {name: tensor.clone() for name, tensor in current.items()}
         if self._has_diverged:
             floats = {
-                name: averaging_dtype_tensor(tensor)
-                for name, tensor in local_weights.items()
-                if tensor.is_floating_point()
+                name: to_averaging_dtype(tensor) for name, tensor in local_weights.items() if tensor.is_floating_point()
             }
             self._write(current, dict(zip(floats, self._sites.mean(list(floats.values())), strict=True)))
         try:
@@ -151,7 +149,7 @@ class SiteSynchronizer:
         self._write(current, {name: tensor for name, tensor in local_weights.items() if name in current})
 
     def _is_synchronized(self, step: int) -> bool:
-        """Return whether all sites have equal weights. Their mean is then not computed, since rounding may differ."""
+        """Return whether all sites have equal weights. Then no mean is computed: its rounding could change them."""
         return fragment_to_send(step, update=self._rule) == 0 and self._rule.fragments == 1 and not self._rule.delay
 
     def _write(self, targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -176,7 +174,7 @@ class SiteSynchronizer:
         changing = [buffers[name] for name in self._changing_buffers]
         with torch.no_grad():
             for buffer, value in zip(
-                changing, self._sites.mean([averaging_dtype_tensor(buffer) for buffer in changing]), strict=True
+                changing, self._sites.mean([to_averaging_dtype(buffer) for buffer in changing]), strict=True
             ):
                 copy_into(buffer, value.to(buffer.dtype))
         if changing:
@@ -185,7 +183,7 @@ class SiteSynchronizer:
     def _find_changing_buffers(self) -> set[str]:
         """Return the names of the buffers that have changed on any site; constant buffers need not be sent.
 
-        A buffer that a forward has replaced by one of another shape stays local to each site: shapes may differ
+        A buffer that a forward has replaced by a buffer of another shape stays local to each site: shapes may differ
         between sites, so there is no mean.
         """
         if not self._initial_buffers:

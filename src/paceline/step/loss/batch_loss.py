@@ -1,13 +1,13 @@
 """A loss over the whole global batch, such as a contrastive loss: every replica computes it from all outputs.
 
 The gradient of such a loss is the sum, over replicas, of the gradients through each replica's own outputs. So outputs
-are gathered as values. Each replica replaces its own rows by the tensors that autograd tracks, and computes the same
-loss. The usual all-reduce then sums the gradients; no gradient is sent to another replica's outputs.
+are gathered without gradients. Each replica replaces its own rows by the tensors that autograd tracks, and computes the
+same loss. The usual all-reduce then sums the gradients; no gradient is sent to another replica's outputs.
 
 Values other than tensors (texts, names, arrays) are joined too if they are a column: a list with one entry per sample.
-All other values must be the same on every replica; otherwise the replicas would compute different losses. A list as
-long as the number of samples may be a column or such a value. The first batch decides for the whole run: it is a
-column if the replicas' lists differ.
+All other values must be the same on every replica; otherwise the replicas would compute different losses. A list with
+as many entries as there are samples could be either. The first batch decides for the whole run: the list is a column if
+it differs between replicas, and it is refused if it does not.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ def gather_rows(
 ) -> tuple[Any, Any] | None:
     """Join output and batch over replicas in rank order: the rows of every tensor, and every column.
 
-    Every replica calls this. A replica without samples passes None twice and gets None. A tensor without dimensions,
+    Every replica calls this. A replica without samples passes None for both and gets None. A tensor without dimensions,
     such as a temperature, is shared: its gradient is divided by the number of replicas that have samples.
     `known_columns` stores, from batch to batch, which paths are columns.
 
@@ -90,8 +90,8 @@ class _BatchParts:
     def from_batch(value: tuple[Any, Any], *, num_samples: int, columns_by_path: dict[str, bool]) -> "_BatchParts":
         """Split output and batch into tensors, columns and other values."""
         parts = _BatchParts(value=value, num_samples=num_samples, columns_by_path=columns_by_path)
-        for name, each in zip(_NAMES, value, strict=True):
-            map_leaves(each, parts._store_leaf, is_leaf=parts._is_leaf, path=name)
+        for name, root in zip(_NAMES, value, strict=True):
+            map_leaves(root, parts._store_leaf, is_leaf=parts._is_leaf, path=name)
         return parts
 
     @property
@@ -112,8 +112,8 @@ class _BatchParts:
             return next(remaining_tensors) if isinstance(leaf, Tensor) else column_by_path.get(path, leaf)
 
         output, batch = (
-            map_leaves(each, replace_leaf, is_leaf=self._is_leaf, path=name)
-            for name, each in zip(_NAMES, self.value, strict=True)
+            map_leaves(root, replace_leaf, is_leaf=self._is_leaf, path=name)
+            for name, root in zip(_NAMES, self.value, strict=True)
         )
         return output, batch
 
@@ -138,8 +138,8 @@ class _BatchParts:
         """Return the column as JSON."""
         if path not in self.columns_by_path and is_square(leaf):
             raise JobError(
-                f'loss_over="batch" can\'t tell rows from columns in {path}: it is as long as the samples, '
-                f"{self.num_samples}, and so is each of its entries.",
+                f'loss_over="batch" can\'t tell rows from columns in {path}: it has {self.num_samples} entries, '
+                "as many as there are samples, and each entry has as many too.",
                 hint="collate=: a dict with a list of texts or numbers for each name",
             )
         try:
@@ -182,8 +182,8 @@ def _refuse_wrong_length(parts_of_replicas: list[dict[str, Any]]) -> None:
         wrong_shape = next((shape for shape, _ in parts["tensors"] if shape and shape[0] != parts["samples"]), None)
         if wrong_shape is not None:
             raise JobError(
-                f'loss_over="batch" joins outputs and batch along their first dimension, but one of shape '
-                f"{tuple(wrong_shape)} came with {parts['samples']} samples.",
+                f'loss_over="batch" joins outputs and batch along their first dimension, but a tensor of '
+                f"shape {tuple(wrong_shape)} came with {parts['samples']} samples.",
                 hint="forward=lambda model, batch: tensors of shape [samples, ...], or without dimensions",
             )
 
@@ -215,7 +215,8 @@ def _decide_columns(parts_of_replicas: list[dict[str, Any]], columns_by_path: di
         ):
             raise JobError(
                 f'loss_over="batch" can\'t tell whether {path} is one value for the whole batch or has one entry per '
-                f"sample: it is as long as the samples, {first['samples']}, and the same on every replica.",
+                f"sample: it has {first['samples']} entries, as many as there are samples, and is the same on every "
+                "replica.",
                 hint="collate=: a tensor of shape [samples, ...] for a column; a constant belongs in the loss itself",
             )
     columns_by_path.update(dict.fromkeys(first["columns"], True))

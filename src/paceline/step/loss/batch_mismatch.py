@@ -1,4 +1,4 @@
-"""The error for a batch that does not fit the model's forward: both signatures, and a `forward=` that may fit."""
+"""The error for a batch that does not fit the model's forward. It suggests a `forward=` that may fit."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -56,9 +56,9 @@ def _suggest_arguments(signature: inspect.Signature, batch: Any) -> list[str]:
     """
     required = [p for p in signature.parameters.values() if p.kind in _POSITIONAL_KINDS and p.default is p.empty]
     if isinstance(batch, Mapping):
-        parts = sorted(batch, key=lambda key: (key in _TARGETS, not isinstance(batch[key], Tensor)))
+        keys = sorted(batch, key=lambda key: (key in _TARGETS, not isinstance(batch[key], Tensor)))
         by_name = {p.name: p.name for p in required if p.name in batch}
-        remaining = iter([key for key in parts if key not in by_name])
+        remaining = iter([key for key in keys if key not in by_name])
         return [
             f'batch["{key}"]' for p in required if (key := by_name.get(p.name) or next(remaining, None)) is not None
         ]

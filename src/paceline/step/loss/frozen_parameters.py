@@ -8,7 +8,7 @@ from paceline.errors import JobError
 
 
 class FrozenParameters:
-    """The parameters that were frozen when the run was built, which may not be unfrozen. Others may be frozen later."""
+    """The parameters that were frozen when the run was built and must stay frozen. Others may be frozen later."""
 
     def __init__(self, model: nn.Module) -> None:
         self._entries = [

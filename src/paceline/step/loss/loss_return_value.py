@@ -26,7 +26,7 @@ COUNT_HINT = "return (loss_sum, how many targets it sums over)"
 
 
 class LossContract:
-    """The loss of one job; its methods check what the user's functions return.
+    """The loss of one job; its methods check the values that the user's functions return.
 
     `probes_model_loss=False` skips the trial call that tests the model's own loss, for runs on simulated values.
     """

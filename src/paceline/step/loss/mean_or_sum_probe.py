@@ -2,8 +2,8 @@
 
 For example, `(F.cross_entropy(output, target), len(target))` is divided by the count twice. The probe runs the loss on
 both halves of a microbatch. For a sum, the two results add up to that of the whole microbatch; for a mean, they do so
-only after each is multiplied by its count. If the loss returns only a scalar, this must be the mean over samples: a
-mean over unmasked labels, a weighted mean or the root of a mean is not.
+only after each is multiplied by its count. If the loss returns only a scalar, the scalar must be the mean over
+samples, not a mean over unmasked labels, a weighted mean or the root of a mean.
 """
 
 import builtins
@@ -73,7 +73,7 @@ MEAN_WITH_COUNT, NOT_ADDITIVE = "a mean with a count", "not additive"
 
 @dataclass(frozen=True, kw_only=True)
 class LossFault:
-    """A loss that is no sum over samples: `kind`, and what it returned for a microbatch and for its two halves."""
+    """The fault of a loss that is not a sum over samples, and its values for a microbatch and for the two halves."""
 
     kind: str
     full: float
@@ -82,7 +82,7 @@ class LossFault:
 
 
 def find_loss_fault(loss: Any, output: Any, batch: Any, result: tuple[Tensor, Any]) -> LossFault | None:
-    """Return why the loss is not a sum over samples, or None if it is one. `result` is its `(sum, count)` for `batch`.
+    """Return the fault of a loss that is not a sum over samples, else None. `result` is its `(sum, count)` for `batch`.
 
     The loss runs on each half of the microbatch, without gradients. If it could have side effects, or the microbatch
     cannot be halved, it does not run, and the result is None.
@@ -95,7 +95,7 @@ def find_loss_fault(loss: Any, output: Any, batch: Any, result: tuple[Tensor, An
     if size < 2 or any(argument is None for arguments in half_arguments for argument in arguments):
         return None
     try:
-        with torch.no_grad(), torch.random.fork_rng(_devices(output)):
+        with torch.no_grad(), torch.random.fork_rng(_cuda_devices(output)):
             halves = [loss(*arguments) for arguments in half_arguments]
     except Exception:  # the user's code need not accept half a microbatch
         return None
@@ -128,8 +128,8 @@ def _classify_fault(numbers: Sequence[tuple[float, float]], *, is_scalar: bool, 
 def has_no_side_effects(function: Any, *, seen: frozenset[int] = frozenset()) -> bool:
     """Return whether calls of a function have no side effect, on this rank or another. If in doubt, return False.
 
-    The function must write nothing, and use only constants, functions like it, and torch operations that only compute:
-    no collective, random draw or in-place update.
+    The function must write nothing, and use only constants, other functions without side effects, and torch operations
+    that only compute: no collective, random draw or in-place update.
     """
     if isinstance(function, partial):
         values = [*function.args, *function.keywords.values()]
@@ -155,7 +155,9 @@ def has_no_side_effects(function: Any, *, seen: frozenset[int] = frozenset()) ->
 
 def _global_names(function: FunctionType) -> list[str]:
     instructions = dis.get_instructions(function)
-    return [str(each.argval) for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    return [
+        str(instruction.argval) for instruction in instructions if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    ]
 
 
 def _is_pure_global(name: str, function: FunctionType, seen: frozenset[int]) -> bool:
@@ -166,9 +168,9 @@ def _is_pure_global(name: str, function: FunctionType, seen: frozenset[int]) -> 
 
 def _is_constant_or_pure(value: Any, seen: frozenset[int]) -> bool:
     if isinstance(value, tuple):
-        return all(_is_constant_or_pure(each, seen) for each in value)
+        return all(_is_constant_or_pure(item, seen) for item in value)
     if isinstance(value, ModuleType):
-        return _is_of_torch(value.__name__)
+        return _is_torch_or_math(value.__name__)
     return isinstance(value, _CONSTANT_TYPES) or has_no_side_effects(value, seen=seen)
 
 
@@ -177,11 +179,13 @@ def _is_pure_torch(value: Any) -> bool:
     if isinstance(value, torch.nn.Module):
         is_hooked = value._forward_hooks or value._forward_pre_hooks
         return type(value).__module__ == _TORCH_LOSSES and not is_hooked
-    is_torch_function = isinstance(value, BuiltinFunctionType | FunctionType) and _is_of_torch(str(value.__module__))
+    is_torch_function = isinstance(value, BuiltinFunctionType | FunctionType) and _is_torch_or_math(
+        str(value.__module__)
+    )
     return is_torch_function and value.__name__ in _PURE_TORCH_NAMES
 
 
-def _is_of_torch(name: str) -> bool:
+def _is_torch_or_math(name: str) -> bool:
     return name.partition(".")[0] in ("torch", "math")
 
 
@@ -207,22 +211,22 @@ def _slice_samples(value: Any, size: int, part: slice) -> Any:
     if type(value) is Tensor:
         return value.detach()[part].clone() if value.dim() and value.shape[0] == size else None
     if type(value) in (tuple, list):
-        parts = [_slice_samples(each, size, part) for each in value]
-        return None if any(each is None for each in parts) else type(value)(parts)
+        items = [_slice_samples(item, size, part) for item in value]
+        return None if any(item is None for item in items) else type(value)(items)
     if type(value) is dict:
-        sliced = {name: _slice_samples(each, size, part) for name, each in value.items()}
-        return None if any(each is None for each in sliced.values()) else sliced
+        sliced = {name: _slice_samples(item, size, part) for name, item in value.items()}
+        return None if any(item is None for item in sliced.values()) else sliced
     return None
 
 
-def _devices(output: Tensor) -> list[int]:
+def _cuda_devices(output: Tensor) -> list[int]:
     return [output.device.index or 0] if output.device.type == "cuda" else []
 
 
 def _as_numbers(pair: Any) -> tuple[float, float] | None:
     if isinstance(pair, Mapping) or not isinstance(pair, tuple | list) or len(pair) != 2:
         return None
-    numbers = [as_number(each.detach() if isinstance(each, Tensor) else each) for each in pair]
+    numbers = [as_number(item.detach() if isinstance(item, Tensor) else item) for item in pair]
     return None if any(number is None for number in numbers) else (float(numbers[0] or 0), float(numbers[1] or 0))
 
 

@@ -22,7 +22,7 @@ _CLOSE_SECONDS = 5.0
 
 
 class WorkerConnections:
-    """The connections of one server to its workers. Only the first server leases shares."""
+    """The connections of one server to its workers. Only the first server leases shares of a batch to workers."""
 
     def __init__(self, state: ServerState, *, acceptor: ConnectionAcceptor, is_first_server: bool) -> None:
         self._state = state
@@ -120,14 +120,14 @@ class WorkerConnections:
         fields, buffer = message.fields, message.buffer
         if fields["order"] is not None:
             self._state.check_order(int(fields["epoch"]), *fields["order"])
-        kinds: Sequence[int] = fields["gradients"]
+        codes: Sequence[int] = fields["gradients"]
         like: Sequence[Tensor] = self._state.served.weights
-        gradients = [None] * len(kinds) if buffer is None else unpack_gradients(buffer, kinds=kinds, like=like)
+        gradients = [None] * len(codes) if buffer is None else unpack_gradients(buffer, codes=codes, like=like)
         return push_from_json(fields, gradients=gradients)
 
 
 def call_unless_closed(call: Callable[[], int | None]) -> int | None:
-    """Return `call()`, or None if the store is closed, as it is at the end of the run, maybe during the call."""
+    """Return `call()`, or None if the store is closed: the run may end before or during the call."""
     try:
         return call()
     except RuntimeError:

@@ -47,35 +47,40 @@ def layout_of(tensors: Sequence[Tensor]) -> FlatLayout:
     return FlatLayout([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
 
 
-def kinds_of(gradients: Sequence[Tensor | None]) -> list[int]:
-    """Return a code for each gradient: ABSENT, DENSE, or the number of rows of a sparse, coalesced one."""
+def gradient_codes(gradients: Sequence[Tensor | None]) -> list[int]:
+    """Return a code for each gradient: ABSENT, DENSE, or the number of rows of a sparse, coalesced gradient."""
     return [ABSENT if g is None else int(g.values().shape[0]) if g.is_sparse else DENSE for g in gradients]
 
 
 def pack_gradients(gradients: Sequence[Tensor | None]) -> Tensor:
-    """Pack the gradients that are not None; a sparse one as the indices of its rows, then the rows."""
-    parts: list[Tensor] = []
+    """Pack the gradients that are not None. A sparse gradient becomes the indices of its rows, followed by the rows."""
+    tensors: list[Tensor] = []
     for gradient in gradients:
         if gradient is not None:
-            parts += [gradient.indices(), gradient.values()] if gradient.is_sparse else [gradient]
-    return layout_of(parts).pack(parts)
+            tensors += [gradient.indices(), gradient.values()] if gradient.is_sparse else [gradient]
+    return layout_of(tensors).pack(tensors)
 
 
-def unpack_gradients(buffer: Tensor, *, kinds: Sequence[int], like: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradients in a buffer of `pack_gradients` as views; `like` are the parameters."""
+def unpack_gradients(buffer: Tensor, *, codes: Sequence[int], like: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return views of the gradients in a buffer from `pack_gradients`.
+
+    `codes` are the result of `gradient_codes`, and `like` are the parameters.
+    """
     shapes: list[Shape] = []
-    for kind, parameter in zip(kinds, like, strict=True):
-        if kind == DENSE:
+    for code, parameter in zip(codes, like, strict=True):
+        if code == DENSE:
             shapes.append((tuple(parameter.shape), parameter.dtype))
-        elif kind != ABSENT:
-            shapes += [((1, kind), torch.int64), ((kind, *parameter.shape[1:]), parameter.dtype)]
-    parts = iter(FlatLayout(shapes).views(buffer))
-    return [_next_gradient(kind, parameter, parts) for kind, parameter in zip(kinds, like, strict=True)]
+        elif code != ABSENT:
+            shapes += [((1, code), torch.int64), ((code, *parameter.shape[1:]), parameter.dtype)]
+    tensors = iter(FlatLayout(shapes).views(buffer))
+    return [_next_gradient(code, parameter, tensors) for code, parameter in zip(codes, like, strict=True)]
 
 
-def _next_gradient(kind: int, parameter: Tensor, parts: Iterator[Tensor]) -> Tensor | None:
-    if kind == ABSENT:
+def _next_gradient(code: int, parameter: Tensor, tensors: Iterator[Tensor]) -> Tensor | None:
+    if code == ABSENT:
         return None
-    if kind == DENSE:
-        return next(parts)
-    return torch.sparse_coo_tensor(next(parts), next(parts), parameter.shape, is_coalesced=True, check_invariants=True)
+    if code == DENSE:
+        return next(tensors)
+    return torch.sparse_coo_tensor(
+        next(tensors), next(tensors), parameter.shape, is_coalesced=True, check_invariants=True
+    )

@@ -10,7 +10,7 @@ from paceline.step.parameter_server.state import ServedWeights
 
 
 def served_weights(model: nn.Module, named_parameters: Sequence[NamedParameter]) -> ServedWeights:
-    """Return what a server sends to its workers; `named_parameters` are those that its optimizer updates."""
+    """Return the tensors that a server sends to its workers; its optimizer updates `named_parameters`."""
     return ServedWeights(
         names=[member.name for member in named_parameters],
         weights=[member.parameter for member in named_parameters],
@@ -39,8 +39,8 @@ def sparse_tables(model: nn.Module) -> dict[str, str]:
 
 def model_digest(model: nn.Module) -> str:
     """Return a digest of the names, dtypes and shapes of all parameters and buffers."""
-    kinds = [
+    descriptions = [
         (name, str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     ]
-    return hashlib.blake2b(repr(kinds).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(repr(descriptions).encode(), digest_size=16).hexdigest()

@@ -60,8 +60,8 @@ class ParameterServerRule(StepRule):
         elif job.ema is not None and plan.update_rule.servers > 1:
             errors.append(
                 JobError(
-                    "ema= with several servers: none has all weights after an update.",
-                    cause="they synchronise only at saves and evaluations",
+                    "ema= with several servers: no server has all weights after an update.",
+                    cause="servers synchronise only at saves and evaluations",
                     hint="ema=None, or --update ps,servers=1,staleness=0",
                 )
             )
@@ -76,7 +76,7 @@ class ParameterServerRule(StepRule):
 
     def join(self, plan: ExecutionPlan, *, launch_info: LaunchInfo, timeout_seconds: float) -> World:
         """Join the other servers, if there are several. Workers connect to the servers' `worker_endpoint`."""
-        servers, worker_endpoint = plan.update_rule.servers, WorkerEndpoint(place=launch_info)
+        servers, worker_endpoint = plan.update_rule.servers, WorkerEndpoint(launch_info=launch_info)
         if servers == 1:
             store = open_store(launch_info, timeout_seconds=timeout_seconds)
             return World(timeout_seconds=timeout_seconds, worker_endpoint=worker_endpoint, store=store)
@@ -127,7 +127,7 @@ def refuse_unsupported_model(replica: ReplicaContext, plan: ExecutionPlan) -> No
             LayoutError(
                 f"--update {plan.update}: {plan.update_rule.servers} servers, "
                 f"but the model has {plural(num_parameters, 'parameter')}.",
-                cause="each parameter is whole on one server",
+                cause="each parameter is stored on one server, as a whole tensor",
                 hint=f"--update ps,servers={max(1, num_parameters)}",
             )
         )

@@ -5,7 +5,8 @@ a larger bound, each share is one update, applied when it arrives. If this updat
 staler than the bound, the server waits for that share first (Ho et al., NIPS 2013; staleness is counted in updates).
 
 With several servers, each owns some of the parameters and their optimizer state. The first server leases shares and
-decides the order of updates. The other servers have received their parts of the gradients by then, and follow it.
+decides the order of updates. The other servers receive their parts of the gradients before the first server receives
+its part, and apply them in that order.
 """
 
 import math
@@ -41,7 +42,7 @@ from paceline.step.step_totals import AsyncScalars, StepResult
 from paceline.step.synchronous import SynchronousStep
 from paceline.torch_internals.private_api import divide_all
 
-_KEPT_BATCHES = 256  # cheap: on a server they hold no samples
+_RETAINED_BATCHES = 256  # cheap: a server's batches hold no samples
 _POLL_SECONDS = 0.5
 _APPLY_DECISION, _WAIT_DECISION, _DONE_DECISION = "apply", "wait", "done"
 
@@ -107,7 +108,7 @@ class ServerStep(SynchronousStep):
             self._sync_after_update()
             self._is_synchronized = True
 
-    num_retained_batches = _KEPT_BATCHES
+    num_retained_batches = _RETAINED_BATCHES
     has_delayed_results = True
 
     def collect_staleness(self) -> list[dict[str, Any]]:
@@ -240,7 +241,7 @@ class ServerStep(SynchronousStep):
                     for lease, _, number, fields in updates
                 }
                 self._apply_update(state, self._batches[updates[0][1]], pushes)
-                for lease in [lease for lease in state.pushes if lease < oldest_lease]:  # of workers that died
+                for lease in [lease for lease in state.pushes if lease < oldest_lease]:  # leases of lost workers
                     del state.pushes[lease]
 
     def _apply_leases(self, state: ServerState, leases: Sequence[Lease], pushes: Sequence[GradientPush]) -> None:
@@ -315,5 +316,5 @@ def _location(step_batch: StepBatch, *, micro_batch_size: int) -> dict[str, Any]
 
 
 def _zero_gradient(parameter: nn.Parameter, *, is_sparse: bool) -> Tensor:
-    """Return a zero gradient for another server's parameter; `is_sparse`: it is a sparse table's."""
+    """Return a zero gradient for another server's parameter; `is_sparse`: the parameter is a sparse table."""
     return torch.zeros_like(parameter, layout=torch.sparse_coo).coalesce() if is_sparse else torch.zeros_like(parameter)

@@ -31,7 +31,7 @@ class GradientPush:
 
     @property
     def count(self) -> float:
-        """The count of the only term."""
+        """The count of the only term; the sum of the counts if there are several terms."""
         return math.fsum(count for terms in self.terms.values() for _, count in terms.values())
 
     @property
@@ -67,7 +67,7 @@ class AppliedUpdate:
 
 
 class PushedTotals(TotalsReduction):
-    """The totals of a batch whose shares workers push; reading them waits for all shares."""
+    """The totals of a batch whose shares are pushed by workers; reading the totals waits for all shares."""
 
     def __init__(self, *, num_micro: int, wait: Callable[[], None]) -> None:
         super().__init__(world=World.alone(), names=(), num_micro=num_micro)
@@ -86,7 +86,7 @@ class PushedTotals(TotalsReduction):
         self.set_flag(STOP, float(stop or any(push.stop for push in pushes)))
         self.start()
 
-    def reduced(self) -> StepTotals:
+    def wait_for_totals(self) -> StepTotals:
         """Wait for all shares and return the totals."""
         self._wait_for_shares()
         return super().wait_for_totals()
@@ -94,7 +94,7 @@ class PushedTotals(TotalsReduction):
 
 @dataclass(kw_only=True)
 class PushedBatch:
-    """A batch, each of whose shares is free, in flight, or applied."""
+    """A batch with the state of its shares: each share is free, in flight, or applied."""
 
     number: int
     shares: Sequence[BatchShare]
@@ -119,7 +119,7 @@ def push_to_json(push: GradientPush) -> dict[str, Any]:
 
 
 def push_from_json(fields: Mapping[str, Any], *, gradients: Sequence[Tensor | None]) -> GradientPush:
-    """Return the push that such JSON describes, with this server's gradients."""
+    """Return the push that the JSON `fields` describe, with this server's gradients."""
     terms = {int(index): {n: (t, c) for n, (t, c) in terms.items()} for index, terms in fields["terms"].items()}
     options = {name: fields[name] for name in ("divided_by", "stop", "versions")}
     return GradientPush(gradients=gradients, terms=terms, **options)
@@ -128,11 +128,11 @@ def push_from_json(fields: Mapping[str, Any], *, gradients: Sequence[Tensor | No
 def sum_pushed_gradients(pushes: Sequence[GradientPush]) -> list[Tensor | None]:
     """Return the sum of the shares' gradients, in fixed order, so that the order of arrival changes no bit."""
     sums: list[Tensor | None] = []
-    for parts in zip(*(push.gradients for push in pushes), strict=True):
-        present = [part for part in parts if part is not None]
+    for gradients in zip(*(push.gradients for push in pushes), strict=True):
+        present = [gradient for gradient in gradients if gradient is not None]
         total = present[0] if present else None
-        for part in present[1:]:
-            total = total + part
+        for gradient in present[1:]:
+            total = total + gradient
         sums.append(total.coalesce() if total is not None and total.is_sparse else total)
     return sums
 

@@ -21,9 +21,10 @@ _PATIENCE = 0.25  # as a fraction of the worker's timeout
 
 @dataclass(frozen=True, kw_only=True)
 class ServedWeights:
-    """The tensors that workers receive: `weights` with each lease, and `fixed`, which no update changes, once.
+    """The tensors that workers receive: `weights` with each lease, and `fixed` once, at the start.
 
-    `weights` are the parameters that this server owns, and `names` their names. `digest` identifies the model.
+    `weights` are the parameters that this server owns, and `names` their names. `fixed` are the frozen parameters and
+    the buffers, which no update changes. `digest` identifies the model.
     """
 
     names: Sequence[str]
@@ -74,7 +75,7 @@ class ServerState:
         return self._layout.empty_buffer() if self._shared_buffer is None else self._shared_buffer
 
     def offer_shares(self, step: int, location: Mapping[str, Any], shares: Iterable[BatchShare]) -> None:
-        """Offer a batch's shares; `location` says where its samples are. Before the call, weights may have changed."""
+        """Offer a batch's shares; `location` says where its samples are. The weights may have changed before."""
         with self.lock:
             self.has_started = True
             self.locations[step] = location
@@ -127,11 +128,11 @@ class ServerState:
             self.last_disconnect_time = time.monotonic()
             freed = self.leases.release_worker(worker)
             if not self.is_over:
-                parts = ", ".join(
+                lost_shares = ", ".join(
                     f"step {share.step + 1}'s part {share.number + 1} of {share.num_shares}" for share in freed
                 )
                 outcome = (
-                    f"its unpushed gradient is lost, and {parts} goes to the next free worker"
+                    f"its unpushed gradient is lost, and {lost_shares} goes to the next free worker"
                     if freed
                     else "it computed no share"
                 )
@@ -141,7 +142,8 @@ class ServerState:
     def lease_share(self, worker: int, *, buffer: Tensor) -> tuple[Lease, Mapping[str, Any]] | None:
         """Lease a share to this worker, and pack the weights into `buffer`.
 
-        Returns the lease and where the batch's samples are, or None if no share is free for a while or the run is over.
+        Returns the lease and the location of the batch's samples, or None if no share is free for a while or the run is
+        over.
         """
         granted_leases: list[Lease] = []
 
@@ -193,7 +195,7 @@ class ServerState:
             return self.version
 
     def store_part(self, number: int, push: GradientPush) -> None:
-        """Store this server's part of a gradient; it is used once the first server has its part too."""
+        """Store this server's part of a gradient, which is used once the first server has received its own part."""
         with self.lock:
             self.pushes[number] = push
             self.lock.notify_all()

@@ -1,4 +1,4 @@
-"""The connection between a worker and a server: a process group of two, so a failure breaks only this connection."""
+"""The connection between a worker and a server: its own process group, so a failure breaks only this connection."""
 
 import json
 import time
@@ -23,7 +23,12 @@ _TICKET_KEY = "paceline-server/{}/tickets/{}"
 
 
 class MessageKind(IntEnum):
-    """The kind of a message."""
+    """The kind of a message.
+
+    Workers send HELLO, PULL (request weights) and PUSH (gradients). Servers send FIXED (tensors that no update
+    changes), LEASE (weights, and from the first server a share), WAIT (no share yet, or a push was received) and OVER
+    (end of run).
+    """
 
     HELLO = 1
     FIXED = 2
@@ -73,7 +78,7 @@ class Connection:
             self._complete(self._group.send, part)
 
     def receive(self, *, buffer: Tensor | None = None) -> ServerMessage:
-        """Receive the next message; its bytes are read into `row` if the sizes match.
+        """Receive the next message; its bytes are read into `buffer` if the sizes match.
 
         Raises:
             ConnectionLost
@@ -136,12 +141,12 @@ def connect_store(launch_info: LaunchInfo, *, timeout_seconds: float) -> TCPStor
 
 
 def connect_to_server(endpoint: WorkerEndpoint, *, server: int, timeout_seconds: float) -> Connection:
-    """Open a worker's end of a new connection: the worker draws a ticket number, and the server connects under it.
+    """Open a worker's end of a new connection: the worker draws a ticket number, which the server uses too.
 
     Raises:
         ConnectionLost
     """
-    store = connect_store(endpoint.place, timeout_seconds=timeout_seconds)
+    store = connect_store(endpoint.launch_info, timeout_seconds=timeout_seconds)
     try:
         number = int(store.add(_TICKET_KEY.format(endpoint.session, server), 1))
     except (RuntimeError, dist.DistError) as error:
@@ -154,11 +159,11 @@ class ConnectionAcceptor:
     """The server's acceptor of workers; it accepts new and restarted workers at any time."""
 
     def __init__(self, endpoint: WorkerEndpoint, *, server: int, timeout_seconds: float) -> None:
-        self._launch_info = endpoint.place
+        self._launch_info = endpoint.launch_info
         self._ticket_key = _TICKET_KEY.format(endpoint.session, server)
         self._name = f"{endpoint.session}/{server}"
         self._timeout = timeout_seconds
-        self._store = connect_store(endpoint.place, timeout_seconds=timeout_seconds)
+        self._store = connect_store(endpoint.launch_info, timeout_seconds=timeout_seconds)
         self._num_accepted = 0
         self.is_closed = False
 

@@ -56,7 +56,7 @@ def _refuse_unsupported_model(
         errors.append(
             LayoutError(
                 f"--update {plan.update}: {name} is used in the stages of ranks {', '.join(map(str, ranks))}.",
-                cause="its gradients arrive at different times on each, so its copies would diverge",
+                cause="its gradients arrive at different times on each stage, so its copies would diverge",
                 hint="use a model without weights tied over stages, or --update sync",
             )
         )

@@ -97,7 +97,7 @@ class PipeDreamStep(SynchronousStep):
         return result
 
     def batch_ends(self) -> dict[str, list[int]]:
-        """Return the state for a checkpoint: the ends of recent batches, in microbatches relative to the next one."""
+        """Return the state for a checkpoint: the ends of recent batches, as microbatch numbers relative to the next."""
         return {"ends": [end - self._batch_boundaries.num_microbatches for end in self._batch_boundaries.ends]}
 
     def resume(self, step: int, *, ends: Sequence[int], older_weights: Mapping[int, Weights]) -> None:
@@ -130,7 +130,7 @@ class PipeDreamStep(SynchronousStep):
 
     @property
     def _checks_writes(self) -> bool:
-        """True in the first two steps, in which forwards are checked for writes to parameters."""
+        """True in the first two steps after each drain, in which forwards are checked for writes to parameters."""
         return self._num_checked_steps <= 2
 
     @property

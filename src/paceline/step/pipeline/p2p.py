@@ -18,7 +18,7 @@ from paceline.comm.process_group import PendingMessage, World
 
 _HEADER_BYTES = _ALIGNMENT_BYTES = 64
 _CANCELLED = -1
-_TAGS_PER_CHANNEL = 1 << 18  # per channel; more than any pipeline has links
+_TAGS_PER_CHANNEL = 1 << 18  # more than any pipeline has links
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def _num_tensor_bytes(description: list[Any]) -> int:
 
 
 def _num_bytes(layout: list[Any]) -> int:
-    return _HEADER_BYTES + sum(_aligned(_num_tensor_bytes(form)) for form in layout)
+    return _HEADER_BYTES + sum(_aligned(_num_tensor_bytes(description)) for description in layout)
 
 
 def _aligned(size: int) -> int:

@@ -56,7 +56,7 @@ class PipelineForwardBackward:
         return self._pipeline_model.build_program(num_micro)
 
     def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
-        """Run this replica's microbatches, and stand-ins of weight zero if all replicas must run equally many."""
+        """Run this replica's microbatches, and stand-ins of weight zero if all replicas must run the same number."""
         local_microbatches = [self._replica.load_microbatch(microbatch.data) for microbatch in step_batch.micro]
         counts = self._totals_builder.gather_counts([local.data for local in local_microbatches])
         num_missing = self._stand_ins.count_missing(step_batch)

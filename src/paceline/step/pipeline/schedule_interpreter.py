@@ -27,17 +27,17 @@ class StageWork(Protocol):
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> StageOutput | Tensor | None:
         """Run one microbatch through one stage; return the output for the next stage, or on the last stage the loss.
 
-        A forward-only program ignores what the last stage returns.
+        A forward-only program ignores the result of the last stage.
         """
 
     def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
         """Return the context for a backward, or half of one, in which recomputation sees the state of the forward."""
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
-        """Prepare for weight gradients to be added, by BACKWARD or WEIGHT."""
+        """Prepare for weight gradients, which BACKWARD or BACKWARD_WEIGHT adds next."""
 
     def after_backward(self, *, stage: int, microbatch: int) -> None:
-        """Process the weight gradients that were added."""
+        """Process the weight gradients that the backward has added."""
 
 
 @dataclass(kw_only=True)
@@ -51,11 +51,11 @@ class _PendingBackward:
 
 
 class Pipeline:
-    """An interpreter of one rank's part of a program; the ranks of the `World` are those of the program.
+    """An interpreter of one rank's part of a program; the `World` has the ranks of the program.
 
-    `splits=False` runs a stage's full backward at INPUT and does nothing at WEIGHT: the backward of stages that
-    recompute or are sharded cannot be split. `is_continuous`: `expect_actions` and `run_action` are called repeatedly
-    until `pause`, and a receive is always posted for the next message on each link.
+    `splits_backward=False` runs a stage's full backward at BACKWARD_INPUT and does nothing at BACKWARD_WEIGHT: the
+    backward of stages that recompute or are sharded cannot be split. `is_continuous`: `expect_actions` and `run_action`
+    are called repeatedly until `pause`, and a receive is always posted for the next message on each link.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Pipeline:
 
     def _backward_weight(self, action: Action, work: StageWork) -> None:
         pending = self._pending.pop((action.stage, action.microbatch))
-        assert pending.deferred is not None, "WEIGHT comes after INPUT"
+        assert pending.deferred is not None, "BACKWARD_WEIGHT comes after BACKWARD_INPUT"
         work.before_backward(stage=action.stage, microbatch=action.microbatch)
         with work.backward_context(microbatch=action.microbatch):
             backward_weight(pending.deferred)

@@ -1,9 +1,9 @@
 """Backward in two halves for zero-bubble schedules: the input gradients first, the weight gradients later.
 
 The first half runs the graph only from the outputs to the stage's inputs. It saves the gradient at each boundary: an
-operation on this path that also has weights as inputs. The second half computes the weight gradients from the saved
-ones. A weight that several operations share gets its gradient in the first half, in the autograd engine's order, so
-that sums are bit-identical. (Qi et al., "Zero Bubble Pipeline Parallelism", 2023)
+operation on this path that also has weights as inputs. The second half computes the weight gradients from these saved
+gradients. A weight that several operations share gets its gradient in the first half, in the autograd engine's order,
+so that sums are bit-identical. (Qi et al., "Zero Bubble Pipeline Parallelism", 2023)
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class DeferredWeightGrad:
 def backward_input(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], DeferredWeightGrad]:
-    """Return the gradients of `inputs`, and what `backward_weight` needs to compute the weight gradients."""
+    """Return the gradients of `inputs`, and the state from which `backward_weight` computes the weight gradients."""
     if not inputs:
         return [], DeferredWeightGrad(full_backward=(list(outputs), list(gradients)))
     boundaries, shared = _find_boundaries([get_gradient_edge(output).node for output in outputs], inputs)
@@ -71,7 +71,7 @@ def backward_weight(deferred: DeferredWeightGrad) -> None:
         return
     weight_gradients = list(deferred.shared_gradients)
     for node, weights, output_gradients in deferred.boundaries:
-        edges = [GradientEdge(node, place) for place, gradient in enumerate(output_gradients) if gradient is not None]
+        edges = [GradientEdge(node, index) for index, gradient in enumerate(output_gradients) if gradient is not None]
         gradients = compute_gradients(
             edges, weights, [gradient for gradient in output_gradients if gradient is not None]
         )
@@ -91,7 +91,7 @@ def _gradient_saver(node: Node, saved_gradients: dict[Node, tuple[Tensor | None,
 def _find_boundaries(
     roots: Sequence[Node], inputs: Sequence[Tensor]
 ) -> tuple[list[tuple[Node, list[Tensor]]], list[Tensor]]:
-    """Return the boundaries, each with the weights that only it leads to, and the weights that several lead to."""
+    """Return the boundaries, each with the weights that it alone leads to, and the weights that several share."""
     order = _reverse_topological_order(roots)
     on_path = {get_gradient_edge(tensor).node for tensor in inputs}
     input_nodes = {get_gradient_edge(tensor).node for tensor in inputs}

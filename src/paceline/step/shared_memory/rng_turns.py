@@ -29,7 +29,7 @@ class HostRandomness(Enum):
 
 
 class HostRngTurns:
-    """The turns of the replicas of one process. `gpu`: the device, if several replicas share one."""
+    """The turns of the replicas of one process. `gpu`: the GPU, if several replicas share one."""
 
     def __init__(self, *, timeout_seconds: float, gpu: torch.device | None = None) -> None:
         self.host_randomness = HostRandomness.UNKNOWN
@@ -56,7 +56,7 @@ class HostRngTurns:
             yield
             if states_before is not None and self.states() != states_before:
                 self._has_drawn["forward"] = True
-            self._thread_local.ended = (
+            self._thread_local.forward_end_states = (
                 get_rng_states(self._gpu) if self.host_randomness is not HostRandomness.FORWARD else None
             )
 
@@ -71,7 +71,7 @@ class HostRngTurns:
             yield
             return
         with self._take_turn():
-            end_states = getattr(self._thread_local, "ended", None)
+            end_states = getattr(self._thread_local, "forward_end_states", None)
             if end_states is not None:
                 set_rng_states(end_states, self._gpu)
             if self.host_randomness is HostRandomness.BACKWARD or not self._has_drawn["forward"]:
@@ -95,7 +95,7 @@ class HostRngTurns:
             self._lock.release()
 
     def record_draws(self) -> None:
-        """Set `host_randomness` after a step in which draws were detected."""
+        """Set `host_randomness` from the draws that the step has shown, if it is unknown."""
         if self.host_randomness is HostRandomness.UNKNOWN:
             has_drawn = self._has_drawn
             self.host_randomness = (

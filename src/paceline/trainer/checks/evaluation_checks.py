@@ -31,7 +31,7 @@ def best_rule(job: Job) -> tuple[str, str]:
     metric, _, mode = (job.best or "loss:min").partition(":")
     if mode not in ("", "min", "max") or not metric:
         raise JobError(f"best={job.best!r} is not understood.", hint='best="accuracy:max"')
-    return metric, mode or mode_of_metric(metric, written=f"best={job.best!r}", hint=f'best="{metric}:max"')
+    return metric, mode or mode_of_metric(metric, rule_text=f"best={job.best!r}", hint=f'best="{metric}:max"')
 
 
 def check_evaluation_settings(job: Job, settings: Settings, *, evaluate_first: bool) -> None:

@@ -32,7 +32,7 @@ def loss_notes(loss: Any, *, model: nn.Module, world: World) -> list[str]:
             f"loss= contains {first_names(differing)}, whose values differ between ranks.",
             cause="drawn when the job is built, which every process does separately",
             hint="put the loss's module into model=, which is equal on all ranks; or call "
-            "torch.manual_seed(0) before it",
+            "torch.manual_seed(0) before building it",
         )
     untrained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     if not untrained:

@@ -38,8 +38,9 @@ class _Span:
 def schedules_in_epochs(schedules: Sequence[Any], *, total_steps: int | None, epoch_steps: int | None) -> list[str]:
     """Return a warning for each of torch's schedules that reaches its lowest rate suspiciously early.
 
-    Suspicious is an end within a small fraction of the run, after as many updates as the run has epochs, after at most
-    two updates for each epoch, or, if each step of the schedule multiplies the rate, within the first epoch.
+    An end is suspicious within a small fraction of the run, after as many updates as the run has epochs, or after at
+    most two updates for each epoch. If each step of the schedule multiplies the rate, an end in the first epoch is
+    suspicious too.
     """
     if not total_steps:
         return []

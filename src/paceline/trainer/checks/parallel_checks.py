@@ -23,7 +23,7 @@ _DEFAULT_KEY = "input_ids"
 _MAX_ELEMENTS = 50_000_000
 _MAX_LENGTHS = 3
 NOT_COMPARED_NOTE = (
-    "{}: the split model was not compared with the whole one, because it is large; `paceline verify` does that"
+    "{}: the split model was not compared with the unsplit one, because it is large; `paceline verify` compares them"
 )
 
 

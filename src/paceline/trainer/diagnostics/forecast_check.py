@@ -98,7 +98,7 @@ class ForecastCheck:
             if machine.threads != plan.threads:
                 return
             is_time_reliable = not report.others and forecast.step_seconds / forecast.longer >= _MIN_STEP_SECONDS
-            # `longer` and `fuller`, keys of the calibration, are measured over forecast time and memory.
+            # The calibration's keys `longer` and `fuller` are the ratios of measured to forecast time and memory.
             record_forecast_ratio(
                 machine,
                 forecast.family,

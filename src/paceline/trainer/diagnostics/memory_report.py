@@ -85,7 +85,7 @@ def _describe_memory(error: Exception, setup: TrainingSetup | None, memory_basel
 
 
 def _describe_gpu_memory(error: Exception, model_bytes: Mapping[str, int], device: torch.device) -> OutOfMemory:
-    """Return the error for a GPU. `rest` is what the allocator keeps in reserve, the context, and other processes."""
+    """Return the error for a GPU. `rest` is the allocator's reserve, the CUDA context and other processes' memory."""
     free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     bytes_by_purpose = {

@@ -44,7 +44,7 @@ def check_replicas(setup: TrainingSetup, *, step: int) -> None:
             f"at step {step} the synchronised weights differ between the sites: {differing_tensor} is not the same on "
             "all of them.",
             cause="code that changes weights on some sites only, or damaged messages",
-            hint="--update sync, which reports what differs where",
+            hint="--update sync, which reports the tensor and the ranks",
         )
     mismatch = find_replica_mismatch(setup)
     if mismatch is None:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.data.loader import eval_feed
+from paceline.data.loader import read_eval_microbatches
 from paceline.data.reader_process import read_in_process
 from paceline.data.source import Source
-from paceline.data.stream.rank_mismatch import DIVIDED, NOT_SEEDED, SEED_IT, USE_WHOLE_STREAM
+from paceline.data.stream.rank_mismatch import NOT_SEEDED_CAUSE, SEED_HINT, SPLIT_TWICE_CAUSE, WHOLE_STREAM_HINT
 from paceline.data.types import ReplicaMicrobatch
 from paceline.errors import DataError, JobError
 from paceline.step.loss.loss_return_value import Terms
@@ -154,7 +154,7 @@ class Evaluator:
     def _make_replica_loader(
         self, source: Source, batch_size: int, name: str, shard_totals: dict[str, list[int]], **replica_options: Any
     ) -> Iterator[ReplicaMicrobatch]:
-        return eval_feed(
+        return read_eval_microbatches(
             data=source,
             collate=None,
             batch_size=batch_size,
@@ -314,8 +314,8 @@ def _check_same_samples(totals_by_rank: Sequence[Mapping[str, list[int]]], name:
                 raise DataError(
                     f"{name} gave {totals[0]} samples on rank {rank} and {expected[0]} on rank {first_rank}, "
                     "and they differ.",
-                    cause=f"{NOT_SEEDED}, or not on every rank: {DIVIDED}",
-                    hint=f"{SEED_IT}; {USE_WHOLE_STREAM}",
+                    cause=f"{NOT_SEEDED_CAUSE}, or not on every rank: {SPLIT_TWICE_CAUSE}",
+                    hint=f"{SEED_HINT}; {WHOLE_STREAM_HINT}",
                 )
 
 

@@ -56,7 +56,7 @@ class TorchMetricsAdapter:
 
 
 def _synchronised_metrics(metric: Any) -> Iterator[Any]:
-    """Yield every metric that gathers its own state: a metric, those inside a wrapper, those of a collection."""
+    """Yield every metric that gathers its own state: the metric itself, and those in a wrapper or a collection."""
     candidates = metric.modules() if isinstance(metric, torch.nn.Module) else [metric]
     yield from (candidate for candidate in candidates if hasattr(candidate, "dist_sync_fn"))
 

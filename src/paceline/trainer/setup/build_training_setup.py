@@ -107,8 +107,8 @@ class TrainingSetup:
         """Return a context with the weights that metrics use: the average, if the job has one."""
         return nullcontext() if self.update.ema is None else self.update.ema.use_averages()
 
-    def refuse_training(self) -> None:
-        """Raise before the first step if the model can only be evaluated in this layout.
+    def check_trainable(self) -> None:
+        """Check that the model can be trained in this layout, not only evaluated.
 
         Raises:
             LayoutError: no gradient flows back through the model.
@@ -373,7 +373,7 @@ def _build_rng_turns(settings: Settings, replica_groups: Sequence[MeshGroups]) -
 
 
 def _can_forwards_wait(mesh: Mesh) -> bool:
-    """Return True if a replica's forward may wait for another's: it runs on one rank, without collectives inside."""
+    """Return True if a replica's forward may wait for another's: each runs on one rank and calls no collectives."""
     gathers_weights = mesh.zero == 3 and mesh.dp_shard > 1
     return not (gathers_weights or mesh.sites) and mesh.pp == mesh.ep == 1
 

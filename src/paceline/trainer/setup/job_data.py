@@ -80,7 +80,10 @@ def build_loader(
 def read_first(
     data: JobData, settings: Settings, *, partition: BatchPartition, count: int = 1, **loader_options: Any
 ) -> list[StepInput]:
-    """Read a replica's share of the first batches before the run has a loader, with data workers in another process."""
+    """Read a replica's share of the first batches before the run has a loader.
+
+    If the data has workers, another process reads it.
+    """
     source = data.train
 
     def read() -> list[StepInput]:

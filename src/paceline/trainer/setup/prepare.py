@@ -56,7 +56,7 @@ def prepare(task: Task, *, job: Job | None = None) -> PreparedJob:
         job_values = {name: value for name, value in requested.values.items() if name.startswith("job.")}
         params = {name.removeprefix("job."): value for name, value in job_values.items()}
         start_folder = Path.cwd()
-        # What the file draws, such as a random_split, has to be the same on every rank and after a restart.
+        # Random draws in the job file, such as a random_split, must be the same on every rank and after a restart.
         seed_all(stream_key(_seed_before_job(requested), "job"))
         job = load_job(parse_jobref(task.job), params=params)
         if Path.cwd() != start_folder:  # the job changed the working directory; the run's files stay where they were

@@ -64,7 +64,7 @@ def describe_weight_ranks(rank_names: RankNames, name: str, weight: Tensor, expe
 
 
 def sort_by_severity(names_by_copy: Sequence[Sequence[str]]) -> list[str]:
-    """Return every name that differs in some copy, worst first, by its position in the first such copy's list."""
+    """Return every name that differs in a copy, sorted by its position in the list of the first copy that has it."""
     position_by_name = {name: number for names in reversed(names_by_copy) for number, name in enumerate(names)}
     order: Callable[[str], int] = position_by_name.__getitem__
     return sorted(position_by_name, key=order)

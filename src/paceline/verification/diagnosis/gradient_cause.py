@@ -161,7 +161,7 @@ def _fit_weights(evidence: Sequence[GradientEvidence], pattern: Vector) -> Vecto
 
 
 def data_cause(actual: Mapping[int, Sequence[int]], expected: Mapping[int, Sequence[int]]) -> str | None:
-    """Return what is wrong with the samples that were consumed, by microbatch; None if nothing is."""
+    """Return the fault in the samples that were read, which are given by microbatch; None if they are right."""
     if {k: list(v) for k, v in actual.items()} == {k: list(v) for k, v in expected.items()}:
         return None
     actual_samples = [sample for samples in actual.values() for sample in samples]

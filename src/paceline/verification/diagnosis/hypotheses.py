@@ -86,8 +86,8 @@ def _factor_hypotheses(facts: GradientFacts) -> Iterator[Hypothesis]:
     ranks, per_rank, num_microbatches = facts.ranks, facts.microbatches_per_rank, len(facts.counts)
     meanings: dict[str, tuple[float, list[str]]] = {}
 
-    def add_meaning(shown: str, factor: float, meaning: str) -> None:
-        meanings.setdefault(shown, (factor, []))[1].append(meaning)
+    def add_meaning(factor_text: str, factor: float, meaning: str) -> None:
+        meanings.setdefault(factor_text, (factor, []))[1].append(meaning)
 
     if ranks > 1:
         add_meaning(f"{ranks}", ranks, "summed instead of averaged, reduced twice, or the loss multiplied by the ranks")
@@ -113,8 +113,8 @@ def _factor_hypotheses(facts: GradientFacts) -> Iterator[Hypothesis]:
     add_meaning("2", 2.0, "backward ran twice, or the gradient was added twice")
     yield Hypothesis(cause="not trained: the gradient is zero", weights=ones * 0.0)
     yield Hypothesis(cause="the sign is wrong: the loss goes up", weights=-ones)
-    for shown, (factor, texts) in meanings.items():
-        yield Hypothesis(cause=f"a factor of {shown}: " + "; or ".join(texts), weights=ones * factor)
+    for factor_text, (factor, texts) in meanings.items():
+        yield Hypothesis(cause=f"a factor of {factor_text}: " + "; or ".join(texts), weights=ones * factor)
     if total > 1.0:
         yield Hypothesis(cause=f"a factor of {total:g}: never divided by the count", weights=ones * total)
         yield Hypothesis(cause=f"a factor of 1/{total:g}: divided by the count twice", weights=ones / total)
@@ -191,21 +191,21 @@ def _rank_hypotheses(facts: GradientFacts, rank: int) -> Iterator[Hypothesis]:
         expects_agreement=False,
         expects_everywhere=False,
     )
-    missing = f"missing on {facts.rank_name(rank)}: frozen, detached or skipped there"
-    yield Hypothesis(cause=missing, weights=1.0 - rank_weights, expects_agreement=True, expects_everywhere=False)
+    missing_cause = f"missing on {facts.rank_name(rank)}: frozen, detached or skipped there"
+    yield Hypothesis(cause=missing_cause, weights=1.0 - rank_weights, expects_agreement=True, expects_everywhere=False)
     other_counts = counts.sum() - rank_count
     if other_counts:
-        cause = f"{missing}, and divided by the others' count"
+        cause = f"{missing_cause}, and divided by the others' count"
         yield Hypothesis(
             cause=cause,
             weights=(1.0 - rank_weights) * counts.sum() / other_counts,
             expects_agreement=True,
             expects_everywhere=False,
         )
-    twice = f"{facts.rank_name(rank)}'s gradient counts twice"
+    twice_cause = f"{facts.rank_name(rank)}'s gradient counts twice"
     if rank >= len(counts) % ranks > 0:
-        twice += ": added twice, or the substitute microbatch of a rank without samples was counted"
-    yield Hypothesis(cause=twice, weights=1.0 + rank_weights, expects_agreement=True)
+        twice_cause += ": added twice, or the substitute microbatch of a rank without samples was counted"
+    yield Hypothesis(cause=twice_cause, weights=1.0 + rank_weights, expects_agreement=True)
     for name, weights in (("", rank_weights * ranks), (", divided by their own count", rank_weights * count_ratio)):
         cause = f"all ranks have {facts.rank_name(rank)}'s samples{name}"
         yield Hypothesis(

@@ -97,7 +97,7 @@ def record_layout_outputs(setup: TrainingSetup, step_input: StepInput, *, microb
 def first_differing_module(
     setup: TrainingSetup, local_outputs: ModuleOutputs, reference_outputs: ModuleOutputs | None
 ) -> dict[str, Any] | None:
-    """Return the first module, in one process's order, whose output differs, with the ranks on which it does.
+    """Return the first module, in one process's order, whose output differs, and the ranks with a wrong output.
 
     The entry `module` is empty if all outputs are right; the result is None if nothing could be compared. Every rank
     must call this; only rank 0 has `reference_outputs`. Outputs without a counterpart are skipped.
@@ -111,11 +111,11 @@ def first_differing_module(
     for microbatch, name, call, shape in keys:
         local_output = local_outputs.outputs.get((microbatch, name, call))
         dtype = next((t.dtype for t in setup.model.parameters() if t.is_floating_point()), torch.float32)
-        sent = torch.empty(shape, dtype=dtype, device=world.device)
+        expected_output = torch.empty(shape, dtype=dtype, device=world.device)
         if reference_outputs is not None:
-            sent.copy_(reference_outputs.outputs[microbatch, name, call])
-        world.broadcast(sent.contiguous())
-        pair = None if local_output is None else _align_outputs(setup, local_output, sent)
+            expected_output.copy_(reference_outputs.outputs[microbatch, name, call])
+        world.broadcast(expected_output.contiguous())
+        pair = None if local_output is None else _align_outputs(setup, local_output, expected_output)
         matches = world.gather_json(None if pair is None else _is_same(*pair))
         compared += sum(same is not None for same in matches)
         wrong_ranks = [rank for rank, same in enumerate(matches) if same is False]
@@ -222,7 +222,7 @@ def module_output_cause(
         reason = difference["why"] and f" ({difference['why']})"
         return (
             "the forward gives a different output than one process, from the same weights and samples, first at "
-            f"{difference['module']}{location}{reason}:{preceding} the fault is in it or in the operations "
+            f"{difference['module']}{location}{reason}:{preceding} the fault is in this module or in the operations "
             "right before it"
         )
     if is_loss_wrong:
@@ -241,7 +241,7 @@ def module_output_cause(
     )
     location = f", first at {last_name}, the last parameter in the model's order that differs" if last_name else ""
     return (
-        f"the forward is right, every module's output and the loss; backward, or the gradient reduction, is not: "
+        f"every module's output and the loss are right, so the fault is in backward or in the gradient reduction: "
         f"{remat_cause}the communication of the layout in backward{location}"
     )
 

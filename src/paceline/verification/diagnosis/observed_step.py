@@ -16,7 +16,8 @@ from paceline.verification.reference.sample_reader import num_rows
 class ObservedStep:
     """The gradients and buffers of each copy of the model in the layout, and the data that was read, by microbatch.
 
-    The microbatches are distributed over `replicas`; each has its own copy, unless replicas share a sharded one.
+    The microbatches are distributed over `replicas`; each replica has its own copy of
+    the model, unless replicas share a sharded copy.
     """
 
     gradients: Sequence[Tensors]
@@ -37,7 +38,7 @@ class ObservedStep:
 def find_data_difference(
     observed: ObservedStep, *, microbatches: Sequence[ReferenceMicrobatch], rank_names: RankNames | None
 ) -> str | None:
-    """Return what is wrong with the data that the replicas read; None if nothing is."""
+    """Return the fault in the data that the replicas read; None if the data is right."""
     if not observed.samples:
         return None
     expected = {index: list(micro.samples) for index, micro in enumerate(microbatches)}

@@ -84,8 +84,8 @@ def _find_missing_gradient(case: GradientCase, differing: Sequence[str]) -> tupl
 def _find_unsummed_axis(case: GradientCase, differing: Sequence[str]) -> tuple[str, str] | None:
     """Find an axis whose ranks hold partial gradients of the same elements that add up to the right gradient.
 
-    If this is not true of all differing parameters, it may be true of the last in the model's order: backward is right
-    up to there.
+    If this is not true of all differing parameters, it may be true of the last one in the model's order, which is the
+    first wrong gradient in backward.
     """
     last = next(name for name in reversed(list(case.expected)) if name in differing)
     for axis in case.rank_names.mesh.split_axes:
@@ -153,8 +153,8 @@ def _find_unequal_copies(case: GradientCase, differing: Sequence[str]) -> tuple[
                     last = next(n for n in reversed(list(case.expected)) if n in differing)
                     return last, (
                         f"{case.rank_names.describe_axis_group(axis, group)} hold the same tensors with gradients that "
-                        f"differ: something that is a part on each is not summed over {axis}; {last} is the last in "
-                        f"the model's order that differs, so backward is right up to there ({len(differing)} of "
+                        f"differ: a value that is partial on each is not summed over {axis}; backward is right up to "
+                        f"{last}, the last parameter in the model's order that differs ({len(differing)} of "
                         f"{len(case.expected)} parameters)"
                     )
     return None

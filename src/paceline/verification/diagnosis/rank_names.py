@@ -55,7 +55,7 @@ class RankNames:
         return sorted(group for group in groups if len(group) > 1)
 
     def describe(self, ranks: Collection[int], *, all_ranks: Collection[int]) -> str:
-        """Return text such as `, on tp rank 1 (ranks 1, 3)`; empty if `ranks` has all ranks, and not only one stage."""
+        """Return text such as `, on tp rank 1 (ranks 1, 3)`; empty for all of `all_ranks` (with pp: all ranks)."""
         chosen = sorted(set(ranks))
         if not chosen:
             return ""
@@ -100,7 +100,7 @@ class RankNames:
         return math.sqrt(math.fsum(len(self.sharded.copy_ranks(name)) * square for name, square in squares.items()))
 
     def weight_axes(self) -> dict[str, int]:
-        """Return the degree of each axis that splits a layer, which the data and pipeline axes do not."""
+        """Return the degree of each axis that splits layers: every axis except those of data and pipeline."""
         return {axis: self.mesh.size(axis) for axis in self.mesh.split_axes if axis not in ("pp", *DATA_AXES)}
 
     def describe_axis_group(self, axis: str, ranks: Sequence[int]) -> str:

@@ -18,8 +18,8 @@ from paceline.verification.reference.loss_terms import sum_target_counts
 from paceline.verification.reference.reference import Reference, ReferenceGradient, RunPosition
 from paceline.verification.tensor_distance import euclidean_distance, to_double
 
-_MAX_PARAMETERS = 24  # the worst parameters, which are examined
-_MAX_ELEMENTS = 1 << 16  # of each
+_MAX_PARAMETERS = 24  # only the worst wrong parameters are examined
+_MAX_ELEMENTS = 1 << 16  # the number of elements of each parameter that are examined
 Tensors = Mapping[str, Tensor]
 _HIDDEN_STATE = (
     "the job: one process, from the same weights, buffers and samples, has a different gradient the "
@@ -115,9 +115,9 @@ class ReferenceRerun:
     def _explain_by_dropout_keys(self, gradients: Tensors, names: Sequence[str], ranks: int) -> str | None:
         """Rerun the step with common mistakes in dropout's keys, and return one that gives the layout's gradients."""
         key_mistakes: dict[str, Callable[[int], int]] = {
-            "by its round, so that all ranks draw equal numbers": lambda j: j // ranks,
-            "as the first of its round, so that all ranks draw equal numbers": lambda j: j // ranks * ranks,
-            "by its rank, so that every round draws equal numbers": lambda j: j % ranks,
+            "by its number on its rank, so that all ranks draw equal numbers": lambda j: j // ranks,
+            "as rank 0's microbatch at that time, so that all ranks draw equal numbers": lambda j: j // ranks * ranks,
+            "by its rank, so that all microbatches of a rank draw equal numbers": lambda j: j % ranks,
             "once, so that all microbatches draw equal numbers": lambda j: 0,
         }
         for description, random_microbatch in key_mistakes.items():
@@ -171,8 +171,8 @@ class ReferenceRerun:
                     (sample_elements(part[name]) for part in all_terms.contributions if name in part), other_terms
                 ) - contributions.sum(0)
             observed = [
-                sample_elements(parts.get(name, torch.zeros_like(like))) * detailed.divisor - other_terms
-                for parts in copies
+                sample_elements(gradients.get(name, torch.zeros_like(like))) * detailed.divisor - other_terms
+                for gradients in copies
             ]
             added_directions = {
                 "it still contains the previous step's gradient: not set to zero": self._last_gradient.get(name)

@@ -9,9 +9,9 @@ Vector = NDArray[np.float64]
 _TOLERANCE = 1e-3
 
 
-def update_cause(*, before: Vector, actual: Vector, expected: Vector, num_bad: int, num_parameters: int) -> str:
+def update_cause(*, before: Vector, actual: Vector, expected: Vector, num_differing: int, num_parameters: int) -> str:
     """Return why equal gradients gave weights `actual` instead of `expected`, both starting at `before`."""
-    share = "every parameter" if num_bad == num_parameters else f"{num_bad} of {num_parameters}"
+    share = "every parameter" if num_differing == num_parameters else f"{num_differing} of {num_parameters}"
     actual_step, expected_step = actual - before, expected - before
     if not np.any(actual_step):
         return (

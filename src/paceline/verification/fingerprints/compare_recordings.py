@@ -129,15 +129,15 @@ def _format_step(difference: Mapping[str, Any]) -> str:
 
 
 def _first_difference(first: Record, second: Record, check: IllConditionedCheck) -> dict[str, Any] | None:
-    for kind, first_prints, second_prints, is_rounding in (
+    for kind, first_fingerprints, second_fingerprints, is_rounding in (
         ("gradient", first.gradients, second.gradients, check.is_gradient_rounding),
         ("weight", first.weights, second.weights, check.is_weight_rounding),
     ):
-        names = sorted(set(first_prints) ^ set(second_prints))
+        names = sorted(set(first_fingerprints) ^ set(second_fingerprints))
         if names:
             cause = f"only one run has a {kind} for it: not trained, frozen or not used in the other"
             return {"step": first.step, "kind": kind, "parameter": names[0], "cause": cause}
-        distances = {name: first_prints[name].distance(second_prints[name]) for name in first_prints}
+        distances = {name: first_fingerprints[name].distance(second_fingerprints[name]) for name in first_fingerprints}
         differing = {
             name: value
             for name, value in distances.items()
@@ -145,7 +145,7 @@ def _first_difference(first: Record, second: Record, check: IllConditionedCheck)
         }
         if differing:
             name = max(differing, key=lambda key: differing[key])
-            cause = _difference_cause(kind, first, second, first_prints, second_prints, sorted(differing))
+            cause = _difference_cause(kind, first, second, first_fingerprints, second_fingerprints, sorted(differing))
             return {"step": first.step, "kind": kind, "parameter": name, "distance": differing[name], "cause": cause}
     return None
 
@@ -154,11 +154,11 @@ def _difference_cause(
     kind: str,
     first: Record,
     second: Record,
-    first_prints: Mapping[str, Fingerprint],
-    second_prints: Mapping[str, Fingerprint],
+    first_fingerprints: Mapping[str, Fingerprint],
+    second_fingerprints: Mapping[str, Fingerprint],
     differing: Sequence[str],
 ) -> str:
-    share = f"{len(differing)} of {len(first_prints)} parameters"
+    share = f"{len(differing)} of {len(first_fingerprints)} parameters"
     if first.step == 0:
         return (
             f"the weights differ before the first step ({share}): a different seed, different initial "
@@ -168,9 +168,9 @@ def _difference_cause(
         return f"equal gradients, different weights ({share}): the optimizer, its groups or its state"
     if first.batch is not None and second.batch is not None and first.batch != second.batch:
         return f"the batches differ ({share}): data order"
-    if len(differing) == 1 and _is_one_element(first_prints[differing[0]], second_prints[differing[0]]):
+    if len(differing) == 1 and _is_one_element(first_fingerprints[differing[0]], second_fingerprints[differing[0]]):
         return ""
-    factors = [factor_between(first_prints[name], second_prints[name]) for name in differing]
+    factors = [factor_between(first_fingerprints[name], second_fingerprints[name]) for name in differing]
     known_factors = [factor for factor in factors if factor is not None]
     largest = max((abs(factor) for factor in known_factors), default=0.0)
     if len(known_factors) < len(factors) or max(known_factors) - min(known_factors) > PROPORTIONAL_TOLERANCE * largest:
@@ -182,7 +182,7 @@ def _difference_cause(
         return f"zero in one run only ({share}): a missing part of the loss, or a gradient that was cleared"
     factor = known_factors[0]
     if abs(factor - 1.0) <= _FACTOR_TOLERANCE or not has_factor(
-        first_prints[differing[0]], second_prints[differing[0]]
+        first_fingerprints[differing[0]], second_fingerprints[differing[0]]
     ):
         return ""
     if factor < 0.0:
@@ -208,13 +208,14 @@ def _small_difference_cause(
     if diverged is not None:
         step, weight, distance = diverged
         return (
-            f"nearly equal, {size:.1e} of its norm apart. Already after step {step} the weights differed "
-            f"({distance:.1e} in {weight}), after equal gradients: the optimizer's settings, such as weight decay, its "
-            "state, or rounding that it amplified"
+            f"nearly equal: the gradients differ by {size:.1e} of their norm. Already after step {step} the weights "
+            f"differed ({distance:.1e} in {weight}), after equal gradients: the optimizer's settings, such as weight "
+            "decay, its state, or rounding that it amplified"
         )
     if has_factor(first, second):
         return f"a factor of {factor_between(first, second):.7g}: a slightly different scale of the loss or its count"
-    return f"nearly equal, {size:.1e} of its norm apart: a few elements differ, or a small part of the samples"
+    text = f"nearly equal: the gradients differ by {size:.1e} of their norm"
+    return f"{text}, in a few elements or in a small part of the samples"
 
 
 def _diverged_weights(

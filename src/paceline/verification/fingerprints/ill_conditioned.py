@@ -16,8 +16,8 @@ from paceline.verification.fingerprints.fingerprint import Fingerprint, Record, 
 PROPORTIONAL_TOLERANCE = 1e-3
 _DIFFERENCE_EPS = 16.0  # machine epsilons by which rounding may change a small true gradient
 _HALF_PRECISION_EPS = 2.0**-20  # with a larger machine epsilon, rounding alone exceeds the floor
-_MOVEMENT_EPS = 16.0  # epsilons by which a weight's movement may differ if its gradient is that coarse
-_GRADIENT_EPS = 12.0  # epsilons by which such a coarse gradient may differ; nets of four layers had 2 to 10
+_MOVEMENT_EPS = 16.0  # epsilons by which a weight's movement may differ if its gradient is in half precision
+_GRADIENT_EPS = 12.0  # epsilons by which a half-precision gradient may differ; models of four layers had 2 to 10
 _MOVEMENT_MARGIN = 4.0  # the two runs may move in opposite directions, and both movements are estimates
 _MIN_SPREAD = 2.0  # fewer than about four elements may be proportional by chance
 # rounding affects all gradients: of 2,900 differences in bfloat16, none was more than 4.4 times all others together
@@ -25,7 +25,7 @@ _OUTLIER_RATIO = 8.0
 _ZERO_EPS = 1.0  # epsilons of the gradients around it: a smaller gradient may be rounded to zero
 
 Pair = tuple[Record, Record]
-Prints = Mapping[str, Fingerprint]
+Fingerprints = Mapping[str, Fingerprint]
 
 
 class IllConditionedCheck:
@@ -53,9 +53,9 @@ class IllConditionedCheck:
 
     def is_gradient_rounding(self, name: str, step: int) -> bool:
         """Return True if both gradients, or their difference, are as small as rounding and no factor relates them."""
-        first, second = (prints[name] for prints in self._gradients[step])
+        first, second = (fingerprints[name] for fingerprints in self._gradients[step])
         eps = max(first.eps, second.eps)
-        surrounding = min(_surrounding_rms(name, prints) for prints in self._gradients[step])
+        surrounding = min(_surrounding_rms(name, fingerprints) for fingerprints in self._gradients[step])
         distance = _rms_distance(first, second)
         if not math.isfinite(distance + surrounding):
             return False
@@ -86,16 +86,15 @@ class IllConditionedCheck:
         """
         distances, sizes = {}, []
         for key in self._gradients[step][0].keys() & self._gradients[step][1].keys():
-            first, second = (prints[key] for prints in self._gradients[step])
-            root = math.sqrt(max(first.numel, 1))
-            distances[key] = _rms_distance(first, second) * root
+            first, second = (fingerprints[key] for fingerprints in self._gradients[step])
+            distances[key] = _rms_distance(first, second) * math.sqrt(max(first.numel, 1))
             sizes.append(max(first.norm, second.norm))
         distance = distances.pop(name)
         return distance > _OUTLIER_RATIO * math.hypot(*distances.values()) and distance > eps * math.hypot(*sizes)
 
     def is_weight_rounding(self, name: str, step: int) -> bool:
-        """Return True if the optimizer's steps along such gradients may explain the difference of a weight."""
-        first, second = (prints[name] for prints in self._weights[step])
+        """Return True if optimizer steps along rounding-only gradients may explain the difference of a weight."""
+        first, second = (fingerprints[name] for fingerprints in self._weights[step])
         movement = (
             self._rounding_movement.get(name, 0.0)
             + self._faint_movement.get(name, 0.0)
@@ -118,7 +117,7 @@ class IllConditionedCheck:
         self._computed_steps.add(step)
         movements = self._weight_movements(step)
         for name in self._gradients[step][0].keys() & self._gradients[step][1].keys():
-            first, second = (prints[name] for prints in self._gradients[step])
+            first, second = (fingerprints[name] for fingerprints in self._gradients[step])
             largest_other = max((move for n, move in movements.items() if n != name), default=0.0)
             faint_share, eps = max(first.faint_share, second.faint_share), max(first.eps, second.eps)
             if faint_share:
@@ -190,11 +189,13 @@ def _is_scaled(first: Fingerprint, second: Fingerprint, *, surrounding: float) -
     return abs(factor - 1.0) > _proportional_tolerance(first, second)
 
 
-def _surrounding_rms(name: str, prints: Prints) -> float:
+def _surrounding_rms(name: str, fingerprints: Fingerprints) -> float:
     """Return the largest RMS gradient in the module around its own, or in the next outer one with other parameters."""
     prefix = name.rpartition(".")[0].rpartition(".")[0]
     while True:
-        other_rms = [_rms(p) for n, p in prints.items() if n != name and (not prefix or n.startswith(f"{prefix}."))]
+        other_rms = [
+            _rms(p) for n, p in fingerprints.items() if n != name and (not prefix or n.startswith(f"{prefix}."))
+        ]
         if other_rms or not prefix:
             return max(other_rms, default=0.0)
         prefix = prefix.rpartition(".")[0]

@@ -22,7 +22,7 @@ NamedTensors = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class SyncRule:
-    """The update rule and how many sites there are, each with how many replicas."""
+    """The update rule, the number of sites, and the number of replicas in each site."""
 
     rule: UpdateRule
     sites: int

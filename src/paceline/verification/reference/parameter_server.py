@@ -1,7 +1,7 @@
 """A replay of a parameter server's run in one process: the same shares, weight versions and order of updates.
 
 It is the reference of `--update ps` with a staleness above 0, written naively: it keeps the full model after every
-update. Of the run, it uses only the record of its updates.
+update. It uses only the record of the run's updates.
 """
 
 import time
@@ -40,8 +40,8 @@ from paceline.verification.reference.loss_terms import nonzero_counts
 from paceline.verification.reference.reference import Reference, RunPosition
 from paceline.verification.rung_result import RungResult
 
-_INSTRUCTION_KEY = "paceline-verify/errand/{}"
-_END, _FLOAT64, _JOB_PRECISION = "over", "float64", "own"
+_INSTRUCTION_KEY = "paceline-verify/instruction/{}"
+_END, _FLOAT64, _JOB_PRECISION = "end", "float64", "job"
 _POLL_SECONDS = 0.05
 _START = RunPosition(steps_done=0, epoch=0, batch_start=0)
 
@@ -67,7 +67,7 @@ class WorkerInstructions:
     def _send(self, instruction: str) -> None:
         self._number += 1
         if self._world.worker_endpoint is not None and self._world.is_main:
-            store = connect_store(self._world.worker_endpoint.place, timeout_seconds=self._world.timeout_seconds)
+            store = connect_store(self._world.worker_endpoint.launch_info, timeout_seconds=self._world.timeout_seconds)
             store.set(_INSTRUCTION_KEY.format(self._number), instruction)
 
 
@@ -82,7 +82,7 @@ def run_gradient_worker(prepared_job: PreparedJob, launch_info: LaunchInfo) -> i
         dtype = torch.float64 if instruction == _FLOAT64 else None
         with keep_float64(active=dtype is not None):
             setup = build_in_precision(prepared_job, World.alone(), dtype)
-            compute_shares(prepared_job, setup, WorkerEndpoint(place=launch_info, session=str(number)))
+            compute_shares(prepared_job, setup, WorkerEndpoint(launch_info=launch_info, session=str(number)))
             setup.close()
 
 

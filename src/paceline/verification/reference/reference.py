@@ -82,8 +82,8 @@ class ReferenceGradient:
     """The gradient of one step.
 
     `contributions` (if requested) and `buffers` are those of each microbatch: its gradients before the division by
-    `divisor`, and the buffers after it. If the counts are known before backward (`count=`, or a loss over the batch),
-    the contributions are already divided by them, and `divisor` is 1.
+    `divisor`, and the buffers after the microbatch. If the counts are known before backward (`count=`, or a loss over
+    the batch), the contributions are already divided by them, and `divisor` is 1.
     """
 
     total: dict[str, Tensor]
@@ -104,7 +104,7 @@ class ReferenceGradient:
         """The count of the step, or of each of its terms, in words."""
         if len(self.term_counts) < 2:
             return f"its count is {sum(self.counts):g}"
-        return "its counts are " + ", ".join(f"{sum(each):g} of {name}" for name, each in self.term_counts.items())
+        return "its counts are " + ", ".join(f"{sum(counts):g} of {name}" for name, counts in self.term_counts.items())
 
 
 class Reference:
@@ -232,7 +232,7 @@ class Reference:
                 buffers.append({name: b.detach().clone() for name, b in self.model.named_buffers()})
         self.model.zero_grad(set_to_none=True)
         ignores_empty = self.config.on_empty == "zero"  # a term without a target then adds nothing, if its sum is 0
-        empty_terms = [n for n, each in term_counts.items() if not sum(each) and not (ignores_empty and sums[n] == 0.0)]
+        empty_terms = [n for n, c in term_counts.items() if not sum(c) and not (ignores_empty and sums[n] == 0.0)]
         divisor = 1.0 if global_counts else sum(counts) or float(ignores_empty)
         return ReferenceGradient(
             total={name: value / divisor for name, value in total.items()},

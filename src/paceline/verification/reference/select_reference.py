@@ -50,10 +50,10 @@ class RuleReference:
 
 class _PipeDreamComparison(RuleReference):
     def reference_constructor(self, setup: TrainingSetup) -> Callable[..., Reference]:
-        plan, piped = setup.plan, setup.parallelized_model.pipeline_model
-        if piped is None:
+        plan, pipeline_model = setup.plan, setup.parallelized_model.pipeline_model
+        if pipeline_model is None:
             return Reference
-        stages = map_stages(piped, setup.weights.names)
+        stages = map_stages(pipeline_model, setup.weights.names)
         pipedream_rule = PipeDreamRule(
             version_rule=build_version_rule(plan.update_rule, plan.mesh), stage_of=stages, replicas=plan.replicas
         )
@@ -123,5 +123,5 @@ def allowed_drift(plan: ExecutionPlan, *, is_double: bool) -> tuple[str, WeightD
     if not plan.compression.is_on:
         return rule_reference(plan).rules_out, WeightDrift()
     return _COMPRESSION_FAULTS, WeightDrift(
-        share=_FLOAT64_DRIFT if is_double else WeightDrift.share, cause=f"the runs diverge: {_COMPRESSION_FAULTS}"
+        fraction=_FLOAT64_DRIFT if is_double else WeightDrift.fraction, cause=f"the runs diverge: {_COMPRESSION_FAULTS}"
     )

@@ -196,7 +196,7 @@ def _nll_per_row(
 
 
 def _locate_targets(x: ShardPropagatingTensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the masks of targets that are not ignored and of those on this rank, and the targets' local indices.
+    """Return the mask of targets that are not ignored, the mask of targets on this rank, and their local indices.
 
     The local index of another rank's target is 0.
     """

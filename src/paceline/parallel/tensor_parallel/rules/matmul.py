@@ -48,12 +48,15 @@ def sum_partials(partial: Tensor, group: TensorParallelGroup) -> Any:
 
 
 def read_full_operand(x: Any, group: TensorParallelGroup) -> Tensor:
-    """Return the full tensor of an operand that sharded operations read; backward sums its gradient over the ranks."""
+    """Return the full tensor of an operand that a sharded matmul reads.
+
+    Each rank computes only a part of the operand's gradient; backward sums these parts over the ranks.
+    """
     if not isinstance(x, ShardPropagatingTensor):
         return copy_to_parallel_region(x, group)
     if x.sharding.dim != len(x.full_shape) - 2 or not group.sequence:
         record_all_gather(x, "a matmul that reads the full tensor")
-    return x.full_tensor(partial=True)
+    return x.full_tensor(has_partial_grad=True)
 
 
 def take_matching_shard(x: Any, sharding: DimSharding, dim: int, group: TensorParallelGroup) -> Tensor:

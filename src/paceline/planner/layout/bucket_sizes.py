@@ -1,0 +1,14 @@
+"""The sizes, in bytes, of the buckets in which gradients are sent.
+
+The runtime groups parameters by these sizes, and the planner counts the memory of the buckets. The sizes are those of
+`DistributedDataParallel`: a small first bucket, so that communication starts early, and large ones after it.
+"""
+
+LARGE_PARAMETER_BYTES = 16 << 20
+"""A parameter above this size is sent by itself, from its own memory."""
+
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+
+TRANSIENT_BUCKET_BYTES = 10 << 20
+"""The size on a CPU of buckets that are allocated and freed in every step."""
