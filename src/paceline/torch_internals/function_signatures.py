@@ -134,11 +134,20 @@ class Parameter:
     names: tuple[str, ...]
     default: Any = _REQUIRED
     is_variadic: bool = False
+    type_check: Callable[[Any], bool] | None = None
 
     def accepts(self, value: Any) -> bool:
         """Return whether the parameter accepts this value; it always accepts its default."""
-        check = _TYPE_CHECKS.get(self.names[0])
-        return check is None or value is self.default or check(value)
+        return self.type_check is None or value is self.default or self.type_check(value)
+
+    def pop_keyword(self, kwargs: dict[str, Any]) -> Any:
+        """Remove and return the value given by keyword, or return the default; `_REQUIRED` if there is no one value."""
+        name = self.names[0]
+        keys = [key for key in kwargs if key in self.names or _NUMPY_NAMES.get(key) == name]
+        if len(keys) != 1:
+            return _REQUIRED if keys else self.default
+        value = kwargs.pop(keys[0])
+        return _as_tuple([value]) if self.is_variadic else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,27 +158,32 @@ class Signature:
     keyword_only: tuple[Parameter, ...]
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Return every argument by parameter name, with defaults, or None if the call does not match this form."""
-        arguments, remaining_args, remaining_kwargs = dict[str, Any](), list(args), dict(kwargs)
-        for parameter in (*self.positional, *self.keyword_only):
-            name = parameter.names[0]
-            if parameter in self.keyword_only or not remaining_args:
-                keys = [key for key in remaining_kwargs if key in parameter.names or _NUMPY_NAMES.get(key) == name]
-                if len(keys) > 1 or (not keys and parameter.default is _REQUIRED):
-                    return None
-                arguments[name] = remaining_kwargs.pop(keys[0]) if keys else parameter.default
-                if parameter.is_variadic and keys:
-                    arguments[name] = _as_tuple([arguments[name]])
+        """Return every argument by parameter name, with defaults, or None if the call does not match this form.
+
+        Tensor parallelism calls this for each operation of a step on a sharded tensor, so it has to be fast.
+        """
+        arguments: dict[str, Any] = {}
+        remaining_kwargs = dict(kwargs)
+        num_bound, num_args = 0, len(args)
+        for parameter in self.positional:
+            if num_bound == num_args:
+                value = parameter.pop_keyword(remaining_kwargs) if remaining_kwargs else parameter.default
             elif parameter.is_variadic:
-                arguments[name], remaining_args = _as_tuple(remaining_args), []
+                value, num_bound = _as_tuple(args[num_bound:]), num_args
             else:
-                arguments[name] = remaining_args.pop(0)
-            if not parameter.accepts(arguments[name]):
+                value, num_bound = args[num_bound], num_bound + 1
+            if value is _REQUIRED or not parameter.accepts(value):
                 return None
-        return None if remaining_args or remaining_kwargs else arguments
+            arguments[parameter.names[0]] = value
+        for parameter in self.keyword_only:
+            value = parameter.pop_keyword(remaining_kwargs) if remaining_kwargs else parameter.default
+            if value is _REQUIRED or not parameter.accepts(value):
+                return None
+            arguments[parameter.names[0]] = value
+        return None if num_bound < num_args or remaining_kwargs else arguments
 
 
-def _as_tuple(values: list[Any]) -> Any:
+def _as_tuple(values: Sequence[Any]) -> Any:
     """Return the arguments as a tuple, both for `f(x, 1, 2)` and for `f(x, (1, 2))`."""
     return tuple(values[0]) if len(values) == 1 and isinstance(values[0], tuple | list) else tuple(values)
 
@@ -182,10 +196,12 @@ def _parse_signature(text: str) -> tuple[str, Signature]:
         section = keyword_only if keyword_only or (positional and positional[-1].names == ("*",)) else positional
         names, _, default = part.partition("=")
         is_variadic = names.startswith("*") and names != "*"
+        known_names = tuple(names.lstrip("*").split("|")) if names != "*" else ("*",)
         parameter = Parameter(
-            names=tuple(names.lstrip("*").split("|")) if names != "*" else ("*",),
+            names=known_names,
             default=_DEFAULTS[default] if default else _REQUIRED,
             is_variadic=is_variadic,
+            type_check=_TYPE_CHECKS.get(known_names[0]),
         )
         section.append(parameter)
     return name, Signature(

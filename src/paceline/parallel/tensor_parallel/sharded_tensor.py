@@ -109,9 +109,9 @@ class ShardPropagatingTensor(Tensor):
         full_shape = (*shape[: sharding.dim], sharding.size, *shape[sharding.dim + 1 :])
         tensor: ShardPropagatingTensor = make_wrapper_tensor(ShardPropagatingTensor, like=local, shape=full_shape)
         tensor.__dict__.update(
-            local=local, sharding=sharding, group=group, origins=frozenset(origins), full_shape=full_shape
-        )
-        tensor.gathered_tensors, tensor.reference = {}, None
+            local=local, sharding=sharding, group=group, origins=frozenset(origins), full_shape=full_shape,
+            gathered_tensors={}, reference=None,
+        )  # fmt: skip
         return tensor
 
     def full_tensor(self, *, has_partial_grad: bool = False) -> Tensor:
