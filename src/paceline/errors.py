@@ -7,6 +7,8 @@ from enum import IntEnum
 from traceback import extract_stack, extract_tb
 from types import FrameType
 
+from typing_extensions import override
+
 from paceline.user_code import is_from_argument_parser, is_user_file
 
 
@@ -50,6 +52,7 @@ class PacelineError(Exception):
         self.cause = cause
         self.hint = hint
 
+    @override
     def __str__(self) -> str:
         labels = (("where", self.where), ("likely cause", self.cause), ("to do", self.hint))
         return "\n".join([self.what, *(f"  {label}: {text}" for label, text in labels if text)])
@@ -121,6 +124,7 @@ class NonFiniteError(RunError):
     nonfinite_terms: tuple[tuple[int, str], ...] = ()
     ranks: tuple[int, ...] = ()
 
+    @override
     def as_json(self) -> dict[str, object]:  # type: ignore[override]
         """Return the error with the ranks whose loss was not finite."""
         return {**super().as_json(), "ranks": list(self.ranks)}
@@ -157,10 +161,12 @@ class OutOfMemory(RunError):
         self.limit_bytes = limit_bytes
         self.part = part
 
+    @override
     def __str__(self) -> str:
         rows = [f"  {name}: {num_bytes / 2**20:,.1f} MiB" for name, num_bytes in self.bytes_by_purpose.items()]
         return "\n".join([super().__str__(), *rows])
 
+    @override
     def as_json(self) -> dict[str, object]:  # type: ignore[override]
         """Return the error with the memory in use."""
         memory = {
@@ -185,9 +191,11 @@ class Problems(PacelineError):
         self.problems = tuple(problems)
         self.exit_code = problems[0].exit_code
 
+    @override
     def __str__(self) -> str:
         return "\n".join(f"{number}. {problem}" for number, problem in enumerate(self.problems, 1))
 
+    @override
     def as_json(self) -> dict[str, object]:  # type: ignore[override]
         """Return all problems, in order."""
         return {"error": "Problems", "problems": [problem.as_json() for problem in self.problems]}
@@ -235,6 +243,7 @@ class UserLine:
     line: int
     text: str
 
+    @override
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from paceline.comm.process_group import Op, PendingMessage, Shape, World
 from paceline.errors import RunError
@@ -150,26 +151,31 @@ class ThreadWorld(World):
         """Return every replica's value, in replica order."""
         return self.rendezvous.post(value, replica=self.rank)()
 
+    @override
     def all_reduce(self, tensor: Tensor, *, op: Op = "sum") -> Tensor:
         """Reduce the tensor in place over all replicas and return it."""
         self.start_all_reduce(tensor, op=op)()
         return tensor
 
+    @override
     def start_all_reduce(self, tensor: Tensor, *, op: Op = "sum") -> Callable[[], object]:
         """Post a copy of the tensor; the returned function waits and writes the result into the tensor."""
         collect = self.rendezvous.post(tensor.detach().clone(), replica=self.rank)
         return lambda: tensor.detach().copy_(_reduce(collect(), op, tensor.device))
 
+    @override
     def all_gather(self, tensor: Tensor, *, shapes: Sequence[Shape]) -> list[Tensor]:
         """Return copies of every replica's tensor."""
         tensors = self.exchange(tensor.detach().clone())
         assert [tuple(part.shape) for part in tensors] == [tuple(shape) for shape in shapes]
         return [part.to(tensor.device, copy=True) for part in tensors]
 
+    @override
     def reduce_scatter(self, rows: Tensor) -> Tensor:
         """Return this replica's rows of the sum."""
         return self.all_reduce(rows.clone()).chunk(self.world_size)[self.rank].contiguous()
 
+    @override
     def all_to_all(self, rows: Tensor, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Send rows to every replica and return the received rows."""
         rows_by_rank = self.exchange(rows.detach().clone().split(list(send)))
@@ -179,6 +185,7 @@ class ThreadWorld(World):
         )
         return torch.cat(received)
 
+    @override
     def start_ring_shift(self, tensors: Sequence[Tensor], *, shapes: Sequence[Shape]) -> Callable[[], list[Tensor]]:
         """Post copies of the tensors; the returned function waits for the previous replica's tensors."""
         collect = self.rendezvous.post([tensor.detach().clone() for tensor in tensors], replica=self.rank)
@@ -191,26 +198,31 @@ class ThreadWorld(World):
 
         return wait
 
+    @override
     def start_send(self, tensor: Tensor, *, to: int, tag: int) -> PendingMessage:
         """Send a copy of the tensor to one replica."""
         self.rendezvous.send(tensor.detach().clone(), address=(self.rank, to, tag))
         return _PendingMessage()
 
+    @override
     def start_receive(self, tensor: Tensor, *, source: int, tag: int) -> PendingMessage:
         """Return a pending message; its `wait` copies the received tensor into `tensor`."""
         address = (source, self.rank, tag)
         return _PendingMessage(lambda: tensor.detach().copy_(self.rendezvous.receive(address=address)))
 
+    @override
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
         """Copy `source`'s tensor to every replica, in place."""
         values = self.exchange(tensor.detach().clone() if self.rank == source else None)
         tensor.detach().copy_(values[source])
         return tensor
 
+    @override
     def gather_json(self, value: Any) -> list[Any]:
         """Return every replica's value, in replica order, as copies."""
         return [json.loads(text) for text in self.exchange(json.dumps(value))]
 
+    @override
     def close(self) -> None:
         """Do nothing: the caller closes the world of the process."""
 

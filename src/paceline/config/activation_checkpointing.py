@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from typing_extensions import override
+
 from paceline.console.formatting import did_you_mean
 from paceline.errors import LayoutError
 
@@ -28,6 +30,7 @@ class Remat:
     every: int = 1
     keep: tuple[str, ...] = ()
 
+    @override
     def __str__(self) -> str:
         if self.kind is RematKind.EVERY:
             return f"every:{self.every}"

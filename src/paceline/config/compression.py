@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from typing_extensions import override
+
 from paceline.console.formatting import closest_word, did_you_mean
 from paceline.errors import LayoutError
 
@@ -85,6 +87,7 @@ class Compression:
         rank = min(self.rank, rows, columns)
         return rank if rank * (rows + columns) < rows * columns else 0
 
+    @override
     def __str__(self) -> str:
         """Return the text that requests this compression, with every option of the method."""
         options = [f"{name}={getattr(self, name)}" for name in _OPTIONS.get(self.method, {})]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from typing_extensions import override
+
 from paceline.console.formatting import closest_word, did_you_mean
 from paceline.errors import JobError, UsageError
 
@@ -23,6 +25,7 @@ class JobRef:
     module: str | None = None
     name: str | None = None
 
+    @override
     def __str__(self) -> str:
         path_or_module = str(self.path) if self.path is not None else str(self.module)
         return f"{path_or_module}:{self.name}" if self.name else path_or_module

@@ -6,6 +6,8 @@ from enum import StrEnum
 from math import prod
 from typing import TypeVar
 
+from typing_extensions import override
+
 from paceline.config.activation_checkpointing import parse_remat
 from paceline.config.axis_counts import REMAINING_RANKS, is_count, read_size, read_virtual
 from paceline.config.parse_auto_layout import AUTO
@@ -70,6 +72,7 @@ class Layout:
     sequence: bool = False
     params: str = "fp32"
 
+    @override
     def __str__(self) -> str:
         """Return text that `parse_layout` parses to the same layout."""
         if self.kind is LayoutKind.THREADS and self.threads is not None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
+from typing_extensions import override
+
 from paceline.console.formatting import closest_word, did_you_mean
 from paceline.errors import LayoutError
 
@@ -147,6 +149,7 @@ class UpdateRule:
         """The default layout for several ranks."""
         return RULE_SPECS[self.kind].layout
 
+    @override
     def __str__(self) -> str:
         """Return the text that requests this rule: `every` and `staleness` always, others only if not the default."""
         spec = RULE_SPECS[self.kind]

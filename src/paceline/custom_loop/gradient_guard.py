@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from paceline.errors import UsageError
 from paceline.parallel.placement import ParallelizedModel
@@ -125,6 +126,7 @@ class _UnreducedGradient(Tensor):
         return placeholder
 
     @classmethod
+    @override
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Record zeroing, ignore additions after the step, and refuse every other operation."""
         del types, kwargs
@@ -139,14 +141,17 @@ class _UnreducedGradient(Tensor):
             return placeholders[0]
         raise placeholders[0]._refusal(operation)
 
+    @override
     def tolist(self) -> Any:
         """Raise an error, as every read does."""
         raise self._refusal("tolist")
 
+    @override
     def numpy(self, *_: Any, **__: Any) -> Any:
         """Raise an error, as every read does."""
         raise self._refusal("numpy")
 
+    @override
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         """Return a short text, because debuggers ask for it."""
         return f"<the gradient of {self.parameter_name}: placed.gradients() has it>"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset, default_collate
+from typing_extensions import override
 
 from paceline.data.checksum import checksum
 from paceline.data.sample_seeds import seed_sample
@@ -67,6 +68,7 @@ class Fetcher(Dataset[Any]):
         self._has_called_len = False
         self._epoch: int | None = None
 
+    @override
     def __getitem__(self, request: MicrobatchRequest) -> Any:
         try:
             self._set_epoch(request.epoch)

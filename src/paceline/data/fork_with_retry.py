@@ -13,6 +13,8 @@ from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 from multiprocessing.process import BaseProcess
 
+from typing_extensions import override
+
 START_TIMEOUTS = (2.0, 4.0, 8.0, 16.0)
 """The timeout of each attempt in seconds; a last attempt has no timeout, since the machine may only be slow."""
 
@@ -44,7 +46,8 @@ class _StartedProcess(ForkProcess):
     start_pipe: tuple[int, int] | None = None
 
     @staticmethod
-    def _Popen(process_obj: BaseProcess) -> Popen:  # noqa: N802  multiprocessing's own name
+    @override
+    def _Popen(process_obj: BaseProcess) -> Popen:
         return _StartedFork(process_obj)
 
     def _bootstrap(self, parent_sentinel: int | None = None) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
+from typing_extensions import override
 
 from paceline.console.formatting import plural
 from paceline.data.fetch import Fetcher, MicrobatchRequest, start_function
@@ -50,6 +51,7 @@ class _RequestSampler(Sampler[Any]):
     def __init__(self, requests: Iterable[MicrobatchRequest]) -> None:
         self._requests = requests
 
+    @override
     def __iter__(self) -> Iterator[MicrobatchRequest]:
         return iter(self._requests)
 

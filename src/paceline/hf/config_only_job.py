@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils.data import Dataset
+from typing_extensions import override
 
 from paceline.config.job_reference import JobRef
 from paceline.errors import JobError
@@ -77,6 +78,7 @@ class RepeatedRows(Dataset[Any]):
     def __len__(self) -> int:
         return ROWS
 
+    @override
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self.task == "image-classification":
             return {"pixel_values": self._image(), "labels": 0}

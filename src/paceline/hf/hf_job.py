@@ -62,14 +62,8 @@ def job(
         name: _prepare_rows(rows, config, task, tokenizer, text=text, target=target, length=length, rate=mask_rate)
         for name, rows in {"train_data": train_data, **_evaluation_data(fields)}.items()
     }
-    pad_id = next(
-        (
-            token_id
-            for token_id in (getattr(tokenizer, "pad_token_id", None), _text_config_value(config, "pad_token_id"))
-            if token_id is not None
-        ),
-        0,
-    )
+    pad_ids = (getattr(tokenizer, "pad_token_id", None), _text_config_value(config, "pad_token_id"))
+    pad_id = next((pad_id for pad_id in pad_ids if pad_id is not None), 0)
     defaults: dict[str, Any] = {
         "model": build if folder is None else FolderModel(folder=folder.resolve(), build=build, new=tuple(new)),
         "optimizer": optimizer or _adamw(lr, weight_decay),

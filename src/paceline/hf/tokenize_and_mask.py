@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
+from typing_extensions import override
 
 from paceline.errors import JobError
 
@@ -27,6 +28,7 @@ class TokenizedRows(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    @override
     def __getitem__(self, index: int) -> Any:
         row = self.rows[index]
         if isinstance(row, Mapping) and "input_ids" in row:
@@ -84,6 +86,7 @@ class MaskedRows(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    @override
     def __getitem__(self, index: int) -> Any:
         row = self.rows[index]
         if "labels" in row:

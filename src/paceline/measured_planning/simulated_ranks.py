@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from paceline.comm.process_group import Op, World
 from paceline.comm.rank_threads import PeerFailed, ThreadRendezvous
@@ -118,6 +119,7 @@ class SimulatedWorld(World):
     stages: tuple[int, ...] = (0,)
     stage: int = 0
 
+    @override
     def subgroup(self, groups: Sequence[Sequence[int]]) -> World:
         """Return this rank's group, like `World.subgroup`; the group has equally many ranks in each of its stages."""
         group_ranks = next(list(ranks) for ranks in groups if self.rank in ranks)
@@ -134,6 +136,7 @@ class SimulatedWorld(World):
             subgroups={},
         )
 
+    @override
     def all_reduce(self, tensor: Tensor, *, op: Op = "sum") -> Tensor:
         """Reduce over the stages, as if the other ranks of each stage had the value of its first rank."""
         if self.group is not None:
@@ -141,6 +144,7 @@ class SimulatedWorld(World):
             self._reduce_over_stages(tensor, op)
         return tensor
 
+    @override
     def start_all_reduce(self, tensor: Tensor, *, op: Op = "sum") -> Callable[[], object]:
         """Run `all_reduce` at once, and return a function that does nothing."""
         if self.group is not None:
@@ -148,6 +152,7 @@ class SimulatedWorld(World):
             self._reduce_over_stages(tensor, op)
         return _do_nothing
 
+    @override
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
         """Broadcast the value of the source's stage."""
         if self.group is not None and len(self.stages) > 1:
@@ -155,6 +160,7 @@ class SimulatedWorld(World):
             tensor.copy_(values[self._stage_index(source)])
         return super().broadcast(tensor, source=source)
 
+    @override
     def start_send(self, tensor: Tensor, *, to: int, tag: int) -> "_Message":
         """Send a tensor to another stage."""
         self.count_sent_bytes("send", tensor)
@@ -162,6 +168,7 @@ class SimulatedWorld(World):
         self.simulated_ranks.queues[self.stage, self.stages[to], tag].put(message)
         return message
 
+    @override
     def start_receive(self, tensor: Tensor, *, source: int, tag: int) -> "_PendingReceive":
         """Receive a tensor from another stage."""
         queue = self.simulated_ranks.queues[self.stages[source], self.stage, tag]
@@ -177,6 +184,7 @@ class SimulatedWorld(World):
 
         return _PendingReceive(wait)
 
+    @override
     def gather_json(self, value: Any) -> list[Any]:
         """Return every rank's value; the ranks of a stage have equal values."""
         if self.group is None:
@@ -185,6 +193,7 @@ class SimulatedWorld(World):
         ranks_per_stage = self.world_size // len(stage_values)
         return [copy for value in stage_values for copy in [json.loads(json.dumps(value))] * ranks_per_stage]
 
+    @override
     def share_json(self, value: Any, *, source: int = 0) -> Any:
         """Return the value of the source's stage."""
         stage_values = self._exchange(value) if self.group is not None and len(self.stages) > 1 else [value]

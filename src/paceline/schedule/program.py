@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from typing_extensions import override
+
 
 class Op(StrEnum):
     """The kind of an action; the value is its spelling in texts and pictures."""
@@ -69,6 +71,7 @@ class Action:
     microbatch: int
     peer: int | None = None
 
+    @override
     def __str__(self) -> str:
         arrow = "" if self.peer is None else f"{'>' if self.op.is_send else '<'}{self.peer}"
         return f"{self.op}{self.stage}.{self.microbatch}{arrow}"

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from paceline.errors import LayoutError
 from paceline.schedule.action_walk import Costs, walk_actions
 from paceline.schedule.program import Action, Op, Program
@@ -44,6 +46,7 @@ class ScheduleError(LayoutError):
             program, marked_positions={fault.rank: fault.position, **dict(fault.other_positions)}
         )
 
+    @override
     def __str__(self) -> str:
         return f"{super().__str__()}\n{self.timeline}"
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from typing_extensions import override
+
 from paceline.config.update_rule import UpdateKind, UpdateRule
 from paceline.step.local_sgd.local_sgd_rule import LocalSgdRule
 from paceline.step.parameter_server.parameter_server_rule import ParameterServerRule
@@ -16,6 +18,7 @@ from paceline.step.synchronous import SynchronousStep
 class SynchronousRule(StepRule):
     """The rule of `--update sync`, with replicas that are processes or threads."""
 
+    @override
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return the synchronous step of a pipeline, of threads, or of one replica."""
         contexts, pipeline_model = request.contexts, request.parallelized_model.pipeline_model

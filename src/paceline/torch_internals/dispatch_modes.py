@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from typing_extensions import override
 
 __all__ = [
     "DispatchMode",
@@ -72,10 +73,12 @@ class PendingCollective(dist.Work):
         _IN_FLIGHT.add(self)
         return self.boxed()
 
+    @override
     def is_completed(self) -> bool:
         """Return whether `wait` was called."""
         return self not in _IN_FLIGHT
 
+    @override
     def wait(self, timeout: Any = None) -> bool:
         """Complete the collective and call `on_complete`."""
         if self in _IN_FLIGHT:
@@ -95,6 +98,7 @@ class RandomOpDetector(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.has_random_op = False
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation and record whether it draws random numbers."""
         self.has_random_op = self.has_random_op or torch.Tag.nondeterministic_seeded in func.tags
@@ -111,6 +115,7 @@ class OpObserver(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_operation = on_operation
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, then call `on_operation`."""
         may_draw = torch.Tag.nondeterministic_seeded in func.tags

@@ -39,6 +39,7 @@ from torch.utils.data._utils import worker as _data_worker
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 __all__ = [
     "BatchNormBase",
@@ -260,6 +261,7 @@ class _ObservedBuffers(dict[str, Tensor | None]):
     names: frozenset[str] = frozenset()
     on_access: Callable[[CodeType, int], None]
 
+    @override
     def __getitem__(self, name: str) -> Tensor | None:
         if name in self.names and not torch.compiler.is_compiling():
             frame = sys._getframe(1)
@@ -267,6 +269,7 @@ class _ObservedBuffers(dict[str, Tensor | None]):
                 self.on_access(frame.f_back.f_code, frame.f_back.f_lasti)
         return super().__getitem__(name)
 
+    @override
     def items(self) -> Any:
         if not torch.compiler.is_compiling():
             frame = sys._getframe(1)
@@ -275,6 +278,7 @@ class _ObservedBuffers(dict[str, Tensor | None]):
             self.on_access(frame.f_code, frame.f_lasti)
         return super().items()
 
+    @override
     def __reduce_ex__(self, _: object) -> tuple[type, tuple[dict[str, Tensor | None]]]:
         return dict, (dict(self),)
 
@@ -376,15 +380,13 @@ def hide_process_group() -> Iterator[None]:
 
 
 class JointScaler(torch.amp.GradScaler):
-    """A loss scaler for gradients that are sharded over several ranks: all ranks learn of an overflow on one rank.
-
-    `all_reduce_max` all-reduces a tensor in place over these ranks with MAX.
-    """
+    """A loss scaler for sharded gradients: `all_reduce_max`, an in-place MAX, tells all ranks of an overflow on one."""
 
     def __init__(self, device: str, *, all_reduce_max: Callable[[Tensor], object], **options: Any) -> None:
         super().__init__(device, **options)
         self._all_reduce_max = all_reduce_max
 
+    @override
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:

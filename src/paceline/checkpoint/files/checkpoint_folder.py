@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from paceline.checkpoint.files.manifest import open_stored_files, read_body
 from paceline.checkpoint.files.manifest_schema import ManifestSchema
 from paceline.checkpoint.files.resharding_reader import StoredTensors, check_digests
@@ -47,6 +49,7 @@ class UnusableCheckpoint:
     path: Path
     reason: str
 
+    @override
     def __str__(self) -> str:
         return f"refused {self.path}: {self.reason}"
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
 
+from typing_extensions import override
+
 from paceline.checkpoint.files.safetensors_io import (
     ITEM_BYTES,
     Shape,
@@ -71,6 +73,7 @@ class StoredTensors(Mapping[str, TensorBytes]):
         for name, tensor_shards in self._shards.items():
             check_coverage(name, [shard.entry for shard in tensor_shards])
 
+    @override
     def __getitem__(self, name: str) -> TensorBytes:
         """Return the full tensor.
 
@@ -80,12 +83,15 @@ class StoredTensors(Mapping[str, TensorBytes]):
         start = (0,) * len(self.shape(name))
         return self.read_boxes(name, shape=self.shape(name), boxes=[(start, start, self.shape(name))])
 
+    @override
     def __iter__(self) -> Iterator[str]:
         return iter(self._shards)
 
+    @override
     def __len__(self) -> int:
         return len(self._shards)
 
+    @override
     def __contains__(self, name: object) -> bool:
         return name in self._shards  # `Mapping.__contains__` would read the tensor
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from typing_extensions import override
+
 
 class Result(Mapping[str, Any]):
     """The keys of a verb's `--json`, as attributes and as a mapping. Printing it gives what the command prints.
@@ -19,21 +21,27 @@ class Result(Mapping[str, Any]):
             raise AttributeError(f"this result has no {name!r}; it has {', '.join(map(str, self._value))}")
         return _as_result(self._value[name])
 
+    @override
     def __getitem__(self, name: str) -> Any:
         return _as_result(self._value[name])
 
+    @override
     def __iter__(self) -> Iterator[str]:
         return iter(self._value)
 
+    @override
     def __len__(self) -> int:
         return len(self._value)
 
+    @override
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *map(str, self._value)]
 
+    @override
     def __str__(self) -> str:
         return self._text or repr(self)
 
+    @override
     def __repr__(self) -> str:
         return f"Result({', '.join(f'{name}={value!r}' for name, value in self._value.items())})"
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
 from paceline.data.fetch import start_function
 from paceline.data.source import Source
@@ -102,6 +103,7 @@ class _ShardDataset(IterableDataset[bytes]):
         self._requests_by_worker = requests_by_worker
         self.worker = 0
 
+    @override
     def __iter__(self) -> Iterator[bytes]:
         hide_worker_info()
         requests = self._requests_by_worker[self.worker]

@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from typing_extensions import override
+
 from paceline.user_code import is_user_file
 
 _SIGNAL = int(getattr(signal, "SIGRTMIN", 0)) + 5 if hasattr(signal, "SIGRTMIN") else 0
@@ -33,6 +35,7 @@ class Frame:
     line: int
     function: str
 
+    @override
     def __str__(self) -> str:
         text = linecache.getline(self.file, self.line).strip()[:_MAX_LINE_CHARACTERS]
         return f"{self.file}:{self.line} ({self.function})" + (f": {text}" if text else "")

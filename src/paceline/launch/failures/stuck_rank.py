@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from typing_extensions import override
+
 from paceline.console.formatting import plural
 from paceline.errors import MachineError, RunError
 from paceline.launch.agent.shared_status import read_heartbeat
@@ -42,6 +44,7 @@ class SilentRank:
         """Return whether the process is stopped and cannot run until it is continued."""
         return self.state in ("T", "t")
 
+    @override
     def __str__(self) -> str:
         last_step = f"since step {self.step}, {self.seconds:.0f} s ago" if self.step else "yet, not even one step"
         state = (

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from paceline.parallel.module_access.tensor_access import equal_tensors
 from paceline.torch_internals.private_api import BatchNormBase, NormBase, storage_key
@@ -87,6 +88,7 @@ class KernelWatch(TorchFunctionMode):
                 self.calls.append((current, weight))
         return self
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func`; record it if it is a normalization with the norm's running statistics."""
         kwargs = kwargs or {}

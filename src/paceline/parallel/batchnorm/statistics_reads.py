@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.modules import batchnorm, instancenorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
+from typing_extensions import override
 
 from paceline.parallel.batchnorm.norm_kernel_calls import KernelWatch, is_norm_function
 from paceline.torch_internals.private_api import BufferAccessObserver, NormBase, is_in_backward, storage_key
@@ -62,6 +63,7 @@ class StatisticsReads(TorchFunctionMode):
                     self._on_read(norm)
                 del self._derived[key]
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Report the norms whose statistics `func` reads, then run `func`."""
         kwargs = kwargs or {}

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from paceline.comm.process_group import World
 from paceline.errors import LayoutError
@@ -23,11 +24,13 @@ class _JointMoments(torch.autograd.Function):
     """An all-reduce sum whose gradient is all-reduced too."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, moments: Tensor, world: World) -> Tensor:
         ctx.world = world
         return world.all_reduce(moments.clone())
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         world: World = ctx.world
         return world.all_reduce(grads[0].contiguous().clone()), None

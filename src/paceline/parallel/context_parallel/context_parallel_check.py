@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
+from typing_extensions import override
 
 from paceline.comm.process_group import World
 from paceline.comm.rank_threads import run_simulated_ranks
@@ -53,6 +54,7 @@ _FLOAT64_DTYPES = {
 class Float64Mode(TorchFunctionMode):
     """A mode that replaces a lower precision that a forward or loss requests by float64: rounding would hide errors."""
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call the function, with float64 for every lower precision among its arguments."""
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from paceline.comm.process_group import World
 from paceline.errors import LayoutError
@@ -70,6 +71,7 @@ class ContextParallelMode(TorchFunctionMode):
         if should_replace_positions:
             self._replacements |= {torch.arange: self._arange, Tensor.__getitem__: self._index_table}
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Compute this rank's shard of the result on the full sequence, or call the function unchanged."""
         replacement = self._replacements.get(func)
@@ -78,6 +80,7 @@ class ContextParallelMode(TorchFunctionMode):
         result = replacement(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if result is NotImplemented else result
 
+    @override
     def __exit__(self, *error: Any) -> None:
         """Exit the mode, and release all tensors of this forward."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -255,6 +258,7 @@ class ContextParallelMode(TorchFunctionMode):
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, shard: Tensor, dim: int, world: World, sharding: SequenceSharding) -> Tensor:
         ctx.gather_arguments = dim, world, sharding
         sizes = [sharding.local_length(rank) for rank in range(world.world_size)]
@@ -262,6 +266,7 @@ class _GatherSequence(torch.autograd.Function):
         return sharding.join(world.all_gather(shard, shapes=shapes), dim=dim)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Any) -> Any:
         dim, world, sharding = ctx.gather_arguments
         full_gradient = world.all_reduce(grads[0].clone(memory_format=torch.contiguous_format))

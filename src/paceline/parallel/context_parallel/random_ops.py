@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from paceline.errors import LayoutError
 from paceline.torch_internals.dispatch_modes import OpObserver
@@ -39,6 +40,7 @@ class NoAttentionDropout(TorchFunctionMode):
     need T x T random numbers.
     """
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call the function, with a dropout rate of zero in attention."""
         is_attention = func is F.scaled_dot_product_attention

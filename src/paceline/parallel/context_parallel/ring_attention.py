@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from paceline.comm.process_group import World
 from paceline.parallel.activation_checkpointing.saved_ops import recompute_together
@@ -68,6 +69,7 @@ def ring_attention(
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         query: Tensor,
@@ -92,6 +94,7 @@ class _RingAttention(torch.autograd.Function):
         return out.to(query.dtype)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         query, key, value, out, lse, *masks = ctx.saved_tensors

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from paceline.comm.process_group import World
 from paceline.errors import LayoutError
@@ -105,6 +106,7 @@ def _shard_list(experts_module: ExpertsModule, local_range: tuple[int, int]) -> 
 class RemoteExpert(nn.Module):
     """A placeholder for an expert that another rank holds; it never gets a token."""
 
+    @override
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the empty input."""
         assert not len(tokens), "a token reached an expert of another rank"
@@ -177,11 +179,13 @@ class _JoinBackward(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(ctx: Any, should_fill_zeros: bool, outputs: Tensor, *inputs: Tensor) -> Tensor:
         ctx.should_fill_zeros, ctx.input_specs = should_fill_zeros, [(t.shape, t.dtype, t.device) for t in inputs]
         return outputs.view_as(outputs)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Any) -> Any:
         rows_gradient, *zeros = (
             torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.input_specs

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from paceline.comm.process_group import World
 
@@ -82,11 +83,13 @@ class _AllToAll(torch.autograd.Function):
     """An all-to-all of rows; one autograd node for all tensors, so that backward has the same order on every rank."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, route: TokenRoute, is_return: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.route, ctx.is_return = route, is_return
         return _exchange_rows(tensors, route, is_return=is_return)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Any) -> Any:
         return None, None, *_exchange_rows(grads, ctx.route, is_return=not ctx.is_return)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import override
 
 from paceline.parallel.initialization.init_tape import OVERWRITING_OPERATIONS, RecordedView, find_tensors, map_arguments
 from paceline.parallel.initialization.record_mode import (
@@ -66,6 +67,7 @@ class _MetaForwardMode(TorchDispatchMode):
         self._device = device
         self._unknown_storages = WeakIdKeyDictionary()
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation, on real tensors or on the meta device."""
         kwargs = dict(kwargs or {})
@@ -119,6 +121,7 @@ class _LendMode(TorchDispatchMode):
         self._create_tensor, self._device = create_tensor, device
         self._cached: tuple[int, Tensor] | None = None
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation with real parameters."""
         kwargs = _replace_meta_device(dict(kwargs or {}), self._device)

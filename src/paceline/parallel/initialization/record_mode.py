@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from paceline.parallel.initialization.init_tape import (
     OVERWRITING_OPERATIONS,
@@ -43,6 +44,7 @@ class ReportedDeviceMode(TorchFunctionMode):
         super().__init__()
         self._device, self._read = device, read
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], Tensor) else None
@@ -90,6 +92,7 @@ class _RecordMode(TorchDispatchMode):
         finally:
             self._is_replaying = False
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if self._is_replaying:

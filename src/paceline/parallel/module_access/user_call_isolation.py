@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from paceline.parallel.module_access.tensor_access import copy_into
 from paceline.torch_internals.dispatch_modes import DispatchMode, hide_from_modes, written_tensors
@@ -127,6 +128,7 @@ class _WriteRecorder(DispatchMode):
         for parameter in parameters:
             self._parameters_by_storage.setdefault(storage_key(parameter), []).append(parameter)
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Copy the parameters that `func` writes to, then run it."""
         if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
@@ -197,6 +199,7 @@ class _SmallSnapshot(_Snapshot):
         super().__init__(iter(()))
         self._remaining_numel = 16 * _MAX_NUMEL
 
+    @override
     def save(self, value: Any) -> None:
         """Save a value with all values inside it, unless it is too large."""
         size = _num_elements(value)

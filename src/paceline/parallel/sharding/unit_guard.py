@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from paceline.comm.process_group import World
 from paceline.errors import JobError, LayoutError, user_line
@@ -219,6 +220,7 @@ class LockedParameter(DTensor):
     """A sharded parameter that no forward may use: a result would depend only on this rank's rows."""
 
     @classmethod
+    @override
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Raise LayoutError inside a forward; elsewhere dispatch as DTensor does."""
         if getattr(_forward_state, "depth", 0) and not is_in_backward():

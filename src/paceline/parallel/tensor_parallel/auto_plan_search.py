@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from paceline.parallel.tensor_parallel.plan_dry_run import DryRunGroup, wrap_full_tensor
 from paceline.parallel.tensor_parallel.sharded_tensor import ShardPropagatingTensor, function_name
@@ -70,6 +71,7 @@ class PlanSearchMode(TorchFunctionMode):
         self._sharded_tensors: dict[str, ShardPropagatingTensor] = {}
         self._transposed: dict[int, tuple[Tensor, nn.Parameter]] = {}
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Decide the weights of this call, and call the function with sharded weights."""
         name, kwargs = function_name(func), kwargs or {}

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from paceline.comm.process_group import World
 from paceline.parallel.tensor_parallel.once_differentiable import once_differentiable
@@ -104,41 +105,48 @@ def concat_shards(shards: list[Tensor], sharding: DimSharding) -> Tensor:
 
 class _CopyToParallelRegion(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, full_tensor: Tensor, group: TensorParallelGroup) -> Tensor:
         ctx.group = group
         return full_tensor.detach()  # not a view: the input caches the result, and a view would keep the input alive
 
     @staticmethod
     @once_differentiable
+    @override
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.group.all_reduce(grad.clone()), None
 
 
 class _ReduceFromParallelRegion(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, partial: Tensor, group: TensorParallelGroup) -> Tensor:
         return group.all_reduce(partial.clone())
 
     @staticmethod
     @once_differentiable
+    @override
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, None
 
 
 class _TakeLocalShard(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, full_tensor: Tensor, sharding: DimSharding, group: TensorParallelGroup) -> Tensor:
         ctx.sharding, ctx.group = sharding, group
         return slice_shard(full_tensor, sharding, group.rank).contiguous()
 
     @staticmethod
     @once_differentiable
+    @override
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.group.all_gather(grad, ctx.sharding), None, None
 
 
 class _GatherShards(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(
         ctx: Any, local: Tensor, sharding: DimSharding, group: TensorParallelGroup, has_partial_grad: bool
     ) -> Tensor:
@@ -147,6 +155,7 @@ class _GatherShards(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @override
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.has_partial_grad:
             return ctx.group.reduce_scatter(grad, ctx.sharding), None, None, None
@@ -155,12 +164,14 @@ class _GatherShards(torch.autograd.Function):
 
 class _ReduceScatterPartials(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, partial: Tensor, sharding: DimSharding, group: TensorParallelGroup) -> Tensor:
         ctx.sharding, ctx.group = sharding, group
         return group.reduce_scatter(partial, sharding)
 
     @staticmethod
     @once_differentiable
+    @override
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.group.all_gather(grad, ctx.sharding), None, None
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from paceline.errors import LayoutError, UserLine, current_user_line
 
@@ -14,11 +15,13 @@ Backward = Callable[..., Any]
 
 class _NoDoubleBackward(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, gradient: Tensor, line: UserLine | None) -> Tensor:
         ctx.line = line
         return gradient.view_as(gradient)
 
     @staticmethod
+    @override
     def backward(ctx: Any, grad: Tensor) -> Any:
         raise LayoutError(
             "a second-order gradient goes through operations that are split over the tensor-parallel ranks.",

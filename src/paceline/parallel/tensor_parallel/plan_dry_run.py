@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from paceline.comm.process_group import World
 from paceline.comm.rank_threads import run_simulated_ranks
@@ -123,6 +124,7 @@ class ShardedParameterMode(TorchFunctionMode):
         self._shardings, self._group = shardings, group
         self._sharded_tensors: dict[int, ShardPropagatingTensor] = {}
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the parameters among the arguments, and call the function."""
         leaves, spec = tree_flatten((args, kwargs or {}))
@@ -148,6 +150,7 @@ class PlanCheckGroup(DryRunGroup):
 
     calls: int = 0
 
+    @override
     def apply_function(self, func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
         """Apply a function by its rule on every rank, and compare the results with those of one process.
 

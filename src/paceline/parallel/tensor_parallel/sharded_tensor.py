@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import function as autograd_function
+from typing_extensions import override
 
 from paceline.errors import LayoutError
 from paceline.parallel.tensor_parallel.collectives import (
@@ -140,6 +141,7 @@ class ShardPropagatingTensor(Tensor):
             raise _in_place_write_error("the code, through a view from a function without a sharding rule,", self)
 
     @classmethod
+    @override
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply a torch function by its sharding rule, or to the full tensors if no rule applies."""
         kwargs = kwargs or {}
@@ -162,6 +164,7 @@ class ShardPropagatingTensor(Tensor):
             )
 
     @classmethod
+    @override
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Raise an error, except in a plan search.
 

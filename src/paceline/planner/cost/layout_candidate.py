@@ -4,6 +4,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from typing_extensions import override
+
 from paceline.config.layout import AXES, Layout, LayoutKind
 from paceline.planner.layout.mesh import Mesh, layout_label
 from paceline.schedule.registry import find_schedule
@@ -100,6 +102,7 @@ class Candidate:
             return "ddp" if self.dp_replicate > 1 else "single"
         return "hsdp" if self.dp_replicate > 1 else ("zero1", "zero2", "fsdp")[self.zero - 1]
 
+    @override
     def __str__(self) -> str:
         """Return e.g. `fsdp,remat=full in microbatches of 2`."""
         return f"{self.layout} in microbatches of {self.micro_batch_size}{', compiled' * self.compiles}"

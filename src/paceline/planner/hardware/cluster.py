@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from typing_extensions import override
+
 from paceline.config.from_json import convert_json
 
 
@@ -85,6 +87,7 @@ class Cluster:
         """The number of ranks, one per device."""
         return self.nodes * self.devices
 
+    @override
     def __str__(self) -> str:
         """Return e.g. `4 × 8 × H100-80G`."""
         counts = [f"{count:,}" for count in (self.nodes, self.devices) if count > 1]

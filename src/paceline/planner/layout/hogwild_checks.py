@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from types import MappingProxyType
 
+from typing_extensions import override
+
 from paceline.config.layout import Layout, LayoutKind
 from paceline.config.update_rule import UpdateRule
 from paceline.errors import LayoutError, PacelineError
@@ -24,6 +26,7 @@ class HogwildPlanning(RulePlanning):
         }
     )
 
+    @override
     def refuse_layout(self, update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:
         """Return the errors of a layout in which a Hogwild worker would not have the whole model."""
         errors: list[PacelineError] = []
@@ -46,6 +49,7 @@ class HogwildPlanning(RulePlanning):
             )
         return errors
 
+    @override
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
         """Yield the line about Hogwild."""
         yield f"update: hogwild, {mesh.ranks} workers write to one model without locks, each with its own gradient"

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from typing_extensions import override
+
 from paceline.config.layout import Layout, LayoutKind
 from paceline.config.update_rule import UpdateRule
 from paceline.console.formatting import plural
@@ -48,10 +50,12 @@ class LocalSgdPlanning(RulePlanning):
         }
     )
 
+    @override
     def order_ranks(self, mesh: Mesh) -> Mesh:
         """Return the mesh in which the ranks of a replica, which form a site, are neighbours."""
         return replace(mesh, sites=mesh.dp_replicate)
 
+    @override
     def refuse_layout(self, update: UpdateRule, layout: Layout, mesh: Mesh) -> Iterator[PacelineError]:
         """Yield the errors of local SGD: too few sites, experts across sites, impossible `fragments` or `delay`."""
         if layout.kind is LayoutKind.THREADS:
@@ -84,6 +88,7 @@ class LocalSgdPlanning(RulePlanning):
                     hint=f"--update {update.kind},every={update.every},{hint}",
                 )
 
+    @override
     def refuse_batch(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[PacelineError]:
         """Yield an error if a site would get no microbatch of a full batch."""
         needed = (mesh.dp_replicate - 1) * mesh.dp_shard + 1
@@ -95,6 +100,7 @@ class LocalSgdPlanning(RulePlanning):
                 hint=f"a smaller --train.micro_batch_size: at least {plural(needed, 'microbatch')} a batch",
             )
 
+    @override
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
         """Yield the line about local SGD."""
         ranks = mesh.ranks // mesh.dp_replicate
@@ -112,6 +118,7 @@ class LocalSgdPlanning(RulePlanning):
             f"{averaging}{fragments_text}{delay}"
         )
 
+    @override
     def length_notes(self, update: UpdateRule, *, total_steps: int | None) -> Iterator[str]:
         """Yield a warning if the run ends before its sites synchronize once."""
         if total_steps is not None and total_steps < update.every:
@@ -121,6 +128,7 @@ class LocalSgdPlanning(RulePlanning):
                 f"they do so every {plural(update.every, 'update')}; --update {shorter_rule}"
             )
 
+    @override
     def shorten_for_check(self, update: UpdateRule, *, steps: int) -> tuple[UpdateRule, int]:
         """Return the rule with its shortest interval, and the steps of at least two intervals, for a short check."""
         update = replace(update, every=min(update.every, max(update.fragments, update.delay + 1, 2)))

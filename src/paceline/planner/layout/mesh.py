@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+from typing_extensions import override
+
 from paceline.config.axis_counts import MAX_RANKS, REMAINING_RANKS
 from paceline.config.layout import AXES, Layout, LayoutKind
 from paceline.config.update_rule import UpdateRule
@@ -92,6 +94,7 @@ class Mesh:
             stride *= self.size(axis)
         return strides
 
+    @override
     def __str__(self) -> str:
         """Return the axes that are split, e.g. `pp=2,dp_shard=2`."""
         return ",".join(f"{axis}={self.size(axis)}" for axis in self.split_axes) or "single"

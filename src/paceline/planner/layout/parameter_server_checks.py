@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from types import MappingProxyType
 
+from typing_extensions import override
+
 from paceline.config.layout import Layout, LayoutKind
 from paceline.config.update_rule import UNBOUNDED, UpdateRule
 from paceline.console.formatting import plural
@@ -31,6 +33,7 @@ class ParameterServerPlanning(RulePlanning):
         }
     )
 
+    @override
     def num_workers(self, update: UpdateRule, *, ranks: int, problems: list[PacelineError]) -> int:
         """Return the number of ranks that are not servers; add an error to `problems` if there are none."""
         workers = ranks - update.servers
@@ -44,6 +47,7 @@ class ParameterServerPlanning(RulePlanning):
             )
         return max(1, workers)
 
+    @override
     def refuse_launcher(self, update: UpdateRule, *, launcher: str) -> list[PacelineError]:
         """Return an error, because another launcher cannot restart a single lost worker."""
         return [
@@ -54,6 +58,7 @@ class ParameterServerPlanning(RulePlanning):
             )
         ]
 
+    @override
     def refuse_layout(self, update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:
         """Return the errors of a layout in which a worker would not have the whole model."""
         errors: list[PacelineError] = []
@@ -69,6 +74,7 @@ class ParameterServerPlanning(RulePlanning):
             )
         return errors
 
+    @override
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
         """Yield the lines about the parameter server."""
         summary = f"update: ps, {plural(update.servers, 'server')}, {plural(mesh.replicas, 'worker')}"

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from types import MappingProxyType
 
+from typing_extensions import override
+
 from paceline.config.layout import Layout
 from paceline.config.update_rule import UpdateKind, UpdateRule
 from paceline.console.formatting import plural
@@ -33,6 +35,7 @@ class PipeDreamPlanning(RulePlanning):
     )
     flushes_pipeline = False
 
+    @override
     def refuse_layout(self, update: UpdateRule, layout: Layout, mesh: Mesh) -> list[PacelineError]:
         """Return an error for each feature of the layout that stages with several weight versions do not support."""
         errors: list[PacelineError] = []
@@ -63,6 +66,7 @@ class PipeDreamPlanning(RulePlanning):
             )
         return errors
 
+    @override
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
         """Yield the line about weight versions and staleness by stage, from the program of a few batches."""
         version_rule = build_version_rule(update, mesh)

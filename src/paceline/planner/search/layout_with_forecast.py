@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from typing_extensions import override
+
 TIMED = "timed"
 """The source of a forecast whose seconds were measured."""
 
@@ -29,6 +31,7 @@ class FallbackLayout:
     source: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
 
+    @override
     def __str__(self) -> str:
         """Return the options to type."""
         return " ".join([f"--layout {self.layout}", *(f"--{name} {value}" for name, value in self.settings.items())])

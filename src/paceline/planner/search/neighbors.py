@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from typing_extensions import override
+
 from paceline.console.formatting import format_change, format_precise_duration, format_size
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
@@ -22,6 +24,7 @@ class Change:
     estimate: Estimate
     seconds: float
 
+    @override
     def __str__(self) -> str:
         """Return e.g. `remat=full: 61.2 GiB, +2.1 s a step (+14%)`."""
         before = self.estimate.step_seconds - self.seconds

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from paceline.bytes_sent import SENT_BYTES_PER_BYTE
 from paceline.torch_internals.dispatch_modes import DispatchMode, group_size
@@ -58,6 +59,7 @@ class CommunicationCounter(DispatchMode):
         """Return the totals by collective."""
         return {name: asdict(totals) for name, totals in sorted(self.totals.items())}
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count the operation and run it; distributed tensors are unwrapped to local operations first."""
         if any(hasattr(kind, "to_local") for kind in types):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from typing_extensions import override
 
 from paceline.errors import user_code_position
 from paceline.profiling.model_tracing.fake_op_results import (
@@ -91,6 +92,7 @@ class FakeExecutionMode(DispatchMode):
         self._known_forms: dict[Any, Any] = {}
         self._remaining_true_results: dict[Any, int] = {}
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the operation's results without their values."""
         if any(hasattr(kind, "to_local") for kind in types):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from typing_extensions import override
 
 from paceline.torch_internals.dispatch_modes import DispatchMode, observe_storage_resizes, op_name
 from paceline.torch_internals.private_api import is_in_backward
@@ -165,17 +166,20 @@ class MemoryTracker(DispatchMode):
         for storage in other_storages:
             self._track(storage, "activations")
 
+    @override
     def __enter__(self) -> "MemoryTracker":
         self._exits.enter_context(observe_storage_resizes(self._on_resize))
         self._update_peak("begun")
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
+    @override
     def __exit__(self, *reason: Any) -> None:
         super().__exit__(*reason)  # type: ignore[no-untyped-call]
         self._exits.close()
         self._live.clear()
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Track the results, and run the operation."""
         if any(hasattr(kind, "to_local") for kind in types):

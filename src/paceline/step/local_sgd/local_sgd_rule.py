@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from typing_extensions import override
+
 from paceline.bytes_sent import Traffic
 from paceline.comm.mesh_groups import MeshGroups
 from paceline.config.settings import Settings
@@ -24,6 +26,7 @@ class LocalSgdRule(StepRule):
 
     traits = RuleTraits(verify_mode="freely")
 
+    @override
     def refuse_job(self, job: Job, settings: Settings, plan: ExecutionPlan) -> Iterator[PacelineError]:
         """Yield an error for each feature of the job that the rule does not support."""
         if job.ema is not None:
@@ -39,10 +42,12 @@ class LocalSgdRule(StepRule):
                 hint="--update sync",
             )
 
+    @override
     def groups(self, worlds: MeshGroups, *, plan: ExecutionPlan) -> MeshGroups:
         """Return the groups of this rank's site."""
         return MeshGroups.for_local_sgd_site(worlds.all_ranks, mesh=plan.mesh)
 
+    @override
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return a site's step, with the outer optimizer that synchronises the sites."""
         plan, replica, placed, site_peers = (
@@ -71,10 +76,12 @@ class LocalSgdRule(StepRule):
             forward_backward=forward_backward,
         )
 
+    @override
     def identity(self, plan: ExecutionPlan, pipeline_model: PipelineModel | None) -> str:
         """Return the rule and the number of sites."""
         return f"{plan.update_rule} of {plural(plan.mesh.dp_replicate, 'site')}"
 
+    @override
     def buffer_note(self, policy: str) -> str:
         """Return the line on the policy within a site, and the average over sites."""
         return f"buffers: {policy} within a site ({POLICIES[policy]}), averaged over the sites at each synchronisation"

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from paceline.step.forward_backward import ForwardBackward
 from paceline.step.local_sgd.message_batching import MessageBatcher
@@ -44,6 +45,7 @@ class LocalStep(SynchronousStep):
         self._batcher = MessageBatcher(site_synchronizer.peers, max_vectors=_STEPS_PER_MESSAGE)
         self._names: tuple[str, ...] | None = None
 
+    @override
     def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Run this site's own update, then send and apply the fragments that are due."""
         result = super().run(step_batch, stop=stop) if step_batch.num_micro > self._first_microbatch else None
@@ -59,6 +61,7 @@ class LocalStep(SynchronousStep):
         result.communication_seconds += time.perf_counter() - start_time
         return result
 
+    @override
     def _commit_update(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
         """Update with the loss terms that have a target in this site's samples; without any target, make no update.
 
@@ -75,23 +78,28 @@ class LocalStep(SynchronousStep):
             self.replica.update.step_lr_schedulers()
             self.steps_done += 1
 
+    @override
     def flush_reports(self) -> None:
         """Send the results that do not fill a message yet."""
         self._batcher.send()
 
     @property
+    @override
     def sent_bytes(self) -> float:
         """The bytes sent to other sites only."""
         return self.site_synchronizer.communication_cost["sent_bytes"]
 
+    @override
     def finish_pending(self) -> None:
         """Wait until no all-reduce between sites is in flight."""
         self.site_synchronizer.wait_for_all()
 
+    @override
     def synchronised_weights(self) -> AbstractContextManager[dict[str, Tensor]]:
         """Return a context in which the model has the mean of the sites' weights; it yields the site's own weights."""
         return self.site_synchronizer.mean_weights()
 
+    @override
     def collect_staleness(self) -> Sequence[Mapping[str, Any]]:
         """Return the cost of synchronisation for this rank: bytes sent and seconds waited."""
         world = self.replica.world

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from paceline.comm.process_group import LaunchInfo, WorkerEndpoint, World
 from paceline.config.settings import Settings
@@ -38,6 +39,7 @@ class ParameterServerRule(StepRule):
         verify_mode="replayed",
     )
 
+    @override
     def refuse_job(self, job: Job, settings: Settings, plan: ExecutionPlan) -> list[PacelineError]:
         """Return an error for each feature of the job that a parameter server does not support."""
         errors: list[PacelineError] = []
@@ -70,10 +72,12 @@ class ParameterServerRule(StepRule):
             errors.append(UsageError(message, hint="--update sync, or --train.on_empty stop"))
         return errors
 
+    @override
     def is_gradient_worker(self, update: UpdateRule, *, rank: int) -> bool:
         """Return True for all ranks after the servers."""
         return rank >= update.servers
 
+    @override
     def join(self, plan: ExecutionPlan, *, launch_info: LaunchInfo, timeout_seconds: float) -> World:
         """Join the other servers, if there are several. Workers connect to the servers' `worker_endpoint`."""
         servers, worker_endpoint = plan.update_rule.servers, WorkerEndpoint(launch_info=launch_info)
@@ -84,10 +88,12 @@ class ParameterServerRule(StepRule):
         world = World.join(place=servers_info, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
         return replace(world, worker_endpoint=worker_endpoint)
 
+    @override
     def plan_for_group(self, plan: ExecutionPlan, *, world_size: int) -> ExecutionPlan:
         """Return the plan of the servers, each of which owns some of the parameters. A worker keeps its own plan."""
         return replace(plan, mesh=Mesh(dp_shard=world_size, zero=1) if world_size > 1 else Mesh())
 
+    @override
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return a server's step."""
         plan, replica = request.plan, request.contexts[0]
@@ -100,6 +106,7 @@ class ParameterServerRule(StepRule):
             sync_after_update=request.parallelized_model.sync_after_update,
         )
 
+    @override
     def identity(self, plan: ExecutionPlan, pipeline_model: PipelineModel | None) -> str:
         """Return the rule with one server, since the saved state does not depend on the number of servers."""
         return str(replace(plan.update_rule, servers=1))

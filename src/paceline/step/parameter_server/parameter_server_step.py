@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from paceline.config.update_rule import UpdateRule as Rule
 from paceline.data.order.leases import BatchShare, Lease, Leases
@@ -78,6 +79,7 @@ class ServerStep(SynchronousStep):
         self._last_decision_time = time.monotonic()
         self.record: list[AppliedUpdate] | None = None  # set to a list to record updates for a replay
 
+    @override
     def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Offer the batch's shares to the workers. The batch's result is known once all shares are pushed."""
         start_time, waited_before = time.perf_counter(), self._waited_seconds
@@ -97,6 +99,7 @@ class ServerStep(SynchronousStep):
         )
         return pushed_batch.result
 
+    @override
     def finish_pending(self) -> None:
         """Wait until every leased share is applied.
 
@@ -111,6 +114,7 @@ class ServerStep(SynchronousStep):
     num_retained_batches = _RETAINED_BATCHES
     has_delayed_results = True
 
+    @override
     def collect_staleness(self) -> list[dict[str, Any]]:
         """Return the gradient staleness of each worker."""
         counts_by_worker: dict[str, dict[int, int]] = {}
@@ -125,6 +129,7 @@ class ServerStep(SynchronousStep):
             for worker_name, counts in sorted(counts_by_worker.items())
         ]
 
+    @override
     def new_notes(self) -> list[str]:
         """Return the notes about workers that were lost or have restarted."""
         if self._state is None:
@@ -133,6 +138,7 @@ class ServerStep(SynchronousStep):
             notes, self._state.notes = self._state.notes, []
         return notes
 
+    @override
     def close(self) -> None:
         """Close the connections to all workers."""
         if self._connections is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from paceline.comm.process_group import World
 from paceline.data.order.leases import BatchShare
@@ -86,6 +87,7 @@ class PushedTotals(TotalsReduction):
         self.set_flag(STOP, float(stop or any(push.stop for push in pushes)))
         self.start()
 
+    @override
     def wait_for_totals(self) -> StepTotals:
         """Wait for all shares and return the totals."""
         self._wait_for_shares()

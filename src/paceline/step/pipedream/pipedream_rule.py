@@ -1,5 +1,7 @@
 """The rules of PipeDream and 2BW: a pipeline that is never flushed, with weight stashing."""
 
+from typing_extensions import override
+
 from paceline.config.update_rule import UpdateKind
 from paceline.console.formatting import plural
 from paceline.errors import LayoutError, PacelineError, raise_all
@@ -19,6 +21,7 @@ class WeightStashingRule(StepRule):
 
     traits = RuleTraits(measures_joint_norm=False, verify_mode="freely")
 
+    @override
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return the step of this rank's stage; without a pipeline, the synchronous step."""
         plan, pipeline_model = request.plan, request.parallelized_model.pipeline_model
@@ -33,6 +36,7 @@ class WeightStashingRule(StepRule):
             num_microbatches=num_microbatches,
         )
 
+    @override
     def identity(self, plan: ExecutionPlan, pipeline_model: PipelineModel | None) -> str:
         """Return the rule, and for PipeDream the stages; 2BW has the same staleness in every stage."""
         if pipeline_model is None or plan.update_rule.kind is not UpdateKind.PIPEDREAM:

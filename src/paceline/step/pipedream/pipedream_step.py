@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from paceline.errors import JobError
 from paceline.parallel.pipeline.chain.stages import StageOutput
@@ -68,6 +69,7 @@ class PipeDreamStep(SynchronousStep):
             replica.model, named_parameters=replica.update.named_parameters, is_direct=direct
         )
 
+    @override
     def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Start this batch: run the stage's next forwards and backwards, and the updates that become due."""
         start_time = time.perf_counter()
@@ -110,6 +112,7 @@ class PipeDreamStep(SynchronousStep):
         self._num_forwards = 0
         self.versions.resume(newest=step, older_weights={step - age: weights for age, weights in older_weights.items()})
 
+    @override
     def collect_staleness(self) -> list[dict[str, Any]]:
         """Return the gradient staleness of this stage; each microbatch counts once."""
         replica = f", replica {self.replica.worlds.data.rank}" if self.replica.worlds.data.world_size > 1 else ""
@@ -122,6 +125,7 @@ class PipeDreamStep(SynchronousStep):
             }
         ]
 
+    @override
     def finish_pending(self) -> None:
         """Finish all batches in flight."""
         self._run_actions(self._with_messages(self._stage_progress.remaining_backwards()))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from typing_extensions import override
 
 from paceline.errors import JobError
 from paceline.parallel.module_access.parameters import NamedParameter
@@ -136,6 +137,7 @@ class _CallWrapper(nn.Module):
         super().__init__()
         self.model = model
 
+    @override
     def forward(self, call: Callable[[], Any]) -> Any:
         return call()
 

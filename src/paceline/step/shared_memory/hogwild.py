@@ -8,6 +8,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from typing_extensions import override
+
 from paceline.parallel.data_parallel.reducer import LocalReducer
 from paceline.parallel.data_parallel.shared_memory_model import SharedModel
 from paceline.step.forward_backward import MicrobatchForwardBackward
@@ -36,6 +38,7 @@ class HogwildStep(SynchronousStep):
         self._staleness_counts: dict[int, int] = {}
         self._has_started = False
 
+    @override
     def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Run forward and backward of this worker's microbatches, and its own update."""
         if not self._has_started:
@@ -70,10 +73,12 @@ class HogwildStep(SynchronousStep):
             lr=self.replica.update.lr,
         )
 
+    @override
     def finish_pending(self) -> None:
         """Wait until all workers have reached this step."""
         self.replica.world.barrier()
 
+    @override
     def collect_staleness(self) -> list[dict[str, Any]]:
         """Return how many updates other workers made between this worker's read and its write."""
         lost, made = self._shared_model.lost_and_all_additions

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from torch import nn
+from typing_extensions import override
 
 from paceline.comm.process_group import World
 from paceline.config.settings import Settings
@@ -18,6 +19,7 @@ from paceline.step.synchronous import SynchronousStep
 class HogwildRule(StepRule):
     """The rule of `--update hogwild`."""
 
+    @override
     def refuse_job(self, job: Job, settings: Settings, plan: ExecutionPlan) -> Iterator[PacelineError]:
         """Yield an error for each feature of the job that the rule does not support."""
         if job.loss_over == "batch":
@@ -29,15 +31,18 @@ class HogwildRule(StepRule):
         if job.ema is not None:
             yield JobError("ema= with --update hogwild: each worker would have its own average.", hint="ema=None")
 
+    @override
     def share_model(self, model: nn.Module, *, world: World) -> SharedModel:
         """Put the weights into memory that all workers share."""
         return SharedModel(model, world=world)
 
+    @override
     def make_step(self, request: StepRequest) -> SynchronousStep:
         """Return a worker's step."""
         assert request.shared_model is not None
         return HogwildStep(request.contexts[0], shared_model=request.shared_model)
 
+    @override
     def buffer_note(self, policy: str) -> str:
         """Return the line on the shared buffers."""
         return "buffers: one copy in shared memory, to which every worker writes its running statistics"

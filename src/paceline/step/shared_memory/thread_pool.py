@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TypeVar
 
+from typing_extensions import override
+
 from paceline.comm.rank_threads import PeerFailed
 
 T = TypeVar("T")
@@ -20,6 +22,7 @@ class _ReplicaThread(threading.Thread):
         self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.start()
 
+    @override
     def run(self) -> None:
         """Run functions from the queue until None arrives."""
         while (function := self.queue.get()) is not None:

@@ -7,6 +7,7 @@ gradients are in the first replica, which makes the update; all replicas share t
 from collections.abc import Callable, Sequence
 
 import torch
+from typing_extensions import override
 
 from paceline.comm.rank_threads import ThreadWorld
 from paceline.parallel.data_parallel.thread_replicas import ThreadReplicas
@@ -39,6 +40,7 @@ class ThreadsStep(SynchronousStep):
         self._rng_turns = rng_turns
         self._threads = ReplicaThreads(on_error=rendezvous.end)
 
+    @override
     def compute_gradients(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Compute the global gradient in the first replica.
 
@@ -58,6 +60,7 @@ class ThreadsStep(SynchronousStep):
             undo()
             self._rng_turns.reset_draws()
 
+    @override
     def close(self) -> None:
         """Stop the threads and remove the hooks from the models."""
         super().close()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from paceline.errors import DesyncError
 from paceline.parallel.module_access.tensor_access import bits_checksum
@@ -23,6 +24,7 @@ class ReplicaMismatch:
     num_differing: int
     num_tensors: int
 
+    @override
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
         return (

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from paceline.config.compression import Compression, Method
 from paceline.errors import UsageError
@@ -41,6 +42,7 @@ class CompressedReference(Reference):
         self._replica_gradients: list[Tensors] = []
         self._replica = 0
 
+    @override
     def with_config(self, **changes: Any) -> "CompressedReference":
         """Return a new reference at the start of the run, with these changes to its `ReferenceConfig`."""
         reference = super().with_config(**changes)
@@ -52,10 +54,12 @@ class CompressedReference(Reference):
             cast=reference.cast,
         )
 
+    @override
     def without_compression(self) -> Reference:
         """Return a new reference that does not compress its gradients."""
         return super().with_config()
 
+    @override
     def compute_gradient(
         self, position: RunPosition, *, microbatches: Sequence[ReferenceMicrobatch] | None = None, **options: Any
     ) -> ReferenceGradient:
@@ -70,16 +74,19 @@ class CompressedReference(Reference):
         }
         return replace(uncompressed, total=total)
 
+    @override
     def update(self, gradient: Any) -> None:
         """Step, and store the error feedback of this step."""
         super().update(gradient)
         self._state = self._next_state
 
+    @override
     def _run_passes(self, *arguments: Any) -> Iterator[tuple[int, Any]]:
         for index, terms in super()._run_passes(*arguments):
             self._replica = index % self._replicas
             yield index, terms
 
+    @override
     def _accumulate(self, total: Any, contribution: Any, max_abs: Any, keep_contributions: Any) -> None:
         super()._accumulate(total, contribution, max_abs, keep_contributions)
         replica_gradient = self._replica_gradients[self._replica]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from typing_extensions import override
 
 from paceline.parallel.context_parallel.random_ops import NoAttentionDropout
 
@@ -26,6 +27,7 @@ _DROPOUT_FUNCTIONS = (
 class NoDropout(NoAttentionDropout):
     """A mode in which dropout functions that a forward calls directly drop nothing."""
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return the input of a dropout function unchanged."""
         if func in _DROPOUT_FUNCTIONS:

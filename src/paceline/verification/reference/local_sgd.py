@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from paceline.config.update_rule import UpdateRule
 from paceline.planner.layout.local_sgd_checks import assign_fragments, fragment_to_send
@@ -64,6 +65,7 @@ class LocalSgdReference(Reference):
         self._num_updates = 0
         self._reset_sites()
 
+    @override
     def with_config(self, **changes: Any) -> "LocalSgdReference":
         """Return a new reference at the start of the run, with these changes to its `ReferenceConfig`."""
         reference = super().with_config(**changes)
@@ -71,6 +73,7 @@ class LocalSgdReference(Reference):
             sync_rule=self._sync_rule, job=reference.job, config=reference.config, cast=reference.cast
         )
 
+    @override
     def weights(self) -> NamedTensors:
         """Return every site's weights, and the synchronized weights."""
         names = [name for name, _ in self.model.named_parameters()]
@@ -81,6 +84,7 @@ class LocalSgdReference(Reference):
             f"{name} (synchronized)": value.clone() for name, value in self._outer.global_weights.items()
         }
 
+    @override
     def compute_gradient(
         self, position: RunPosition, *, microbatches: Sequence[ReferenceMicrobatch] | None = None, **options: Any
     ) -> ReferenceGradient:
@@ -117,6 +121,7 @@ class LocalSgdReference(Reference):
             total=total, counts=counts, divisor=1.0, loss=loss / max(total_count, 1e-300), samples=samples
         )
 
+    @override
     def update(self, gradient: Mapping[str, Tensor]) -> None:
         """Step each site with its own gradient; then send the due fragment, and apply the due outer gradients."""
         for number, site in enumerate(self._sites):

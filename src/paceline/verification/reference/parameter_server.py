@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
+from typing_extensions import override
 
 from paceline.comm.process_group import LaunchInfo, WorkerEndpoint, World
 from paceline.console.formatting import plural
@@ -109,6 +110,7 @@ class ParameterServerReference(Reference):
     server_of: Mapping[str, int] = MappingProxyType({})
     """The server of each parameter; parameters that are not named belong to the first."""
 
+    @override
     def with_config(self, **changes: Any) -> "ParameterServerReference":
         """Return a new reference at the start of the run, with these changes to its `ReferenceConfig`."""
         reference = super().with_config(**changes)

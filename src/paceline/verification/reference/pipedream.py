@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from paceline.parallel.pipeline.pipeline_model import PipelineModel
 from paceline.schedule.weight_version_rules import BatchBoundaries, VersionRule
@@ -39,11 +40,13 @@ class PipeDreamReference(Reference):
         self._first_microbatch = 0
         self._history = [self._copy_weights()]
 
+    @override
     def with_config(self, **changes: Any) -> "PipeDreamReference":
         """Return a new reference at the start of the run, with these changes to its `ReferenceConfig`."""
         reference = super().with_config(**changes)
         return PipeDreamReference(rule=self._rule, job=reference.job, config=reference.config, cast=reference.cast)
 
+    @override
     def compute_gradient(
         self, position: RunPosition, *, microbatches: Sequence[ReferenceMicrobatch] | None = None, **options: Any
     ) -> ReferenceGradient:
@@ -58,17 +61,20 @@ class PipeDreamReference(Reference):
         finally:
             self._load_versions(dict.fromkeys(self._history[-1], len(self._history) - 1))
 
+    @override
     def update(self, gradient: Mapping[str, Tensor]) -> None:
         """Step with this gradient, and store the new weights."""
         super().update(gradient)
         self._history.append(self._copy_weights())
 
+    @override
     def _clip_gradients(self, max_norm: float) -> None:
         """Clip each stage separately: when one stage steps, the others are at different batches."""
         for stage in range(self._rule.version_rule.stages):
             parameters = [p for name, p in self.model.named_parameters() if self._rule.stage_of[name] == stage]
             torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
+    @override
     def _seed_microbatch(self, step: int, microbatch: int) -> None:
         replica_microbatch = self._first_microbatch + microbatch // self._rule.replicas
         stages = range(self._rule.version_rule.stages)

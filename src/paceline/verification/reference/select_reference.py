@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import ClassVar
 
+from typing_extensions import override
+
 from paceline.config.update_rule import UpdateKind
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.pipedream_checks import build_version_rule
@@ -49,6 +51,7 @@ class RuleReference:
 
 
 class _PipeDreamComparison(RuleReference):
+    @override
     def reference_constructor(self, setup: TrainingSetup) -> Callable[..., Reference]:
         plan, pipeline_model = setup.plan, setup.parallelized_model.pipeline_model
         if pipeline_model is None:
@@ -63,6 +66,7 @@ class _PipeDreamComparison(RuleReference):
 class _LocalSgdComparison(RuleReference):
     rules_out = "samples, gradients or optimizer of a site, different synchronisation than the rule's, or evaluation"
 
+    @override
     def reference_constructor(self, setup: TrainingSetup) -> Callable[..., Reference]:
         rule, mesh = setup.plan.update_rule, setup.plan.mesh
         sync_rule = SyncRule(rule=rule, sites=mesh.dp_replicate, replicas_per_site=mesh.dp_shard)
@@ -75,9 +79,11 @@ class _ParameterServerComparison(RuleReference):
     With a staleness of 0, the shares of a batch form one update, so the reference needs no record of their order.
     """
 
+    @override
     def reference_constructor(self, setup: TrainingSetup) -> Callable[..., Reference]:
         return ParameterServerReference if setup.plan.update_rule.staleness > 0 else Reference
 
+    @override
     def compare(
         self,
         setup: TrainingSetup,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from paceline.parallel.tensor_parallel.collectives import (
     TensorParallelGroup,
@@ -21,6 +22,7 @@ from paceline.parallel.tensor_parallel.sharded_tensor import FunctionCall, NoRul
 
 class _LogSoftmax(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, local: Tensor, dim: int, group: TensorParallelGroup) -> Tensor:
         max_logit = group.all_reduce_max(_local_max(local, dim))
         sum_exp = group.all_reduce((local - max_logit).exp_().sum(dim, keepdim=True))
@@ -31,6 +33,7 @@ class _LogSoftmax(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @override
     def backward(ctx: Any, grad: Tensor) -> Any:
         (log_probs,) = ctx.saved_tensors
         grad_sum = ctx.group.all_reduce(grad.sum(ctx.dim, keepdim=True))
@@ -44,6 +47,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         local: Tensor,
@@ -66,6 +70,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @override
     def backward(ctx: Any, grad: Tensor) -> Any:
         softmax, local_index, is_local, is_counted = ctx.saved_tensors
         grad = grad.masked_fill(~is_counted, 0.0)
