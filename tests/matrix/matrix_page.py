@@ -22,7 +22,8 @@ The precision is {dtypes}.
 
 - **bitwise**: all bits are equal.
 - **rounding**: every difference is below the noise floor of its tensor. To measure the floor, one process runs again
-  with its weights moved by one unit in the last place, and with its microbatches added in reverse order.
+  with its weights moved by one unit in the last place, and with its microbatches added in reverse order. Which
+  cells are bitwise depends on the processor too, because its kernels choose the order of additions.
 - a number: refused before the first step, with the message listed at the end. The reasons are in [refusals](refusals.md).
 - empty: not run for this page.
 
