@@ -207,9 +207,9 @@ def make_update(job, settings, plan, model, placed, rules, *, world):
     made, given = _make(job, settings, plan, model, placed, rules, world=world)
     take = made._step_optimizers
 
-    def stale():
+    def stale(step):
         kept = model.head.weight.detach().clone()
-        take()
+        take(step)
         model.head.weight.data.copy_(kept)
 
     if world.world_size > 1 and world.rank == 2:

@@ -286,9 +286,9 @@ def make_update(job, settings, plan, model, placed, rules, *, world):
     take = made._step_optimizers
     mine = next((m.parameter for m in placed.named_parameters if m.name == "blocks.3.down.weight"), None)
 
-    def stale():
+    def stale(step):
         kept = mine.detach().clone()
-        take()
+        take(step)
         mine.data.copy_(kept)
 
     if world.world_size > 1 and world.rank == 3 and mine is not None:
