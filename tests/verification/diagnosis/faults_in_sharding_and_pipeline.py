@@ -37,8 +37,16 @@ Stages._block_handler = block_handler
         should="Dropout after the last block draws from another stream on stage 1: another mask than one process's.",
         says=("dropout|random|stream|draw", "stage 1|border|rank 1|stages"),
         code="""
-from paceline.parallel.pipeline.chain import stages
-stages.set_device_rng_state = lambda state, device: torch.manual_seed(len(state))
+import torch.distributed as dist
+
+_dropout = F.dropout
+
+def dropout(x, *options, **named):
+    if dist.is_initialized() and dist.get_rank() == 1:
+        torch.rand(1)  # the stage's stream is one draw ahead; the one process has no group
+    return _dropout(x, *options, **named)
+
+F.dropout = dropout
 """,
     ),
     Misplaced(
