@@ -10,7 +10,7 @@ import pytest
 from paceline.checkpoint.files.checkpoint_folder import BEST, LATEST, list_checkpoints, mark_best, resolve_mark
 from paceline.checkpoint.files.superseded_checkpoints import move_superseded
 from paceline.filesystem.atomic_files import write_json
-from paceline.run_folder.run_folder import RunFolder, find_run, newest_saved_run, run_of_checkpoint
+from paceline.run_folder.run_folder import RunFolder, find_run, new_run, newest_saved_run, run_of_checkpoint
 from tests.checkpoint.test_damaged_checkpoints import STATE
 from tests.checkpoint.write_checkpoint import save
 from tests.conftest import Shop
@@ -127,7 +127,7 @@ def test_a_best_that_came_before_an_older_checkpoint_stays_the_best(tmp_path: Pa
 
 def test_without_a_name_what_trains_comes_before_what_was_planned_after_it(tmp_path: Path) -> None:
     for name in ("1", "2"):
-        (tmp_path / "job" / name).mkdir(parents=True)
+        new_run("job", root=tmp_path, run_id=name)
     for trains in (False, True):
         assert find_run(None, root=tmp_path, only_trained=trains)[0].path.name == "2"
     write_json(RunFolder(tmp_path / "job" / "1").task, {})
