@@ -27,7 +27,7 @@ demo: $(STAMP)
 
 # What to run before a commit: style, types, and the tests that start no run.
 check: lint types
-	@$(BIN)/python -m pytest -m quick -q -n 2
+	@$(BIN)/python -m pytest -m quick -q -n 2 --dist loadfile
 
 # Most tests wait for processes more than they compute, so there are more workers than cores. Tests that look at the
 # clock run after them, alone.

@@ -4,9 +4,12 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+import paceline
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "paceline"
@@ -37,6 +40,13 @@ FREE_OF_TORCH = [
 ]
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "examples" not in path.parts)
 
+pytestmark = pytest.mark.one_worker  # which parses each file once
+
+
+@cache
+def syntax_tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
 
 def package_of(module: str) -> str:
     """The entry of `ORDER` that a module, `parallel.sharding.units`, belongs to: the longest that it begins with."""
@@ -48,9 +58,10 @@ def room(path: Path) -> str:
     return package_of(str(path.relative_to(PACKAGE)).removesuffix(".py").replace("/", "."))
 
 
+@cache
 def imports(path: Path) -> list[str]:
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(syntax_tree(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             found.append(node.module)
         elif isinstance(node, ast.Import):
@@ -94,7 +105,7 @@ def test_files_and_functions_are_small() -> None:
         text = path.read_text()
         if len(text.splitlines()) > 450:
             long.append(f"{path.name} has {len(text.splitlines())} lines, and wants a wall")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(syntax_tree(path)):
             if isinstance(node, ast.FunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 if length > 60:
@@ -107,7 +118,7 @@ def test_imports_stand_at_the_top() -> None:
         f"{path.name}:{inner.lineno} imports inside a block"
         for path in FILES
         if room(path) not in ("commands", "cli", "__init__")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(syntax_tree(path))
         if isinstance(node, ast.FunctionDef | ast.If | ast.Try)
         for inner in ast.walk(node)
         if isinstance(inner, ast.Import | ast.ImportFrom)
@@ -135,7 +146,7 @@ def test_a_folder_can_be_taken_in_at_a_glance() -> None:
 def test_each_package_says_what_it_is_for() -> None:
     for path in FILES:
         if path.stem == "__init__":
-            said = ast.get_docstring(ast.parse(path.read_text())) or ""
+            said = ast.get_docstring(syntax_tree(path)) or ""
             assert len(said.split()) >= 4, f"{path.relative_to(PACKAGE)} has no docstring"
 
 
@@ -143,7 +154,7 @@ def test_files_that_are_named_in_strings_are_there() -> None:
     """Frames are told by the end of their file's name: a file that moves takes its name along."""
     files = {"/" + str(path.relative_to(PACKAGE.parent)) for path in FILES}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(syntax_tree(path)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 for name in re.findall(r"^[\w/]*/\w+\.py$", node.value):
                     is_ours = not name.startswith("/torch/") and "paceline/examples" not in name
@@ -191,14 +202,14 @@ def test_help_is_quick_and_needs_neither_torch_nor_numpy() -> None:
 
 
 def test_public_names_are_few_and_all_there() -> None:
-    code = "import paceline; assert len(paceline.__all__) <= 40; [getattr(paceline, n) for n in paceline.__all__]"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert len(paceline.__all__) <= 40
+    assert all(hasattr(paceline, name) for name in paceline.__all__)
 
 
 def test_private_torch_is_touched_in_one_place() -> None:
     for path in FILES:
         if path.name not in ("private_api.py", "dispatch_modes.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(syntax_tree(path)):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
                     assert not any(a.name.startswith("_") for a in node.names), f"{path.name}:{node.lineno}"
         for module in imports(path):

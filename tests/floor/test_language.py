@@ -6,9 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "src" / "paceline"
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if "examples" not in path.parts)
+import pytest
+
+from tests.floor.test_house import FILES, PACKAGE, ROOT, syntax_tree
+
+pytestmark = pytest.mark.one_worker
+
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 # Participles, prepositions, pronouns and adverbs: alone they say neither what a thing is nor what a function does.
@@ -107,7 +110,7 @@ def prose_of(path: Path) -> Iterator[tuple[int, str]]:
 def test_no_name_is_an_everyday_word_alone() -> None:
     found = defaultdict(list)
     for path in FILES:
-        for line, name in declared_names(ast.parse(path.read_text())):
+        for line, name in declared_names(syntax_tree(path)):
             if not name.startswith("_") and name.lower() in NO_NAMES:
                 found[name].append(f"{path.relative_to(PACKAGE)}:{line}")
     unexpected = {name: places for name, places in found.items() if name not in MEANT}
@@ -148,7 +151,7 @@ def test_docstrings_are_sentences() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]!r}: {fault}"
         for path in FILES
-        for node, text in docstrings(ast.parse(path.read_text()))
+        for node, text in docstrings(syntax_tree(path))
         if (fault := docstring_fault(node, text))
     ]
     assert not found, "\n".join(found)
@@ -158,7 +161,7 @@ def test_a_public_name_says_one_thing() -> None:
     """A verb may have its command, its Python function and its entry in the ranks; no other public name is there twice."""
     found = defaultdict(set)
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
+        for node in syntax_tree(path).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].add(str(path.relative_to(PACKAGE)))
     twins = {"main", "run_verb"}

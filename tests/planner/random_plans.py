@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.layout_candidate import Candidate
@@ -81,6 +82,7 @@ def grid(draw: random.Random) -> SearchSpace:
     )
 
 
+@cache
 def forecast(seed: int, *, memory: bool = True) -> tuple[CostModel, SearchSpace]:
     """One model on one cluster; with `memory` only some of its layouts fit, and now and then none."""
     draw = random.Random(seed)

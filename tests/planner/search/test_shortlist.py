@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import cache
 from statistics import median
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from paceline.config.layout import parse_layout
 from paceline.planner.advice.recommendations import build_advice
 from paceline.planner.cost.cost_model import CostModel
-from paceline.planner.cost.estimate import MeasuredTime
+from paceline.planner.cost.estimate import Estimate, MeasuredTime
 from paceline.planner.search.branch_and_bound import search
 from paceline.planner.search.search_space import SearchSpace, candidates
 from paceline.planner.search.shortlist import (
@@ -25,10 +26,16 @@ from tests.planner.random_plans import forecast
 SEEDS = range(12)
 
 
+@cache
+def shortlisted(seed: int) -> list[Estimate]:
+    drawn, grid = forecast(seed)
+    return shortlist(drawn, grid=grid)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_best_of_every_family_is_timed_and_the_quickest_first(seed: int) -> None:
     drawn, grid = forecast(seed)
-    found = shortlist(drawn, grid=grid)
+    found = shortlisted(seed)
     best = search(drawn, grid=grid).best
     quickest: dict[str, float] = {}
     for one in found:
@@ -42,8 +49,7 @@ def test_the_best_of_every_family_is_timed_and_the_quickest_first(seed: int) -> 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_time_goes_first_to_one_of_each_family_that_may_be_the_quickest(seed: int) -> None:
-    drawn, grid = forecast(seed)
-    found = shortlist(drawn, grid=grid)
+    found = shortlisted(seed)
     turns = timing_order(found[::-1])
     near = {one.candidate.family for one in found if one.step_seconds <= 1.6 * found[0].step_seconds}
     first, rest = turns[: len(near)], turns[len(near) :]
@@ -57,7 +63,7 @@ def test_time_goes_first_to_one_of_each_family_that_may_be_the_quickest(seed: in
 def test_blocks_run_again_only_where_what_they_keep_does_not_fit(seed: int) -> None:
     drawn, grid = forecast(seed)
     fits = {one for one in candidates(drawn.profile, drawn.cluster, grid or SearchSpace()) if drawn.estimate(one).fits}
-    for one in shortlist(drawn, grid=grid):
+    for one in shortlisted(seed):
         assert one.candidate.remat == "none" or replace(one.candidate, remat="none") not in fits
 
 
@@ -98,8 +104,7 @@ def test_advice_recommends_what_was_the_quickest_where_it_ran() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_stage_of_what_is_tried_has_two_blocks_and_its_layout_can_be_typed(seed: int) -> None:
-    drawn, grid = forecast(seed)
-    for one in shortlist(drawn, grid=grid):
+    for one in shortlisted(seed):
         told = timing_trial(one)
         assert told.min_blocks >= 2 * one.candidate.pp * one.candidate.virtual
         assert parse_layout(told.layout).sizes == one.candidate.layout_spec.sizes
@@ -108,8 +113,7 @@ def test_every_stage_of_what_is_tried_has_two_blocks_and_its_layout_can_be_typed
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_kept_is_read_as_it_was(seed: int) -> None:
-    drawn, grid = forecast(seed)
-    found = shortlist(drawn, grid=grid)
+    found = shortlisted(seed)
     timed = {
         str(one.candidate): MeasuredTime(
             seconds=one.step_seconds * n, spread=0.1, steps=9, blocks=(2, 4), between=(1, 2)
@@ -122,7 +126,7 @@ def test_what_is_kept_is_read_as_it_was(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_asked_for_is_on_the_list_however_slow_it_is_thought(seed: int) -> None:
     drawn, grid = forecast(seed)
-    found = shortlist(drawn, grid=grid)
+    found = shortlisted(seed)
     wide = shortlist(drawn, grid=grid, max_trials=10_000)
     others = [one for one in wide if one not in found][:2]
     slow = CostModel(
