@@ -74,7 +74,7 @@ def test_only_a_skipped_step_restores_statistics_and_what_is_held_back(taken: bo
     step.steps_done = 3
     step.replica = SimpleNamespace(
         update=SimpleNamespace(commit=lambda **_: (None, taken)),
-        state_recorders=[SimpleNamespace(undo=lambda: undone.append("statistics"))],
+        state_recorders=[SimpleNamespace(end_skipped_step=lambda: undone.append("statistics"))],
         undo_reduction=lambda: undone.append("held back"),
     )
     result: Any = SimpleNamespace(totals=SimpleNamespace(nonfinite_terms=()), compute_seconds=0.0)

@@ -65,8 +65,8 @@ class ForwardStateRecorder(Protocol):
     def fold(self, *, num_micro: int) -> bool:
         """Set the state to that of one process; return False, on all ranks, if the step must be repeated."""
 
-    def undo(self) -> None:
-        """Restore the state from before the step, because the step was skipped."""
+    def end_skipped_step(self) -> None:
+        """End a step whose update was skipped."""
 
     def new_notes(self) -> list[str]:
         """Return the notes for the user that were not returned before."""

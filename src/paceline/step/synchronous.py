@@ -61,7 +61,7 @@ class SynchronousStep:
         )
         if not is_applied:
             for recorder in self.replica.state_recorders:
-                recorder.undo()
+                recorder.end_skipped_step()
             self.replica.undo_reduction()
         self.steps_done += 1
         result.async_grad_norm = None if grad_norm is None else AsyncScalars(grad_norm)

@@ -204,8 +204,8 @@ class StatisticsRecorder:
         self._has_run = False
         return True
 
-    def undo(self) -> None:
-        """Restore the statistics from before the step, because it was skipped."""
+    def end_skipped_step(self) -> None:
+        """End a step whose update was skipped: restore the statistics from before it."""
         for norm_tape in self._norm_tapes:
             norm_tape.write_statistics(norm_tape.initial_statistics, 0)
         self._has_run = False

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm.process_group import PendingMessage, World
-from paceline.parallel.module_access.forward_counters import WIDTH, ForwardNumbers
+from paceline.parallel.module_access.forward_counters import ForwardNumbers
+from paceline.parallel.module_access.module_numbers import WIDTH
 from paceline.torch_internals.private_api import NormBase
 
 
