@@ -133,7 +133,7 @@ class DeferredModel:
 
 
 class LazyRows:
-    """A rank's rows by name; `pop` creates rows that do not exist yet."""
+    """A rank's rows of each parameter, by name. They are created at the first `pop` if they do not exist yet."""
 
     def __init__(
         self,

@@ -38,7 +38,10 @@ SpecsForModel = Callable[[nn.Module], ShardSpecs]
 
 
 class InitialValues(Protocol):
-    """A source of initial values. `is_local`: a rank may call `values` alone, and repeatedly for single tensors."""
+    """A source of initial values.
+
+    `is_local`: a rank may call `values` without the others, and several times, for some tensors each time.
+    """
 
     @property
     def is_local(self) -> bool: ...
@@ -145,7 +148,7 @@ def defer_large_model(
     limit_bytes: int,
     pretrained: PretrainedModel | None = None,
 ) -> DeferredInit | None:
-    """Return the model on the meta device if it is above the limit; then each rank may get values alone, repeatedly.
+    """Return the model on the meta device if it is above the limit. Its source of values is then local.
 
     Return None if it is below the limit, or if some rank cannot record the constructor.
 

@@ -201,7 +201,7 @@ class InitTape:
 
 
 def map_arguments(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Return the same nest of lists, tuples and dicts with `function` applied to every leaf."""
+    """Return the same nested lists, tuples and dicts with `function` applied to every leaf."""
     if isinstance(tree, list | tuple):
         return type(tree)(map_arguments(value, function) for value in tree)
     if isinstance(tree, dict):
@@ -210,7 +210,7 @@ def map_arguments(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def find_tensors(tree: Any) -> list[Tensor]:
-    """Return the tensors of a nest, in order."""
+    """Return the tensors in nested lists, tuples and dicts, in order."""
     tensors: list[Tensor] = []
     map_arguments(tree, lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None)
     return tensors

@@ -22,7 +22,7 @@ class RecordedModel:
     """A model built on the meta device, and the tape of its constructor.
 
     `views` locate the recorded tensors on the tape; `real_tensors` were not recorded. `unregistered_names` are random
-    tensors that are neither parameter nor buffer; `doubts` are reasons why a plain build may differ.
+    tensors that are neither parameter nor buffer; `doubts` are reasons why a plain build may give other values.
     """
 
     model: nn.Module
@@ -84,11 +84,11 @@ def release_memory(model: nn.Module) -> nn.Module:
     """Move the model to the meta device; the tensors' types, attributes and ties stay unchanged."""
     tensors = named_tensors(model)
     refuse_hooks(tensors)
-    replace_tensors(model, {name: empty_like(tensor) for name, tensor in tensors.items()})
+    replace_tensors(model, {name: meta_like(tensor) for name, tensor in tensors.items()})
     return model
 
 
-def empty_like(tensor: Tensor) -> Tensor:
+def meta_like(tensor: Tensor) -> Tensor:
     """Return the same tensor on the meta device."""
     return with_data(tensor, tensor.detach().to("meta"))
 

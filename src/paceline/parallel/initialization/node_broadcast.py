@@ -32,7 +32,9 @@ def match_rank_zero(
 ) -> tuple[nn.Module, list[str]]:
     """Return a model on the meta device that is equal to rank 0's.
 
-    If the recorded model may differ, build a real one and free its memory.
+    `is_plain`: whether `model` comes from a plain build, and not from a recorded one. `reason` says why this rank's
+    recorded model may differ from a plain build; it is empty if there is no reason. If any rank has a reason, every
+    rank builds the real model and frees its memory.
 
     Raises:
         DesyncError: the models still differ.
@@ -124,7 +126,7 @@ class NodeBroadcast:
         return values, []
 
     def _gather_specs(self, node_ranks: list[int], shard_specs: ShardSpecs) -> dict[int, dict[str, ShardSpec]]:
-        """Send this rank's shard specs to the node's first rank, which returns the specs of all its ranks."""
+        """Send this rank's shard specs to the node's first rank; return the other ranks' specs there, else nothing."""
         if self.world.rank != node_ranks[0]:
             text = json.dumps({name: spec.as_json() for name, spec in shard_specs.items()}).encode()
             self._send_tensor(torch.tensor([len(text)]), node_ranks[0])
@@ -171,7 +173,7 @@ class NodeBroadcast:
         return (self._receive_tensor(shard, source) if shard_spec.numel else shard).to(self.world.device)
 
     def _equalize_nodes(self, nodes: list[list[int]]) -> None:
-        """Overwrite values that differ between nodes, where the CPU type changes random bits, by the first node's."""
+        """Give every node the first node's values: on CPUs of different types, random draws can differ in some bits."""
         if len(nodes) == 1:
             return
         world, first_ranks = self.world, [ranks[0] for ranks in nodes]

@@ -25,13 +25,13 @@ from paceline.parallel.initialization.init_tape import (
 from paceline.torch_internals.dispatch_modes import TorchDispatchMode
 
 _CPU = torch.device("cpu")
-_REPLAY_ARGUMENTS = {"generator": None, "device": _CPU}  # replay is on the CPU, with this package's random streams
+_REPLAY_ARGUMENTS = {"generator": None, "device": _CPU}  # replay runs on the CPU, with Paceline's random streams
 _READ_METHODS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 
 @contextmanager
 def record_init(tape: InitTape) -> Iterator[list[str]]:
-    """Record a build inside this context; yield a list of reasons why a plain build may differ."""
+    """Record a build inside this context; yield a list of reasons why a plain build may give other values."""
     doubts: list[str] = []
     with _RecordMode(tape, doubts) as record, ReportedDeviceMode(_CPU, record.read):
         yield doubts
@@ -196,16 +196,16 @@ def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _find_overwritten(func: Any, inputs: list[Tensor]) -> int | None:
-    """Return the storage that the operation fully overwrites, or None."""
+    """Return the storage that the operation overwrites completely without reading it, or None."""
     output = inputs[0] if inputs else None
     if output is None or not is_on_meta(output) or operation_name(func) not in OVERWRITING_OPERATIONS:
         return None
     view = RecordedView.from_tensor(output)
-    is_all = output.nbytes == output.untyped_storage().nbytes() and 0 not in view.stride
+    covers_storage = output.nbytes == output.untyped_storage().nbytes() and 0 not in view.stride
     reads_itself = any(
         RecordedView.from_tensor(other).storage == view.storage for other in inputs[1:] if is_on_meta(other)
     )
-    return view.storage if is_all and not reads_itself else None
+    return view.storage if covers_storage and not reads_itself else None
 
 
 def to_meta(value: Any) -> Any:

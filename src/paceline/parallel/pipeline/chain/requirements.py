@@ -17,7 +17,7 @@ class DataDependentBranch(LayoutError):
 class StageRequirements:
     """The parameters that a stage needs outside its blocks, and the skip values sent to it.
 
-    `skip_values` maps each value to the arguments (block, path) as which it is passed.
+    `skip_values` maps each value to the block arguments that receive it, as (number of the block, path).
     """
 
     start: int

@@ -44,8 +44,8 @@ Occurrences = Mapping[ValueKey, Sequence[Occurrence]]
 class SkipValue:
     """A value that is sent between stages in addition to the blocks' outputs.
 
-    `occurrences` are the inputs and outputs of blocks in which it was traced; `targets` are the arguments (block, path)
-    as which it is passed.
+    `occurrences` are the inputs and outputs of blocks in which it was traced. `targets` are the block arguments that
+    receive it, as (number of the block, path).
     """
 
     occurrences: tuple[Occurrence, ...]
@@ -60,10 +60,10 @@ class SkipValue:
 class ChainStage:
     """A pipeline stage: blocks `start` to `stop`, and the parameters that it holds.
 
-    `received_skips` and `sent_skips` are the indices of the skip values that it receives and sends. `buffers` are those
-    with which its blocks or the code around all blocks compute, in any module. `has_rng_state_input`: whether the
-    random generator's state is received too, for draws between two blocks. `should_clone_inputs`: whether received
-    tensors are overwritten in place, which autograd allows only on a clone.
+    `received_skips` and `sent_skips` are the indices of the skip values that it receives and sends. `buffers` are the
+    buffers that its blocks, or the code around the blocks, use. `has_rng_state_input`: whether the random generator's
+    state is received too, for draws between two blocks. `should_clone_inputs`: whether received tensors are overwritten
+    in place, which autograd allows only on a clone.
     """
 
     index: int
@@ -81,9 +81,10 @@ class ChainStage:
 class StageSplit:
     """A model split into stages along its blocks; it is determined by the model, and equal on every rank.
 
-    Code outside the blocks needs `parameters_used_outside`; it reads `parameters_read_outside` by itself, and nothing
-    overwrites these. `counter_attribute` is an attribute that each forward changes, or "". `enclosed_block` is a block
-    that an autograd function calls, with the name of the function.
+    `parameters_used_outside` are the parameters that stages need for code outside their blocks.
+    `parameters_read_outside` are those that operations outside the blocks read and that nothing overwrites.
+    `counter_attribute` is an attribute that each forward changes, or "". `enclosed_block` is a block that an autograd
+    function calls, as (block, function).
     """
 
     blocks: tuple[str, ...]
@@ -98,7 +99,7 @@ class StageSplit:
     enclosed_block: tuple[str, str] | None = None
 
     def can_run_module(self, parameters: set[str], *, stage: int) -> bool:
-        """Return whether a module outside the blocks, with these parameters, runs on a stage, not its placeholder."""
+        """Return whether a stage runs a module outside the blocks with these parameters, not its placeholder."""
         held, used = self.stages[stage].parameters, parameters & self.parameters_used_outside
         return (bool(used) and used <= held) or parameters <= held
 

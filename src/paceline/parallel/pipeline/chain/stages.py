@@ -74,9 +74,9 @@ class _StageEnd(BaseException):
 class Stages:
     """The stages of one model that this process runs; the memory of other stages' parameters and buffers is freed.
 
-    Several stages of one process (interleaved, V) share the model. Create this object before sharding, compiling or
-    hooking the model, so that its interceptors are outside of these. A model on the meta device will run on `device`.
-    The functions in `on_forward_end` are called after each forward of a stage.
+    In interleaved and V-shaped schedules, several stages of one process share the model. Create this object before
+    sharding, compiling or hooking the model, so that its interceptors are outside of these. A model on the meta device
+    will run on `device`. The functions in `on_forward_end` are called after each forward of a stage.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from paceline.torch_internals.private_api import CallInterceptor
 from paceline.torch_internals.rng import random_blocks
 
 _MIN_UNITS_PER_STAGE = 2
-"""A module with more than 1/2 of a stage's share of the parameters is opened, so that stages can be balanced."""
+"""A module with more than 1/2 of a stage's share of the parameters is split into its children, to balance stages."""
 
 _RecordedCall = tuple[tuple[Any, ...], dict[str, Any], dict[str, bool]]
 
@@ -115,7 +115,7 @@ def _unit_names(model: nn.Module, num_stages: int, listed_blocks: Collection[str
     """Yield the names of the units, which are the modules that a stage boundary never splits.
 
     The children of the model are units. A child that is too large for balanced stages, or that contains a listed block,
-    is replaced by its own children.
+    is opened: its own children replace it.
     """
     max_numel = sum(p.numel() for p in model.parameters()) / (_MIN_UNITS_PER_STAGE * num_stages)
     visited: set[int] = set()

@@ -16,9 +16,9 @@ from paceline.user_code import is_user_file
 class ModeChangeCheck:
     """A check, at each call of a unit and at the end, that only the units' own forwards changed their modules.
 
-    `changed_attribute` is the first attribute of a unit that was set between the calls; "" if there is none. The state
-    of the opened modules that persists between forwards is read inside the forward, because torch.export restores most
-    of the attributes that a forward sets.
+    `changed_attribute` is the first attribute of a unit that was set between the calls; "" if there is none. Modules
+    outside all units are opened modules. Their state that persists between forwards is read inside the forward, because
+    torch.export restores most of the attributes that a forward sets.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
