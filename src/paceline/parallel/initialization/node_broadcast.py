@@ -33,8 +33,8 @@ def match_rank_zero(
     """Return a model on the meta device that is equal to rank 0's.
 
     `is_plain`: whether `model` comes from a plain build, and not from a recorded one. `reason` says why this rank's
-    recorded model may differ from a plain build; it is empty if there is no reason. If any rank has a reason, every
-    rank builds the real model and frees its memory.
+    recorded model may differ from a plain build; it is empty if there is no reason. A rank with a reason builds
+    the real model and frees its memory.
 
     Raises:
         DesyncError: the models still differ.
