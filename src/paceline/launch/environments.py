@@ -203,7 +203,7 @@ def _local_ranks(
 ) -> tuple[int, int]:
     """Return the rank and the number of ranks on this machine.
 
-    If all ranks must be on this machine (a single rank, or a loopback address), it has the ranks of the whole world.
+    If all ranks must be on this machine (a single rank, or a loopback address), the local ranks are the global ones.
 
     Raises:
         UsageError: the launcher does not set local ranks, and ranks may be on several machines.

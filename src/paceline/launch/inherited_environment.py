@@ -1,8 +1,8 @@
-"""Ownership of rank environment variables: every program that a rank starts inherits them.
+"""Ownership of the environment variables that describe a rank, such as RANK and WORLD_SIZE.
 
-Therefore `PACELINE_RANK_OWNER` stores the id of the process for which the variables were set, and their checksum. A
-process with another id is not that rank and ignores them. If the checksum differs, another launcher has set the
-variables since, and they are valid.
+Every program that a rank starts inherits these variables, but is not that rank. So `PACELINE_RANK_OWNER` stores the id
+of the process for which they were set, and their checksum. A process with another id ignores them. The exception: if
+the checksum differs, another launcher has set the variables since, and they are valid.
 """
 
 import os

@@ -14,8 +14,8 @@ _MPI_PROGRAMS = {"mpirun", "mpiexec", "orterun", "prterun", "orted", "prted", "m
 def die_with_launcher(environ: Mapping[str, str]) -> int | None:
     """Ask the kernel to kill this rank when the process that launched it dies.
 
-    Only done if that process is torchrun's, or an MPI program by its name: a shell that started this process in the
-    background may end first.
+    This is done only if that process is torchrun, or has the name of an MPI program. A shell that started this process
+    in the background may end before it.
 
     Returns:
         The signal that was set before, 0 if none, for `outlive_launcher`; None if nothing was changed.

@@ -18,10 +18,11 @@ def configure_malloc(environ: Mapping[str, str]) -> bool:
     """Tell the C library to keep freed memory: on a CPU the next step allocates as much, and new pages are expensive.
 
     By default glibc returns the end of the heap to the system in some processes only, whose steps are a tenth slower.
-    Allocations larger than 32 MiB still come from the system each time, because keeping them would waste memory in
-    holes. Return False if the environment sets other options (`MALLOC_*`, `GLIBC_TUNABLES`), if the address space is
-    limited (`ulimit`: each thread now takes 64 MiB of it, used or not), with another C library, and with a GPU, whose
-    memory malloc does not manage.
+    Allocations larger than 32 MiB still come from the system each time; kept, they would leave large holes in the heap.
+
+    Return False, and change nothing, in four cases: the environment sets other options (`MALLOC_*`, `GLIBC_TUNABLES`);
+    the address space is limited (`ulimit`), of which each thread would now take 64 MiB, used or not; the C library is
+    not glibc; there is a GPU, whose memory malloc does not manage.
     """
     is_configured = any(name.startswith("MALLOC_") for name in environ) or "malloc" in environ.get("GLIBC_TUNABLES", "")
     is_limited = any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in _LIMITS)

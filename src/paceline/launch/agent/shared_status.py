@@ -94,7 +94,7 @@ def read_failure_text(status_fd: int, *, rank: int) -> str:
 
 
 def write_end(status_fd: int, *, rank: int, code: int) -> None:
-    """Record that this rank's entry returned with this exit code. Exits by other ways are not recorded."""
+    """Record that this rank's entry returned with this exit code. Other exits are not recorded."""
     os.pwrite(status_fd, f"ended {code}".encode().ljust(_END_BYTES, b"\0"), rank * _SLOT_BYTES + _TEXT_BYTES)
 
 

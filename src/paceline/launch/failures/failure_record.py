@@ -56,8 +56,9 @@ class Failure:
     """The reason a rank ended. `kind` is the exception's name, or `signal` or `exit` if there is no exception.
 
     `step` is the number of the step in which it failed, 0 before the first. `told_by` is the rank whose log has the
-    full text, if it is another rank. `said` holds the fields of a `PacelineError`. `doing` is the rank's progress.
-    `is_users_own`: the user's own code raised it, so it does not follow from another rank's exit, whatever its message.
+    full text, if that is another rank. `said` holds the fields of a `PacelineError`: what, where, cause, hint, numbers.
+    `doing` says what the rank had started last, such as the gather of a unit. `is_users_own`: the user's own code
+    raised the exception, so it does not follow from another rank's exit, whatever its message.
     """
 
     rank: int
@@ -81,7 +82,7 @@ class Failure:
 
     @property
     def requested_bytes(self) -> int:
-        """The size of the allocation that failed; 0 if it is not known. No layout explains one above the forecast."""
+        """The size of the allocation that failed; 0 if it is not known."""
         return int(self.said.get("requested_bytes") or 0)
 
 
@@ -134,7 +135,7 @@ def annotate_step(number: int) -> Iterator[None]:
 
 
 def annotate_progress(error: BaseException, progress: str) -> None:
-    """Add this rank's progress to an exception, for failures in which ranks wait at different places."""
+    """Add to an exception what this rank had started last, for failures in which ranks wait at different places."""
     if progress:
         error.add_note(f"{_PROGRESS_PREFIX}{progress}")
 

@@ -25,9 +25,9 @@ _LOST_CONNECTION_TEXTS = (
 def first_failure(failures: Sequence[Failure]) -> Failure | None:
     """Return the failure that caused the others.
 
-    A lost connection is what other ranks report after the failed rank has exited: it sorts last. The supervisor notices
+    Lost connections sort last, because other ranks report them after the failed rank has exited. The supervisor notices
     a signal shortly after the signal ended the rank, so the failure is sorted as if it were 50 ms earlier. A non-finite
-    loss stops every rank: the first of the ranks that had its microbatch is returned.
+    loss stops every rank; then the failure of the first rank that computed such a loss is returned.
     """
     if not failures:
         return None

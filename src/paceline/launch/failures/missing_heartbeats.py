@@ -16,9 +16,10 @@ DEFAULT_SECONDS = 600.0
 
 
 class SilenceWatcher:
-    """A watch that sums, for each rank, the times between checks since its heartbeat last changed.
+    """A watch on how long each rank has been silent.
 
-    The time since the last heartbeat would also count time in which the whole machine, with this process, was stopped.
+    The silence of a rank is the sum of the times between the checks at which its heartbeat was unchanged. The time
+    since the last heartbeat would also include time in which the whole machine was suspended.
     """
 
     def __init__(self, folder: Path, *, status_fd: int, seconds: float = DEFAULT_SECONDS) -> None:

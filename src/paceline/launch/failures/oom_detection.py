@@ -116,9 +116,10 @@ def release_freed_memory() -> None:
 
 @contextmanager
 def freeze_existing_objects() -> Iterator[None]:
-    """Exclude existing objects from garbage collection inside the block: a million with torch, 0.2 s per collection.
+    """Exclude existing objects from garbage collection inside the block.
 
-    It also works as a decorator.
+    With torch loaded there are about a million of them, and each collection would take 0.2 s. This context manager is
+    also a decorator.
     """
     gc.collect()
     gc.freeze()

@@ -36,9 +36,9 @@ def claim_report(text: str, *, environ: Mapping[str, str], is_echo: bool = False
     """Return how much this process prints about a failure that other ranks may report too.
 
     Args:
-        text: the failure; a rank whose failure differs from the first one's prints one line.
-        is_echo: this rank only lost the connection to another one. One such rank prints a line, and everything only if
-            no other rank has reported.
+        text: the failure. A rank whose failure differs from the first reported one prints one line.
+        is_echo: this rank only lost the connection to another rank. One such rank prints: everything if no other rank
+            has reported, else one line.
     """
     key = _world_key(environ)
     if key is None:

@@ -70,7 +70,10 @@ class Stack:
 
 
 def install_stack_handler(status_fd: int) -> None:
-    """Register a handler that writes the stacks of this process and its forks behind the buffer's slots on request."""
+    """Register a signal handler that writes the stacks of this process into the status buffer, after all slots.
+
+    Processes that this one forks inherit the handler.
+    """
     if _SIGNAL:
         with suppress(OSError, RuntimeError, ValueError):
             faulthandler.register(_SIGNAL, file=status_fd, all_threads=True)

@@ -103,9 +103,10 @@ def is_timeout(failure: Failure) -> bool:
 
 
 def hang_failure(failures: Sequence[Failure], silent_ranks: Sequence[SilentRank]) -> Failure:
-    """Return the failure of the rank that the others waited for; the library's own message is in the log of a waiter.
+    """Return the failure of the rank that the others waited for. It names the log that has the backend's own message.
 
-    If several collectives ran at once, only the message of the one that timed out contains its limit.
+    That is the log of the rank whose message contains a time limit. If several collectives ran at once, one of them
+    timed out, and the messages of the others contain no limit.
     """
     waiter = max(filter(is_timeout, failures), key=lambda waiter: _timeout_limit(waiter.message))
     first = silent_ranks[0]

@@ -70,7 +70,7 @@ class UncaughtHook:
             sys.excepthook = self._previous_hook
 
     def restrict_to_error(self, error: BaseException) -> None:
-        """Report from now on only this error and errors that follow from it: the script may still catch it."""
+        """Report from now on only this error, which the script may still catch, and errors that it causes."""
         vars(error)[_LEFT_BLOCK] = True
         self.is_active = False
 
@@ -102,7 +102,8 @@ def _has_left_block(error: BaseException | None) -> bool:
 def install_uncaught_hook() -> UncaughtHook | None:
     """Install the hook in front of the current one, until its `remove` is called.
 
-    Return None if a hook of ours is active already, and in a rank of our own launcher, whose supervisor reports.
+    Return None if such a hook is already active, or if Paceline's launcher started this rank: then its supervisor
+    reports the failure.
     """
     current_hook = sys.excepthook
     if attempt_folder(os.environ) is not None or (isinstance(current_hook, UncaughtHook) and current_hook.is_active):
@@ -131,7 +132,7 @@ def report_exit(error: SystemExit) -> None:
 
 
 def is_echo(failure: Failure) -> bool:
-    """Return whether a rank in another launcher's world has only lost another rank."""
+    """Return whether the failure is only the lost connection to another rank."""
     return failure.exit_code == ExitCode.FAILED and is_lost_connection(failure)
 
 
@@ -141,7 +142,7 @@ def report_scope_of(failure: Failure) -> ReportScope:
 
 
 def failure_sentence(failure: Failure, scope: ReportScope) -> str:
-    """Return the message that a rank prints. If it only lost another rank, the message says that the other failed."""
+    """Return the message that a rank prints. If it only lost another rank, the message says that that rank failed."""
     step_text = f" at step {failure.step}" if failure.step else ""
     if is_echo(failure):
         if failure.kind == PeerError.__name__:
