@@ -1,14 +1,19 @@
 """Compute provable lower bounds on the seconds and bytes of every candidate below a node of the search.
 
-The seconds of a recompute node assume that all samples of a replica form one microbatch, spread evenly over the stages.
-The cost of a part is affine in the samples, or the maximum of two such functions, so several smaller microbatches cost
-at least as much; and the busiest stage does at least the mean work. The bound of a microbatch node uses its microbatch
-size. That of a schedule node uses its stages, without data-parallel communication, which can only add to a stage and to
-the makespan. That of a leaf adds the end of the step on one of its ranks.
+Bounds on the seconds:
 
-The bytes of a recompute node are the activations of the first rank, under the schedule that holds the fewest there.
-Those of a schedule node are its activations, with the smallest state of each ZeRO stage: all replicas are shards, and
-everything that may be offloaded is offloaded.
+- A recompute node: all samples of a replica form one microbatch, whose work is spread evenly over the stages. This is a
+  lower bound for two reasons. The cost of a layer is an affine function of the samples, or the maximum of two such
+  functions, so several smaller microbatches cost at least as much. The busiest stage does at least the mean work.
+- A microbatch node: the same for its microbatch size, and the wait of the last stage for the first microbatch.
+- A schedule node: the makespan of its stages without data-parallel communication, which can only make it longer.
+- A leaf: in addition, the end of the step on one of its ranks.
+
+Bounds on the bytes:
+
+- A recompute node: the activations of the first rank, under the schedule that holds the fewest there.
+- A schedule node: its activations, and for each ZeRO stage the smallest possible state. The state is smallest if all
+  replicas are shards and everything that may be offloaded is offloaded.
 """
 
 from collections.abc import Iterator
@@ -38,8 +43,9 @@ class Bounds:
     def microbatch_node_seconds(self, node: Candidate) -> float:
         """Return a lower bound on the seconds, for any schedule.
 
-        A stage of mean work always computes, after the last stage has waited until the first microbatch has passed all
-        others. Deferred weight gradients can fill that wait; several stages per rank shorten it by their number.
+        At best, every stage does the mean work, and the last stage computes without a pause after its first wait: until
+        the first microbatch has passed all other stages. Deferred weight gradients can fill this wait. With v stages
+        per rank, the wait is v times shorter.
         """
         p, num_micro = node.pp, node.num_micro(self._global_batch_size)
         microbatch_seconds = self._model_seconds(node)

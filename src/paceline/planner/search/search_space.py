@@ -147,14 +147,14 @@ def has_refused_option(candidate: Candidate, profile: ModelProfile) -> bool:
 
 
 def is_layout_refused(candidate: Candidate, profile: ModelProfile) -> bool:
-    """Return True if the model refuses this layout (with this microbatch size or with any), or its family."""
+    """Return True if the model refuses this layout, this layout with this microbatch size, or the whole family."""
     if not profile.refused:
         return False
     return any(key in profile.refused for key in (candidate.layout, str(candidate), f"{FAMILY}={candidate.family}"))
 
 
 def option_keys(candidate: Candidate) -> Iterator[str]:
-    """Yield the keys of `ModelProfile.refused` that apply to a candidate, besides `micro_batch_size=1`.
+    """Yield the keys of `ModelProfile.refused` that apply to a candidate, except that of its microbatch size.
 
     Examples are `pp`, `pp=4`, `remat`, `remat=full`, `zero=3`, `fsdp`, `offload` and `sequence`.
     """
