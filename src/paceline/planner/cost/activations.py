@@ -9,30 +9,36 @@ from paceline.planner.model_costs.layer_chain import Counts
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationPeak:
-    """Activation bytes of one rank at the candidate peaks of a step.
+    """Activation bytes of one rank at the points of a step that may be its peak.
 
-    The rank holds at most `num_held` of the `num_total` stage activations of a step at once. They take `held_bytes`,
-    plus `cast_bytes` of weight copies. The tail is the part after the blocks: `tail_bytes` and `tail_cast_bytes` are
-    its share of these for one microbatch, and are freed before the blocks run backward.
-
-    Transient bytes: `tail_transient_bytes` until the backward of the tail ends; then, for one block or the part before
-    the blocks, `recompute_bytes` and `recompute_cast_bytes` of recomputation and `transient_bytes` of other
-    temporaries. `end_bytes` is the total in the first block's backward, when all gradients exist. `border_bytes` is the
-    message to the next stage.
+    A step has one activation per microbatch and stage of the rank. The tail is the part after the blocks; its backward
+    runs first. Transient bytes live within the backward of one part.
     """
 
     num_held: int
+    """The number of activations that the rank holds at most at once."""
     num_total: int
+    """The number of activations of a whole step."""
     held_bytes: float
+    """The bytes of the held activations."""
     cast_bytes: float
+    """The bytes of weight copies in another precision that are held with them."""
     tail_bytes: float
+    """The tail's share of `held_bytes` for one microbatch, which is freed before the blocks run backward."""
     tail_cast_bytes: float
+    """The tail's share of `cast_bytes` for one microbatch, which is freed at the same time."""
     tail_transient_bytes: float
+    """The transient bytes of the tail's backward."""
     recompute_bytes: float
+    """The transient bytes of recomputation: the largest of a block or of the part before the blocks."""
     recompute_cast_bytes: float
+    """The transient bytes of weight copies in that recomputation."""
     transient_bytes: float
+    """The other transient bytes: the largest of a block or of the part before the blocks."""
     end_bytes: float
+    """The total bytes in the first block's backward, when all gradients exist."""
     border_bytes: float
+    """The bytes of the message to the next stage."""
 
     @property
     def is_before_gradients(self) -> bool:

@@ -25,30 +25,35 @@ class MeasuredTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The forecast of a candidate: bytes of its fullest rank, seconds of its step, and its price if known.
-
-    `stages` has the number of blocks of each stage. `limit_bytes` is the usable part of a device's `device_bytes`;
-    `host_limit_bytes` is a rank's share of its host's memory, None if unknown. `margin_bytes` is the error of the peak.
-    `price` is that of one step. If the layout has a `measured_time`, `seconds` are scaled to it. A step has `samples`
-    of `length` positions and needs `model_flops` over all ranks, each with a peak of `peak_flops_per_second` in the
-    precision of matmuls.
-    """
+    """The forecast of a candidate: bytes of its fullest rank, seconds of its step, and its price if known."""
 
     candidate: Candidate
     memory: Memory
     seconds: StepTime
+    """The forecast seconds, scaled to `measured_time` if there is one."""
     stages: tuple[int, ...]
+    """The number of blocks of each stage."""
     num_micro: int
+    """The number of microbatches of a replica in a step."""
     limit_bytes: float
+    """The usable part of a device's memory."""
     device_bytes: float
+    """The memory of a device."""
     samples: int
+    """The samples of a step."""
     length: int
+    """The positions of a sample; 1 if samples have no length."""
     is_gpu: bool
     model_flops: float
+    """The model FLOPs of a step over all ranks."""
     peak_flops_per_second: float
+    """The peak rate of one device in the precision of matmuls."""
     margin_bytes: float = 0.0
+    """The error margin of the peak."""
     host_limit_bytes: float | None = None
+    """A rank's share of its host's memory; None if it is unknown."""
     price: float | None = None
+    """The price of one step, in `currency`."""
     currency: str = ""
     measured_time: MeasuredTime | None = None
 

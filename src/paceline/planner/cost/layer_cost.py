@@ -34,32 +34,44 @@ class LayerPlacement:
 class LayerCost:
     """The cost of one part for one microbatch on one rank.
 
-    Seconds: `forward`, the backward for inputs and for weights, and the recomputed forward (`recompute`); then the
-    exposed messages inside the part, by axis and by direction. `overlappable_seconds` are the
-    forward and backward compute that can overlap other messages; compute that already overlaps the exchange of keys and
-    values is excluded.
-
-    Bytes: `kept_bytes` from forward to backward, and in addition `cast_bytes` of weight copies in another precision;
-    `recompute_bytes` and `recompute_cast_bytes` during recomputation; `border_bytes` to the next part;
-    `transient_bytes` of temporaries.
+    Messages count only as far as they are exposed: compute does not hide them.
     """
 
     forward: float
+    """Seconds of the forward, without messages."""
     backward_input: float
+    """Seconds of the backward for inputs."""
     backward_weight: float
+    """Seconds of the backward for weights."""
     recompute: float
+    """Seconds of the recomputed forward."""
     tensor: float
+    """Exposed seconds of messages over tp, in both directions."""
     context: float
+    """Exposed seconds of messages over cp, in both directions."""
     experts: float
+    """Exposed seconds of messages over ep, in both directions."""
     messages_forward: float
+    """Exposed seconds of all messages in forward."""
     messages_backward: float
+    """Exposed seconds of all messages in backward."""
     overlappable_seconds: tuple[float, float]
+    """Compute of forward and of backward that can overlap other messages.
+
+    Compute that already overlaps the exchange of keys and values is excluded.
+    """
     kept_bytes: float
+    """Bytes that are held from forward to backward."""
     cast_bytes: float
+    """Bytes of weight copies in another precision, which are held in addition."""
     recompute_bytes: float
+    """Bytes during recomputation."""
     recompute_cast_bytes: float
+    """Bytes of weight copies during recomputation."""
     border_bytes: float
+    """Bytes that go to the next part."""
     transient_bytes: float
+    """Bytes of temporaries."""
 
     @property
     def seconds(self) -> float:

@@ -16,12 +16,7 @@ MICRO_BATCH_KEY = "micro_batch_size"
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A candidate: the mesh axes, the options and the microbatch size.
-
-    `params` is the dtype in which fsdp gathers parameters; `precision` is that of matmuls; with `compiles`, blocks are
-    compiled. `micro_batch_size` is in samples of one forward of one replica; `virtual` is the number of stages per
-    rank.
-    """
+    """A candidate: the mesh axes, the options and the microbatch size."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -32,13 +27,18 @@ class Candidate:
     zero: int = 0
     schedule: str = "1f1b"
     virtual: int = 1
+    """The number of stages per rank."""
     micro_batch_size: int = 1
+    """The samples of one forward of one replica."""
     remat: str = "none"
     offload: tuple[str, ...] = ()
     sequence: bool = False
     params: str = "fp32"
+    """The dtype in which fsdp gathers parameters."""
     precision: str = "fp32"
+    """The precision of matmuls."""
     compiles: bool = False
+    """Whether blocks are compiled."""
 
     @property
     def ranks(self) -> int:

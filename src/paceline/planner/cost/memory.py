@@ -23,24 +23,27 @@ _LARGEST_TENSOR_FRACTION = 1 / 3  # the assumed fraction of a block's parameters
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The bytes of one rank at its peak, by purpose; `host_bytes` are on the host and not part of the sum.
-
-    `master` would be float32 master weights, and is always 0: parameters keep their own type, and matmuls use cast
-    copies (in `activations`) or gathered ones (`gathered`). `temporaries` live within one operation. `slack` is held
-    by the allocator beyond requests; `reserve` is not available to the model. The names are keys of plan.json.
-    """
+    """The bytes of one rank at its peak, by purpose. The field names are keys of plan.json."""
 
     parameters: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
     master: float = 0.0
+    """Float32 master weights. Always 0: parameters keep their own type, and matmuls use copies in another precision."""
     activations: float = 0.0
+    """Saved activations, with the weight copies that matmuls use."""
     gathered: float = 0.0
+    """Full parameters that fsdp has gathered."""
     buffers: float = 0.0
+    """Buckets and other memory of messages; a model's own buffers are part of `parameters`."""
     temporaries: float = 0.0
+    """Tensors that live within one operation."""
     slack: float = 0.0
+    """Memory that the allocator holds beyond requests."""
     reserve: float = 0.0
+    """Memory that is not available to the model."""
     host_bytes: float = 0.0
+    """Bytes on the host, which are not part of the sum."""
 
     @property
     def peak_bytes(self) -> float:
@@ -69,23 +72,26 @@ MEMORY_PARTS = tuple(field.name for field in fields(Memory) if field.name != "ho
 
 @dataclass(frozen=True, kw_only=True)
 class Elements:
-    """The parameter elements of a rank before data parallelism shards them.
-
-    `dense` may be sharded; `experts` are never sharded. `outside_blocks` are the dense ones that are in no block,
-    `largest_block` those of the largest block, `last_reduced` those whose gradients come last: the first part's or a
-    block's. `trained` is the fraction that has gradients, `large` are in tensors that are sent without a bucket,
-    `largest_block_tensor` and `largest_end_tensor` are those of the largest tensor inside and outside of blocks.
-    """
+    """The parameter elements of a rank before data parallelism shards them."""
 
     dense: float
+    """The elements that may be sharded."""
     experts: float
+    """The elements of experts, which are never sharded."""
     outside_blocks: float
+    """The dense elements that are in no block."""
     largest_block: float
+    """The elements of the largest block."""
     last_reduced: float
+    """The elements whose gradients come last: those of the first part or of a block."""
     trained: float
+    """The fraction of the elements that has gradients."""
     large: float
+    """The elements of tensors that are sent without a bucket."""
     largest_block_tensor: float
+    """The elements of the largest tensor inside a block."""
     largest_end_tensor: float
+    """The elements of the largest tensor outside of blocks."""
     buffer_bytes: float
 
     @property

@@ -17,22 +17,30 @@ from paceline.planner.model_costs.model_profile import ModelProfile
 class StepTime:
     """The seconds of one step on the busiest rank, by purpose; the fields add up to the step.
 
-    `again` is recomputation. `tensor`, `context` and `experts` are the exposed messages over tp, cp and ep, `gather`
-    those of sharded parameters and gradients in every microbatch, `gradients` the reduction at the end of the step.
-    `bubble` is the idle time in the pipeline; `start` is the fixed cost of a step. The names are keys of plan.json.
+    Messages count only as far as they are exposed: compute does not hide them. The field names are keys of plan.json.
     """
 
     compute: float = 0.0
     again: float = 0.0
+    """Recomputation."""
     tensor: float = 0.0
+    """Messages over tp."""
     context: float = 0.0
+    """Messages over cp."""
     experts: float = 0.0
+    """Messages over ep."""
     gather: float = 0.0
+    """Messages of sharded parameters and gradients in every microbatch."""
     bubble: float = 0.0
+    """Idle time in the pipeline."""
     gradients: float = 0.0
+    """Gradient reduction at the end of the step."""
     update: float = 0.0
+    """The optimizer's update."""
     offload: float = 0.0
+    """Copies between device and host."""
     start: float = 0.0
+    """The fixed cost of a step."""
 
     @property
     def parts(self) -> dict[str, float]:
@@ -69,19 +77,20 @@ STEP_TIME_PARTS = tuple(part.name for part in fields(StepTime))
 
 @dataclass(frozen=True, kw_only=True)
 class CommGroups:
-    """The groups that a rank communicates with.
-
-    `shard` are the ranks that shard one replica, `shard_replicas` those with the same shard, `data` all ranks that
-    reduce gradients together, `expert_replicas` those with the same experts. `next_stage` is the rank and its
-    neighbour in the pipeline; `host` is the link to the host's memory.
-    """
+    """The groups of ranks that a rank communicates with, and its link to the host."""
 
     shard: Group
+    """The ranks that shard one replica."""
     shard_replicas: Group
+    """The ranks that hold the same shard."""
     data: Group
+    """All ranks that reduce gradients together."""
     expert_replicas: Group
+    """The ranks that hold the same experts."""
     next_stage: Group
+    """The rank and its neighbour in the pipeline."""
     host: Link
+    """The link to the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,24 +43,29 @@ class MatmulTimings:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The rates of each of `busy` processes that compute on a machine at the same time, with `threads` threads each.
-
-    `products` are matmuls by precision. `attention` and `attention_trained` (forward and backward) are the seconds of a
-    head by its FLOPs. `streams` are the seconds of memory-bound operations (`copy` into existing memory; `add`, `gelu`
-    and `norm` into new memory) by bytes read and written. `optimizers` are the seconds of an update by bytes read and
-    written for one tensor. `operation_seconds` is the time of an operation on almost no data,
-    `trained_operation_seconds` with its backward.
-    """
+    """The rates of each of several processes that compute on a machine at the same time."""
 
     busy: int
+    """The number of processes."""
     threads: int
+    """The threads of each process."""
     products: Mapping[str, MatmulTimings]
+    """The timings of matmuls, by precision."""
     attention: Mapping[str, TimingCurve]
+    """The forward seconds of a head by its FLOPs, by precision."""
     attention_trained: Mapping[str, TimingCurve]
+    """The forward and backward seconds of a head by its FLOPs, by precision."""
     streams: Mapping[str, TimingCurve]
+    """The seconds of memory-bound operations by bytes read and written.
+
+    `copy` writes to existing memory; `add`, `gelu` and `norm` write to new memory.
+    """
     optimizers: Mapping[str, TimingCurve]
+    """The seconds of an update of one tensor by bytes read and written."""
     operation_seconds: float
+    """The seconds of an operation on almost no data."""
     trained_operation_seconds: float
+    """The same with its backward."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,23 +11,28 @@ from paceline.config.from_json import convert_json
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The device of one rank.
-
-    `flops_per_second` are dense matmul rates by precision; `bytes_per_second` is the bandwidth of the device's memory.
-    `reserve_bytes` are never available to the model: driver, context, communication buffers and library workspaces;
-    `reserve_origin` is `given` or `assumed`. If `flops_per_second` are measured, `peaks` are those of the data sheet.
-    """
+    """The device of one rank. The field names are keys of plan.json."""
 
     name: str
     kind: str = "cuda"
     memory_bytes: float
     flops_per_second: Mapping[str, float]
+    """The rates of dense matmuls, by precision."""
     bytes_per_second: float
+    """The bandwidth of the device's memory."""
     reserve_bytes: float = 0.0
+    """Bytes that are never available to the model.
+
+    They hold the driver, the context, communication buffers and library workspaces.
+    """
     watts: float | None = None
+    """The power limit; None if it is unknown."""
     source: str = ""
+    """The source of the numbers."""
     reserve_origin: str = "assumed"
+    """`given` or `assumed`."""
     peaks: Mapping[str, float] = field(default_factory=dict)
+    """The rates of the data sheet, by precision, if `flops_per_second` are measured."""
 
     @property
     def is_accelerator(self) -> bool:
@@ -61,26 +66,31 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A cluster of `nodes` machines with `devices` each, and its links: inside a node, between nodes, and to the host.
-
-    `host_bytes`, `disk_bytes` and `price_per_hour` (in `currency`) are those of one node. `longer` and `fuller` are the
-    ratios of measured to forecast step time and memory in earlier runs on this machine, by family of layouts. The names
-    are keys of plan.json.
-    """
+    """A cluster of equal machines and its links. The field names are keys of plan.json."""
 
     device: Device
     nodes: int = 1
+    """The number of machines."""
     devices: int = 1
+    """The number of devices of one machine."""
     inside: Link
+    """The link between devices of one machine."""
     between: Link
+    """The link between machines."""
     host: Link
+    """The link between a device and its host's memory."""
     host_bytes: float | None = None
+    """The memory of one machine; None if it is unknown."""
     disk_bytes: float | None = None
+    """The disk of one machine; None if it is unknown."""
     price_per_hour: float | None = None
+    """The price of one machine, in `currency`."""
     currency: str = ""
     name: str = ""
     longer: Mapping[str, float] = field(default_factory=dict)
+    """The ratio of measured to forecast step time in earlier runs on this machine, by family of layouts."""
     fuller: Mapping[str, float] = field(default_factory=dict)
+    """The ratio of measured to forecast memory in earlier runs on this machine, by family of layouts."""
 
     @property
     def ranks(self) -> int:
@@ -113,17 +123,18 @@ def cluster_from_json(stored: Mapping[str, Any]) -> Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """A group of `size` ranks that communicate with each other.
-
-    `latency_seconds` and `bytes_per_second` are those of a collective of all ranks, `hop_seconds` and
-    `hop_bytes_per_second` those of a message to a neighbour.
-    """
+    """A group of ranks that communicate with each other."""
 
     size: int
+    """The number of ranks."""
     latency_seconds: float = 0.0
+    """The seconds of a collective of all ranks on almost no data."""
     bytes_per_second: float = 1.0
+    """The bandwidth of a collective of all ranks."""
     hop_seconds: float = 0.0
+    """The seconds of an empty message to a neighbour."""
     hop_bytes_per_second: float = 1.0
+    """The bandwidth of a message to a neighbour."""
 
     def all_gather(self, num_bytes: float, *, calls: float = 1) -> float:
         """Return the seconds of an all-gather of `num_bytes` in total; a reduce-scatter takes the same.

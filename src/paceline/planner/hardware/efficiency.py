@@ -9,28 +9,30 @@ _PRECISION_BYTES = {"float8": 1, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """The fractions of device and link rates that training reaches, and fixed costs.
-
-    `matmul` and `attention` are fractions of the matmul rate that the power limit allows (`rate`). `flops_per_joule` is
-    that of 16-bit matmuls at the power limit of a device, if its data sheet states one; 8-bit matmuls have twice as
-    many. `memory` is the fraction of the memory bandwidth for all other operations, `link` that of a link's bandwidth.
-    `overlap` is the fraction of compute that can hide messages. `host` is the speed of an update on the host, as a
-    fraction of the bandwidth of the link to the host. `part_seconds` is the time to launch the kernels of a part of the
-    model in one direction, `unit_seconds` that to gather and free a unit, `step_seconds` the overhead of a step.
-    `slack` is the memory that the allocator holds beyond requests, as a fraction of transient memory.
-    """
+    """The fractions of device and link rates that training reaches, and fixed costs."""
 
     matmul: float = 0.65
+    """The fraction of the matmul rate, as far as the power limit allows that rate (see `rate`)."""
     attention: float = 0.40
+    """The same for attention."""
     flops_per_joule: float = 1e12
+    """The FLOPs per joule of 16-bit matmuls at a device's power limit. 8-bit matmuls have twice as many."""
     memory: float = 0.80
+    """The fraction of the memory bandwidth that all other operations reach."""
     link: float = 0.80
+    """The fraction of a link's bandwidth that messages reach."""
     overlap: float = 0.90
+    """The fraction of compute that can hide messages."""
     host: float = 0.25
+    """The speed of an update on the host, as a fraction of the bandwidth of the link to the host."""
     part_seconds: float = 3e-5
+    """The seconds to launch the kernels of a part of the model in one direction."""
     unit_seconds: float = 0.0
+    """The seconds to gather and free an fsdp unit, without the messages."""
     step_seconds: float = 2e-3
+    """The fixed cost of a step."""
     slack: float = 0.05
+    """The memory that the allocator holds beyond requests, as a fraction of transient memory."""
 
     def rate(self, device: Device, precision: str) -> float:
         """Return the sustained operations per second: the rate of the device or, if lower, that of its power limit."""

@@ -21,23 +21,26 @@ ADAMW = OptimizerFootprint(name="AdamW", state_bytes=8.0, moment_bytes=4.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """The sizes of a decoder: `width` is that of the residual stream, `mlp_width` that of the MLP's hidden layer.
-
-    If there are `experts`, they replace the MLP, and each token uses `active` of them. If `is_gated`, the MLP is SwiGLU
-    with three matrices.
-    """
+    """The sizes of a decoder."""
 
     layers: int
     width: int
+    """The width of the residual stream."""
     mlp_width: int
+    """The width of the MLP's hidden layer."""
     heads: int
     kv_heads: int = 0
+    """The number of heads of keys and values; 0 if it equals `heads`."""
     vocabulary: int
     is_gated: bool = True
+    """Whether the MLP is SwiGLU, with three matrices."""
     is_tied: bool = False
+    """Whether the output layer shares its weight with the embedding."""
     has_dropout: bool = False
     experts: int = 0
+    """The number of experts that replace the MLP; 0 if there are none."""
     active: int = 0
+    """The number of experts that each token uses."""
 
     @property
     def kv_width(self) -> int:

@@ -75,52 +75,60 @@ class RecomputeProfile:
 class LayerProfile:
     """A part of the model that no pipeline divides: the part before the blocks, a block, or the part after them.
 
-    Parameters are numbers of elements: `whole_parameters` are on every tp rank, `split_parameters` are divided among
-    them, `expert_parameters` among the ep ranks; `frozen_parameters` of all of these have no gradient, and
-    `lookup_parameters` are embedding tables, which take part in no matmul. FLOPs (a multiply-add is two) and bytes are
-    those of one forward of one microbatch, before tp divides them. `masked_flops` are those of the pairs of positions
-    that a causal mask excludes from `attention_flops`. Field names are keys of plan.json.
-
-    `saved_bytes` are saved for backward on each tp rank, `split_saved_bytes` are divided among them;
-    `attention_saved_bytes` are the part of both that fused attention does not save. `output_bytes` go to the next part.
-    `moved_bytes` are read and written by everything but matmuls, `fused_bytes` if a compiler fuses operations.
-    `peak_bytes` is the transient memory that forward or backward needs in addition to what is saved. `tp_bytes` are
-    all-reduced over tp in `tp_calls` calls in forward, and the same in backward; `ep_bytes` are exchanged over ep and
-    back; `expert_flops` are the part of `matmul_flops` in experts. `cp_bytes` are keys and values, which a ring over cp
-    exchanges. `selective_saved_bytes` are saved by `remat=selective` in addition to the input, before tp divides them.
-    `large_parameters` are the elements of tensors above 16 MiB, which are sent without a bucket; it is set only if
-    `tensors`, the elements of each tensor, are unknown. `tp_parameters` are pairs of a size of tp and the measured
-    elements per rank, since tp may not divide all of `split_parameters`. `ways` are measurements of the memory by
-    `remat`, which replace the saved bytes and the peak.
+    Numbers of parameters are numbers of elements. FLOPs (a multiply-add is two) and bytes are those of one forward of
+    one microbatch, before tp divides them. The field names are keys of plan.json.
     """
 
     name: str
     whole_parameters: int = 0
+    """The elements that every tp rank holds in full."""
     split_parameters: int = 0
+    """The elements that are divided among the tp ranks."""
     expert_parameters: int = 0
+    """The elements of experts, which are divided among the ep ranks."""
     frozen_parameters: int = 0
+    """The elements, of all of these, that have no gradient."""
     lookup_parameters: int = 0
+    """The elements of embedding tables, which take part in no matmul."""
     buffer_bytes: int = 0
     matmul_flops: BatchScaling = ZERO
     attention_flops: BatchScaling = ZERO
+    """The FLOPs of attention scores and of their products with the values, without masked pairs of positions."""
     masked_flops: BatchScaling = ZERO
+    """The FLOPs of the pairs of positions that a causal mask excludes; they are not part of `attention_flops`."""
     moved_bytes: BatchScaling = ZERO
+    """The bytes that all operations except matmuls read and write."""
     fused_bytes: BatchScaling = ZERO
+    """The same if a compiler fuses operations."""
     saved_bytes: BatchScaling = ZERO
+    """The bytes that each tp rank saves for backward in full."""
     split_saved_bytes: BatchScaling = ZERO
+    """The bytes saved for backward that are divided among the tp ranks."""
     attention_saved_bytes: BatchScaling = ZERO
+    """The part of all saved bytes that fused attention does not save."""
     output_bytes: BatchScaling = ZERO
+    """The bytes that go to the next part."""
     peak_bytes: BatchScaling = ZERO
+    """The transient bytes that forward or backward needs in addition to the saved ones."""
     tp_bytes: BatchScaling = ZERO
+    """The bytes that forward all-reduces over tp, in `tp_calls` calls; backward all-reduces as many."""
     tp_calls: int = 0
     ep_bytes: BatchScaling = ZERO
+    """The bytes that are exchanged over ep, and as many back."""
     expert_flops: BatchScaling = ZERO
+    """The part of `matmul_flops` that is in experts."""
     cp_bytes: BatchScaling = ZERO
+    """The bytes of keys and values, which a ring over cp exchanges."""
     selective_saved_bytes: BatchScaling = ZERO
+    """The bytes that `remat=selective` saves in addition to the input, before tp divides them."""
     large_parameters: int = 0
+    """The elements of tensors above 16 MiB, which are sent without a bucket. It is set only if `tensors` is empty."""
     tensors: tuple[int, ...] = ()
+    """The elements of each tensor; empty if they are unknown."""
     tp_parameters: tuple[tuple[int, int], ...] = ()
+    """Pairs of a tp size and the measured elements per rank. Tp may not divide all of `split_parameters`."""
     ways: Mapping[str, RecomputeProfile] = field(default_factory=dict)
+    """The measured memory for each `remat`. If it is not empty, it replaces the saved bytes and the peak."""
 
     @property
     def parameters(self) -> int:
@@ -155,29 +163,33 @@ class OptimizerFootprint:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """The costs of a model and of its training, as the planner needs them.
-
-    `blocks` are the chain that may be cut into stages; `tied` are the elements of `last` that are shared with `first`.
-    `tp_sizes`, `cp_sizes`, `ep_sizes` are the supported sizes besides 1; `refused` has the reason for each axis, option
-    or layout that the model does not support. The amounts are those in `precision`; with `compiles`, blocks are
-    compiled.
-    """
+    """The costs of a model and of its training, as the planner needs them. The field names are keys of plan.json."""
 
     name: str
     first: LayerProfile
     blocks: tuple[LayerProfile, ...]
+    """The chain that may be cut into stages."""
     last: LayerProfile
     optimizer: OptimizerFootprint
     global_batch_size: int
     length: int = 1
+    """The positions of a sample; 1 if samples have no length."""
     tied: int = 0
+    """The elements of `last` that are shared with `first`."""
     precision: str = "fp32"
+    """The precision of matmuls for which the amounts were measured."""
     element_bytes: int = 4
+    """The bytes of an element of a parameter."""
     compiles: bool = False
+    """Whether the blocks are compiled."""
     tp_sizes: tuple[int, ...] = ()
+    """The supported sizes of tp, besides 1."""
     cp_sizes: tuple[int, ...] = ()
+    """The supported sizes of cp, besides 1."""
     ep_sizes: tuple[int, ...] = ()
+    """The supported sizes of ep, besides 1."""
     refused: Mapping[str, str] = field(default_factory=dict)
+    """The reason for each axis, option or layout that the model does not support."""
 
     @property
     def parts(self) -> Iterator[LayerProfile]:

@@ -36,19 +36,19 @@ class SlowRank:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStep:
-    """A step of `ranks` ranks. The four `..._seconds` are averages over the ranks; they sum to `step_seconds`.
-
-    `compute_seconds` is the time of computes, `bubble_seconds` the idle time if communication took no time,
-    `exposed_seconds` the time that communication adds to that step, and `slow_seconds` the time that slow ranks add.
-    `walks` has the simulated pipeline of each replica with slow ranks, and under -1 that of all others.
-    """
+    """A simulated step. The four `..._seconds` are averages over the ranks; they sum to `step_seconds`."""
 
     ranks: int
     compute_seconds: float
+    """The time of computes."""
     bubble_seconds: float
+    """The idle time if communication took no time."""
     exposed_seconds: float
+    """The time that communication adds."""
     slow_seconds: float
+    """The time that slow ranks add."""
     walks: Mapping[int, WalkResult]
+    """The simulated pipeline of each replica with slow ranks; under -1, that of all other replicas."""
 
     @property
     def step_seconds(self) -> float:

@@ -64,18 +64,19 @@ class FailureModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """The four parts of a long run's time, which sum to 1, with `failures_a_day` on average.
-
-    `useful` is training that no failure discards, `saving` the stalls of its checkpoints, `restarting` the time from
-    failures until training resumes, `redone` the training and saving that failures discard.
-    """
+    """The four parts of a long run's time, as fractions that sum to 1."""
 
     interval_seconds: float
     useful: float
+    """Training that no failure discards."""
     saving: float
+    """The stalls of checkpoints that no failure discards."""
     restarting: float
+    """The time from failures until training resumes."""
     redone: float
+    """Training and saving that failures discard."""
     failures_a_day: float
+    """The mean number of failures per day."""
 
 
 def combined_failure_interval(sources: Iterable[FailureSource]) -> float:
