@@ -35,7 +35,7 @@ class WorkerConnections:
         threading.Thread(target=self._accept_workers, daemon=True, name="paceline-acceptor").start()
 
     def close(self) -> None:
-        """Tell all workers that the run is over, and wait at most 5 seconds for the threads that serve them."""
+        """End the run for all workers. On the first server, wait at most 5 seconds until they have been told so."""
         self._acceptor.is_closed = True
         self._state.end_run()
         deadline = time.monotonic() + _CLOSE_SECONDS
@@ -63,7 +63,7 @@ class WorkerConnections:
             self._state.store_failure(error)
 
     def _describe_lost_connection(self, text: str) -> str:
-        """Return a short form of gloo's error text."""
+        """Return why a connection was lost, as a clause for a note. `text` is gloo's error text in lower case."""
         if "timed out" in text or "timeout" in text:
             return f"which has not responded for {self._state.timeout_seconds:g} s"
         return (
@@ -73,10 +73,11 @@ class WorkerConnections:
         )
 
     def _handshake(self, connection: Connection, worker: int) -> None:
+        """Register the worker, wait for the first batch, and send the tensors that no update changes."""
         fields = connection.receive().fields
         self._state.add_worker(worker, rank=fields["rank"], start_number=fields["start_number"], digest=fields["model"])
         while not self._state.wait_for_first_batch():
-            if self._is_first_server:  # a worker connects to the other servers later
+            if self._is_first_server:  # a worker connects to the other servers only after the first batch
                 connection.send(ServerMessage(kind=MessageKind.WAIT))
         with self._state.lock:
             fixed = layout_of(self._state.served.fixed).pack(self._state.served.fixed)
@@ -127,7 +128,7 @@ class WorkerConnections:
 
 
 def call_unless_closed(call: Callable[[], int | None]) -> int | None:
-    """Return `call()`, or None if the store is closed: the run may end before or during the call."""
+    """Return `call()`, or None if the rendezvous store is closed because the run has ended."""
     try:
         return call()
     except RuntimeError:

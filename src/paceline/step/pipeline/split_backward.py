@@ -19,7 +19,7 @@ from paceline.torch_internals.private_api import compute_gradients, run_backward
 
 @dataclass(kw_only=True)
 class DeferredWeightGrad:
-    """The state that the second half needs.
+    """The state that the second half of a backward needs.
 
     `boundaries` are operations with their weights and saved gradients. `shared_gradients` are the gradients of shared
     weights, from the first half. `full_backward` has the outputs and their gradients, if the stage has no inputs.
@@ -91,7 +91,7 @@ def _gradient_saver(node: Node, saved_gradients: dict[Node, tuple[Tensor | None,
 def _find_boundaries(
     roots: Sequence[Node], inputs: Sequence[Tensor]
 ) -> tuple[list[tuple[Node, list[Tensor]]], list[Tensor]]:
-    """Return the boundaries, each with the weights that it alone leads to, and the weights that several share."""
+    """Return the boundaries and the shared weights. Each boundary comes with the weights that only it leads to."""
     order = _reverse_topological_order(roots)
     on_path = {get_gradient_edge(tensor).node for tensor in inputs}
     input_nodes = {get_gradient_edge(tensor).node for tensor in inputs}
@@ -113,7 +113,7 @@ def _find_boundaries(
     }
     num_uses: dict[int, int] = {}
     tensors: dict[int, Tensor] = {}
-    weights_of_off_path_roots = [weights[root] for root in roots if root not in on_path] * 2  # twice: they are shared
+    weights_of_off_path_roots = [weights[root] for root in roots if root not in on_path] * 2  # so they count as shared
     for node_weights in [*weights_off_path.values(), *weights_of_off_path_roots]:
         for key, tensor in node_weights.items():
             num_uses[key] = num_uses.get(key, 0) + 1

@@ -30,14 +30,17 @@ class _ReplicaThread(threading.Thread):
 
 
 class ReplicaThreads:
-    """A pool that runs one function per replica at the same time. Threads are created at the first use."""
+    """A pool that runs one function per replica at the same time. Threads are created at the first use.
+
+    `on_error` is called when a function fails, so that functions which wait for that replica end too.
+    """
 
     def __init__(self, *, on_error: Callable[[], None]) -> None:
         self._on_error = on_error
         self._workers: list[_ReplicaThread] = []
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Run all functions and return their results; if one raises an exception, stop all and raise the first."""
+        """Run all functions and return their results. If functions raise exceptions, raise the first of these."""
         results: dict[int, T] = {}
         errors: list[tuple[float, int, BaseException]] = []
         done = threading.Semaphore(0)
@@ -69,7 +72,7 @@ class ReplicaThreads:
 
     @staticmethod
     def _wait_for_all(count: int, done: threading.Semaphore, errors: list[tuple[float, int, BaseException]]) -> None:
-        """Wait for every replica; after an error at most PATIENCE_SECONDS, since a stuck thread cannot be killed."""
+        """Wait for every replica. After an error, wait only PATIENCE_SECONDS, since a stuck thread can't be killed."""
         deadline = None
         for _ in range(count):
             while not done.acquire(timeout=0.2):
