@@ -74,7 +74,7 @@ class SitesState:
     def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
         """Return the checkpoint as this rank's site reads it.
 
-        If another rule saved it (not `is_same`), all sites start equal.
+        If another update rule saved the checkpoint (`is_same` is False), all sites read the same state.
         """
         synchronizer = self.synchronizer
         if not is_same:
@@ -119,6 +119,7 @@ def _site_file(site: int, name: str) -> str:
 
 
 def _writable_shards(setup: TrainingSetup, key: str, name: str, tensor: Tensor) -> Iterator[Writable]:
+    """Yield what this rank writes of `tensor` under `key`. `tensor` is sharded like the tensor `name` of the model."""
     specs = _sharding_of(setup, name).shard_specs(name)
     yield from owned_shards(
         key, dtype=tensor.dtype, get_tensor=partial(Tensor.detach, tensor), shard_specs=specs, rank=setup.site.rank
@@ -131,5 +132,5 @@ def _read_shard(stored: StoredTensors, key: str, name: str, setup: TrainingSetup
 
 
 def _sharding_of(setup: TrainingSetup, name: str) -> ShardedTensors:
-    """Return the optimizer's sharding of a tensor if the optimizer holds it, else the model's."""
+    """Return the optimizer's sharding if the optimizer has the tensor `name`, else the model's sharding."""
     return setup.optim_shards if name in setup.optim_shards.local_tensors else setup.weights

@@ -261,7 +261,7 @@ class _SessionBuilder:
         return find_checkpoint(self.run.checkpoints, requested=self.requested_checkpoint, world=self.world)
 
     def _set_aside_later_checkpoints(self, loaded: OpenCheckpoint) -> list[Event]:
-        """Move aside the checkpoints that are newer than the one from which this run resumes."""
+        """Move newer checkpoints to another folder, if this run resumes from an older one."""
         is_older_checkpoint = self.requested_checkpoint is not None and loaded.belongs_to(self.run.checkpoints)
         if not (is_older_checkpoint and self.world.is_main and self.prepared_job.task.verb == "train"):
             return []
@@ -311,7 +311,7 @@ class _SessionBuilder:
     ) -> Loop:
         settings, task = self.prepared_job.settings, self.prepared_job.task
         if loaded is not None:
-            loader_state = loaded.state["feed"]  # the key of the loader's state
+            loader_state = loaded.state["feed"]  # "feed" is the key of the loader's state in a checkpoint
             loader.restore({k: v for k, v in loader_state.items() if k != "order" or "order" not in task.allow})
         saved_progress = loaded.state.get("extra", {}) if loaded else {}
         length = requested_length(settings, epoch_samples=loader.num_samples)
@@ -352,7 +352,8 @@ class _SessionBuilder:
         loop: Loop,
         forecast: FallbackLayout | None,
     ) -> None:
-        if not self.world.is_main or self.prepared_job.task.verb == "evaluate":  # an evaluation changes no records
+        """Write the records of the run and emit `RunStarted`, on rank 0. An evaluation changes no records."""
+        if not self.world.is_main or self.prepared_job.task.verb == "evaluate":
             return
         task, plan = self.prepared_job.task, self.prepared_job.plan
         private = holds_secret(self.prepared_job.requested.values)
@@ -377,6 +378,7 @@ class _SessionBuilder:
         )
 
     def _plan_extras(self, forecast: FallbackLayout | None) -> dict[str, Any]:
+        """Return what `plan.json` records in addition to the plan."""
         extras = {"auto": self.prepared_job.task.options.get("auto"), "forecast": forecast and forecast.as_json()}
         return {name: value for name, value in extras.items() if value is not None}
 

@@ -76,7 +76,7 @@ class LossContract:
         self._is_sum_check_requested = self._job.loss is not None and self._job.loss_over != "batch"
 
     def run_sum_check(self, output: Any, batch: Any, terms: Terms) -> None:
-        """If `request_sum_check` was called, check on this microbatch whether the loss is a sum over samples."""
+        """Check on this microbatch whether the loss is a sum over samples, if `request_sum_check` was called."""
         if self._is_sum_check_requested and list(terms) == [SINGLE_TERM]:
             fault = find_loss_fault(self._job.loss, output, batch, terms[SINGLE_TERM])
             self.note = "" if fault is None else _fault_note(fault)

@@ -19,7 +19,7 @@ LossTerms = Mapping[int, Mapping[str, tuple[float, float]]]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPush:
-    """What a worker pushes for one share: `gradients`, one per parameter, and the loss terms of its microbatches.
+    """A worker's push for one share: `gradients`, one per parameter, and the loss terms of its microbatches.
 
     `divided_by` are the counts by which the worker has divided the loss, or None if it did not know them in advance.
     They are the counts of the share, or those of the whole batch if the batch is one update. `versions` has, for each

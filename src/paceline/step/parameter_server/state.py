@@ -81,7 +81,7 @@ class ServerState:
     def offer_shares(self, step: int, location: Mapping[str, Any], shares: Iterable[BatchShare]) -> None:
         """Offer a batch's shares. `location` says where the batch's samples are.
 
-        The weights are packed anew, because the main loop may have changed them since the last batch.
+        The weights are packed again, because the main loop may have changed them since the last batch.
         """
         with self.lock:
             self.has_started = True

@@ -95,7 +95,7 @@ class HostRngTurns:
             self._lock.release()
 
     def record_draws(self) -> None:
-        """If `host_randomness` is unknown, set it from the draws that were detected in the step."""
+        """Set `host_randomness`, if it is unknown, from the draws that were detected in the step."""
         if self.host_randomness is HostRandomness.UNKNOWN:
             has_drawn = self._has_drawn
             self.host_randomness = (
