@@ -17,7 +17,9 @@ from paceline.profiling.backends import available_backends
 
 
 def open_current_world(*, device: str, settings: Settings) -> World:
-    """Return the world; every rank calls this. An existing default group is used as it is; its creator destroys it.
+    """Return the world of this process. Every rank calls this.
+
+    If torch has a default group already, it becomes the world, and whoever created the group also destroys it.
 
     Raises:
         MachineError, UsageError, Problems: the ranks can't connect, or a backend is not available.

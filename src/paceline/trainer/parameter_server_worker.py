@@ -161,7 +161,7 @@ class ParameterServerWorker:
     def _compute_lease(
         self, message: ServerMessage, first_server: "_ServerConnection", other_servers: "Sequence[_ServerConnection]"
     ) -> None:
-        """Compute and push the gradient of one lease. The push to the first server comes last and completes the lease."""
+        """Compute and push the gradient of one lease. The last push is to the first server and completes the lease."""
         lease = message.fields
         versions = [first_server.load(message)]
         for other in other_servers:

@@ -18,7 +18,7 @@ from paceline.trainer.checks.evaluation_checks import best_rule
 
 
 def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> None:
-    """Raise for all incompatible combinations of this job, these settings and this plan, at once.
+    """Refuse incompatible combinations of job, settings and plan. One error has all of them.
 
     Raises:
         JobError, UsageError, Problems
@@ -50,7 +50,7 @@ def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> No
 
 
 def _check_on_update(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
-    """Return errors for `on_update`, which needs the full weights, equal on every rank, after each update."""
+    """Return errors for `on_update`. It needs the full weights on every rank, equal after each update."""
     if job.on_update is None:
         return []
     if not plan.update_rule.is_synchronous:
@@ -90,7 +90,7 @@ def unused_placement_notes(placement: PlacementSettings, plan: ExecutionPlan) ->
 
 
 def refuse_compiled_model(model: nn.Module, plan: ExecutionPlan) -> None:
-    """Raise if torch has already compiled the model and the layout must access its modules.
+    """Refuse a model that torch has already compiled, if the layout must access the model's modules.
 
     Raises:
         LayoutError

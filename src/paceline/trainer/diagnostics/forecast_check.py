@@ -24,7 +24,7 @@ _MIN_STEP_SECONDS = 0.02  # shorter forecast steps are mostly overhead, and say 
 
 
 class ForecastCheck:
-    """A comparison of the first steps with the forecast, if there is one. All ranks make the same calls."""
+    """A comparison of a run's first steps with its forecast, if the run has one. All ranks make the same calls."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ForecastCheck:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Time one step; on a GPU with CUDA events, so that nothing synchronises."""
+        """Return a context that times one step. On a GPU it uses CUDA events, so that the host does not wait."""
         if self._forecast is None or self._report is not None:
             yield
             return
@@ -61,7 +61,7 @@ class ForecastCheck:
         self._times.append((start, self._record_time()))
 
     def report_when_ready(self, *, step: int, is_last_step: bool) -> None:
-        """Report the comparison once enough steps have run, or the run is over."""
+        """Emit the comparison once, as soon as enough steps have run or the run is over."""
         if self._forecast is None or self._report is not None or not (len(self._times) >= _NUM_STEPS or is_last_step):
             return
         cpu_times = (
@@ -122,9 +122,9 @@ class ForecastCheck:
         return float(median(end - start for start, end in self._times[num_warmup:]))
 
     def _peak_bytes(self) -> int | None:
-        """Return the allocator's peak on a GPU; on a CPU the process's growth since before the model was built.
+        """Return the allocator's peak on a GPU, or the growth of the process since before the build on a CPU.
 
-        None on a CPU if the process used more memory before the model was built.
+        On a CPU, return None if the process used more memory before the model was built.
         """
         if self._on_gpu:
             return int(torch.cuda.max_memory_allocated(self._setup.world.device))
