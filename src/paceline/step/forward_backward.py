@@ -23,7 +23,7 @@ OutputObserver = Callable[[Any, Terms, Any], None]
 
 
 class ForwardBackward(Protocol):
-    """The interface of an object that runs a rank's microbatches, in training steps and in evaluations."""
+    """The interface of a runner: an object that runs a rank's microbatches, in training steps and in evaluations."""
 
     reports_loss: bool
     """True if this rank reports the loss for all ranks that process the same samples."""
@@ -244,6 +244,7 @@ def forward(replica: ReplicaContext, microbatch: LocalMicrobatch, *, step: int, 
 
 
 def _run_model(replica: ReplicaContext, batch: Any, *, step: int, index: int) -> Any:
+    """Run the forward of one microbatch in its own random stream and return the model's output."""
     for recorder in replica.state_recorders:
         recorder.set_microbatch(index)
     with open_all(replica.forward_contexts) as contexts:
@@ -252,7 +253,7 @@ def _run_model(replica: ReplicaContext, batch: Any, *, step: int, index: int) ->
 
 
 def open_all(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> ExitStack:
-    """Enter all contexts and return a stack that exits them at the end of a `with` block."""
+    """Enter the contexts that these functions return. Return a stack that exits them at the end of a `with` block."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context())
@@ -270,9 +271,9 @@ def _enter_random_stream(replica: ReplicaContext, contexts: ExitStack, *, step: 
 
 
 def loss_for_backward(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
-    """Return the loss that backward runs on: the sum over all terms of the term's sum divided by its global count.
+    """Return the loss that backward runs on: all terms added up, each divided by its global count.
 
-    If `counts` is None, return the undivided sum of the only term.
+    If `counts` is None, there is only one term, and it is not divided.
     """
     if counts is None:
         (total, _), *_ = terms.values()
@@ -288,9 +289,9 @@ def loss_for_backward(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
 
 
 def _replace_zeros(count: Tensor) -> Tensor:
-    """Return the count with zero replaced by one: a term without targets has the sum zero.
+    """Return `count`, or one if it is zero, to divide by. A term without targets has the sum zero.
 
-    The finite check reports a batch in which a term has no targets.
+    The finite check reports a global batch in which a term has no targets.
     """
     return torch.where(count == 0, torch.ones_like(count), count)
 
@@ -305,7 +306,7 @@ def backward(
 ) -> None:
     """Run the backward of one microbatch. `last`: this is the replica's last backward of the step.
 
-    A stand-in without samples (`has_samples=False`) adds no gradient, but takes part in communication.
+    A stand-in (`has_samples=False`) adds no gradient, but takes part in communication.
     """
     if not loss.requires_grad:
         raise no_gradient_error()

@@ -109,7 +109,7 @@ class OptimizerUpdate:
 
     @property
     def skips_nonfinite(self) -> bool:
-        """True if a step that is not finite is skipped; its loss must then be known before the update."""
+        """True if a step that is not finite is skipped. For that, its loss must be known before the update."""
         return self._checks_finite and self._skips_nonfinite
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class OptimizerUpdate:
         nonfinite_terms: NonFiniteTerms = (),
         steps_lr_schedulers: bool = True,
     ) -> tuple[Tensor | None, bool]:
-        """Update the weights. Return the gradient norm, or None if it was not measured, and True if weights changed.
+        """Update the weights. Return the gradient norm, if it was measured, and False if the update was skipped.
 
         If `loss` is None, it is not known yet, and the caller runs the finite check one step later. If
         `steps_lr_schedulers` is False, the caller advances the LR schedulers.

@@ -150,7 +150,7 @@ class ReplicaContext:
 
     @property
     def needs_equal_microbatches(self) -> bool:
-        """True if a forward or backward waits for other replicas; all must then run the same number of microbatches."""
+        """True if a forward or backward waits for other replicas, so that all need the same number of microbatches."""
         return self.sync_bn_weights is not None or self.reducer.needs_equal_microbatches
 
     @cached_property

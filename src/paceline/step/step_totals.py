@@ -147,6 +147,7 @@ class TotalsReduction:
         return self._totals
 
     def _parse(self, values: Sequence[float]) -> StepTotals:
+        """Return the totals that the reduced vector contains."""
         self._refuse_mismatch(values)
         sums, counts, nonfinite_terms = {}, {}, []
         width = 2 * len(self.names)
@@ -175,6 +176,7 @@ class TotalsReduction:
         return self._vector
 
     def _refuse_mismatch(self, values: Sequence[float]) -> None:
+        """Raise an error if ranks had different loss terms or different data."""
         if values[MISMATCH]:
             raise DesyncError(
                 f"the loss returned different terms than at the first step ({', '.join(self.names)}).",
@@ -189,6 +191,7 @@ class TotalsReduction:
             )
 
     def _pack(self) -> Tensor:
+        """Return the vector with this rank's flags and slots."""
         width = 2 * len(self.names)
         if self._world.device.type == "cpu":
             values = [*self._flags, *[0.0] * (self._num_micro * width)]
@@ -235,7 +238,8 @@ class AsyncScalars:
 class StepResult:
     """The result of one optimizer step. `loss`, `terms` and `grad_norm` are global: the same on every rank.
 
-    `samples` is the number of samples in the global batch. If the update was skipped, `skipped` is True.
+    `samples` is the number of samples in the global batch. `skipped` is True if the update was skipped. `lr` is the
+    learning rate of the update, if the step has recorded it.
     """
 
     step: int
@@ -279,7 +283,7 @@ class TotalsBuilder:
     In the first step, all ranks agree on the names of the terms.
 
     `reports_loss`: this rank reports the terms that it computes, for all ranks that compute the same terms.
-    `buffers`: the policy of the model's buffers, if it watches any.
+    `buffers`: a list with the policy of the model's buffers, or an empty list if no buffer is watched.
     """
 
     def __init__(
@@ -376,6 +380,7 @@ def _sum_or_nan(values: Sequence[float]) -> float:
 
 
 def _quotient(total: float, count: float, *, on_empty: str = "stop") -> float:
+    """Return `total / count`, or NaN if the count is zero. If `on_empty` is "zero" and both are zero, return zero."""
     if not count and on_empty == "zero" and not total:
         return 0.0
     return total / count if count else math.nan

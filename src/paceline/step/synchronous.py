@@ -53,7 +53,7 @@ class SynchronousStep:
         return result
 
     def _commit_update(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
-        """Update the weights. If `loss` is None, it was not read yet, and the finite check is of the previous step."""
+        """Update the weights. If `loss` is None, it was not read yet, and the previous step is checked instead."""
         start_time = time.perf_counter()
         nonfinite_terms = () if loss is None else result.totals.nonfinite_terms
         grad_norm, is_applied = self.replica.update.commit(
@@ -78,18 +78,18 @@ class SynchronousStep:
 
     @property
     def sent_bytes(self) -> float | None:
-        """The number of bytes that this rank has sent. None under ZeRO-3: torch sends them and does not count them."""
+        """The number of bytes that this rank has sent. None under ZeRO-3, because torch does not count its messages."""
         worlds = self.replica.worlds
         return None if worlds.mesh.zero == 3 and worlds.shard.world_size > 1 else worlds.all_ranks.traffic.sent_bytes
 
     @property
     def num_retained_batches(self) -> int:
-        """The number of recent batches that the loop keeps: a delayed finite check may still report one of them."""
+        """The number of recent batches that the loop keeps, because a delayed finite check may report one of them."""
         return 2 + self.lag
 
     @property
     def has_delayed_results(self) -> bool:
-        """True if ranks read the result of a step at different times; reading it must then start no collective."""
+        """True if ranks read the result of a step at different times, so that reading it must start no collective."""
         return bool(self.lag)
 
     def synchronised_weights(self) -> AbstractContextManager[dict[str, Tensor]]:

@@ -23,7 +23,7 @@ class BatchGuard:
         """Yield batches from the current position, first a batch that an earlier loop left without a step.
 
         Raises:
-            UsageError: the previous batch was not stepped, or a newer loop was started.
+            UsageError: no step was run on the previous batch, or a newer loop was started.
         """
         self._num_loops += 1
         loop_number = self._num_loops
@@ -50,7 +50,7 @@ class BatchGuard:
         """Check that this is the batch that the next step must use. The user may have changed its data.
 
         Raises:
-            UsageError: the batch was already stepped, or is not the latest one.
+            UsageError: a step was already run on the batch, or the batch is not the latest one.
         """
         if self.pending_batch is not None and step_batch.batch.next_cursor == self.pending_batch.batch.next_cursor:
             return
@@ -65,6 +65,7 @@ class BatchGuard:
         )
 
     def _read_next(self) -> StepInput:
+        """Return the next batch from the loader."""
         if self._batches is None:
             self._batches = iter(self._loader)
         step_batch = next(self._batches, None)

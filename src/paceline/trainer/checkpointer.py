@@ -326,7 +326,7 @@ def find_checkpoint(folder: Path, *, requested: Path | None, world: World) -> tu
 def read_saved_identity(loaded: OpenCheckpoint) -> Mapping[str, Any]:
     """Return the identity of the run that saved the checkpoint.
 
-    Properties that older versions did not record as identity are read from the state.
+    Properties that older versions of Paceline did not record as identity are read from the state.
     """
     state = loaded.state
     names = [{"names": [group["names"] for group in entry["groups"]]} for entry in state["optimizers"]]

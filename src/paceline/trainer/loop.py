@@ -148,6 +148,7 @@ class Loop:
             raise
 
     def _train_step(self, step_batch: StepInput) -> StepResult:
+        """Run one step, log it, and run what is due after it."""
         if step_batch is None or step_batch is not self._batch_guard.pending_batch:
             self._batch_guard.check(step_batch)
         self._stop.reinstall()
@@ -193,7 +194,10 @@ class Loop:
 
     @contextmanager
     def synchronised_weights(self) -> Iterator[None]:
-        """Return a context with the weights to read: under local SGD, the sites' mean. Every rank must call this."""
+        """Return a context in which the model has the weights to read: under local SGD, the sites' mean weights.
+
+        Every rank must call this.
+        """
         self.finish_pending()
         with self.setup.step.synchronised_weights():
             yield
@@ -337,7 +341,7 @@ class Loop:
             self._last_checked_step = self.cursor.step
 
     def _evaluate_due(self) -> None:
-        """Evaluate. If a stop is requested before or during this, the resumed run will start with the evaluation."""
+        """Evaluate. If a stop is requested before the evaluation ends, the resumed run will repeat it first."""
         self._faults.fire("eval", step=self.cursor.step)
         event = None if self.is_stopping else self._evaluate(stop=lambda: self._stop.is_requested)
         if event is None:

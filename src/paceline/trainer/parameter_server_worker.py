@@ -90,7 +90,7 @@ def compute_shares(prepared_job: PreparedJob, setup: TrainingSetup, endpoint: Wo
 
 
 def _call_with_timeout(seconds: float, connect: Callable[[], list[Connection]]) -> list[Connection]:
-    """Return the result of `connect`, which runs in a thread: it blocks forever if the server's process is stopped.
+    """Return the result of `connect`. It runs in a thread, because it blocks forever if the server is stopped.
 
     Raises:
         MachineError: `connect` did not return within `seconds`.
@@ -285,7 +285,7 @@ class _ServerConnection:
         self.buffer = self._layout.empty_buffer()
 
     def load(self, message: ServerMessage) -> int:
-        """Copy the pulled values into the weights, and return their version."""
+        """Copy the values in the message into the weights, and return the version of these values."""
         if message.buffer is not None:
             for tensor, value in zip(self.weights, self._layout.views(message.buffer), strict=True):
                 tensor.data.copy_(value)

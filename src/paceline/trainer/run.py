@@ -401,7 +401,7 @@ class Run:
 
     @staticmethod
     def _refuse_second_run() -> None:
-        """Raise an error if this process opens a second `Run`. It was started with the folder and rendezvous of one."""
+        """Raise an error if this process opens a second `Run`: its run folder and rendezvous serve only one."""
         if Run._has_opened:
             raise UsageError(
                 "a second pl.Run in processes that were started for the first one.",

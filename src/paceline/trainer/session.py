@@ -286,6 +286,7 @@ class _SessionBuilder:
         )
 
     def _make_event_bus(self) -> EventBus:
+        """Return the bus that sends events to the run's sinks. Only rank 0 has sinks."""
         if not self.world.is_main:
             return EventBus()
         names = self.prepared_job.settings.watch.to
@@ -385,6 +386,7 @@ class _SessionBuilder:
     def _banner(
         self, cursor: Cursor, loaded: OpenCheckpoint | None, *, loader: BatchLoader, loop: Loop
     ) -> tuple[str, ...]:
+        """Return the first lines that the run prints."""
         settings = self.prepared_job.settings
         parameters = self._count_parameters()
         lines = [

@@ -75,6 +75,7 @@ class StepLogger:
         self._progress.tokens += tokens
 
     def _log(self, result: StepResult) -> None:
+        """Emit `StepDone` with this step's results and the mean times since the last logged step."""
         self._last_logged_step = result.step
         setup, clock, cursor = self._setup, self.clock, self._cursor
         if clock.steps:

@@ -166,7 +166,10 @@ def mean_terms(terms: Terms) -> Tensor:
 def _join_rows(
     local_rows: Tensor | None, num_rows_by_rank: list[int], row_shape: list[int], dtype: torch.dtype, world: World
 ) -> Tensor | None:
-    """Join rows by an all-reduce of zero-padded tensors, which is exact and includes replicas without rows."""
+    """Return the rows of all replicas, joined by an all-reduce of zero-padded tensors.
+
+    The all-reduce is exact, and replicas without rows can take part in it.
+    """
     start = sum(num_rows_by_rank[: world.rank])
     sent_dtype = torch.uint8 if dtype is torch.bool else dtype
     all_rows = torch.zeros([sum(num_rows_by_rank), *row_shape], dtype=sent_dtype, device=world.device)

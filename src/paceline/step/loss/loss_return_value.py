@@ -102,6 +102,7 @@ class LossContract:
                 check()
 
     def _output(self, model: nn.Module, batch: Any) -> Any:
+        """Return the model's output under the job's `forward=`, or under the default forward."""
         if self._job.forward is None:
             return self._call_model(model, batch)
         output = self._job.forward(model, batch)
@@ -121,6 +122,7 @@ class LossContract:
             raise mismatch from None
 
     def _arguments(self, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the positional and keyword arguments that the default forward passes to the model."""
         if isinstance(batch, Tensor):
             return [batch], {}
         if isinstance(batch, Mapping):
@@ -181,6 +183,7 @@ def _fault_note(fault: LossFault) -> str:
 
 
 def _to_sum_and_count(name: object, value: Any) -> tuple[Tensor, Number]:
+    """Return the `(sum, count)` of a loss term, after a check of the returned value."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise JobError(f"loss term {name!r} is not a (sum, count) pair.", hint=f"{{{name!r}: (loss_sum, count)}}")
     if _is_swapped(*value):
@@ -197,6 +200,7 @@ def _is_swapped(total: Any, count: Any) -> bool:
 
 
 def _to_scalar(name: str, value: Any) -> Tensor:
+    """Return the sum of a loss term as a tensor without dimensions, after a check."""
     if not isinstance(value, Tensor) and as_number(value) is not None:
         raise JobError(
             f"the sum of loss term {name!r} is a {type(value).__name__}, expected a scalar tensor.",
@@ -216,6 +220,7 @@ def _to_scalar(name: str, value: Any) -> Tensor:
 
 
 def _to_count(name: str, value: Any) -> Number:
+    """Return the count of a loss term as a number or a tensor without dimensions, after a check."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise JobError(

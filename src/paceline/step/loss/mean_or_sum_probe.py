@@ -205,6 +205,7 @@ def _is_unsafe(function: FunctionType, instruction: dis.Instruction) -> bool:
 
 
 def _is_empty(cell: Any) -> bool:
+    """Return whether a closure cell has no value yet, or the value None."""
     try:
         return cell.cell_contents is None
     except ValueError:
@@ -229,6 +230,7 @@ def _cuda_devices(output: Tensor) -> list[int]:
 
 
 def _as_numbers(pair: Any) -> tuple[float, float] | None:
+    """Return a `(sum, count)` as two floats, or None if `pair` is not a pair of numbers."""
     if isinstance(pair, Mapping) or not isinstance(pair, tuple | list) or len(pair) != 2:
         return None
     numbers = [as_number(item.detach() if isinstance(item, Tensor) else item) for item in pair]

@@ -71,6 +71,7 @@ class ModelLoss:
         return ((labels[..., 1:] if self._shifts_labels else labels) != IGNORED_LABEL).sum()
 
     def _probe(self, batch: Mapping[str, Any]) -> None:
+        """Compare two trial calls on this batch, with `num_items_in_batch=1` and without it, and set `_is_sum`."""
         self._tries_left -= 1
         count = self._count_targets(batch)
         if count is None or int(count) < 2:

@@ -35,7 +35,7 @@ class WorkerConnections:
         threading.Thread(target=self._accept_workers, daemon=True, name="paceline-acceptor").start()
 
     def close(self) -> None:
-        """End the run for all workers. On the first server, wait at most 5 seconds until they have been told so."""
+        """End the run for all workers. On the first server, wait up to 5 seconds for the threads that tell them so."""
         self._acceptor.is_closed = True
         self._state.end_run()
         deadline = time.monotonic() + _CLOSE_SECONDS
@@ -77,7 +77,7 @@ class WorkerConnections:
         fields = connection.receive().fields
         self._state.add_worker(worker, rank=fields["rank"], start_number=fields["start_number"], digest=fields["model"])
         while not self._state.wait_for_first_batch():
-            if self._is_first_server:  # a worker connects to the other servers only after the first batch
+            if self._is_first_server:  # a worker reads the other servers' messages only after the first server's FIXED
                 connection.send(ServerMessage(kind=MessageKind.WAIT))
         with self._state.lock:
             fixed = layout_of(self._state.served.fixed).pack(self._state.served.fixed)
@@ -86,6 +86,7 @@ class WorkerConnections:
         )
 
     def _serve_leases(self, connection: Connection, worker: int) -> None:
+        """Lease shares to this worker, one after another, and store its pushes, until the run is over."""
         state, buffer = self._state, self._state.weights_buffer()
         while not state.is_over:
             granted = state.lease_share(worker, buffer=buffer)
@@ -105,6 +106,7 @@ class WorkerConnections:
         connection.send(ServerMessage(kind=MessageKind.OVER))
 
     def _serve_pulls_and_pushes(self, connection: Connection) -> None:
+        """Send weights to a worker and store its pushes, on a server that is not the first."""
         buffer = self._state.weights_buffer()
         while True:
             message = connection.receive()
@@ -118,6 +120,7 @@ class WorkerConnections:
                 connection.send(ServerMessage(kind=MessageKind.WAIT))
 
     def _parse_push(self, message: ServerMessage) -> GradientPush:
+        """Return the push in a message, after a check of the worker's order of samples."""
         fields, buffer = message.fields, message.buffer
         if fields["order"] is not None:
             self._state.check_order(int(fields["epoch"]), *fields["order"])

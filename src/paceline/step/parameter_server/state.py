@@ -205,7 +205,7 @@ class ServerState:
             return self.version
 
     def store_part(self, lease_number: int, push: GradientPush) -> None:
-        """Store, on another server, its part of a push. It is applied when the first server decides so."""
+        """Store this server's part of a push, on a server that is not the first. The first decides when to apply it."""
         with self.lock:
             self.pushes[lease_number] = push
             self.lock.notify_all()

@@ -313,6 +313,7 @@ class _StageStepWork:
         """Do nothing: there is nothing to collect."""
 
     def _loss(self, in_flight: InFlightMicrobatch) -> Tensor:
+        """Run the user's forward and loss, and return the loss for backward. Only the last stage reaches the loss."""
         replica, batch = self._replica, in_flight.batch
         with in_flight.local_microbatch.forward_context():
             output = replica.contract.forward(replica.model, in_flight.local_microbatch.data)
@@ -327,6 +328,7 @@ class _StageStepWork:
         return loss_for_backward(terms, batch.counts)
 
     def _report(self, batch: InFlightBatch) -> None:
+        """Store the batch's loss terms in its totals, and start the all-reduce of the totals."""
         assert batch.reduction is not None
         for index, terms in batch.terms.items():
             self.totals_builder.store_terms(batch.reduction, index, terms)

@@ -169,6 +169,7 @@ class _StepWork:
         self._replica.reducer.after_backward()
 
     def _loss(self, microbatch: int, num_samples: int) -> Tensor:
+        """Run the user's forward and loss, and return the loss for backward. Only the last stage reaches the loss."""
         replica, local_microbatch = self._replica, self.microbatches[microbatch]
         with local_microbatch.forward_context():
             output = replica.contract.forward(replica.model, local_microbatch.data)

@@ -82,7 +82,7 @@ class HogwildStep(SynchronousStep):
     def collect_staleness(self) -> list[dict[str, Any]]:
         """Return this worker's staleness: how many updates other workers made between its reads and its updates.
 
-        Add how many additions to the shared weights were made, and how many of them other workers overwrote.
+        Also return, over all workers, how many additions to the shared update counters were made and were lost.
         """
         lost, made = self._shared_model.lost_and_all_additions
         staleness_counts = [list(pair) for pair in sorted(self._staleness_counts.items())]

@@ -29,7 +29,7 @@ class _ReplicaThread(threading.Thread):
             function()
 
 
-class ReplicaThreads:
+class ReplicaThreadPool:
     """A pool that runs one function per replica at the same time. Threads are created at the first use.
 
     `on_error` is called when a function fails, so that functions which wait for that replica end too.

@@ -15,7 +15,7 @@ from paceline.parallel.gradients.partition import do_nothing
 from paceline.step.microbatches import StepBatch, select_replica_batch
 from paceline.step.replica_context import ReplicaContext
 from paceline.step.shared_memory.rng_turns import HostRandomness, HostRngTurns
-from paceline.step.shared_memory.thread_pool import ReplicaThreads
+from paceline.step.shared_memory.thread_pool import ReplicaThreadPool
 from paceline.step.step_totals import StepResult
 from paceline.step.synchronous import SynchronousStep
 
@@ -38,7 +38,7 @@ class ThreadsStep(SynchronousStep):
         self._thread_replicas = thread_replicas
         self._rendezvous = rendezvous
         self._rng_turns = rng_turns
-        self._threads = ReplicaThreads(on_error=rendezvous.end)
+        self._threads = ReplicaThreadPool(on_error=rendezvous.end)
 
     @override
     def compute_gradients(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:

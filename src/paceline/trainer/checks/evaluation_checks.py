@@ -18,7 +18,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def early_stopping(job: Job) -> EarlyStopping | None:
-    """Return the early-stopping rule, if the job has one; a plain number is the patience in evaluations of `best`."""
+    """Return the job's early-stopping rule, or None. A plain number in the job is the patience for `best`."""
     rule = job.early_stopping
     if not isinstance(rule, int):
         return rule

@@ -18,7 +18,7 @@ from paceline.trainer.checks.evaluation_checks import best_rule
 
 
 def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> None:
-    """Refuse incompatible combinations of job, settings and plan. One error has all of them.
+    """Refuse incompatible combinations of job, settings and plan. The error lists all of them.
 
     Raises:
         JobError, UsageError, Problems

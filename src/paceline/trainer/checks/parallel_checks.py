@@ -80,14 +80,14 @@ def try_context_parallel(
 
 
 class BatchLengthCheck:
-    """A check of batches whose sequences differ in length from the first batch: of a few such lengths, each once.
+    """A check of batches whose sequences have another length than the first batch. It checks a few lengths, each once.
 
     Every rank of the `cp` axis has the same batch and weights, so all ranks get the same result without communication.
     """
 
     def __init__(self, model: nn.Module, check_batch: Callable[..., None], *, first_length: int) -> None:
         tensors = [*model.parameters(), *model.buffers()]
-        self._model = copy_model(model, shared=tensors)  # the model before placement
+        self._model = copy_model(model, shared=tensors)  # the model before it is parallelized
         self._check_batch, self._checked_lengths = check_batch, {first_length}
 
     def __call__(self, batch: Any, length: int) -> None:

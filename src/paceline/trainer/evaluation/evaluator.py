@@ -74,7 +74,10 @@ class ExactSum:
 
 
 def eval_batch_size(setup: TrainingSetup) -> int:
-    """Return the number of samples per forward of an evaluation. A loss over the batch uses a global batch."""
+    """Return the number of samples per forward of an evaluation.
+
+    By default, it is the size of a microbatch, or of a global batch if the loss covers the whole batch.
+    """
     plan = setup.plan
     derived = plan.global_batch_size if setup.job.loss_over == "batch" else plan.micro_batch_size
     return setup.settings.eval.batch_size or derived
@@ -210,6 +213,7 @@ class Evaluator:
     def _evaluate_batch(
         self, data: Any, num_samples: int, sums: dict[str, tuple[ExactSum, ExactSum]], torchmetrics: TorchMetricsAdapter
     ) -> None:
+        """Run the forward of one microbatch, and add its loss terms and metrics to `sums` and `torchmetrics`."""
         batch = to_device(data, self._world.device)
 
         def record_outputs(output: Any, terms: Terms, local_batch: Any) -> None:
@@ -310,7 +314,10 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _check_same_samples(totals_by_rank: Sequence[Mapping[str, list[int]]], name: str) -> None:
-    """Raise an error if replicas that read the same shard of a stream did not read the same samples."""
+    """Raise an error if replicas that read the same shard of a stream did not read the same samples.
+
+    `totals_by_rank` has, for each rank, the sample count and the checksum of each shard that the rank has read.
+    """
     first_totals: dict[str, tuple[int, list[int]]] = {}
     for rank, rank_totals in enumerate(totals_by_rank):
         for shard, totals in rank_totals.items():

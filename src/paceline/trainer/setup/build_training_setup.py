@@ -285,6 +285,7 @@ def _parallelize_replica(
     optimizer_factory: ShardedOptimizerFactory | None,
     data: JobData,
 ) -> ParallelizedModel:
+    """Check that the layout can split the model, and parallelize the model. `model` is on this rank's device."""
     exact = settings.train.exact
     full_parameters = (
         list(optimizer_factory.full_tensor_reasons(exact=exact))

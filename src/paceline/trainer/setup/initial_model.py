@@ -50,7 +50,7 @@ class InitialModel:
 
 
 class _SizeLimitExceeded(BaseException):
-    """The size limit of a build is exceeded. A `BaseException`: a constructor's `except Exception` can't catch it."""
+    """The size limit of a build is exceeded. An `except Exception` in a constructor can't catch a `BaseException`."""
 
 
 def build_initial_full_model(
@@ -75,7 +75,7 @@ def build_initial_full_model(
 def build_initial_model(
     build: Build, *, seed: int, limit_bytes: int, worlds: MeshGroups, pretrained: PretrainedModel | None = None
 ) -> InitialModel:
-    """Return the model of this rank; every rank must call this. `build` is the plain, seeded build.
+    """Return the model of this rank. Every rank must call this. `build` seeds the generators and builds the full model.
 
     Each rank builds the full model if the layout does not split the model, or if the model has at most `SMALL_BYTES`.
     If a forward must run before the shards are known, each rank builds full models of up to `limit_bytes`.

@@ -109,7 +109,7 @@ def lr_factor(rule: str, ratio: float) -> float:
 
 
 def make_scaler(shards: ShardedTensors, world: World, **options: Any) -> torch.amp.GradScaler:
-    """Return the loss scaler of this rank. If ranks hold shards, an overflow on one rank counts as one on all ranks."""
+    """Return the loss scaler of this rank. If ranks hold shards, an overflow on one rank skips the step on all."""
     device = world.device.type
     if shards.is_unsharded:
         return torch.amp.GradScaler(device, **options)

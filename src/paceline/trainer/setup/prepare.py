@@ -165,7 +165,7 @@ def with_run_folder(task: Task, *, is_chooser: bool) -> Task:
 
 
 def lock_run_dir(task: Task, *, world: World) -> RunLock | None:
-    """Lock the run folder on rank 0, and return the lock. If Paceline's launcher holds the lock already, return None.
+    """Lock the run folder on rank 0, and return the lock. Return None if Paceline's launcher has locked it already.
 
     Raises:
         UsageError: another run writes to the folder; raised on every rank.
