@@ -45,6 +45,7 @@ def open_current_world(*, device: str, settings: Settings) -> World:
 
 
 def _adopt_default_group(timeout_seconds: float) -> World:
+    """Return torch's default group as a `World`."""
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     backend = dist.get_backend()
     on_gpu = "nccl" in backend and torch.cuda.is_available()

@@ -106,7 +106,7 @@ class _GuardedParameter:
 
 
 class _UnreducedGradient(Tensor):
-    """A placeholder for a gradient. An operation on it raises an error, except that it records `zero_grad`."""
+    """A placeholder for a gradient. Every operation on it raises an error, except zeroing, which it records."""
 
     parameter_name: str
     is_sharded: bool

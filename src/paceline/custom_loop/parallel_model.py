@@ -257,7 +257,7 @@ class PlacedModel:
         self._apply_zero_grads(replaced)
 
     def _apply_zero_grads(self, replaced: ReplacedGradients) -> None:
-        """Set those reduced gradients to None or to zero whose placeholders the user has set to None or to zero."""
+        """Apply to the reduced gradients what the user did to the placeholders: set them to None or to zero."""
         set_to_none, set_to_zero = set(replaced.set_to_none), set(replaced.set_to_zero)
         for member in self._parallelized.named_parameters if set_to_none or set_to_zero else ():
             if member.name in set_to_none:
@@ -266,6 +266,7 @@ class PlacedModel:
                 member.parameter.grad.zero_()
 
     def _divisor(self) -> float | Tensor | None:
+        """Return the number by which the summed gradients are divided, or None for no division."""
         if self._count is None:
             return float(self.replicas) if self.replicas > 1 else None
         total = self._worlds.summed.all_reduce(self._count)

@@ -54,12 +54,12 @@ def place(
     """Build a model and place it in a parallel layout. Every rank makes the same call.
 
     Args:
-        build: returns the model; all ranks begin with rank 0's weights.
-        layout: any layout without pp, cp, ep or threads; by default ddp, on one rank single.
-        world: the ranks; by default torch's default group if there is one, else the ranks that torchrun, srun or
+        build: a function that returns the model. All ranks begin with rank 0's weights.
+        layout: any layout without pp, cp, ep or threads. The default is ddp, or single on one rank.
+        world: the ranks. The default is torch's default group if there is one, else the ranks that torchrun, srun or
             mpirun started, else this process alone.
         settings: `place.*`, `init.limit`, `train.compile`, `train.backend` and `train.timeout_seconds`.
-        example: calls the given model on a small batch; the tensor plan is derived from this call.
+        example: a function that calls the given model on a small batch. The tensor plan is derived from this call.
         device: `cpu`, `cuda` or `auto`, if no world is given.
 
     Raises:
@@ -100,7 +100,7 @@ def _place(
     )
     model = initial_model.to(current_world.device)
     if tensor_bytes(model) > placement_settings.init.limit:
-        # The values of this model were not drawn from torch's generator. One draw makes the next model differ.
+        # The values of such a model do not come from torch's generator. One draw gives the next model another seed.
         torch.set_rng_state(rng_state)
         torch.rand(1)
     if initial_model.is_whole:

@@ -65,6 +65,7 @@ def save_folder(
 
 
 def _commit_folder(temporary: Path, folder: Path, options: Sequence[Any]) -> None:
+    """Write the optimizers' options, flush the temporary folder to disk, and rename it to `folder`."""
     with convert_to_save_error("the placed model", folder):
         write_json(temporary / OPTIMIZER / OPTIONS, list(options))
         sync_folder(temporary)
@@ -170,6 +171,7 @@ def _is_stored(shape: torch.Size, scalar_ids: Container[int], value: Tensor) -> 
 def _shard_of_state(
     value: Tensor, parameter: Tensor, *, name: str, key: str, kind: str, optimizer_shards: OptimizerShards
 ) -> ShardSpec:
+    """Return how a state tensor is sharded: like its parameter, or not at all if parameters are not sharded."""
     if value.shape == parameter.shape:
         return optimizer_shards.sharded.local_tensors[name].shard_spec
     if optimizer_shards.sharded.is_unsharded:

@@ -195,7 +195,7 @@ class OptimizerUpdate:
         where = f"gradients are not finite in {shown}" if nonfinite_names else "every gradient is finite"
         return NonFiniteError(
             f"step {step}: loss is {loss}, {where}"
-            f"{'' if nonfinite_names or not math.isfinite(loss) else ', their norm is not'}.",
+            f"{'' if nonfinite_names or not math.isfinite(loss) else ', but their norm is not'}.",
             cause="a learning rate that is too high, inputs that are not finite, or a division "
             "by zero in model or loss",
             hint="--train.on_nonfinite skip, or --train.max_grad_norm 1.0",

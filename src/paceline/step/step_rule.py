@@ -30,7 +30,7 @@ class RuleTraits:
 
     `reads_samples`: the ranks of the process group read the samples. `accepts_sparse_gradients`: gradients may be
     sparse. `splits_parameters`: a parameter may be sharded over ranks; otherwise one rank has all of it.
-    `spreads_updates`: after each update, the rank that updated a parameter sends the new values to the other ranks.
+    `sends_updates`: after each update, the rank that updated a parameter sends the new values to the other ranks.
     `measures_joint_norm`: the gradient norm is computed over all ranks.
 
     `verify_mode` is how `verify` compares a run: step by step ("stepwise"), as two independent runs ("freely"), or by
@@ -40,7 +40,7 @@ class RuleTraits:
     reads_samples: bool = True
     accepts_sparse_gradients: bool = False
     splits_parameters: bool = True
-    spreads_updates: bool = True
+    sends_updates: bool = True
     measures_joint_norm: bool = True
     verify_mode: Literal["stepwise", "freely", "replayed"] = "stepwise"
 

@@ -152,12 +152,13 @@ class TotalsReduction:
         sums, counts, nonfinite_terms = {}, {}, []
         width = 2 * len(self.names)
         for position, name in enumerate(self.names):
-            slots = values[_NUM_FLAGS + 2 * position :: width], values[_NUM_FLAGS + 2 * position + 1 :: width]
-            for count in slots[1]:
+            term_sums = values[_NUM_FLAGS + 2 * position :: width]  # of each microbatch
+            term_counts = values[_NUM_FLAGS + 2 * position + 1 :: width]
+            for count in term_counts:
                 check_count(name, count)
-            sums[name], counts[name] = _sum_or_nan(slots[0]), _sum_or_nan(slots[1])
+            sums[name], counts[name] = _sum_or_nan(term_sums), _sum_or_nan(term_counts)
             if not math.isfinite(sums[name]):
-                nonfinite_terms += [(index, name) for index, value in enumerate(slots[0]) if not math.isfinite(value)]
+                nonfinite_terms += [(index, name) for index, value in enumerate(term_sums) if not math.isfinite(value)]
         terms = {name: _quotient(sums[name], counts[name], on_empty=self._on_empty) for name in self.names}
         return StepTotals(
             loss=math.fsum(terms.values()) if all(map(math.isfinite, terms.values())) else math.nan,

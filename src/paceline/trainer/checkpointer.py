@@ -381,11 +381,11 @@ def _restore(
         problems.append(error)
     raise_all(problems)
     is_same_rule = loaded.state["identity"].get("update") == identity["update"]
-    state_of_rule = build_rule_state(setup)
-    rule_view = state_of_rule.view(loaded, is_same=is_same_rule)
+    rule_state = build_rule_state(setup)
+    rule_view = rule_state.view(loaded, is_same=is_same_rule)
     load_update(rule_view, train_state, saved_identity=read_saved_identity(loaded), current_identity=identity)
     load_grid(setup.grid, loaded.state.get("grid", {}))
-    state_of_rule.load(rule_view, is_same=is_same_rule)
+    rule_state.load(rule_view, is_same=is_same_rule)
     if loaded.state["identity"].get("compress") == identity["compress"]:
         load_error_feedback(loaded, setup.parallelized_model.reducer, world=setup.world)
     cursor = Cursor.from_json(loaded.state["cursor"])

@@ -54,9 +54,9 @@ class SiteSynchronizer:
             if name in tensors.parameter_names
         }
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-        fragment_index = assign_fragments(sizes, fragments=rule.fragments)
+        fragment_by_name = assign_fragments(sizes, fragments=rule.fragments)
         self.fragments = [
-            Fragment([m for m in named_parameters if fragment_index[m.name] == number], rule=rule, sites=self._sites)
+            Fragment([m for m in named_parameters if fragment_by_name[m.name] == number], rule=rule, sites=self._sites)
             for number in range(rule.fragments)
         ]
         self._initial_buffers = {name: tensor.clone() for name, tensor in self._buffers() if tensor.is_floating_point()}

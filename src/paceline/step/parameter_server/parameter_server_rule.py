@@ -36,7 +36,7 @@ class ParameterServerRule(StepRule):
         reads_samples=False,
         accepts_sparse_gradients=True,
         splits_parameters=False,
-        spreads_updates=False,
+        sends_updates=False,
         verify_mode="replayed",
     )
 

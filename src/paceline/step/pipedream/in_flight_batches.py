@@ -14,6 +14,7 @@ from paceline.step.replica_context import LocalMicrobatch
 from paceline.step.step_totals import StepResult, TotalsReduction
 
 Counts = dict[str, Tensor] | None
+"""The global counts by loss term, or None if they are not known before the forward."""
 
 
 @dataclass(kw_only=True)

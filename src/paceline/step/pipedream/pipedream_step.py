@@ -54,14 +54,14 @@ class PipeDreamStep(SynchronousStep):
         self._pipeline = Pipeline(
             build_continuous_program(version_rule, sizes=[1]), world=pipeline_model.world, is_continuous=True
         )
-        self._work = _StageStepWork(replica, pipeline_model=pipeline_model, reports_loss=pipeline_model.has_loss)
+        self._work = _PipeDreamWork(replica, pipeline_model=pipeline_model, reports_loss=pipeline_model.has_loss)
         self._stand_ins = StandInMicrobatches(replica, is_always_needed=True)
         self._parameters = replica.update.parameters
         self._batches: dict[int, InFlightBatch] = {}
         self._versions_in_use: dict[int, tuple[int, Weights | None]] = {}  # (number, weights) by microbatch
         self._staleness_counts: dict[int, int] = {}
         self._max_versions = 1
-        self._is_drained, self._num_checked_steps = True, 0
+        self._is_drained, self._num_steps_since_drain = True, 0
         self._num_forwards = 0
         self._starts_batch = True  # the next backward is the first of its batch
         direct = version_rule.needs_no_stash(self._stage)
@@ -77,10 +77,10 @@ class PipeDreamStep(SynchronousStep):
             self.replica.model.train()
         if self._is_drained:
             self.replica.buffers.begin()  # since the last step, only other code has written to buffers
-            self._is_drained, self._num_checked_steps = False, 0
-        elif self._num_checked_steps == 2:
+            self._is_drained, self._num_steps_since_drain = False, 0
+        elif self._num_steps_since_drain == 2:
             self.replica.buffers.stop_comparing_values()
-        self._num_checked_steps += 1
+        self._num_steps_since_drain += 1
         batch = self._add_batch(step_batch)
         actions = self._with_messages(self._stage_progress.batch_actions())
         waited_seconds = 0.0
@@ -141,7 +141,7 @@ class PipeDreamStep(SynchronousStep):
     @property
     def _checks_writes(self) -> bool:
         """True in the first two steps after each drain, in which forwards are checked for writes to parameters."""
-        return self._num_checked_steps <= 2
+        return self._num_steps_since_drain <= 2
 
     @property
     def _handover_ops(self) -> tuple[Op, ...]:
@@ -252,7 +252,7 @@ class PipeDreamStep(SynchronousStep):
         )
 
 
-class _StageStepWork:
+class _PipeDreamWork:
     """The `StageWork` of this rank's stage. The last stage reports a batch's loss terms once all are known."""
 
     def __init__(self, replica: ReplicaContext, *, pipeline_model: PipelineModel, reports_loss: bool) -> None:

@@ -18,6 +18,7 @@ from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.torch_internals.private_api import tensor_version
 
 Weights = Mapping[str, Tensor]
+"""The tensors of one version of the weights, by parameter name."""
 
 
 class WeightVersions:

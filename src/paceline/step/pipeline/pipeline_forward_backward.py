@@ -20,6 +20,7 @@ from paceline.step.replica_context import LocalMicrobatch, ReplicaContext
 from paceline.step.step_totals import TotalsReduction
 
 Counts = dict[str, Tensor] | None
+"""The global counts by loss term, or None if they are not known before the forward."""
 
 
 class PipelineForwardBackward:

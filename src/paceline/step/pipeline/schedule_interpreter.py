@@ -82,6 +82,7 @@ class Pipeline:
         self._used_links: set[StageLink] = set()
         self._local_stages = set(program.stages_of(world.rank))
         self._pending: dict[StageMicrobatch, _PendingBackward] = {}
+        # activations, and the gradients of outputs and inputs, that wait for the next action of their stage
         self._inputs: dict[StageMicrobatch, StageOutput] = {}
         self._outputs: dict[StageMicrobatch, StageOutput] = {}
         self._output_gradients: dict[StageMicrobatch, list[Tensor | None]] = {}

@@ -27,7 +27,7 @@ _WRAPPERS = {
 
 
 def check_job(job: Job, model: nn.Module, *, takes_sparse: bool = False) -> None:
-    """Refuse a model that cannot be trained, sent to other ranks or saved. `takes_sparse` accepts sparse gradients.
+    """Refuse a model that cannot be trained, sent to other ranks or saved. `takes_sparse` permits sparse gradients.
 
     If the model is refused, the optimizers and LR schedulers are checked too, so that one error has all problems.
 

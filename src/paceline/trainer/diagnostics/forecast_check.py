@@ -39,7 +39,7 @@ class ForecastCheck:
         self._memory_baseline = memory_baseline
         self._event_bus = event_bus
         self._on_gpu = setup.world.device.type == "cuda"
-        self._times: list[Any] = []
+        self._times: list[Any] = []  # (start, end) of each step, as seconds or as CUDA events
         self._start_cpu_times: CpuTimes | None = None
         self._report: ForecastChecked | None = None
 

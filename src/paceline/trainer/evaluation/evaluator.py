@@ -180,6 +180,7 @@ class Evaluator:
         Otherwise, ranks read the common decision to stop a few batches later, so that pipeline stages do not wait.
         """
         repeated_microbatch: ReplicaMicrobatch | None = None
+        # a vote: the numbers of ranks that stop and that have a batch, and the function that waits for their all-reduce
         votes: deque[tuple[Tensor, Callable[[], object]]] = deque()
         while True:
             microbatch = next(loader, None)

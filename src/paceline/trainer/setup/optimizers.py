@@ -93,7 +93,7 @@ def make_update(
         if job.ema is not None
         else None,
         joint_grad_norm=_build_norm(parallelized_model, settings, world=world) if traits.measures_joint_norm else None,
-        sync_after_update=parallelized_model.sync_after_update if traits.spreads_updates else do_nothing,
+        sync_after_update=parallelized_model.sync_after_update if traits.sends_updates else do_nothing,
         on_update=None if job.on_update is None else partial(job.on_update, model),
     )
     return update, initial_options
