@@ -139,7 +139,7 @@ class ServerState:
             freed = self.leases.release_worker(worker)
             if not self.is_over:
                 lost_shares = ", ".join(
-                    f"step {share.step + 1}'s part {share.number + 1} of {share.num_shares}" for share in freed
+                    f"share {share.number + 1} of {share.num_shares} of step {share.step + 1}" for share in freed
                 )
                 outcome = (
                     f"its unpushed gradient is lost, and {lost_shares} goes to the next free worker"

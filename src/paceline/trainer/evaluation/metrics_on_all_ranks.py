@@ -61,8 +61,8 @@ def _difference_note(name: str, by_rank: Sequence[Mapping[str, float]]) -> str:
         if not _is_same_value(value, rank_metrics.get(name, value))
     )
     return (
-        f"{name} is {value:g} on rank {first_rank} and {differing:g} on rank {other_rank}: rank {first_rank}'s is used "
-        "(every rank calls on_eval and metrics, which should return the same value)"
+        f"{name} is {value:g} on rank {first_rank} and {differing:g} on rank {other_rank}: rank {first_rank}'s value "
+        "is used (every rank calls on_eval and metrics, which should return the same value)"
     )
 
 
