@@ -85,6 +85,7 @@ class _GuardedParameter:
         self._hidden_gradients: list[Tensor | None] = []
 
     def hide(self, *, is_step_over: bool) -> None:
+        """Replace the gradients by placeholders."""
         self._hidden_gradients = [tensor.grad for tensor in self._tensors]
         for tensor, placeholder in zip(self._tensors, self._placeholders, strict=True):
             tensor.grad = None  # a gradient of another type can only be set after None
@@ -92,6 +93,7 @@ class _GuardedParameter:
             placeholder.is_step_over, placeholder.is_zeroed = is_step_over, False
 
     def show(self, replaced_gradients: ReplacedGradients) -> None:
+        """Put the gradients back. Add the parameter's name to `replaced_gradients` if a placeholder was changed."""
         current_gradients = [tensor.grad for tensor in self._tensors]
         for tensor, hidden in zip(self._tensors, self._hidden_gradients, strict=True):
             tensor.grad = hidden

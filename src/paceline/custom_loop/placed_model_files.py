@@ -230,6 +230,7 @@ def load_folder(
 def _load_weights(
     stored: SafetensorsFolder, parallelized: ParallelizedModel, *, first_name_of: dict[str, str], folder: Path
 ) -> None:
+    """Load this rank's shards of the weights. `first_name_of` is the result of `_state_dict_names`."""
     local_tensors = {
         first: parallelized.weights.local_tensors[first]
         for first in first_name_of.values()
@@ -259,6 +260,10 @@ def _load_optimizer(
     *,
     prefix: str,
 ) -> None:
+    """Load the options and the state of one optimizer. Names of its stored tensors start with `prefix`.
+
+    `names` has the names of this rank's parameters, by the id of the parameter.
+    """
     keys_by_parameter: dict[str, list[str]] = {}
     for key in stored.names:
         if key.startswith(prefix):

@@ -237,6 +237,7 @@ class OptimizerUpdate:
                 self.scaler.unscale_(optimizer)
 
     def _step_optimizers(self, step: int) -> None:
+        """Step the optimizers. Then send the new weights, call the job's `on_update` and update the EMA."""
         for optimizer in self.optimizers:
             if self.scaler is None:
                 optimizer.step()

@@ -47,6 +47,7 @@ class StepLogger:
             self._log(self.last_result)
 
     def _process_results(self, *, num_left: int) -> None:
+        """Check and log the oldest results, until only `num_left` results are left."""
         while len(self._pending) > num_left:
             result, self._cursor = self._pending.popleft()
             totals = result.totals

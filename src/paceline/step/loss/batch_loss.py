@@ -125,6 +125,7 @@ class _BatchParts:
         return self.columns_by_path.get(path, True) and is_column(value, self.num_samples)
 
     def _store_leaf(self, path: str, leaf: Any) -> Any:
+        """Add a leaf to the tensors, the columns or the checksums, and return it."""
         if isinstance(leaf, Tensor):
             self.tensors.append(leaf)
             if not leaf.dim() and not leaf.requires_grad:
@@ -182,6 +183,7 @@ def _join_rows(
 
 
 def _refuse_wrong_length(parts_of_replicas: list[dict[str, Any]]) -> None:
+    """Raise an error if a tensor's first dimension is not its replica's number of samples."""
     for parts in parts_of_replicas:
         wrong_shape = next((shape for shape, _ in parts["tensors"] if shape and shape[0] != parts["samples"]), None)
         if wrong_shape is not None:
@@ -193,6 +195,7 @@ def _refuse_wrong_length(parts_of_replicas: list[dict[str, Any]]) -> None:
 
 
 def _refuse_different_types(parts_of_replicas: list[dict[str, Any]]) -> None:
+    """Raise an error if tensors differ between replicas in dtype or in the shape of a row."""
     row_types = {
         repr([(shape[1:], bool(shape), dtype) for shape, dtype in parts["tensors"]]) for parts in parts_of_replicas
     }

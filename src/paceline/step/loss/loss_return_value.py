@@ -165,6 +165,7 @@ class LossContract:
 
 
 def _fault_note(fault: LossFault) -> str:
+    """Return the note for the user on a loss that is not a sum over samples."""
     if fault.kind == MEAN_WITH_COUNT:
         return (
             f"loss= returns a mean with a count: it is divided by the count again. {COUNT_HINT}: "

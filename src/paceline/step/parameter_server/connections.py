@@ -49,6 +49,7 @@ class WorkerConnections:
             thread.start()
 
     def _serve_worker(self, worker: int) -> None:
+        """Serve one worker until the run is over or the connection is lost."""
         try:
             connection = self._acceptor.connect(worker)
             self._handshake(connection, worker)

@@ -165,6 +165,7 @@ class ServerStep(SynchronousStep):
         return self._state
 
     def _start_batch(self, step_batch: StepBatch, *, stop: bool) -> PushedBatch:
+        """Divide a batch into shares, and add it to the open batches."""
         num_shares = min(self._max_shares, step_batch.num_micro)
         reduction = PushedTotals(num_micro=step_batch.num_micro, wait=lambda: self._wait_for_shares(batch))
         result = StepResult(
@@ -283,6 +284,10 @@ class ServerStep(SynchronousStep):
         return is_applied
 
     def _commit(self, batch: PushedBatch, pushes: Sequence[GradientPush], *, count: float) -> bool:
+        """Update this server's parameters, and return whether the update was applied.
+
+        `count` divides the gradients if the workers have not divided their losses.
+        """
         update, sums_shares = self.replica.update, self._leases.sums_shares
         gradients = sum_pushed_gradients(pushes) if len(pushes) > 1 else pushes[0].gradients
         if pushes[0].divided_by is None:

@@ -191,6 +191,7 @@ class PipeDreamStep(SynchronousStep):
         return waited_seconds
 
     def _forward(self, action: Action) -> None:
+        """Run a microbatch's forward on the weight version that the version rule assigns to it."""
         version = self._version_rule.version(
             stage=self._stage, microbatch=action.microbatch, batches=self._batch_boundaries
         )

@@ -144,6 +144,7 @@ class Pipeline:
     # -- compute
 
     def _forward(self, action: Action, work: StageWork) -> None:
+        """Run a forward, store its output for the next stage, and keep its graph for the backward."""
         key = (action.stage, action.microbatch)
         received = self._inputs.pop(key, None)
         output = work.forward(stage=action.stage, microbatch=action.microbatch, received=received)

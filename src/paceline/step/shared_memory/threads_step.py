@@ -69,6 +69,7 @@ class ThreadsStep(SynchronousStep):
         self._threads.close()
 
     def _run_replicas(self, step_batch: StepBatch, stop: bool) -> StepResult:
+        """Compute the gradients of each replica in a thread of its own, and return the first replica's result."""
         self._rendezvous.reset()
         num_replicas = 1 + len(self._other_steps)
         batches = [

@@ -57,6 +57,7 @@ def schedules_in_epochs(schedules: Sequence[Any], *, total_steps: int | None, ep
 
 
 def _ends_early(span: _Span, *, total_steps: int, epoch_steps: int | None) -> bool:
+    """Return whether the end of a schedule is suspicious, as `schedules_in_epochs` explains."""
     if span.end_step >= total_steps or epoch_steps == 1:
         return False
     epochs = total_steps / epoch_steps if epoch_steps else 0.0
@@ -111,6 +112,10 @@ def _find_span(schedule: Any, unit: str) -> _Span | None:
 def _make_span(
     kind: type, end_step: float, first_option: str, factor: str, options: str, lengths: tuple[int, ...]
 ) -> _Span:
+    """Return the span of a schedule of this class, from the texts of its options.
+
+    `first_option` counts steps, `factor` converts this option from epochs to steps, and `options` are all others.
+    """
     name = kind.__name__
     return _Span(
         end_step=end_step,

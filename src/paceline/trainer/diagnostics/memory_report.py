@@ -62,6 +62,7 @@ def explain_out_of_memory(setup: TrainingSetup | None, memory_baseline: MemoryBa
 
 
 def _describe_memory(error: Exception, setup: TrainingSetup | None, memory_baseline: MemoryBaseline) -> OutOfMemory:
+    """Return the error that lists the memory by purpose."""
     if setup is None:
         limit = tightest_memory_limit()
         bytes_by_purpose = {

@@ -231,6 +231,7 @@ class Evaluator:
         sums: dict[str, tuple[ExactSum, ExactSum]],
         torchmetrics: TorchMetricsAdapter,
     ) -> None:
+        """Add the loss terms and metrics of one microbatch to `sums` and `torchmetrics`."""
         for name, (total, count) in terms.items():
             _add_to_sums(sums, name if len(terms) == 1 else f"{LOSS}/{name}", total, count)
         for name, metric in (self._job.metrics or {}).items():

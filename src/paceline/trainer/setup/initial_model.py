@@ -75,7 +75,7 @@ def build_initial_full_model(
 def build_initial_model(
     build: Build, *, seed: int, limit_bytes: int, worlds: MeshGroups, pretrained: PretrainedModel | None = None
 ) -> InitialModel:
-    """Return the model of this rank. Every rank must call this. `build` returns the full model, on the CPU.
+    """Return the model of this rank. Every rank must call this. `build` returns the full model.
 
     Each rank builds the full model if the layout does not split the model, or if the model has at most `SMALL_BYTES`.
     If a forward must run before the shards are known, each rank builds full models of up to `limit_bytes`.
