@@ -179,7 +179,7 @@ class PlacedModel:
             self._is_accumulating = False
         elif self._is_accumulating and names:
             raise UsageError(
-                f"another backward follows, but only some gradients were dropped, such as that of {min(names)}.",
+                f"another backward follows, but only some gradients were zeroed, such as the gradient of {min(names)}.",
                 cause="zero_grad() of one of several optimizers, or of a part of the model",
                 hint="zero_grad() of all optimizers; or step() of the others first",
             )

@@ -43,7 +43,7 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup, build_tra
 from paceline.trainer.setup.prepare import PreparedJob
 
 _MAX_TRIES = 3
-_ANSWER_SECONDS = 30.0  # the longest wait for an answer of a server that was connected before
+_RECONNECT_SECONDS = 30.0  # the longest wait for new connections after a connection was lost
 
 
 class WorkerFinished(SystemExit):
@@ -84,7 +84,7 @@ def compute_shares(prepared_job: PreparedJob, setup: TrainingSetup, endpoint: Wo
             return 0
         except ConnectionLost as error:
             failed_tries = failed_tries + 1 if worker.num_pushed == num_pushed_before else 0
-            limit = _ANSWER_SECONDS
+            limit = _RECONNECT_SECONDS
             if failed_tries == _MAX_TRIES:
                 raise MachineError(f"connection closed by the server: {error}") from error
 
