@@ -24,22 +24,24 @@ def open_current_world(*, device: str, settings: Settings) -> World:
     Raises:
         MachineError, UsageError, Problems: the ranks can't connect, or a backend is not available.
     """
-    train = settings.train
+    train_settings = settings.train
     if dist.is_available() and dist.is_initialized():
-        existing_world = _adopt_default_group(train.timeout_seconds)
+        existing_world = _adopt_default_group(train_settings.timeout_seconds)
         atexit.register(existing_world.release_group)
         return existing_world
-    kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
+    device_type = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
     launcher = detect_world(os.environ)
     if launcher is not None:
         adopt_launcher_variables(launcher, os.environ)
     ranks = 1 if launcher is None else launcher.world_size
     problems: list[PacelineError] = []
-    facts = JobFacts(global_batch_size=1, backend=train.backend, built_in_backends=available_backends())
-    backend, _ = choose_backend(Resources(ranks=ranks, device=kind), facts, problems)
+    facts = JobFacts(global_batch_size=1, backend=train_settings.backend, built_in_backends=available_backends())
+    backend, _ = choose_backend(Resources(ranks=ranks, device=device_type), facts, problems)
     raise_all(problems)
     launch_info = LaunchInfo.read(os.environ) if launcher is not None else LaunchInfo()
-    world = World.join(place=launch_info, device_type=kind, backend=backend, timeout_seconds=train.timeout_seconds)
+    world = World.join(
+        place=launch_info, device_type=device_type, backend=backend, timeout_seconds=train_settings.timeout_seconds
+    )
     atexit.register(world.close)
     return world
 

@@ -306,21 +306,24 @@ def find_checkpoint(folder: Path, *, requested: Path | None, world: World) -> tu
     Raises:
         CheckpointError: the requested checkpoint can't be used, or the folder has checkpoints and all are refused.
     """
-    chosen: str | None = None
+    chosen_path: str | None = None
     refusals: list[tuple[str, str]] = []
     if world.is_main and requested is None:
         path, unusable = find_newest_usable(folder)
-        chosen, refusals = (str(path) if path else None), [(str(refusal.path), refusal.reason) for refusal in unusable]
+        chosen_path, refusals = (
+            (str(path) if path else None),
+            [(str(refusal.path), refusal.reason) for refusal in unusable],
+        )
     elif requested is not None:
-        chosen = str(requested)
-    chosen, refusals = world.share_json([chosen, refusals])
+        chosen_path = str(requested)
+    chosen_path, refusals = world.share_json([chosen_path, refusals])
     refused = [UnusableCheckpoint(path=Path(path), reason=reason) for path, reason in refusals]
     events: list[Event] = [CheckpointRefused(path=path, reason=reason) for path, reason in refusals]
-    if chosen is None:
+    if chosen_path is None:
         if any(not checkpoint.is_unfinished for checkpoint in refused):
             raise no_usable_checkpoint(folder, refused, alternative="start a new run with another --run-dir")
         return None, events
-    return open_checkpoint(Path(chosen)), events
+    return open_checkpoint(Path(chosen_path)), events
 
 
 def read_saved_identity(loaded: OpenCheckpoint) -> Mapping[str, Any]:

@@ -142,14 +142,14 @@ class Run:
         self.job = job
         self.exit_code = int(ExitCode.DONE)
         self._session: Session | None = None
-        kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
+        device_type = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
         self._is_auto_layout = is_auto(layout)
         if self._is_auto_layout:
             resolve("paceline.measured_planning.auto_layout:refuse_auto_options")(update=update, compress=compress)
             layout = None
         raise_all(refuse_unknown_allowances(tuple(allow)))
         parsed_layout = parse_layout(layout) if layout is not None else None
-        rule, num_local_devices = parse_update(update), visible_gpus() if kind == "cuda" else 1
+        rule, num_local_devices = parse_update(update), visible_gpus() if device_type == "cuda" else 1
         # As on the command line, the servers' ranks come in addition to the ranks of a layout of a fixed size.
         layout_ranks = parsed_layout and parsed_layout.ranks and parsed_layout.ranks + rule.servers
         num_ranks = ranks or layout_ranks or world_size(os.environ) or num_local_devices or 1
@@ -170,7 +170,7 @@ class Run:
             update=str(rule),
             compress=str(parse_compress(compress)),
             ranks=num_ranks,
-            device=kind,
+            device=device_type,
             run=folder,
             resume=str(resume) if isinstance(resume, str | Path) else ("" if resume else None),
             allow=tuple(allow),

@@ -92,18 +92,18 @@ class Session:
 
     def finish(self) -> int:
         """Save, consolidate the final weights, and return the exit code."""
-        code = int(self.loop.finish())
+        exit_code = int(self.loop.finish())
         self.loop.forecast_check.store_ratios()
-        if code == 0 and self.prepared_job.settings.checkpoint.consolidated != "none":
+        if exit_code == 0 and self.prepared_job.settings.checkpoint.consolidated != "none":
             line = write_final_weights(self.setup, self.run.path, step=self.loop.cursor.step)
             self.event_bus.emit(Note(text=line))
             self._report_best_checkpoint()
         if self.world.is_main:
             self._record_new_modules()
-        status = "done" if code == 0 else "stopped"
+        status = "done" if exit_code == 0 else "stopped"
         seconds = time.monotonic() - self._start_time
-        self.event_bus.emit(RunEnded(status=status, step=self.loop.cursor.step, exit_code=code, seconds=seconds))
-        return code
+        self.event_bus.emit(RunEnded(status=status, step=self.loop.cursor.step, exit_code=exit_code, seconds=seconds))
+        return exit_code
 
     def _report_best_checkpoint(self) -> None:
         """Emit a note on how to get the best step's weights, if the best step is not the last one."""

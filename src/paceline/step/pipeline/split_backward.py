@@ -36,12 +36,12 @@ def backward_input(
     """Return the gradients of `inputs`, and the state from which `backward_weight` computes the weight gradients."""
     if not inputs:
         return [], DeferredWeightGrad(full_backward=(list(outputs), list(gradients)))
-    boundaries, shared = _find_boundaries([get_gradient_edge(output).node for output in outputs], inputs)
+    boundaries, shared_weights = _find_boundaries([get_gradient_edge(output).node for output in outputs], inputs)
     deferred = DeferredWeightGrad()
     saved_gradients: dict[Node, tuple[Tensor | None, ...]] = {}
     handles = [node.register_prehook(_gradient_saver(node, saved_gradients)) for node, _ in boundaries]
     try:
-        gradients_found = compute_gradients(outputs, [*inputs, *shared], gradients, retain_graph=True)
+        gradients_found = compute_gradients(outputs, [*inputs, *shared_weights], gradients, retain_graph=True)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
@@ -55,7 +55,7 @@ def backward_input(
             handle.remove()
     deferred.shared_gradients = [
         (weight, gradient)
-        for weight, gradient in zip(shared, gradients_found[len(inputs) :], strict=True)
+        for weight, gradient in zip(shared_weights, gradients_found[len(inputs) :], strict=True)
         if gradient is not None
     ]
     deferred.boundaries = [

@@ -70,8 +70,8 @@ class ForecastCheck:
         by_rank = self._setup.world.gather_json([self._peak_bytes(), self._seconds(), cpu_times])
         peaks = [peak for peak, _, _ in by_rank if peak is not None]
         forecast, seconds = self._forecast, max(seconds for _, seconds, _ in by_rank)
-        measured = max(peaks) if len(peaks) == len(by_rank) else None
-        is_comparable = measured is not None and (self._on_gpu or forecast.peak_bytes >= MIN_COMPARABLE_BYTES)
+        measured_bytes = max(peaks) if len(peaks) == len(by_rank) else None
+        is_comparable = measured_bytes is not None and (self._on_gpu or forecast.peak_bytes >= MIN_COMPARABLE_BYTES)
         self._report = ForecastChecked(
             step=step,
             layout=forecast.layout,
@@ -79,10 +79,10 @@ class ForecastCheck:
             peak_bytes=forecast.peak_bytes,
             parts=dict(forecast.parts),
             step_seconds=forecast.step_seconds,
-            measured_bytes=measured,
+            measured_bytes=measured_bytes,
             measured_by="allocator" if self._on_gpu else "resident memory",
             measured_seconds=seconds,
-            memory_ratio=measured / forecast.peak_bytes if is_comparable and measured is not None else None,
+            memory_ratio=measured_bytes / forecast.peak_bytes if is_comparable and measured_bytes is not None else None,
             time_ratio=seconds / max(forecast.step_seconds, 1e-9),
             others=cpu_contention([CpuTimes(**rank_times) for _, _, rank_times in by_rank if rank_times is not None]),
         )

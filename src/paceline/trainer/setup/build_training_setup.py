@@ -128,18 +128,18 @@ def job_settings(job: Job) -> dict[str, Any]:
     Raises:
         JobError: the job names the run folder, which the command needs before it loads the job.
     """
-    layer = dict(job.settings or {})
-    if "run_dir" in layer:
+    values = dict(job.settings or {})
+    if "run_dir" in values:
         raise JobError(
-            f"Job(settings={{'run_dir': {str(layer['run_dir'])!r}}}): a job can't set its run folder.",
+            f"Job(settings={{'run_dir': {str(values['run_dir'])!r}}}): a job can't set its run folder.",
             cause="the run folder exists before the job is loaded",
-            hint=f"--run-dir {layer['run_dir']}, run_dir = ... in the file of --config, or pl.Run(job, run_dir=...)",
+            hint=f"--run-dir {values['run_dir']}, run_dir = ... in the file of --config, or pl.Run(job, run_dir=...)",
         )
     for name in ("micro_batch_size", "max_grad_norm"):
         value = getattr(job, name)
         if value is not None:
-            layer.setdefault(f"train.{name}", value)
-    return layer
+            values.setdefault(f"train.{name}", value)
+    return values
 
 
 def build_model(job: Job, *, seed: int) -> nn.Module:
@@ -335,8 +335,8 @@ def _build_replica_context(
     rng_turns: HostRngTurns | None,
 ) -> ReplicaContext:
     """Return the context of one replica."""
-    train = settings.train
-    sync_bn_weights = synchronize_batchnorms(model, world=worlds.data) if train.buffers == "sync_bn" else None
+    train_settings = settings.train
+    sync_bn_weights = synchronize_batchnorms(model, world=worlds.data) if train_settings.buffers == "sync_bn" else None
     streams = RandomStreams(seed=settings.seed)
     streams.attach(model)
     return ReplicaContext(
@@ -348,18 +348,18 @@ def _build_replica_context(
         state_recorders=build_state_recorders(
             model,
             world=worlds.data,
-            enabled=train.buffers == "fold",
-            exact=train.exact,
+            enabled=train_settings.buffers == "fold",
+            exact=train_settings.exact,
             in_order=worlds.mesh.pp == 1,
-            is_compiled=train.compile,
+            is_compiled=train_settings.compile,
             can_wait=_can_forwards_wait(worlds.mesh),
             over_batch=contract.over_batch,
         ),
-        buffers=BufferPolicy(model=model, world=worlds.data, policy=train.buffers, exact=train.exact),
+        buffers=BufferPolicy(model=model, world=worlds.data, policy=train_settings.buffers, exact=train_settings.exact),
         update=update,
         random_streams=streams,
-        precision=train.precision,
-        exact=train.exact,
+        precision=train_settings.precision,
+        exact=train_settings.exact,
         sync_bn_weights=sync_bn_weights,
         rng_turns=rng_turns,
         undo_reduction=parallelized_model.reducer.undo

@@ -144,13 +144,18 @@ def format_interval(every: int, *, total: int | None) -> str:
 
 def requested_length(settings: Settings, *, epoch_samples: int | None) -> Length:
     """Return the limits in the settings, or one epoch if the settings have no limit."""
-    train = settings.train
-    has_no_limit = train.steps is None and train.samples is None and train.tokens is None and train.epochs is None
+    train_settings = settings.train
+    has_no_limit = (
+        train_settings.steps is None
+        and train_settings.samples is None
+        and train_settings.tokens is None
+        and train_settings.epochs is None
+    )
     return Length(
-        steps=train.steps,
-        samples=train.samples,
-        tokens=train.tokens,
-        epochs=1.0 if has_no_limit else train.epochs,
+        steps=train_settings.steps,
+        samples=train_settings.samples,
+        tokens=train_settings.tokens,
+        epochs=1.0 if has_no_limit else train_settings.epochs,
         epoch_samples=epoch_samples,
     )
 
