@@ -79,7 +79,7 @@ def build_train_state(setup: TrainingSetup) -> TrainState:
 
 
 def run_identity(setup: TrainingSetup, *, num_samples: int | None, data: str, job: str = "") -> dict[str, Any]:
-    """Return the properties that must be unchanged for a run to be resumed. Every rank must call this.
+    """Return the properties that a run must still have when it is resumed, as JSON. Every rank must call this.
 
     `num_samples` is None for a stream. `data` is the fingerprint of the data. `job` is the name of the job's file, or
     empty for a Python object, which has none.
@@ -129,10 +129,10 @@ class RuleState(Protocol):
         weights. Under other rules, `local_weights` is empty.
         """
 
-    def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
-        """Return the checkpoint as this rank reads it. `is_same` is True if the same update rule saved it."""
+    def view(self, loaded: OpenCheckpoint, *, is_same_rule: bool) -> OpenCheckpoint:
+        """Return the checkpoint as this rank reads it. `is_same_rule` is True if the same update rule saved it."""
 
-    def load(self, loaded: OpenCheckpoint, *, is_same: bool) -> None:
+    def load(self, loaded: OpenCheckpoint, *, is_same_rule: bool) -> None:
         """Load the rule's own state. Every rank calls this."""
 
 
@@ -145,11 +145,11 @@ class NoRuleState:
         """Return the files and the state as they are."""
         return files, state
 
-    def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
+    def view(self, loaded: OpenCheckpoint, *, is_same_rule: bool) -> OpenCheckpoint:
         """Return the checkpoint as it is."""
         return loaded
 
-    def load(self, loaded: OpenCheckpoint, *, is_same: bool) -> None:
+    def load(self, loaded: OpenCheckpoint, *, is_same_rule: bool) -> None:
         """Load nothing."""
 
 
@@ -385,10 +385,10 @@ def _restore(
     raise_all(problems)
     is_same_rule = loaded.state["identity"].get("update") == identity["update"]
     rule_state = build_rule_state(setup)
-    rule_view = rule_state.view(loaded, is_same=is_same_rule)
+    rule_view = rule_state.view(loaded, is_same_rule=is_same_rule)
     load_update(rule_view, train_state, saved_identity=read_saved_identity(loaded), current_identity=identity)
     load_grid(setup.grid, loaded.state.get("grid", {}))
-    rule_state.load(rule_view, is_same=is_same_rule)
+    rule_state.load(rule_view, is_same_rule=is_same_rule)
     if loaded.state["identity"].get("compress") == identity["compress"]:
         load_error_feedback(loaded, setup.parallelized_model.reducer, world=setup.world)
     cursor = Cursor.from_json(loaded.state["cursor"])

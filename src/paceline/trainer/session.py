@@ -423,9 +423,10 @@ class _SessionBuilder:
         if loaded is None and self.resume is not None:
             lines.append("resumed: nothing had been saved, so the run starts at its first step")
         if loaded is not None:
-            is_same = loaded.belongs_to(self.run.checkpoints)
+            is_same_run = loaded.belongs_to(self.run.checkpoints)
             lines.append(
-                f"resumed: {loaded.path.name if is_same else loaded.path}, {plural(cursor.samples, 'sample')} consumed"
+                f"resumed: {loaded.path.name if is_same_run else loaded.path}, "
+                f"{plural(cursor.samples, 'sample')} consumed"
             )
             lines += loop.rule_changes
             saved_num_samples = read_saved_identity(loaded)["data"]["num_samples"]

@@ -47,7 +47,7 @@ class SiteSynchronizer:
         self._sync_after_update = sync_after_update
         self._on_write = on_write
         self._sites = SiteGroup(peers)
-        self._has_diverged = False  # True if the weights may differ between sites
+        self._may_differ = False  # whether the weights may differ between sites
         shapes = {
             name: tensors.local_tensors[name].shard_spec.shape
             for name in tensors.names
@@ -79,7 +79,7 @@ class SiteSynchronizer:
 
     def synchronize_due(self, step: int) -> None:
         """Send and apply the fragments that are due after `step` updates."""
-        self._has_diverged = True
+        self._may_differ = True
         fragment_number = fragment_to_send(step, update=self._rule)
         if fragment_number is not None:
             self.fragments[fragment_number].send(step)
@@ -90,7 +90,7 @@ class SiteSynchronizer:
             self._sync_after_update()
         if fragment_number == 0:
             self._average_buffers()
-        self._has_diverged = not self._is_synchronized(step)
+        self._may_differ = not self._is_synchronized(step)
 
     def wait_for_all(self) -> None:
         """Wait until no all-reduce is in flight."""
@@ -116,7 +116,7 @@ class SiteSynchronizer:
 
     def reset(self) -> None:
         """Copy the current weights, which are equal on all sites, into the synchronised weights."""
-        self._has_diverged = False
+        self._may_differ = False
         for fragment in self.fragments:
             fragment.reset()
 
@@ -128,7 +128,7 @@ class SiteSynchronizer:
         """
         current = dict(self._local_state())
         local_weights = {name: tensor.clone() for name, tensor in current.items()}
-        if self._has_diverged:
+        if self._may_differ:
             floats = {
                 name: to_averaging_dtype(tensor) for name, tensor in local_weights.items() if tensor.is_floating_point()
             }
@@ -136,12 +136,12 @@ class SiteSynchronizer:
         try:
             yield local_weights
         finally:
-            if self._has_diverged:
+            if self._may_differ:
                 self._write(current, local_weights)
 
     def restore(self, local_weights: Mapping[str, Tensor], *, step: int) -> None:
         """Restore this site's own weights and buffers, after `step` updates."""
-        self._has_diverged = not self._is_synchronized(step)
+        self._may_differ = not self._is_synchronized(step)
         self._changing_buffers = sorted(
             self._find_changing_buffers() | {name for name in local_weights if name in self._initial_buffers}
         )

@@ -76,8 +76,8 @@ MEAN_WITH_COUNT, NOT_ADDITIVE = "a mean with a count", "not additive"
 class LossFault:
     """The fault of a loss that is not a sum over samples.
 
-    `full` is the loss of a microbatch, and `halves` are the losses of its two halves. `is_scalar`: the loss returns
-    only a scalar, without a count.
+    `kind` is `MEAN_WITH_COUNT` or `NOT_ADDITIVE`. `full` is the loss of a microbatch, and `halves` are the losses of
+    its two halves. `is_scalar`: the loss returns only a scalar, without a count.
     """
 
     kind: str
@@ -87,10 +87,10 @@ class LossFault:
 
 
 def find_loss_fault(loss: Any, output: Any, batch: Any, result: tuple[Tensor, Any]) -> LossFault | None:
-    """Return the fault of a loss that is not a sum over samples, else None. `result` is its `(sum, count)` for `batch`.
+    """Return the fault of a loss that is not a sum over samples, or None if no fault is found.
 
-    The loss runs on each half of the microbatch, without gradients. If it could have side effects, or the microbatch
-    cannot be halved, it does not run, and the result is None.
+    `result` is the `(sum, count)` of the loss for `output` and `batch`. The loss runs on each half of the microbatch,
+    without gradients. If the loss could have side effects, or the microbatch cannot be halved, the loss does not run.
     """
     if not has_no_side_effects(loss):
         return None

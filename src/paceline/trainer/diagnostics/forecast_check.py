@@ -17,9 +17,9 @@ from paceline.profiling.machine_benchmarks.benchmark_cache import machine_finger
 from paceline.trainer.diagnostics.memory_report import MemoryBaseline
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
-_NUM_STEPS = 10
+_NUM_STEPS = 10  # after this many steps, the comparison is made
 MIN_COMPARABLE_BYTES = 512 << 20  # below this, libraries and allocator dominate the resident memory
-_NUM_WARMUP_STEPS = 2
+_NUM_WARMUP_STEPS = 2  # left out of the median step time
 _MIN_STEP_SECONDS = 0.02  # shorter forecast steps are mostly overhead, and say nothing about longer ones
 
 

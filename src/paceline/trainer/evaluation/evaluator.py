@@ -114,7 +114,10 @@ class Evaluator:
         send_heartbeat: Callable[[], None] | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> EvaluatedSplit | None:
-        """Return loss, terms and metrics, equal on every rank. Return None if `stop` returned True on any rank."""
+        """Return loss, terms and metrics, equal on every rank. Return None if `stop` returned True on any rank.
+
+        `data` is the split as the job gives it, and `name` is the split's name in errors.
+        """
         start_time = time.perf_counter()
         sums: dict[str, tuple[ExactSum, ExactSum]] = {}
         torchmetrics = TorchMetricsAdapter(self._job.metrics, world=self._worlds.data)

@@ -27,7 +27,10 @@ def split_numbers_and_text(on_eval_result: Any) -> tuple[dict[str, float], dict[
 
 
 class SharedMetrics:
-    """The first rank's metrics, shared with all ranks. `note` names each metric that differed on other ranks, once."""
+    """The first rank's metrics, shared with all ranks.
+
+    After `share`, `note` names the metrics that differ between ranks and were not named before.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
