@@ -20,8 +20,8 @@ from paceline.torch_internals.rng import preserve_rng
 from paceline.trainer.checks.example_batch import ExampleBatch
 
 _DEFAULT_KEY = "input_ids"
-_MAX_ELEMENTS = 50_000_000
-_MAX_LENGTHS = 3
+_MAX_ELEMENTS = 50_000_000  # the most parameters of a model that counts as small
+_MAX_LENGTHS = 3  # how many lengths are checked besides the first batch's length
 NOT_COMPARED_NOTE = (
     "{}: the split model was not compared with the unsplit one, because it is large; `paceline verify` compares them"
 )
