@@ -194,7 +194,7 @@ def test_a_killed_worker_loses_only_its_unpushed_gradient(shop: Shop, bound: str
     told = notes(shop, "run")
     for rank in (1, 2):  # it dies at the first share of that step or a later one: another may have been quicker
         assert re.search(
-            rf"lost worker {rank}, whose process has ended: its unpushed gradient is lost, and step \d+'s", told
+            rf"lost worker {rank}, whose process has ended: its unpushed gradient is lost, and share \d+ of", told
         )
 
 

@@ -28,7 +28,7 @@ def test_the_answers_are_those_of_the_kind(kind: UpdateKind) -> None:
     found = step_rule(UpdateRule(kind=kind)).traits
     has_servers, is_stashed = kind is UpdateKind.PS, kind in (UpdateKind.PIPEDREAM, UpdateKind.DOUBLE)
     has_sites = kind in (UpdateKind.LOCAL, UpdateKind.DILOCO)
-    assert found.reads_samples is found.splits_parameters is found.spreads_updates is not has_servers
+    assert found.reads_samples is found.splits_parameters is found.sends_updates is not has_servers
     assert found.accepts_sparse_gradients is has_servers and found.measures_joint_norm is not is_stashed
     assert found.verify_mode == ("replayed" if has_servers else "freely" if is_stashed or has_sites else "stepwise")
     assert kind is not UpdateKind.SYNC or found == RuleTraits()

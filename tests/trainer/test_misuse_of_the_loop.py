@@ -188,7 +188,10 @@ def test_a_call_on_rank_0_alone_is_named(shop: Shop) -> None:
     shop.write("script.py", ON_RANK_0)
     ended = shop.call([sys.executable, "script.py"])
     assert ended.code == 2, ended.text
-    assert "rank 0 is at run.evaluate(), and rank 1 at the end of the run: every rank must make this call" in ended.err
+    assert (
+        "rank 0 is at run.evaluate(), and rank 1 at the end of the run: every rank must make the same calls"
+        in ended.err
+    )
 
 
 def _clamped() -> nn.Module:

@@ -88,7 +88,7 @@ def test_a_number_that_one_rank_has_is_everybody_s_and_one_that_differs_is_told_
             "own": 2.0,
             "broken": 0,
         }
-        assert shared.note.startswith("bleu is 0.1 on rank 0 and 0.4 on rank 1: rank 0's is used") is told
+        assert shared.note.startswith("bleu is 0.1 on rank 0 and 0.4 on rank 1: rank 0's value is used") is told
     quiet = SharedMetrics(Ranks({}))
     assert quiet.share({"bleu": math.nan}).keys() == {"bleu"} and not quiet.note
 

@@ -44,19 +44,19 @@ class StashedWeightsState:
             "stash": step.batch_ends()
         }
 
-    def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
+    def view(self, loaded: OpenCheckpoint, *, is_same_rule: bool) -> OpenCheckpoint:
         """Return the checkpoint unchanged."""
         return loaded
 
-    def load(self, loaded: OpenCheckpoint, *, is_same: bool) -> None:
-        """Load the older weights; after another update rule (not `is_same`) the history starts empty.
+    def load(self, loaded: OpenCheckpoint, *, is_same_rule: bool) -> None:
+        """Load the older weights. After another update rule (`is_same_rule` is False), the history starts empty.
 
         Every rank calls this.
 
         Raises:
             CheckpointError: a tensor's bytes do not match their digest.
         """
-        stash_state = loaded.state.get("stash") if is_same else None
+        stash_state = loaded.state.get("stash") if is_same_rule else None
         stored = loaded.files.get(STASH, StoredTensors([]))
         step, weights = self.step, self.weights
         stashed = run_on_all_ranks(

@@ -17,32 +17,37 @@ from paceline.profiling.backends import available_backends
 
 
 def open_current_world(*, device: str, settings: Settings) -> World:
-    """Return the world; every rank calls this. An existing default group is used as it is; its creator destroys it.
+    """Return the world of this process. Every rank calls this.
+
+    If torch has a default group already, it becomes the world, and whoever created the group also destroys it.
 
     Raises:
         MachineError, UsageError, Problems: the ranks can't connect, or a backend is not available.
     """
-    train = settings.train
+    train_settings = settings.train
     if dist.is_available() and dist.is_initialized():
-        existing_world = _adopt_default_group(train.timeout_seconds)
+        existing_world = _adopt_default_group(train_settings.timeout_seconds)
         atexit.register(existing_world.release_group)
         return existing_world
-    kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
+    device_type = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
     launcher = detect_world(os.environ)
     if launcher is not None:
         adopt_launcher_variables(launcher, os.environ)
     ranks = 1 if launcher is None else launcher.world_size
     problems: list[PacelineError] = []
-    facts = JobFacts(global_batch_size=1, backend=train.backend, built_in_backends=available_backends())
-    backend, _ = choose_backend(Resources(ranks=ranks, device=kind), facts, problems)
+    facts = JobFacts(global_batch_size=1, backend=train_settings.backend, built_in_backends=available_backends())
+    backend, _ = choose_backend(Resources(ranks=ranks, device=device_type), facts, problems)
     raise_all(problems)
     launch_info = LaunchInfo.read(os.environ) if launcher is not None else LaunchInfo()
-    world = World.join(place=launch_info, device_type=kind, backend=backend, timeout_seconds=train.timeout_seconds)
+    world = World.join(
+        place=launch_info, device_type=device_type, backend=backend, timeout_seconds=train_settings.timeout_seconds
+    )
     atexit.register(world.close)
     return world
 
 
 def _adopt_default_group(timeout_seconds: float) -> World:
+    """Return torch's default group as a `World`."""
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
     backend = dist.get_backend()
     on_gpu = "nccl" in backend and torch.cuda.is_available()

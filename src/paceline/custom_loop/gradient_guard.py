@@ -1,4 +1,4 @@
-"""Placeholders for gradients that are not reduced yet, between backward and step; reading one raises an error."""
+"""Placeholders for gradients that are not reduced yet, between backward and step. Reading a placeholder is an error."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ _ALTERNATIVES = "placed.clip(1.0), placed.norm(), or placed.gradients(), whose t
 
 @dataclass(kw_only=True)
 class ReplacedGradients:
-    """The parameters whose gradient the user has dropped (`None`), set to zero, or replaced."""
+    """The names of the parameters whose gradient the user has set to None, set to zero, or replaced."""
 
     set_to_none: list[str] = field(default_factory=list)
     set_to_zero: list[str] = field(default_factory=list)
@@ -28,20 +28,21 @@ class ReplacedGradients:
 
 
 class GradientGuard:
-    """The placeholders of one placed model: for its parameters and, if they differ, for the optimizers' shards.
+    """The placeholders of one model: for its parameters and, if these differ, for the optimizers' shards.
 
-    `is_sharded`: ranks hold shards of the gradients; otherwise they hold full gradients after the reduction.
+    `is_sharded`: each rank holds shards of the gradients. Otherwise each rank holds full gradients after the reduction.
+    `is_hidden` is True while the placeholders are in place of the gradients.
     """
 
-    def __init__(self, placed: ParallelizedModel, *, is_sharded: bool) -> None:
+    def __init__(self, parallelized: ParallelizedModel, *, is_sharded: bool) -> None:
         self._parameters = [
             _GuardedParameter(member.name, [_model_parameter(member), member.parameter], is_sharded=is_sharded)
-            for member in placed.named_parameters
+            for member in parallelized.named_parameters
         ]
         self.is_hidden = False
 
     def hide(self, *, is_step_over: bool = False) -> None:
-        """Hide the gradients. `is_step_over`: the step is complete, so a gradient that is added now would be lost."""
+        """Replace the gradients by placeholders. After the step (`is_step_over`), they ignore what a backward adds."""
         if self.is_hidden:
             return
         for parameter in self._parameters:
@@ -49,10 +50,10 @@ class GradientGuard:
         self.is_hidden = True
 
     def show(self) -> ReplacedGradients:
-        """Show the gradients again.
+        """Put the gradients back, and return what the user has done to the placeholders.
 
         Raises:
-            UsageError: another tensor has replaced a gradient.
+            UsageError: the user has replaced a gradient by another tensor.
         """
         replaced_gradients = ReplacedGradients()
         if not self.is_hidden:
@@ -71,9 +72,10 @@ class GradientGuard:
 
 
 class _GuardedParameter:
-    """One parameter: the model's own tensor and the optimizer's shard, which may be the same tensor.
+    """One parameter with its placeholders: the model's own tensor and the optimizer's shard, often the same tensor.
 
-    Autograd writes to one of these tensors or, under fsdp, to the gathered parameter, whose gradient fsdp removes.
+    Autograd writes to one of these tensors. Under fsdp, it writes to the gathered parameter, and fsdp removes this
+    gradient.
     """
 
     def __init__(self, name: str, tensors: Sequence[nn.Parameter], *, is_sharded: bool) -> None:
@@ -83,6 +85,7 @@ class _GuardedParameter:
         self._hidden_gradients: list[Tensor | None] = []
 
     def hide(self, *, is_step_over: bool) -> None:
+        """Replace the gradients by placeholders."""
         self._hidden_gradients = [tensor.grad for tensor in self._tensors]
         for tensor, placeholder in zip(self._tensors, self._placeholders, strict=True):
             tensor.grad = None  # a gradient of another type can only be set after None
@@ -90,6 +93,7 @@ class _GuardedParameter:
             placeholder.is_step_over, placeholder.is_zeroed = is_step_over, False
 
     def show(self, replaced_gradients: ReplacedGradients) -> None:
+        """Put the gradients back. Add the parameter's name to `replaced_gradients` if a placeholder was changed."""
         current_gradients = [tensor.grad for tensor in self._tensors]
         for tensor, hidden in zip(self._tensors, self._hidden_gradients, strict=True):
             tensor.grad = hidden
@@ -104,7 +108,7 @@ class _GuardedParameter:
 
 
 class _UnreducedGradient(Tensor):
-    """A placeholder for a gradient: reading it raises an error, and it records zero_grad."""
+    """A placeholder for a gradient. Every operation on it raises an error, except zeroing, which it records."""
 
     parameter_name: str
     is_sharded: bool
@@ -128,7 +132,7 @@ class _UnreducedGradient(Tensor):
     @classmethod
     @override
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Record zeroing, ignore additions after the step, and refuse every other operation."""
+        """Record zeroing, ignore what a backward adds after the step, and refuse every other operation."""
         del types, kwargs
         operation = func.overloadpacket.__name__
         values = [value for arg in args for value in (arg if isinstance(arg, list | tuple) else [arg])]
@@ -186,15 +190,17 @@ def _model_parameter(member: Any) -> nn.Parameter:
 
 
 class GradientLeaves:
-    """The tensors that backward writes to, without those of layers that are temporarily frozen."""
+    """The tensors to which backward writes gradients. The tensors of temporarily frozen layers are left out."""
 
-    def __init__(self, placed: ParallelizedModel) -> None:
+    def __init__(self, parallelized: ParallelizedModel) -> None:
         self._pairs = [
             (leaf, _model_parameter(member))
-            for member, leaf in zip(placed.named_parameters, placed.leaf_parameters, strict=True)
+            for member, leaf in zip(parallelized.named_parameters, parallelized.leaf_parameters, strict=True)
         ]
         self._dtensor_parameters = [
-            (m.name, _model_parameter(m)) for m in placed.named_parameters if isinstance(_model_parameter(m), DTensor)
+            (m.name, _model_parameter(m))
+            for m in parallelized.named_parameters
+            if isinstance(_model_parameter(m), DTensor)
         ]
 
     def backward(self, loss: Tensor, *, retain_graph: bool) -> None:

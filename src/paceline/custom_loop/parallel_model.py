@@ -27,17 +27,18 @@ Factory = Callable[[list[tuple[str, nn.Parameter]]], Any]
 
 
 class PlacedModel:
-    """A placed model. `replica` of `replicas` selects this rank's samples; ranks of one replica use the same samples.
+    """A placed model. This rank trains on the samples of replica number `replica` of `replicas`.
 
-    One optimizer step is: `backward` once or several times, `clip` if needed, `step()` of the optimizers. The first
-    `backward` after a step starts without gradients, and so does the first one after `optimizer.zero_grad()`.
+    All ranks of one replica use the same samples. One optimizer step is: `backward` once or several times, `clip` if
+    needed, `step()` of the optimizers. The first `backward` after a step or after `optimizer.zero_grad()` starts
+    without gradients.
     """
 
     def __init__(
         self,
         *,
         model: nn.Module,
-        placed: ParallelizedModel,
+        parallelized: ParallelizedModel,
         worlds: MeshGroups,
         requested_layout: Layout,
         all_parameters: Sequence[NamedParameter],
@@ -45,24 +46,24 @@ class PlacedModel:
         self.model = model
         self.world = worlds.all_ranks
         self.replica, self.replicas = worlds.data.rank, worlds.data.world_size
-        self._placed, self._worlds, self._requested_layout, self._all_parameters = (
-            placed,
+        self._parallelized, self._worlds, self._requested_layout, self._all_parameters = (
+            parallelized,
             worlds,
             requested_layout,
             all_parameters,
         )
         self._optimizers: list[Optimizer] = []
         self._optimized_names: set[str] = set()
-        self._is_accumulating = False  # gradients of this step were added, and are not reduced yet
+        self._is_accumulating = False  # True from the first backward of a step until its gradients are reduced
         self._has_run_backward = self._has_stepped = False
         self._count: Tensor | None = None
-        self._is_sharded = bool(worlds.mesh.zero) or not placed.optim_shards.is_unsharded
-        self._gradient_guard = GradientGuard(placed, is_sharded=self._is_sharded)
-        self._leaves = GradientLeaves(placed)
-        self._uncopyable_modules = [] if placed.weights.is_unsharded else list(model.modules())
+        self._is_sharded = bool(worlds.mesh.zero) or not parallelized.optim_shards.is_unsharded
+        self._gradient_guard = GradientGuard(parallelized, is_sharded=self._is_sharded)
+        self._leaves = GradientLeaves(parallelized)
+        self._uncopyable_modules = [] if parallelized.weights.is_unsharded else list(model.modules())
         for module in self._uncopyable_modules:
             vars(module)["__deepcopy__"] = _refuse_copy
-        leaf_ids = {id(leaf) for leaf in placed.leaf_parameters}
+        leaf_ids = {id(leaf) for leaf in parallelized.leaf_parameters}
         self._frozen_parameters = [
             (n, p) for n, p in model.named_parameters() if not p.requires_grad and id(p) not in leaf_ids
         ]
@@ -70,10 +71,12 @@ class PlacedModel:
     def optimizer(self, factory: Factory) -> Any:
         """Return the optimizers that `factory` builds from (name, parameter) pairs of this rank's shards.
 
-        Their `step()` reduces the gradients first. Call this again for other parameters.
+        The `step()` of each optimizer reduces the gradients first. Several calls may build optimizers for different
+        parameters.
 
         Raises:
-            JobError, LayoutError: no optimizer, a parameter used twice, or an update rule that needs whole tensors.
+            JobError, LayoutError: `factory` returns no optimizer, a parameter would have two optimizers, or an update
+                rule needs whole tensors.
         """
         optimizers, is_list = self._build_optimizers(factory)
         raise_all(unfit_optimizers(optimizers))
@@ -89,14 +92,15 @@ class PlacedModel:
     def backward(
         self, loss: Tensor, *, count: Tensor | float | None = None, last: bool = False, retain_graph: bool = False
     ) -> None:
-        """Run backward for this model's parameters alone; anything else that the loss depends on gets no gradient.
+        """Run backward for this model's parameters only. Other tensors that the loss depends on get no gradient.
 
         Args:
-            loss: without `count`, gradients are averaged over the replicas, as DistributedDataParallel does; the
-                gradients of several calls in one step add up.
-            count: the number of items over which this rank's loss is a sum; gradients are divided by the total count
+            loss: this rank's loss. Without `count`, gradients are averaged over the replicas, as
+                DistributedDataParallel does. The gradients of several calls in one step add up.
+            count: the number of items over which this rank's loss is a sum. Gradients are divided by the total count
                 of all ranks and calls.
-            last: no other call follows in this step; under ddp and zero1, the reduction then overlaps with backward.
+            last: True if no other call follows in this step. Under ddp and zero1, the reduction then overlaps with
+                backward.
             retain_graph: as in torch.
 
         Raises:
@@ -104,9 +108,9 @@ class PlacedModel:
         """
         self._begin_backward(count)
         self._refuse_unfrozen()
-        self._placed.reducer.before_backward(last=last)
+        self._parallelized.reducer.before_backward(last=last)
         self._leaves.backward(loss, retain_graph=retain_graph)
-        self._placed.reducer.after_backward()
+        self._parallelized.reducer.after_backward()
         if self._is_sharded or self.replicas > 1 or count is not None:
             self._gradient_guard.hide()
 
@@ -114,71 +118,76 @@ class PlacedModel:
         """Scale all gradients down to this norm, and return the norm before scaling."""
         with self._reduced_gradients():
             norm = self._gradient_norm()
-            nn.utils.clip_grads_with_norm_([m.parameter for m in self._placed.named_parameters], max_norm, norm)
+            nn.utils.clip_grads_with_norm_([m.parameter for m in self._parallelized.named_parameters], max_norm, norm)
         return norm
 
     def norm(self) -> Tensor:
-        """Return the norm of the whole gradient, the same on every rank; every rank calls this."""
+        """Return the norm of the whole gradient, the same on every rank. Every rank calls this."""
         with self._reduced_gradients():
             return self._gradient_norm()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Reduce the gradients and return this rank's shard of each; every rank calls this.
+        """Reduce the gradients, and return them by name. Every rank calls this.
 
-        In-place changes affect `step()`. Under ddp each gradient is full, otherwise it is this rank's shard.
+        Under ddp, each gradient is full. Otherwise, it is this rank's shard. In-place changes affect `step()`.
         """
         with self._reduced_gradients():
-            return {m.name: m.parameter.grad for m in self._placed.named_parameters if m.parameter.grad is not None}
+            return {
+                m.name: m.parameter.grad for m in self._parallelized.named_parameters if m.parameter.grad is not None
+            }
 
     def whole(self) -> Mapping[str, Tensor]:
-        """Return all full weights and buffers on every rank, for small models and tests; every rank calls this."""
-        weights = self._placed.weights
+        """Return all full weights and buffers on every rank, for small models and tests. Every rank calls this."""
+        weights = self._parallelized.weights
         return {name: weights.gather_full_tensor(name, weights.local_tensors[name].tensor) for name in weights.names}
 
     def save(self, path: str | Path) -> None:
-        """Write weights and optimizers as plain safetensors, one full tensor at a time; every rank calls this.
+        """Write weights and optimizers as plain safetensors, one full tensor at a time. Every rank calls this.
 
-        `from_pretrained` and `load_file` can read `path/model.safetensors`; no process holds the full model.
+        No process holds the full model. `from_pretrained` and `load_file` can read `path/model.safetensors`.
 
         Raises:
-            SaveError: it can't be written.
+            SaveError: the folder can't be written.
         """
-        save_folder(Path(path), model=self.model, placed=self._placed, optimizers=self._optimizers, world=self.world)
+        save_folder(
+            Path(path), model=self.model, parallelized=self._parallelized, optimizers=self._optimizers, world=self.world
+        )
 
     def load(self, path: str | Path) -> None:
-        """Read the files of `save`, written in this or another layout. Every rank calls this, and reads its own shards.
+        """Read what `save` has written, in this layout or another. Every rank calls this and reads its own shards.
 
         Raises:
             CheckpointError: the folder belongs to another model, or can't be read.
         """
-        load_folder(Path(path), placed=self._placed, optimizers=self._optimizers, model=self.model)
-        self._placed.sync_after_update()
+        load_folder(Path(path), parallelized=self._parallelized, optimizers=self._optimizers, model=self.model)
+        self._parallelized.sync_after_update()
 
     def close(self) -> None:
         """Remove the hooks."""
         self._gradient_guard.show()
         for module in self._uncopyable_modules:
             vars(module).pop("__deepcopy__", None)
-        self._placed.reducer.close()
-        self._placed.close()
+        self._parallelized.reducer.close()
+        self._parallelized.close()
 
     def _begin_backward(self, count: Tensor | float | None) -> None:
         """Begin a step with its first backward, or accumulate into the current step."""
         replaced = self._gradient_guard.show()
         names = {*replaced.set_to_none, *replaced.set_to_zero}
-        optimized_names = self._optimized_names or {m.name for m in self._placed.named_parameters}
+        optimized_names = self._optimized_names or {m.name for m in self._parallelized.named_parameters}
         if self._is_accumulating and names >= optimized_names:
             self._is_accumulating = False
         elif self._is_accumulating and names:
             raise UsageError(
-                f"another backward follows, but only some gradients were dropped, such as that of {min(names)}.",
+                f"another backward follows, but only some gradients were zeroed, such as the gradient of {min(names)}.",
                 cause="zero_grad() of one of several optimizers, or of a part of the model",
                 hint="zero_grad() of all optimizers; or step() of the others first",
             )
         elif self._has_run_backward and not self._is_accumulating and not self._has_stepped:
             self._apply_zero_grads(replaced)
             if any(
-                m.parameter.grad is not None and bool(m.parameter.grad.any()) for m in self._placed.named_parameters
+                m.parameter.grad is not None and bool(m.parameter.grad.any())
+                for m in self._parallelized.named_parameters
             ):
                 raise UsageError(
                     "a backward follows after the gradients of this step were reduced.",
@@ -186,7 +195,7 @@ class PlacedModel:
                     hint="optimizer.zero_grad() to drop them; or clip after the last backward",
                 )
         if not self._is_accumulating:
-            self._placed.reducer.begin()
+            self._parallelized.reducer.begin()
             self._is_accumulating, self._has_run_backward, self._has_stepped, self._count = True, True, False, None
         elif (self._count is None) != (count is None):
             raise UsageError(
@@ -198,6 +207,7 @@ class PlacedModel:
             self._count = local_count if self._count is None else self._count + local_count
 
     def _refuse_unfrozen(self) -> None:
+        """Raise an error if a parameter that was frozen when the model was placed is trainable now."""
         unfrozen = next((name for name, parameter in self._frozen_parameters if parameter.requires_grad), None)
         if unfrozen is not None:
             raise UsageError(
@@ -209,27 +219,27 @@ class PlacedModel:
 
     @contextmanager
     def _reduced_gradients(self) -> Iterator[None]:
-        """Reduce the gradients for the duration of the block, and hide them again afterwards."""
+        """Return a context in which the gradients are reduced and readable. The exit hides sharded gradients again."""
         self._reduce_gradients()
         yield
         if self._is_sharded:
             self._gradient_guard.hide()
 
     def _gradient_norm(self) -> Tensor:
-        gradients = [p.grad for p in self._placed.owned_parameters() if p.grad is not None]
-        if self._placed.optim_shards.is_unsharded:
+        gradients = [p.grad for p in self._parallelized.owned_parameters() if p.grad is not None]
+        if self._parallelized.optim_shards.is_unsharded:
             return nn.utils.get_total_norm(gradients)
         return joint_norm(gradients, worlds=[self.world])
 
     def _after_optimizer_step(self) -> None:
-        """Record that an optimizer has made its step."""
+        """Update the weights on other ranks, and hide sharded gradients, after the step of an optimizer."""
         self._has_stepped = True
-        self._placed.sync_after_update()
+        self._parallelized.sync_after_update()
         if self._is_sharded:
             self._gradient_guard.hide(is_step_over=True)
 
     def _reduce_gradients(self) -> None:
-        """Reduce the gradients once per step, and show them in `grad`."""
+        """Reduce the gradients, if this was not done yet in this step, and put them into `.grad`."""
         if not self._has_run_backward:
             raise UsageError(
                 "there was no backward since the last step.",
@@ -238,7 +248,7 @@ class PlacedModel:
             )
         replaced = self._gradient_guard.show()
         if self._is_accumulating:
-            is_reduced = self._placed.reducer.finish(divisor=self._divisor())
+            is_reduced = self._parallelized.reducer.finish(divisor=self._divisor())
             assert is_reduced
             self._is_accumulating = False
             for _, module in norms_with_statistics(self.model):
@@ -247,15 +257,16 @@ class PlacedModel:
         self._apply_zero_grads(replaced)
 
     def _apply_zero_grads(self, replaced: ReplacedGradients) -> None:
-        """Set the reduced gradients to None or to zero if the user has set the placeholders to that."""
+        """Apply to the reduced gradients what the user did to the placeholders: set them to None or to zero."""
         set_to_none, set_to_zero = set(replaced.set_to_none), set(replaced.set_to_zero)
-        for member in self._placed.named_parameters if set_to_none or set_to_zero else ():
+        for member in self._parallelized.named_parameters if set_to_none or set_to_zero else ():
             if member.name in set_to_none:
                 member.parameter.grad = None
             elif member.name in set_to_zero and member.parameter.grad is not None:
                 member.parameter.grad.zero_()
 
     def _divisor(self) -> float | Tensor | None:
+        """Return the number by which the summed gradients are divided, or None for no division."""
         if self._count is None:
             return float(self.replicas) if self.replicas > 1 else None
         total = self._worlds.summed.all_reduce(self._count)
@@ -268,8 +279,9 @@ class PlacedModel:
         return float(total)
 
     def _build_optimizers(self, factory: Factory) -> tuple[list[Optimizer], bool]:
-        if self._placed.optim_shards.is_unsharded and not self._worlds.mesh.zero:
-            result = factory([(m.name, m.parameter) for m in self._placed.named_parameters])
+        """Return the optimizers of this rank's shards, and True if `factory` returned a list or a tuple of them."""
+        if self._parallelized.optim_shards.is_unsharded and not self._worlds.mesh.zero:
+            result = factory([(m.name, m.parameter) for m in self._parallelized.named_parameters])
             is_list = isinstance(result, list | tuple)
             return (list(result) if is_list else [result]), is_list
         is_list = False
@@ -287,10 +299,11 @@ class PlacedModel:
                 cause="the update rule needs a whole tensor",
                 hint='layout="ddp", or torch.optim.AdamW',
             )
-        return sharded_factory.make_optimizers(self._placed.named_parameters), is_list
+        return sharded_factory.make_optimizers(self._parallelized.named_parameters), is_list
 
     def _claim_parameters(self, optimizers: Sequence[Any]) -> None:
-        names = {id(m.parameter): m.name for m in self._placed.named_parameters}
+        """Record which parameters have an optimizer. Refuse a second optimizer for a parameter."""
+        names = {id(m.parameter): m.name for m in self._parallelized.named_parameters}
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise JobError(
@@ -310,7 +323,7 @@ class PlacedModel:
 
 
 def _refuse_copy(*_: Any) -> Any:
-    """Refuse `copy.deepcopy`; this replaces a module's `__deepcopy__`."""
+    """Refuse `copy.deepcopy`. This function replaces the `__deepcopy__` of modules."""
     raise LayoutError(
         "a placed model can't be copied if ranks hold parts of its weights: nothing would reduce the copy's gradients.",
         cause="copy.deepcopy, as torch.optim.swa_utils.AveragedModel does",

@@ -36,9 +36,9 @@ from paceline.trainer.setup.initial_model import build_initial_model
 _SUPPORTED_SETTINGS = ("place", "init", "train.compile", "train.backend", "train.timeout_seconds")
 
 _UNSUPPORTED_AXES = {
-    "pp": "with pp the engine calls forward and backward of microbatches, not the script",
-    "cp": "with cp the engine distributes slices of each sequence, with labels and positions",
-    "ep": "with ep the engine reduces the experts' gradients over different ranks than the rest",
+    "pp": "with pp, Paceline calls forward and backward of microbatches, not the script",
+    "cp": "with cp, Paceline distributes slices of each sequence, with labels and positions",
+    "ep": "with ep, Paceline reduces the experts' gradients over different ranks than the other gradients",
 }
 
 
@@ -51,15 +51,15 @@ def place(
     example: Callable[[nn.Module], Any] | None = None,
     device: str = "auto",
 ) -> PlacedModel:
-    """Build a model and place it; every rank makes the same call.
+    """Build a model and place it in a parallel layout. Every rank makes the same call.
 
     Args:
-        build: returns the model; all ranks begin with rank 0's weights.
-        layout: any layout without pp, cp, ep or threads; by default ddp, on one rank single.
-        world: the ranks; by default torch's default group if there is one, else the ranks that torchrun, srun or
+        build: a function that returns the model. All ranks begin with rank 0's weights.
+        layout: any layout without pp, cp, ep or threads. The default is ddp, or single on one rank.
+        world: the ranks. The default is torch's default group if there is one, else the ranks that torchrun, srun or
             mpirun started, else this process alone.
         settings: `place.*`, `init.limit`, `train.compile`, `train.backend` and `train.timeout_seconds`.
-        example: calls the given model on a small batch; the tensor plan is derived from this call.
+        example: a function that calls the given model on a small batch. The tensor plan is derived from this call.
         device: `cpu`, `cuda` or `auto`, if no world is given.
 
     Raises:
@@ -92,17 +92,16 @@ def _place(
     mesh = _make_mesh(requested_layout, current_world.world_size)
     worlds = MeshGroups.from_mesh(current_world, mesh=mesh)
     guard_hooks()
-    state = torch.get_rng_state()
-    rng_digest = hashlib.blake2b(bytes(state.numpy()), digest_size=8).hexdigest()
+    rng_state = torch.get_rng_state()
+    rng_digest = hashlib.blake2b(bytes(rng_state.numpy()), digest_size=8).hexdigest()
     seed = stream_key(current_world.share_json(rng_digest), "place")
     initial_model = build_initial_model(
         partial(_build_and_check, build), seed=seed, limit_bytes=placement_settings.init.limit, worlds=worlds
     )
     model = initial_model.to(current_world.device)
-    if (
-        tensor_bytes(model) > placement_settings.init.limit
-    ):  # its values were drawn by name: draw once here, so that the next model differs
-        torch.set_rng_state(state)
+    if tensor_bytes(model) > placement_settings.init.limit:
+        # The values of such a model do not come from torch's generator. One draw gives the next model another seed.
+        torch.set_rng_state(rng_state)
         torch.rand(1)
     if initial_model.is_whole:
         broadcast_initial_tensors(model, world=current_world)
@@ -119,7 +118,7 @@ def _place(
     )
     return PlacedModel(
         model=model,
-        placed=parallelize(model, request),
+        parallelized=parallelize(model, request),
         worlds=worlds,
         requested_layout=requested_layout,
         all_parameters=all_parameters,
@@ -135,7 +134,7 @@ def _build_and_check(build: Callable[[], nn.Module]) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class _Example:
-    """The user's example in the form that `parallelize` calls."""
+    """The user's `example` function as the object that `parallelize` expects, see `ExampleBatch`."""
 
     model: nn.Module
     function: Callable[[nn.Module], Any]
@@ -155,7 +154,7 @@ def _as_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _merge_settings(overrides: Mapping[str, Any]) -> Settings:
-    """Return the settings; settings of steps, data and runs are refused.
+    """Return the settings with these overrides. Settings of steps, data and runs are refused.
 
     Raises:
         UsageError, Problems: a setting is unknown, out of range, or has no effect here.

@@ -38,16 +38,18 @@ OPTIMIZER, OPTIONS = "optimizer", "options.json"
 
 
 def save_folder(
-    folder: Path, *, model: nn.Module, placed: ParallelizedModel, optimizers: Sequence[Optimizer], world: World
+    folder: Path, *, model: nn.Module, parallelized: ParallelizedModel, optimizers: Sequence[Optimizer], world: World
 ) -> None:
-    """Save the model and optimizers; every rank calls this, and the first writes to a temporary folder and renames it.
+    """Save the model and optimizers. Every rank calls this. Rank 0 writes a temporary folder and renames it at the end.
 
     Raises:
         SaveError, CheckpointError: the folder can't be written; raised on every rank.
     """
-    optimizer_shards = OptimizerShards(parameters=placed.named_parameters, sharded=placed.optim_shards, world=world)
+    optimizer_shards = OptimizerShards(
+        parameters=parallelized.named_parameters, sharded=parallelized.optim_shards, world=world
+    )
     temporary = folder.with_name(f".{folder.name}.saving")
-    weights = view_state_dict(model, weights=placed.weights, world=world)
+    weights = view_state_dict(model, weights=parallelized.weights, world=world)
     scalar_names = _scalar_state_names(optimizers, optimizer_shards)
     tensors, scalars = run_on_all_ranks(world, lambda: _collect_states(optimizers, optimizer_shards, scalar_names))
     states = ShardedTensors(world=world, tensors=tensors)
@@ -63,6 +65,7 @@ def save_folder(
 
 
 def _commit_folder(temporary: Path, folder: Path, options: Sequence[Any]) -> None:
+    """Write the optimizers' options, flush the temporary folder to disk, and rename it to `folder`."""
     with convert_to_save_error("the placed model", folder):
         write_json(temporary / OPTIMIZER / OPTIONS, list(options))
         sync_folder(temporary)
@@ -71,11 +74,11 @@ def _commit_folder(temporary: Path, folder: Path, options: Sequence[Any]) -> Non
 
 
 def _scalar_state_names(optimizers: Sequence[Optimizer], optimizer_shards: OptimizerShards) -> frozenset[str]:
-    """Return the names of state tensors that are one number for a full parameter, such as Adam's `step`.
+    """Return the names of state tensors that are one number per full parameter, such as Adam's `step`.
 
-    If a rank holds one element of a parameter, the shards of its moments have one element too, and look like numbers.
-    Such a tensor is a number if it also has one element on a rank that holds more elements of the parameter, or none.
-    It is a number too if all tensors with its key have one element. Every rank calls this.
+    If a rank holds one element of a parameter, its shards of Adam's moments have one element too, and look like such
+    numbers. A tensor is a number if it has one element on a rank that holds several elements of the parameter or none.
+    It is also a number if all state tensors with the same key have one element. Every rank calls this.
     """
     states = [
         (_stored_name(index, name, key), f"{index}/{key}", value, key != "step" and value.shape == parameter.shape)
@@ -99,15 +102,16 @@ def _scalar_state_names(optimizers: Sequence[Optimizer], optimizer_shards: Optim
 
 
 def _stored_name(index: int, name: str, key: Any) -> str:
+    """Return the name in the file for a state tensor: the optimizer's index, the parameter's name, the state's key."""
     return f"{index}/{name}/{key}"
 
 
 def _collect_states(
     optimizers: Sequence[Optimizer], optimizer_shards: OptimizerShards, scalar_names: frozenset[str]
 ) -> tuple[list[LocalTensor], list[dict[str, Any]]]:
-    """Return the tensors of every optimizer's state, and its other values as JSON by parameter name.
+    """Return the tensors of all optimizers' states, and for each optimizer the other values as JSON by parameter name.
 
-    A tensor is sharded like its parameter; if parameters are not sharded, it may have any shape. The tensors in
+    A tensor is sharded like its parameter. If parameters are not sharded, it may have any shape. The tensors in
     `scalar_names` are equal for all shards of a parameter, and become JSON.
 
     Raises:
@@ -160,12 +164,14 @@ def _parameters_with_names(optimizer: Optimizer, optimizer_shards: OptimizerShar
 
 
 def _is_stored(shape: torch.Size, scalar_ids: Container[int], value: Tensor) -> bool:
+    """Return True if a state tensor is written as a tensor, False if as JSON. `shape` is the parameter's shape."""
     return id(value) not in scalar_ids and (value.shape == shape or value.numel() != 1)
 
 
 def _shard_of_state(
     value: Tensor, parameter: Tensor, *, name: str, key: str, kind: str, optimizer_shards: OptimizerShards
 ) -> ShardSpec:
+    """Return how a state tensor is sharded: like its parameter, or not at all if parameters are not sharded."""
     if value.shape == parameter.shape:
         return optimizer_shards.sharded.local_tensors[name].shard_spec
     if optimizer_shards.sharded.is_unsharded:
@@ -178,26 +184,28 @@ def _shard_of_state(
 
 
 def _optimizer_options(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return groups with the options that JSON can hold, and state values that are not tensors."""
+    """Return an optimizer's type, its groups' options as far as JSON can hold them, and its state without tensors."""
     options = [{k: v for k, v in group["options"].items() if k != "param_names"} for group in optimizer["groups"]]
     return {"kind": optimizer["kind"], "groups": drop_job_created(options), "scalars": optimizer["scalars"]}
 
 
 def _state_dict_names(model: nn.Module) -> dict[str, str]:
-    """Return each name of the `state_dict`, mapped to the first name of the same tensor."""
+    """Return each name in the `state_dict`, mapped to the first of the names that its tensor has in the model."""
     name_by_id = {id(t): n for n, t in [*model.named_buffers(), *model.named_parameters()]}
     named_tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first_name_of = {name: name_by_id[id(tensor)] for name, tensor in named_tensors}
     return {name: first_name_of[name] for name in state_dict_tensors(model) if name in first_name_of}
 
 
-def load_folder(folder: Path, *, placed: ParallelizedModel, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+def load_folder(
+    folder: Path, *, parallelized: ParallelizedModel, optimizers: Sequence[Optimizer], model: nn.Module
+) -> None:
     """Load this rank's shards of the weights and of the optimizers' state.
 
     Raises:
         CheckpointError: the folder belongs to another model or other optimizers, or can't be read.
     """
-    _load_weights(SafetensorsFolder(folder), placed, first_name_of=_state_dict_names(model), folder=folder)
+    _load_weights(SafetensorsFolder(folder), parallelized, first_name_of=_state_dict_names(model), folder=folder)
     try:
         saved_optimizers = read_json(folder / OPTIMIZER / OPTIONS)
     except (OSError, ValueError) as error:
@@ -214,18 +222,19 @@ def load_folder(folder: Path, *, placed: ParallelizedModel, optimizers: Sequence
             hint="build the same optimizers before load",
         )
     stored = SafetensorsFolder(folder / OPTIMIZER)
-    names = {id(m.parameter): m.name for m in placed.named_parameters}
+    names = {id(m.parameter): m.name for m in parallelized.named_parameters}
     for index, (optimizer, saved) in enumerate(zip(optimizers, saved_optimizers, strict=True)):
-        _load_optimizer(optimizer, saved, stored, names, placed.optim_shards, prefix=f"{index}/")
+        _load_optimizer(optimizer, saved, stored, names, parallelized.optim_shards, prefix=f"{index}/")
 
 
 def _load_weights(
-    stored: SafetensorsFolder, placed: ParallelizedModel, *, first_name_of: dict[str, str], folder: Path
+    stored: SafetensorsFolder, parallelized: ParallelizedModel, *, first_name_of: dict[str, str], folder: Path
 ) -> None:
+    """Load this rank's shards of the weights. `first_name_of` is the result of `_state_dict_names`."""
     local_tensors = {
-        first: placed.weights.local_tensors[first]
+        first: parallelized.weights.local_tensors[first]
         for first in first_name_of.values()
-        if first in placed.weights.local_tensors
+        if first in parallelized.weights.local_tensors
     }
     stored_names = set(stored.names)
     differing = sorted(
@@ -251,10 +260,14 @@ def _load_optimizer(
     *,
     prefix: str,
 ) -> None:
-    keys: dict[str, list[str]] = {}
+    """Load the options and the state of one optimizer. Names of its stored tensors start with `prefix`.
+
+    `names` has the names of this rank's parameters, by the id of the parameter.
+    """
+    keys_by_parameter: dict[str, list[str]] = {}
     for key in stored.names:
         if key.startswith(prefix):
-            keys.setdefault(key.removeprefix(prefix).rpartition("/")[0], []).append(key)
+            keys_by_parameter.setdefault(key.removeprefix(prefix).rpartition("/")[0], []).append(key)
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
         saved_options = decode_state(options)
         group.update(
@@ -264,7 +277,7 @@ def _load_optimizer(
             name = names[id(parameter)]
             read = partial(_read_state, stored, shards.local_tensors[name].shard_spec, parameter, f"{prefix}{name}/")
             state = decode_state(saved["scalars"].get(name, {}), fetch=read)
-            state_names = [key.rpartition("/")[2] for key in keys.get(name, [])]
+            state_names = [key.rpartition("/")[2] for key in keys_by_parameter.get(name, [])]
             state |= {
                 state_name: read(state_name) for state_name in state_names if not state_name.startswith(NESTED_PREFIX)
             }
@@ -279,6 +292,7 @@ def _load_optimizer(
 def _read_state(
     stored: SafetensorsFolder, shard_spec: ShardSpec, parameter: Tensor, prefix: str, state_name: str
 ) -> Tensor:
+    """Return a stored state tensor: this rank's shard of it, or the whole tensor if it is not sharded."""
     key = f"{prefix}{state_name}"
     if stored.shape(key) != shard_spec.shape:
         return stored.read_tensor(key).to(parameter.device)

@@ -19,35 +19,40 @@ from paceline.torch_internals.private_api import run_backward
 from paceline.torch_internals.pytree import to_device
 
 OutputObserver = Callable[[Any, Terms, Any], None]
+"""A function `on_output(output, terms, data)` that receives the results of a microbatch in an evaluation."""
 
 
 class ForwardBackward(Protocol):
-    """The interface of a runner of microbatches, in training steps and in evaluations."""
+    """The interface of a runner: an object that runs a rank's microbatches, in training steps and in evaluations."""
 
     reports_loss: bool
     """True if this rank reports the loss for all ranks that process the same samples."""
 
     def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
-        """Run forward and backward of all microbatches; the reducer receives the gradients.
+        """Run forward and backward of all microbatches, and pass the gradients to the reducer.
 
-        Returns the step's totals, whose all-reduce has started, and whether gradients must still be divided by the
-        global count. `stop`: this rank wants to stop after the step; the totals report this to all ranks.
+        Return the step's totals, whose all-reduce has started, and True if the gradients must still be divided by the
+        global count. If `stop`, this rank wants to stop after the step. The totals report that to all ranks.
 
         Raises:
             JobError: this runner does not support the loss.
         """
 
     def evaluate_microbatch(self, batch: Any, *, num_samples: int, on_output: OutputObserver) -> None:
-        """Run one microbatch forward without gradients; ranks with the output call `on_output(output, terms, data)`."""
+        """Run the forward of one microbatch without gradients.
+
+        Ranks that have the model's output call `on_output(output, terms, data)`.
+        """
 
     def compute_logits(self, model: nn.Module, tensor: Tensor) -> Tensor:
         """Return the model's output (its logits) for one tensor, computed without gradients, on every rank."""
 
 
 class MicrobatchForwardBackward:
-    """A runner that overlaps the all-reduce of the step's totals with the last backward.
+    """A runner that runs microbatches one after another.
 
-    `divides_locally`: the loss is divided by this replica's own counts.
+    The all-reduce of the step's totals overlaps with the last backward. If `divides_locally`, the loss is divided by
+    this replica's own counts instead of the global counts.
     """
 
     def __init__(self, replica: ReplicaContext, *, divides_locally: bool = False) -> None:
@@ -58,7 +63,7 @@ class MicrobatchForwardBackward:
         self._stand_ins = StandInMicrobatches(replica)
 
     def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
-        """Run each microbatch forward and backward."""
+        """Run the forward and the backward of each microbatch."""
         local_microbatches = [self._replica.load_microbatch(microbatch.data) for microbatch in step_batch.micro]
         counts = self._gather_counts([local.data for local in local_microbatches])
         num_missing = self._stand_ins.count_missing(step_batch)
@@ -78,6 +83,7 @@ class MicrobatchForwardBackward:
         return reduction, counts is None
 
     def _gather_counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
+        """Return the counts that the loss is divided by, or None if they are not known before the forward."""
         if not (self._divides_locally and self._replica.contract.has_early_counts):
             return self._totals_builder.gather_counts(data)
         local = local_counts(self._replica.contract, data)
@@ -101,7 +107,10 @@ class MicrobatchForwardBackward:
         step: int,
         stop: bool,
     ) -> TotalsReduction:
-        """Run the missing microbatches as stand-ins of weight zero; send the totals before the last backward."""
+        """Run a stand-in for each missing microbatch, and return the step's totals.
+
+        The all-reduce of the totals starts before the last backward.
+        """
         if not num_missing:
             if reduction is None:
                 reduction = self._totals_builder.new_reduction(step_batch, None, stop=stop)
@@ -122,9 +131,9 @@ class MicrobatchForwardBackward:
 
 
 class StandInMicrobatches:
-    """The stand-ins: microbatches of weight zero for a replica that has fewer microbatches than another.
+    """The stand-ins of a replica: microbatches of weight zero that it runs if another replica has more microbatches.
 
-    They are needed if layers communicate over replicas: every replica must then run the same number of microbatches.
+    If layers communicate over replicas, every replica must run the same number of microbatches.
     """
 
     def __init__(self, replica: ReplicaContext, *, is_always_needed: bool = False) -> None:
@@ -133,13 +142,16 @@ class StandInMicrobatches:
         self._stand_in: LocalMicrobatch | None = None
 
     def count_missing(self, step_batch: StepBatch) -> int:
-        """Return how many microbatches this replica lacks compared with the replica that has the most."""
+        """Return how many stand-ins this replica must run to reach the replica with the most microbatches."""
         if not self._is_needed:
             return 0
         return -(-step_batch.num_micro // self._replica.worlds.data.world_size) - len(step_batch.micro)
 
     def load_stand_in(self, step_batch: StepBatch, microbatches: Sequence[LocalMicrobatch]) -> LocalMicrobatch:
-        """Return a stand-in microbatch: one of this replica's own, else one that is read from another replica's part.
+        """Return the microbatch to run as a stand-in.
+
+        It is this replica's first microbatch of the step. If the replica has none, it is an earlier stand-in or a
+        microbatch that is read from another replica's part of the batch.
 
         Raises:
             JobError: the dataset is a stream, whose samples cannot be read twice.
@@ -151,7 +163,7 @@ class StandInMicrobatches:
         if self._stand_in is None:
             raise JobError(
                 f"the first batch has {step_batch.num_micro} microbatches, fewer than there are replicas.",
-                cause="layers that communicate over all replicas need a sample on each, and a "
+                cause="layers that communicate over all replicas need a sample on each replica, and a "
                 "stream can't be read twice",
                 hint="a smaller --train.micro_batch_size, or --layout ddp --train.buffers fold",
             )
@@ -164,7 +176,7 @@ class BatchForwardBackward:
     def __init__(self, replica: ReplicaContext) -> None:
         self._replica = replica
         self.reports_loss = replica.worlds.tp.rank == 0
-        self._known_columns: dict[str, bool] = {}
+        self._known_columns: dict[str, bool] = {}  # see `gather_rows`
         self._totals_builder = replica.make_totals_builder(reports_loss=self.reports_loss)
 
     def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
@@ -182,12 +194,12 @@ class BatchForwardBackward:
             with open_all(replica.forward_contexts):
                 terms = replica.contract.terms(*gathered, num_samples=step_batch.num_samples)
         reduction = self._totals_builder.new_reduction(step_batch, terms, stop=stop)
-        if terms is not None and step_batch.micro[0].index == 0:  # the loss is the same on all replicas
+        if terms is not None and step_batch.micro[0].index == 0:  # all replicas have the same loss; one reports it
             self._totals_builder.store_terms(reduction, 0, terms)
         self._totals_builder.start_reduction(reduction)
         if terms is not None:
             backward(replica, mean_terms(terms), last=True)
-        elif replica.reducer.needs_equal_microbatches:  # gradients reduced during backward wait for this replica
+        elif replica.reducer.needs_equal_microbatches:  # the other replicas wait for this one during their backward
             replica.reducer.before_backward(last=True, has_samples=False)
             replica.reducer.after_backward()
         return reduction, False
@@ -213,7 +225,7 @@ def evaluate_microbatch(replica: ReplicaContext, batch: Any, *, num_samples: int
 def forward(replica: ReplicaContext, microbatch: LocalMicrobatch, *, step: int, index: int, num_samples: int) -> Terms:
     """Run the forward of one microbatch in its own random stream and return its loss terms.
 
-    Without samples, running statistics do not change.
+    A microbatch without samples (`num_samples=0`) is a stand-in. It does not change running statistics.
     """
     for recorder in replica.state_recorders:
         recorder.set_microbatch(index, has_samples=num_samples > 0)
@@ -232,6 +244,7 @@ def forward(replica: ReplicaContext, microbatch: LocalMicrobatch, *, step: int, 
 
 
 def _run_model(replica: ReplicaContext, batch: Any, *, step: int, index: int) -> Any:
+    """Run the forward of one microbatch in its own random stream and return the model's output."""
     for recorder in replica.state_recorders:
         recorder.set_microbatch(index)
     with open_all(replica.forward_contexts) as contexts:
@@ -240,7 +253,7 @@ def _run_model(replica: ReplicaContext, batch: Any, *, step: int, index: int) ->
 
 
 def open_all(contexts: Iterable[Callable[[], AbstractContextManager[Any]]]) -> ExitStack:
-    """Enter all contexts and return a stack that exits them at the end of a `with` block."""
+    """Enter the contexts that these functions return. Return a stack that exits them at the end of a `with` block."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context())
@@ -258,7 +271,10 @@ def _enter_random_stream(replica: ReplicaContext, contexts: ExitStack, *, step: 
 
 
 def loss_for_backward(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
-    """Return the loss that backward runs on: the plain sum, or, if the global counts are known, `sum(term / count)`."""
+    """Return the loss that backward runs on: all terms added up, each divided by its global count.
+
+    If `counts` is None, there is only one term, and it is not divided.
+    """
     if counts is None:
         (total, _), *_ = terms.values()
         return total
@@ -273,7 +289,10 @@ def loss_for_backward(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
 
 
 def _replace_zeros(count: Tensor) -> Tensor:
-    """Replace zero counts by one: the sum of such a term is zero. The finite check reports a batch without targets."""
+    """Return `count`, or one if it is zero, to divide by. A term without targets has the sum zero.
+
+    The finite check reports a global batch in which a term has no targets.
+    """
     return torch.where(count == 0, torch.ones_like(count), count)
 
 
@@ -287,7 +306,7 @@ def backward(
 ) -> None:
     """Run the backward of one microbatch. `last`: this is the replica's last backward of the step.
 
-    A stand-in without samples (`has_samples=False`) adds no gradient, but takes part in communication.
+    A stand-in (`has_samples=False`) adds no gradient, but takes part in communication.
     """
     if not loss.requires_grad:
         raise no_gradient_error()
@@ -310,5 +329,5 @@ def no_gradient_error() -> JobError:
 
 
 def build_forward_backward(replica: ReplicaContext) -> ForwardBackward:
-    """Return the runner for this job's loss; its class is the same on every rank."""
+    """Return the runner for this job's loss. Every rank gets a runner of the same class."""
     return BatchForwardBackward(replica) if replica.contract.over_batch else MicrobatchForwardBackward(replica)

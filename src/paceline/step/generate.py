@@ -21,11 +21,12 @@ def generate(
     seed: int = 0,
     forward: Callable[[Tensor], Any] | None = None,
 ) -> Tensor:
-    """Append `num_tokens` ids to `prompt` `[batch, length]`.
+    """Return `prompt`, of shape `[batch, length]`, with `num_tokens` generated token ids appended to each row.
 
     The model maps ids to logits `[batch, length, vocabulary]`, or to an output with `.logits`. `context` is the
-    longest input in ids. Temperature 0 takes the most likely id. `forward` replaces the call of a model whose stages
-    are on several ranks.
+    largest number of ids that the model accepts. With temperature 0, the most likely id is chosen. With `top_k`, only
+    the k most likely ids are sampled. `forward` is called instead of the model if the model's stages are on several
+    ranks.
     """
     forward = forward or model
     was_training = model.training
@@ -48,6 +49,7 @@ def output_logits(output: Any) -> Tensor:
 
 
 def _sample_token(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
+    """Return the next token id of each row. `logits` are those of the row's last position."""
     if temperature == 0.0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None:

@@ -17,10 +17,11 @@ class StepMicrobatch(Protocol):
 
 
 class StepBatch(Protocol):
-    """This replica's microbatches of one step, `micro`, which may be empty.
+    """One replica's part of a global batch. `micro` has the replica's microbatches; it may be empty.
 
-    `num_micro` and `num_samples` count the whole global batch. `fingerprint` is equal on all ranks if they read the
-    same stream. `read_stand_in()` reads a microbatch of another replica.
+    `num_micro` and `num_samples` are the numbers of microbatches and samples in the global batch. `fingerprint` is
+    equal on all ranks if they read the same stream. `read_stand_in()` reads a microbatch of another replica; it is
+    None if that is not possible.
     """
 
     @property
@@ -36,8 +37,8 @@ class StepBatch(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaShare:
-    """A replica's part of the batch that a process received for all of its replicas."""
+class ReplicaBatch:
+    """One replica's part of a global batch, in a process that runs several replicas."""
 
     micro: Sequence[StepMicrobatch] = field(repr=False)
     num_micro: int
@@ -46,9 +47,9 @@ class ReplicaShare:
     read_stand_in: Callable[[], Any] | None = None
 
 
-def select_replica_share(step_batch: StepBatch, *, replica: int, num_replicas: int) -> ReplicaShare:
-    """Return the microbatches of one replica, assigned round robin as between processes."""
-    return ReplicaShare(
+def select_replica_batch(step_batch: StepBatch, *, replica: int, num_replicas: int) -> ReplicaBatch:
+    """Return one replica's part of this process's batch. Replicas get the microbatches round robin."""
+    return ReplicaBatch(
         micro=[micro for micro in step_batch.micro if micro.index % num_replicas == replica],
         num_micro=step_batch.num_micro,
         num_samples=step_batch.num_samples,

@@ -17,7 +17,8 @@ from paceline.step.step_totals import StepResult
 from paceline.torch_internals.private_api import lerp_all
 
 GradNormFunction = Callable[[], Tensor]
-# Bytes per element. A norm in half precision has only three digits, so shards would be clipped by different norms.
+# Bytes per element that a gradient needs for a norm in its own dtype. A norm in half precision has only three digits,
+# so each rank would clip its shard by a different norm.
 _MIN_NORM_ITEMSIZE = 4
 
 
@@ -51,7 +52,7 @@ class Ema:
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
-        """Return a context in which the model has the averages; it restores the weights bit for bit at its end."""
+        """Return a context in which the model has the averaged weights. The exit restores the weights bit for bit."""
         self.swap()
         try:
             yield
@@ -64,7 +65,12 @@ NonFiniteTerms = tuple[tuple[int, str], ...]
 
 
 class OptimizerUpdate:
-    """The optimizers, LR schedulers, loss scaler and EMA of a step, with gradient clipping and the finite check."""
+    """The optimizers, LR schedulers, loss scaler and EMA of a step, with gradient clipping and the finite check.
+
+    `joint_grad_norm` measures the gradient norm over all ranks. `sync_after_update` sends updated weights to the ranks
+    that hold copies. `on_update` is the job's function of that name, called with the step. `on_empty` is the setting
+    for loss terms without a target, "stop" or "zero".
+    """
 
     def __init__(
         self,
@@ -94,7 +100,7 @@ class OptimizerUpdate:
         self._joint_grad_norm = joint_grad_norm
         self._update_hooks = [] if sync_after_update is do_nothing else [sync_after_update]
         self._on_update = on_update
-        self.lr = self.optimizers[0].param_groups[0]["lr"]  # of the last step; the LR scheduler has advanced since
+        self.lr = self.optimizers[0].param_groups[0]["lr"]  # of the last update, before the LR schedulers advanced
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -103,7 +109,7 @@ class OptimizerUpdate:
 
     @property
     def skips_nonfinite(self) -> bool:
-        """True if a step that is not finite is skipped; its loss must then be known before the update."""
+        """True if a step that is not finite is skipped. For that, its loss must be known before the update."""
         return self._checks_finite and self._skips_nonfinite
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -119,7 +125,7 @@ class OptimizerUpdate:
         nonfinite_terms: NonFiniteTerms = (),
         steps_lr_schedulers: bool = True,
     ) -> tuple[Tensor | None, bool]:
-        """Update the weights. Return the gradient norm, if it was measured, and whether the update was applied.
+        """Update the weights. Return the gradient norm, if it was measured, and False if the update was skipped.
 
         If `loss` is None, it is not known yet, and the caller runs the finite check one step later. If
         `steps_lr_schedulers` is False, the caller advances the LR schedulers.
@@ -148,10 +154,10 @@ class OptimizerUpdate:
             step_lr_scheduler(lr_scheduler)
 
     def refuse_empty_batch(self, *, step: int, loss: float, counts: Mapping[str, float]) -> None:
-        """Raise if a term has no target in the whole batch. A part of the batch without a target is no error.
+        """Refuse a global batch in which a loss term has no target. A microbatch without a target is accepted.
 
         Raises:
-            NonFiniteError: the count of a term is zero, and such steps are not skipped.
+            NonFiniteError: the count of a term is zero, and the run is set to stop on that.
         """
         if 0 in counts.values() and not self.skips_nonfinite and self.on_empty == "stop":
             raise self.nonfinite_error(step=step, loss=loss, counts=counts)
@@ -159,7 +165,10 @@ class OptimizerUpdate:
     def nonfinite_error(
         self, *, step: int, loss: float, counts: Mapping[str, float] | None = None, nonfinite_terms: NonFiniteTerms = ()
     ) -> NonFiniteError:
-        """Return an error that names the terms whose count is zero, else the first non-finite gradients."""
+        """Return the error for a step that is not finite.
+
+        It names the loss terms whose count is zero. Without such a term, it names the first non-finite gradients.
+        """
         error = self._make_nonfinite_error(step, loss, counts or {})
         error.step, error.nonfinite_terms = step, nonfinite_terms
         return error
@@ -186,7 +195,7 @@ class OptimizerUpdate:
         where = f"gradients are not finite in {shown}" if nonfinite_names else "every gradient is finite"
         return NonFiniteError(
             f"step {step}: loss is {loss}, {where}"
-            f"{'' if nonfinite_names or not math.isfinite(loss) else ', their norm is not'}.",
+            f"{'' if nonfinite_names or not math.isfinite(loss) else ', but their norm is not'}.",
             cause="a learning rate that is too high, inputs that are not finite, or a division "
             "by zero in model or loss",
             hint="--train.on_nonfinite skip, or --train.max_grad_norm 1.0",
@@ -228,6 +237,7 @@ class OptimizerUpdate:
                 self.scaler.unscale_(optimizer)
 
     def _step_optimizers(self, step: int) -> None:
+        """Step the optimizers. Then send the new weights, call the job's `on_update` and update the EMA."""
         for optimizer in self.optimizers:
             if self.scaler is None:
                 optimizer.step()
@@ -270,17 +280,17 @@ def lr_scheduler_error(lr_scheduler: Any, *, cause: str) -> JobError:
 
 
 class DeferredFiniteCheck:
-    """The finite check on GPUs. It checks the previous step, whose result has already arrived on the host."""
+    """The finite check on GPUs. It checks each step one step later, when the result has arrived on the host."""
 
     def __init__(self, update: OptimizerUpdate) -> None:
         self._update = update
         self._last: StepResult | None = None
 
     def check(self, result: StepResult) -> None:
-        """Check the step before `result`.
+        """Check the result of the previous call, and store `result` for the next call.
 
         Raises:
-            NonFiniteError: the loss or a gradient of that step was not finite.
+            NonFiniteError: the loss or a gradient of the previous step was not finite.
         """
         previous, self._last = self._last, result
         self._check(previous)
@@ -289,7 +299,7 @@ class DeferredFiniteCheck:
         """Check the last step now, for example before its weights are saved.
 
         Raises:
-            NonFiniteError: the loss or a gradient of that step was not finite.
+            NonFiniteError: the loss or a gradient of the last step was not finite.
         """
         last, self._last = self._last, None
         self._check(last)
@@ -303,12 +313,15 @@ class DeferredFiniteCheck:
 
 
 def stored_values(tensor: Tensor) -> Tensor:
-    """Return the stored values of a tensor; a sparse tensor must be coalesced, as in the parameter server."""
+    """Return the nonzero values of a sparse tensor, which must be coalesced, or a dense tensor itself."""
     return tensor.values() if tensor.is_sparse else tensor
 
 
 def _float64_norm(gradients: Sequence[Tensor], *, fallback: Tensor) -> Tensor:
-    """Return the norm in float64, computed after division by the largest value; `fallback` if that is not finite."""
+    """Return the norm in float64, computed after division by the largest absolute value.
+
+    If the largest value is not finite, return `fallback`.
+    """
     largest = torch.stack([torch.linalg.vector_norm(g, math.inf).double() for g in gradients if g.numel()]).max()
     if not math.isfinite(largest.item()):
         return fallback

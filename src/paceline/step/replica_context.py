@@ -1,6 +1,6 @@
 """The components that one replica needs to run a step.
 
-If a feature is off, its component is None or missing from the list that the step goes through.
+If a feature is off, its component is None, or is left out of the list of such components.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,39 +31,42 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class RngTurns(Protocol):
-    """Turns of replicas that share the host's random generators: one forward or backward runs at a time."""
+    """The interface by which replicas in threads take turns, because they share the host's random generators.
+
+    While one replica has its turn, it alone draws random numbers.
+    """
 
     def forward_context(self, seed: Callable[[], None]) -> AbstractContextManager[None]:
-        """Return the context for a forward and its loss, entered after `seed()`."""
+        """Return a context for a forward and its loss. On entry, it waits for a turn if needed, and calls `seed()`."""
 
     def backward_context(self) -> AbstractContextManager[None]:
-        """Return the context for a backward."""
+        """Return a context for a backward. On entry, it waits for a turn if needed."""
 
 
 class ForwardStateRecorder(Protocol):
     """A recorder of state that forwards change, such as running statistics and counters in module attributes.
 
-    At the end of a step it sets this state to the values that one process would have.
+    At the end of a step, it sets this state to the values that a run in one process would have.
     """
 
     @property
     def is_sequential(self) -> bool:
-        """True if forwards run one after another over all ranks, in the order of one process."""
+        """True if the ranks run their forwards one after another, in the order in which one process would."""
 
     def begin_step(self, *, num_micro: int = 0) -> None:
-        """Start a step of `num_micro` microbatches over all ranks, or restart the same step."""
+        """Start a step, or restart the same step. `num_micro` is its number of microbatches on all ranks."""
 
     def set_microbatch(self, microbatch: int, *, has_samples: bool = True) -> None:
-        """Set the microbatch of the next forward or backward; without samples it is a stand-in."""
+        """Set the index of the microbatch whose forward or backward runs next. A stand-in has no samples."""
 
     def recording_context(self) -> AbstractContextManager[object]:
-        """Return the context for a forward and its loss, or a backward."""
+        """Return the context in which a forward with its loss, or a backward, is recorded."""
 
     def end_forward(self, microbatch: int) -> None:
         """Record the end of this microbatch's forward."""
 
     def fold(self, *, num_micro: int) -> bool:
-        """Set the state to that of one process; return False, on all ranks, if the step must be repeated."""
+        """Set the state to that of one process. If the step must be repeated, return False, on all ranks."""
 
     def end_skipped_step(self) -> None:
         """End a step whose update was skipped."""
@@ -86,9 +89,10 @@ class LocalMicrobatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaContext:
-    """Everything one replica needs to run a step. `undo_reduction()` restores the reducer's state after a skipped step.
+    """Everything that one replica needs to run a step.
 
-    `rng_turns` is set only if several replicas are threads of this process.
+    `undo_reduction()` restores the reducer's state from before a step that is skipped or repeated. `rng_turns` is set
+    only if several replicas are threads of this process.
     """
 
     model: nn.Module
@@ -108,7 +112,10 @@ class ReplicaContext:
 
     @cached_property
     def slice_microbatch(self) -> Callable[[Any], LocalMicrobatch]:
-        """A function that returns this rank's part of a microbatch on its device: all, or a slice of the sequence."""
+        """A function that returns this rank's part of a microbatch that is already on the rank's device.
+
+        Under context parallelism, the part is a slice of each sequence. Otherwise it is the whole microbatch.
+        """
         return LocalMicrobatch if self.context_parallel is None else partial(_slice_for_rank, self.context_parallel)
 
     @cached_property
@@ -121,7 +128,7 @@ class ReplicaContext:
 
     @cached_property
     def forward_contexts(self) -> Sequence[Callable[[], AbstractContextManager[None]]]:
-        """The contexts that a forward and its loss run in; only those that this run needs."""
+        """Functions that return the contexts in which a forward and its loss run. The list has only those needed."""
         mesh = self.worlds.mesh
         is_sharded = mesh.zero == 3 or mesh.tp > 1
         return [*([guard_forward] if is_sharded else []), *([self.autocast] if self.precision in _AUTOCAST else [])]
@@ -143,7 +150,7 @@ class ReplicaContext:
 
     @property
     def needs_equal_microbatches(self) -> bool:
-        """True if a forward or backward waits for other replicas; all must then run the same number of microbatches."""
+        """True if a forward or backward waits for other replicas, so that all need the same number of microbatches."""
         return self.sync_bn_weights is not None or self.reducer.needs_equal_microbatches
 
     @cached_property

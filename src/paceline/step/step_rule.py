@@ -29,16 +29,18 @@ class RuleTraits:
     """The properties of an update rule. The defaults are those of the synchronous rule.
 
     `reads_samples`: the ranks of the process group read the samples. `accepts_sparse_gradients`: gradients may be
-    sparse. `splits_parameters`: a parameter may be sharded over ranks; otherwise one rank owns all of it.
-    `spreads_updates`: after each update the other ranks receive the new values. `measures_joint_norm`: the gradient
-    norm is taken over all ranks. `verify_mode`: how `verify` compares a run: step by step, as two independent runs, or
-    by a replay of the recorded updates.
+    sparse. `splits_parameters`: a parameter may be sharded over ranks; otherwise one rank has all of it.
+    `sends_updates`: after each update, the rank that updated a parameter sends the new values to the other ranks.
+    `measures_joint_norm`: the gradient norm is computed over all ranks.
+
+    `verify_mode` is how `verify` compares a run: step by step ("stepwise"), as two independent runs ("freely"), or by
+    a replay of the recorded updates ("replayed").
     """
 
     reads_samples: bool = True
     accepts_sparse_gradients: bool = False
     splits_parameters: bool = True
-    spreads_updates: bool = True
+    sends_updates: bool = True
     measures_joint_norm: bool = True
     verify_mode: Literal["stepwise", "freely", "replayed"] = "stepwise"
 
@@ -47,8 +49,8 @@ class RuleTraits:
 class StepRequest:
     """The components that a step is built from. `contexts` has one context for each replica of this process.
 
-    `thread_replicas` and `rng_turns` are set if the replicas are threads, `shared_model` if processes share one model
-    in memory. `replica_world` is the world of the ranks at this rank's position in the other replicas.
+    `thread_replicas` and `rng_turns` are set if the replicas are threads. `shared_model` is set if processes share one
+    model in memory. `replica_world` has one rank of each replica: the rank at this rank's position.
     """
 
     plan: ExecutionPlan
@@ -77,7 +79,7 @@ class StepRule(ABC):
         """Join the other ranks. Every rank that is not a gradient worker calls this once.
 
         Raises:
-            MachineError: the ranks did not meet in time, or the device is missing.
+            MachineError: a rank did not join in time, or the device is missing.
         """
         return World.join(
             place=launch_info, device_type=plan.device, backend=plan.backend, timeout_seconds=timeout_seconds
@@ -104,7 +106,7 @@ class StepRule(ABC):
         """
 
     def identity(self, plan: ExecutionPlan, pipeline_model: PipelineModel | None) -> str:
-        """Return a text for the checkpoint: the rule, and the properties of the layout that its results depend on."""
+        """Return a text for the checkpoint: the rule, and those properties of the layout that change its results."""
         return str(plan.update_rule)
 
     def buffer_note(self, policy: str) -> str:

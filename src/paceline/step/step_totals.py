@@ -1,7 +1,7 @@
-"""The values that all ranks agree on in a step: one small vector, all-reduced once while backward runs.
+"""The totals of a step over all ranks: one small vector, all-reduced once while backward runs.
 
-`TotalsBuilder` fills the vector with this rank's loss terms, counts and flags. `TotalsReduction` all-reduces it.
-`StepResult` reads it only on demand, because reading waits for the device.
+`TotalsBuilder` fills the vector with this rank's loss terms, counts and flags. `TotalsReduction` all-reduces the
+vector. `StepResult` reads the sum only on demand, because reading waits for the device.
 """
 
 import math
@@ -21,7 +21,9 @@ from paceline.step.local_sgd.message_batching import MessageBatcher
 from paceline.step.loss.loss_return_value import LossContract, Terms, check_count
 from paceline.step.microbatches import StepBatch
 
-STOP, BUFFERS, MISMATCH, FINGERPRINT = range(4)  # the positions of the flags, at the start of the vector
+# The positions of the flags at the start of the vector: the rank wants to stop, it has changed a buffer, its loss has
+# other terms than before, and the fingerprint of its batch.
+STOP, BUFFERS, MISMATCH, FINGERPRINT = range(4)
 _NUM_FLAGS = 4
 _FINGERPRINT_RANGE = 1 << 24
 _COUNT_TOLERANCE = 1e-5  # tolerance for counts that sum fp32 weights in another order
@@ -29,7 +31,11 @@ _COUNT_TOLERANCE = 1e-5  # tolerance for counts that sum fp32 weights in another
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """The reduced values of one step, the same on every rank."""
+    """The reduced values of one step, the same on every rank.
+
+    `counts` are the counts that the loss returned. `expected_counts` are those that the loss was divided by before
+    backward, if they were known.
+    """
 
     loss: float
     terms: dict[str, float]
@@ -38,10 +44,10 @@ class StepTotals:
     stop: bool
     buffers_changed: bool
     nonfinite_terms: tuple[tuple[int, str], ...] = ()
-    """The microbatches and terms whose sum is not finite."""
+    """The (microbatch index, term name) pairs whose sum is not finite."""
 
     def check_counts(self) -> None:
-        """Check that the loss was divided by the right counts: a wrong count means a wrong gradient.
+        """Check that the loss was divided by the right counts. A wrong count means a wrong gradient.
 
         Raises:
             JobError: `count=` and the loss count different things.
@@ -60,7 +66,7 @@ class StepTotals:
 class TotalsReduction:
     """The reduction vector of one step: flags, then a slot with `(sum, count)` for each term of each microbatch.
 
-    Each slot is filled by exactly one rank, so the sum over ranks adds only zeros and its order changes no bit.
+    Exactly one rank fills each slot, and the other ranks add zeros. So the order of the sum changes no bit.
     """
 
     def __init__(self, *, world: World, names: Sequence[str], num_micro: int, on_empty: str = "stop") -> None:
@@ -77,7 +83,7 @@ class TotalsReduction:
         self._expected: Mapping[str, Tensor] = {}
 
     def set_expected_counts(self, counts: Mapping[str, Tensor]) -> None:
-        """Store the global counts that the loss is divided by, if known in advance; `check_counts` compares them."""
+        """Store the global counts that the loss is divided by before backward, for `StepTotals.check_counts`."""
         self._expected = counts
 
     def set_flag(self, index: int, value: float = 1.0) -> None:
@@ -96,9 +102,9 @@ class TotalsReduction:
         self._wait_for_sum = self._world.start_all_reduce(self._vector)
 
     def reduce_over_sites(self, batcher: MessageBatcher) -> "TotalsReduction":
-        """Return this reduction summed over all sites of local SGD.
+        """Return a new reduction: the sum of this one over all sites of local SGD, which `batcher` all-reduces.
 
-        Expected counts are not copied: each site divides by its own counts and has checked them already.
+        Expected counts are not copied, because each site divides by its own counts and has already checked them.
         """
         all_sites = TotalsReduction(
             world=self._world, names=self.names, num_micro=self._num_micro, on_empty=self._on_empty
@@ -121,9 +127,10 @@ class TotalsReduction:
         return sum(_quotient(total, count) for total, count in sums.values() if total or count)
 
     def divisor(self) -> float | Tensor:
-        """Return the global count of the only term. A zero gives NaN gradients, which the finite check reports.
+        """Return the global count of the only term, by which gradients are divided.
 
-        If `on_empty` is "zero", a zero count is replaced by one: the sums of the term are zero too.
+        If the count is zero, gradients become NaN, and the finite check reports them. If `on_empty` is "zero", return
+        one instead of zero: the term's sum is zero too.
         """
         vector = self._wait_for_vector()
         counts = vector[_NUM_FLAGS + 1 :: 2]
@@ -140,16 +147,18 @@ class TotalsReduction:
         return self._totals
 
     def _parse(self, values: Sequence[float]) -> StepTotals:
+        """Return the totals that the reduced vector contains."""
         self._refuse_mismatch(values)
         sums, counts, nonfinite_terms = {}, {}, []
         width = 2 * len(self.names)
         for position, name in enumerate(self.names):
-            slots = values[_NUM_FLAGS + 2 * position :: width], values[_NUM_FLAGS + 2 * position + 1 :: width]
-            for count in slots[1]:
+            term_sums = values[_NUM_FLAGS + 2 * position :: width]  # of each microbatch
+            term_counts = values[_NUM_FLAGS + 2 * position + 1 :: width]
+            for count in term_counts:
                 check_count(name, count)
-            sums[name], counts[name] = _sum_or_nan(slots[0]), _sum_or_nan(slots[1])
+            sums[name], counts[name] = _sum_or_nan(term_sums), _sum_or_nan(term_counts)
             if not math.isfinite(sums[name]):
-                nonfinite_terms += [(index, name) for index, value in enumerate(slots[0]) if not math.isfinite(value)]
+                nonfinite_terms += [(index, name) for index, value in enumerate(term_sums) if not math.isfinite(value)]
         terms = {name: _quotient(sums[name], counts[name], on_empty=self._on_empty) for name in self.names}
         return StepTotals(
             loss=math.fsum(terms.values()) if all(map(math.isfinite, terms.values())) else math.nan,
@@ -168,6 +177,7 @@ class TotalsReduction:
         return self._vector
 
     def _refuse_mismatch(self, values: Sequence[float]) -> None:
+        """Raise an error if ranks had different loss terms or different data."""
         if values[MISMATCH]:
             raise DesyncError(
                 f"the loss returned different terms than at the first step ({', '.join(self.names)}).",
@@ -182,6 +192,7 @@ class TotalsReduction:
             )
 
     def _pack(self) -> Tensor:
+        """Return the vector with this rank's flags and slots."""
         width = 2 * len(self.names)
         if self._world.device.type == "cpu":
             values = [*self._flags, *[0.0] * (self._num_micro * width)]
@@ -226,7 +237,11 @@ class AsyncScalars:
 
 @dataclass(kw_only=True)
 class StepResult:
-    """The result of one optimizer step. `loss`, `terms` and `grad_norm` are global: the same on every rank."""
+    """The result of one optimizer step. `loss`, `terms` and `grad_norm` are global: the same on every rank.
+
+    `samples` is the number of samples in the global batch. `skipped` is True if the update was skipped. `lr` is the
+    learning rate of the update, if the step has recorded it.
+    """
 
     step: int
     samples: int
@@ -269,7 +284,7 @@ class TotalsBuilder:
     In the first step, all ranks agree on the names of the terms.
 
     `reports_loss`: this rank reports the terms that it computes, for all ranks that compute the same terms.
-    `buffers`: the policy of the model's buffers, if it watches any.
+    `buffers`: a list with the policy of the model's buffers, or an empty list if no buffer is watched.
     """
 
     def __init__(
@@ -294,7 +309,10 @@ class TotalsBuilder:
         return self._names is not None
 
     def new_reduction(self, step_batch: StepBatch, terms: Terms | None, *, stop: bool) -> TotalsReduction:
-        """Return this step's empty reduction vector."""
+        """Return this step's reduction with its flags set. `terms` are one microbatch's terms, or None without samples.
+
+        All ranks call this.
+        """
         names = self.agree_on_names(terms)
         reduction = TotalsReduction(
             world=self._world, names=names, num_micro=step_batch.num_micro, on_empty=self._on_empty
@@ -309,13 +327,16 @@ class TotalsBuilder:
             reduction.store_terms(index, terms)
 
     def start_reduction(self, reduction: TotalsReduction) -> None:
-        """Start the all-reduce of the vector, with the flag for changed buffers."""
+        """Set the flag for changed buffers, and start the all-reduce of the vector."""
         for buffers in self._buffers:
             reduction.set_flag(BUFFERS, float(buffers.has_changed()))
         reduction.start()
 
     def gather_counts(self, data: Sequence[Any]) -> dict[str, Tensor] | None:
-        """Return the counts of the global batch if the job gives them before the forward, else None."""
+        """Return the counts of the global batch by term, or None if the job does not give them before the forward.
+
+        `data` has this rank's microbatches. All ranks call this.
+        """
         if not self._contract.has_early_counts:
             return None
         local = local_counts(self._contract, data)
@@ -340,7 +361,7 @@ class TotalsBuilder:
 
 
 def local_counts(contract: LossContract, data: Sequence[Any]) -> dict[str, float | Tensor]:
-    """Return the counts of these microbatches, from the job's `count=`, before any forward."""
+    """Return the count of each term, summed over these microbatches, from the job's `count=`."""
     local: dict[str, float | Tensor] = {}
     for batch in data:
         for name, count in contract.counts(batch).items():
@@ -349,7 +370,7 @@ def local_counts(contract: LossContract, data: Sequence[Any]) -> dict[str, float
 
 
 def global_counts(local: dict[str, float | Tensor], *, world: World, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the counts summed over all ranks, before the first forward."""
+    """Return the count of each term, summed over all ranks of `world`."""
     values = [torch.as_tensor(local.get(name, 0.0), dtype=torch.float64, device=world.device) for name in names]
     vector = world.all_reduce(torch.stack(values))
     return dict(zip(names, vector.unbind(), strict=True))
@@ -360,6 +381,7 @@ def _sum_or_nan(values: Sequence[float]) -> float:
 
 
 def _quotient(total: float, count: float, *, on_empty: str = "stop") -> float:
+    """Return `total / count`, or NaN if the count is zero. If `on_empty` is "zero" and both are zero, return zero."""
     if not count and on_empty == "zero" and not total:
         return 0.0
     return total / count if count else math.nan

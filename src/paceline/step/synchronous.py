@@ -17,13 +17,13 @@ from paceline.step.replica_context import ReplicaContext
 from paceline.step.step_totals import AsyncScalars, StepResult, TotalsReduction
 from paceline.torch_internals.private_api import tensor_version
 
-MAX_ATTEMPTS = 8
+MAX_ATTEMPTS = 8  # how often one step is computed at most; exact mode repeats a step to choose new exponents
 
 
 class SynchronousStep:
-    """A synchronous training step, the same program on every rank. `run` commits on all ranks or on none.
+    """A synchronous training step. Every rank runs the same program, and `run` updates all ranks or none.
 
-    `lag` steps later, the results of a step can be read without waiting. Here `lag` is 0: they can be read at once.
+    `lag` is the number of steps after which a step's result can be read without waiting; here it is 0.
     """
 
     lag = 0
@@ -33,10 +33,10 @@ class SynchronousStep:
         self.steps_done = 0
         self.deferred_finite_check = DeferredFiniteCheck(replica.update)
         self.forward_backward = forward_backward or build_forward_backward(replica)
-        self._has_checked_writes = replica.world.world_size == 1 and not replica.exact
+        self._needs_write_check = replica.world.world_size > 1 or replica.exact
 
     def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
-        """Run forward, backward, gradient reduction, clipping and update. `stop`: this rank then wants to stop.
+        """Run one step, from the forwards to the update. If `stop`, this rank wants to stop after the step.
 
         Raises:
             NonFiniteError: the loss or a gradient is not finite, and the run is set to stop on that.
@@ -53,7 +53,7 @@ class SynchronousStep:
         return result
 
     def _commit_update(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
-        """Update the weights. If `loss` is None, it was not read yet: run the finite check of the previous step."""
+        """Update the weights. If `loss` is None, it was not read yet, and the previous step is checked instead."""
         start_time = time.perf_counter()
         nonfinite_terms = () if loss is None else result.totals.nonfinite_terms
         grad_norm, is_applied = self.replica.update.commit(
@@ -74,28 +74,29 @@ class SynchronousStep:
         """Complete every step that is still in flight. Every rank calls this."""
 
     def flush_reports(self) -> None:
-        """Send all buffered results now, because a single rank may read one of them next."""
+        """Send all buffered results now, because one rank may read a result next while the others do not."""
 
     @property
     def sent_bytes(self) -> float | None:
-        """The number of bytes that this rank has sent; None under ZeRO-3, where torch itself gathers the units."""
+        """The number of bytes that this rank has sent. None under ZeRO-3, because torch does not count its messages."""
         worlds = self.replica.worlds
         return None if worlds.mesh.zero == 3 and worlds.shard.world_size > 1 else worlds.all_ranks.traffic.sent_bytes
 
     @property
     def num_retained_batches(self) -> int:
-        """The number of recent batches that the loop keeps: a delayed finite check may still report one of them."""
+        """The number of recent batches that the loop keeps, because a delayed finite check may report one of them."""
         return 2 + self.lag
 
     @property
     def has_delayed_results(self) -> bool:
-        """True if ranks read the result of a step at different times; reading it must then start no collective."""
+        """True if ranks read the result of a step at different times, so that reading it must start no collective."""
         return bool(self.lag)
 
     def synchronised_weights(self) -> AbstractContextManager[dict[str, Tensor]]:
         """Return a context in which the model has the weights to evaluate, save or export.
 
-        If this rank trains other weights (local SGD), the context yields those; else it yields an empty dict.
+        If this rank trains weights of its own (local SGD), the context yields them by name. Otherwise it yields an
+        empty dict.
         """
         return nullcontext({})
 
@@ -111,7 +112,7 @@ class SynchronousStep:
         return []
 
     def compute_gradients(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
-        """Compute the global gradient into every `.grad`. Besides gradients, only running statistics change."""
+        """Compute the global gradient into every `.grad`. Apart from gradients, only buffers change."""
         start_time = time.perf_counter()
         for _ in range(MAX_ATTEMPTS):
             for recorder in self.replica.state_recorders:
@@ -145,7 +146,7 @@ class SynchronousStep:
         )
 
     def _annotate_error(self, error: BaseException, versions_before: list[int]) -> None:
-        """Add this rank's progress through its units to the error; raise a JobError if a forward wrote to a weight."""
+        """Add to the error which units this rank has run. If a forward wrote to a weight, raise a JobError instead."""
         order_check = getattr(self.replica.reducer, "order_check", None)
         if order_check is not None:
             annotate_progress(error, order_check.describe_progress())
@@ -159,17 +160,19 @@ class SynchronousStep:
             recorder.close()
 
     def _parameter_versions(self) -> list[int]:
-        """Return the parameters' version counters, to detect writes by a forward; only in the first step."""
-        return (
-            []
-            if self._has_checked_writes
-            else [tensor_version(parameter) for parameter in self.replica.model.parameters()]
-        )
+        """Return the parameters' version counters, which show writes by a forward.
+
+        Return an empty list if the check is not needed or was done in an earlier step.
+        """
+        if not self._needs_write_check:
+            return []
+        return [tensor_version(parameter) for parameter in self.replica.model.parameters()]
 
     def _refuse_writes(self, versions_before: list[int]) -> None:
+        """Raise an error if a parameter was written to since `versions_before`."""
         if not versions_before:
             return
-        versions_after, self._has_checked_writes = self._parameter_versions(), True
+        versions_after, self._needs_write_check = self._parameter_versions(), False
         pairs = zip(self.replica.model.named_parameters(), versions_before, versions_after, strict=False)
         written_parameters = [(name, parameter) for (name, parameter), old, new in pairs if old != new]
         if written_parameters:
@@ -177,9 +180,10 @@ class SynchronousStep:
             raise parameter_write_error(name, is_trainable=parameter.requires_grad)
 
     def _synchronize_buffers(self, reduction: TotalsReduction) -> None:
-        """Make the buffers equal on all ranks if one has changed.
+        """Make the buffers equal on all ranks if a buffer has changed.
 
-        On a CPU the all-reduced flag decides. On a GPU, where reading it would wait, this rank's own flag decides.
+        On a CPU, the all-reduced flag shows whether one has changed on any rank. On a GPU, reading that flag would
+        wait for the device, so each rank checks its own buffers.
         """
         totals = reduction.wait_for_totals() if self.replica.world.device.type == "cpu" else None
         for buffers in self.replica.watched_buffers:
@@ -187,7 +191,7 @@ class SynchronousStep:
 
 
 def parameter_write_error(name: str, *, is_trainable: bool = True) -> JobError:
-    """Return the error for a forward that writes to a parameter. A frozen one is probably a momentum teacher's."""
+    """Return the error for a forward that writes to a parameter. A frozen parameter suggests a momentum teacher."""
     if not is_trainable:
         return JobError(
             f"the forward writes to the parameter {name}, which is not trained: each rank would write to it once for "

@@ -1,4 +1,4 @@
-"""The table of update rules. A new rule is a package in `step/` with an object here."""
+"""The table of update rules. To add a rule, write a package in `step/` and add its object to `STEP_RULES`."""
 
 from collections.abc import Mapping
 
@@ -47,5 +47,5 @@ STEP_RULES: Mapping[UpdateKind, StepRule] = {
 
 
 def step_rule(update: UpdateRule) -> StepRule:
-    """Return the table's object for this update rule."""
+    """Return the object that implements this update rule."""
     return STEP_RULES[update.kind]

@@ -1,4 +1,4 @@
-"""A guard that yields each batch of a run once, although several loops may read the loader one after another."""
+"""A guard that yields each batch of a run once, although the user may write several loops one after another."""
 
 from collections.abc import Iterator
 
@@ -8,9 +8,9 @@ from paceline.errors import RunError, UsageError
 
 
 class BatchGuard:
-    """A guard that yields the next batch only after the previous one was stepped, so no batch is lost or repeated.
+    """A guard that yields the next batch only after the step on the previous batch, so no batch is lost or repeated.
 
-    `pending_batch` is the batch to step now. The training loop sets it to None after the step.
+    `pending_batch` is the batch that the next step must use. The training loop sets it to None after the step.
     """
 
     def __init__(self, loader: BatchLoader) -> None:
@@ -20,10 +20,10 @@ class BatchGuard:
         self._num_loops = 0
 
     def iterate(self) -> Iterator[StepInput]:
-        """Yield batches from the current position, starting with one that an earlier loop took but did not step.
+        """Yield batches from the current position, first a batch that an earlier loop left without a step.
 
         Raises:
-            UsageError: the previous batch was not stepped, or a newer loop was started.
+            UsageError: no step was run on the previous batch, or a newer loop was started.
         """
         self._num_loops += 1
         loop_number = self._num_loops
@@ -32,7 +32,7 @@ class BatchGuard:
         while True:
             if loop_number != self._num_loops:
                 raise UsageError(
-                    "this loop over run.batches() has ended: a newer one was started.",
+                    "this loop over run.batches() has ended: a newer loop was started.",
                     cause="two iterators of run.batches() in alternation; they share the samples",
                     hint="one at a time: leave the first with break, then use the second",
                 )
@@ -47,17 +47,17 @@ class BatchGuard:
             yield self.pending_batch
 
     def check(self, step_batch: StepInput) -> None:
-        """Check that this is the batch to step now; the user may have changed the data in its microbatches.
+        """Check that this is the batch that the next step must use. The user may have changed its data.
 
         Raises:
-            UsageError: the batch was already stepped, or is not the latest one.
+            UsageError: a step was already run on the batch, or the batch is not the latest one.
         """
         if self.pending_batch is not None and step_batch.batch.next_cursor == self.pending_batch.batch.next_cursor:
             return
         step = step_batch.batch.next_cursor.step
         is_later_step = self.pending_batch is not None and step >= self.pending_batch.batch.next_cursor.step
         raise UsageError(
-            f"this batch is not the last one from run.batches(): it belongs to step {step}."
+            f"this batch is not the latest one from run.batches(): it belongs to step {step}."
             if is_later_step
             else f"this batch was already stepped: it belongs to step {step}.",
             cause="run.step(batch) twice on one batch, or on a batch kept from an earlier step",
@@ -65,6 +65,7 @@ class BatchGuard:
         )
 
     def _read_next(self) -> StepInput:
+        """Return the next batch from the loader."""
         if self._batches is None:
             self._batches = iter(self._loader)
         step_batch = next(self._batches, None)

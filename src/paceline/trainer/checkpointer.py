@@ -79,9 +79,10 @@ def build_train_state(setup: TrainingSetup) -> TrainState:
 
 
 def run_identity(setup: TrainingSetup, *, num_samples: int | None, data: str, job: str = "") -> dict[str, Any]:
-    """Return the properties that must be unchanged for a run to be resumed. Every rank must call this.
+    """Return the properties that a run must still have when it is resumed, as JSON. Every rank must call this.
 
-    `job` is the name of the job's file, or empty for a Python object, which has none.
+    `num_samples` is None for a stream. `data` is the fingerprint of the data. `job` is the name of the job's file, or
+    empty for a Python object, which has none.
     """
     train_state = build_train_state(setup)
     groups = group_names(setup.update.optimizers, train_state.optimizer_shards)
@@ -122,18 +123,16 @@ class RuleState(Protocol):
     def extend(
         self, files: Files, state: dict[str, Any], local_weights: Mapping[str, Tensor]
     ) -> tuple[Files, dict[str, Any]]:
-        """Return this rank's files and JSON state with those of the rule.
+        """Return this rank's `files` and JSON `state`, extended by what the rule adds. Every rank calls this.
 
-        Under local SGD, the model now contains the sites' mean and `local_weights` this rank's own weights. Under other
-        rules, `local_weights` is empty.
-
-        Every rank calls this.
+        Under local SGD, the model contains the sites' mean during this call, and `local_weights` has this rank's own
+        weights. Under other rules, `local_weights` is empty.
         """
 
-    def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
-        """Return the checkpoint as this rank reads it; `is_same` says that the same rule saved it."""
+    def view(self, loaded: OpenCheckpoint, *, is_same_rule: bool) -> OpenCheckpoint:
+        """Return the checkpoint as this rank reads it. `is_same_rule` is True if the same update rule saved it."""
 
-    def load(self, loaded: OpenCheckpoint, *, is_same: bool) -> None:
+    def load(self, loaded: OpenCheckpoint, *, is_same_rule: bool) -> None:
         """Load the rule's own state. Every rank calls this."""
 
 
@@ -146,11 +145,11 @@ class NoRuleState:
         """Return the files and the state as they are."""
         return files, state
 
-    def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
+    def view(self, loaded: OpenCheckpoint, *, is_same_rule: bool) -> OpenCheckpoint:
         """Return the checkpoint as it is."""
         return loaded
 
-    def load(self, loaded: OpenCheckpoint, *, is_same: bool) -> None:
+    def load(self, loaded: OpenCheckpoint, *, is_same_rule: bool) -> None:
         """Load nothing."""
 
 
@@ -175,7 +174,10 @@ def build_rule_state(setup: TrainingSetup) -> RuleState:
 
 
 class Checkpointer:
-    """A writer of one run's checkpoints. Each rank writes the shards that it owns, then rank 0 writes the manifest."""
+    """A writer of one run's checkpoints. Each rank writes the shards that it owns, then rank 0 writes the manifest.
+
+    `last_saved` is the step of the newest checkpoint that this run has saved or has resumed from, or -1.
+    """
 
     def __init__(
         self,
@@ -206,7 +208,7 @@ class Checkpointer:
         loader_state = dict(loader.state())
         with self._setup.step.synchronised_weights() as local_weights:
             files, state = collect_files(build_train_state(self._setup))
-            # The keys of the state are those of the checkpoint format. "stash": a pipeline's batches in flight.
+            # The keys of the state belong to the checkpoint format. "stash" has a pipeline's batches in flight.
             files, state = build_rule_state(self._setup).extend(files, {**state, "stash": None}, local_weights)
             error_feedback_files, error_feedback_state = collect_error_feedback(self._setup.parallelized_model.reducer)
             files |= error_feedback_files
@@ -239,7 +241,7 @@ class Checkpointer:
         return [saved, *(Note(text=text, level="warning") for text in warnings if text)]
 
     def _note_lost_mark(self) -> str:
-        """Return a warning, once, if the mark of the best checkpoint cannot be read."""
+        """Return a warning, once, if the file that names the best checkpoint cannot be read."""
         is_newly_lost = is_mark_broken(self._folder, BEST) and not self._has_reported_lost_mark
         self._has_reported_lost_mark |= is_newly_lost
         return (
@@ -260,7 +262,7 @@ class Checkpointer:
         self._untracked_state.start_tracking()
 
     def amend(self, *, progress: Mapping[str, Any], is_best: bool) -> None:
-        """Write the outcome of an evaluation into the checkpoint of this step. Every rank must call this.
+        """Write the outcome of an evaluation into the last saved checkpoint. Every rank must call this.
 
         Raises:
             SaveError: the outcome cannot be written.
@@ -276,6 +278,7 @@ class Checkpointer:
                 update_state(path, extra=dict(progress))
 
     def _mark_and_prune(self, path: Path, step: int, is_best: bool) -> None:
+        """Mark this checkpoint if it is the best, and remove the oldest checkpoints."""
         if not self._world.is_main:
             return
         if is_best:
@@ -286,7 +289,10 @@ class Checkpointer:
 
 
 def checkpoint_to_resume(task: Task) -> str | None:
-    """Return the checkpoint to resume from. Call this with the run folder locked: another run may have saved."""
+    """Return the checkpoint to resume from: a path, any other text for the newest one, or None for a new start.
+
+    Call this after the run folder is locked, because another run may have saved checkpoints there before.
+    """
     if task.resume is None and task.verb == "train" and task.run and has_saves(RunFolder(Path(task.run)).checkpoints):
         return "newest"
     return task.resume
@@ -295,30 +301,35 @@ def checkpoint_to_resume(task: Task) -> str | None:
 def find_checkpoint(folder: Path, *, requested: Path | None, world: World) -> tuple[OpenCheckpoint | None, list[Event]]:
     """Return the checkpoint to resume from: the requested one, or the newest valid one. Rank 0 chooses for all ranks.
 
+    Also return an event for each checkpoint that was refused.
+
     Raises:
-        CheckpointError: the requested checkpoint can't be used, or none of several can be used.
+        CheckpointError: the requested checkpoint can't be used, or the folder has checkpoints and all are refused.
     """
-    chosen: str | None = None
+    chosen_path: str | None = None
     refusals: list[tuple[str, str]] = []
     if world.is_main and requested is None:
         path, unusable = find_newest_usable(folder)
-        chosen, refusals = (str(path) if path else None), [(str(refusal.path), refusal.reason) for refusal in unusable]
+        chosen_path, refusals = (
+            (str(path) if path else None),
+            [(str(refusal.path), refusal.reason) for refusal in unusable],
+        )
     elif requested is not None:
-        chosen = str(requested)
-    chosen, refusals = world.share_json([chosen, refusals])
+        chosen_path = str(requested)
+    chosen_path, refusals = world.share_json([chosen_path, refusals])
     refused = [UnusableCheckpoint(path=Path(path), reason=reason) for path, reason in refusals]
     events: list[Event] = [CheckpointRefused(path=path, reason=reason) for path, reason in refusals]
-    if chosen is None:
+    if chosen_path is None:
         if any(not checkpoint.is_unfinished for checkpoint in refused):
             raise no_usable_checkpoint(folder, refused, alternative="start a new run with another --run-dir")
         return None, events
-    return open_checkpoint(Path(chosen)), events
+    return open_checkpoint(Path(chosen_path)), events
 
 
 def read_saved_identity(loaded: OpenCheckpoint) -> Mapping[str, Any]:
     """Return the identity of the run that saved the checkpoint.
 
-    Properties that older versions did not record as identity are read from the state.
+    Properties that older versions of Paceline did not record as identity are read from the state.
     """
     state = loaded.state
     names = [{"names": [group["names"] for group in entry["groups"]]} for entry in state["optimizers"]]
@@ -334,7 +345,7 @@ def restore(
 
     Raises:
         CheckpointError: the checkpoint belongs to another model, or is damaged.
-        ResumeError: another property has changed, and `allow` does not permit it.
+        ResumeError: another property of the run has changed, and `allow` does not permit that.
     """
     with convert_state_errors(loaded):
         return _restore(loaded, setup=setup, identity=identity, allow=allow)
@@ -342,10 +353,10 @@ def restore(
 
 @contextmanager
 def convert_state_errors(loaded: OpenCheckpoint) -> Iterator[None]:
-    """Convert errors that an unexpected form of the state causes into a `CheckpointError`.
+    """Return a context that converts the errors which a malformed state causes into a `CheckpointError`.
 
     Raises:
-        CheckpointError: this run could not have written the state.
+        CheckpointError: the state does not have the form that this version writes.
     """
     try:
         yield
@@ -373,11 +384,11 @@ def _restore(
         problems.append(error)
     raise_all(problems)
     is_same_rule = loaded.state["identity"].get("update") == identity["update"]
-    state_of_rule = build_rule_state(setup)
-    rule_view = state_of_rule.view(loaded, is_same=is_same_rule)
+    rule_state = build_rule_state(setup)
+    rule_view = rule_state.view(loaded, is_same_rule=is_same_rule)
     load_update(rule_view, train_state, saved_identity=read_saved_identity(loaded), current_identity=identity)
     load_grid(setup.grid, loaded.state.get("grid", {}))
-    state_of_rule.load(rule_view, is_same=is_same_rule)
+    rule_state.load(rule_view, is_same_rule=is_same_rule)
     if loaded.state["identity"].get("compress") == identity["compress"]:
         load_error_feedback(loaded, setup.parallelized_model.reducer, world=setup.world)
     cursor = Cursor.from_json(loaded.state["cursor"])
@@ -395,11 +406,11 @@ def restore_weights(loaded: OpenCheckpoint, *, setup: TrainingSetup) -> None:
 
 
 def write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
-    """Write `consolidated/`, the model as evaluated, and the weight digest; return a line that names both.
+    """Write the weight digest and `consolidated/`, the model as evaluated. Return a line that names both.
 
-    The digest covers the trained weights, not their average. Torch's build and kernels affect the digest, so they are
-    written next to it.
-    Every rank must call this; rank 0 writes. If rank 0 holds the whole model, the other ranks do nothing.
+    The digest covers the trained weights, not their average. Torch's build and kernels affect the digest, so their
+    names are written next to it. Every rank must call this, and rank 0 writes. If rank 0 holds the whole model, the
+    other ranks do nothing.
     """
     with setup.step.synchronised_weights():
         return _write_final_weights(setup, run, step=step)
@@ -408,8 +419,8 @@ def write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
 def _write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
     if not is_writer(setup) or (setup.weights.is_unsharded and not setup.world.is_main):
         return ""
-    listing = view_state_dict(setup.model, weights=setup.weights, world=setup.site)
-    digest = weights_digest(listing.full_tensors(sorted(listing.entries)))
+    state_view = view_state_dict(setup.model, weights=setup.weights, world=setup.site)
+    digest = weights_digest(state_view.full_tensors(sorted(state_view.entries)))
     record: dict[str, Any] = {"digest": digest, "of": "the weights in training", "step": step}
     record |= {"torch_build": torch_build(), "cpu": cpu_name(), "kernels": kernel_fingerprint()}
     if setup.world.is_main:
@@ -417,10 +428,10 @@ def _write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
             (run / WEIGHTS_RECORD).unlink(missing_ok=True)
     with setup.as_evaluated():
         folder = consolidate_weights(
-            listing, run / "consolidated", config=getattr(setup.model, "config", None), world=setup.site
+            state_view, run / "consolidated", config=getattr(setup.model, "config", None), world=setup.site
         )
         if setup.update.ema is not None:
-            record["average"] = weights_digest(listing.full_tensors(sorted(listing.entries)))
+            record["average"] = weights_digest(state_view.full_tensors(sorted(state_view.entries)))
     if setup.world.is_main:
         with convert_to_save_error(WEIGHTS_RECORD, run):
             write_json(run / WEIGHTS_RECORD, add_digest({**record, "files": digest_files(folder)}))

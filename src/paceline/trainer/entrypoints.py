@@ -33,13 +33,13 @@ def train(payload: Mapping[str, Any]) -> int:
 
 
 def evaluate(payload: Mapping[str, Any]) -> int:
-    """Compute exact metrics of a checkpoint; rank 0 writes them as the command's answer."""
+    """Compute exact metrics of a checkpoint. Rank 0 writes them to the file that the command reads."""
     task = Task.from_json(payload)
     run = Run.worker(task)
     split = str(task.options.get("split", "eval"))
     if getattr(run.job, f"{split}_data", None) is None:
         raise JobError(f"the job has no {split}_data.", hint=f"pl.Job(..., {split}_data=...)")
-    _remove_optimizer(run)
+    _replace_optimizer(run)
     session = run.open()
     task = session.prepared_job.task
     run_folder = RunFolder(Path(task.run))
@@ -67,8 +67,8 @@ def evaluate(payload: Mapping[str, Any]) -> int:
     return 0
 
 
-def _remove_optimizer(run: Run) -> None:
-    """Remove the job's optimizer and schedule, so that they do not restrict the layouts of an evaluation."""
+def _replace_optimizer(run: Run) -> None:
+    """Replace the job's optimizer by a placeholder without a schedule, so that it does not restrict the layouts."""
     assert run._prepared_job is not None
     run.job = replace(run.job, optimizer=_placeholder_optimizer, lr_schedule=None)
     run._prepared_job = replace(run._prepared_job, job=run.job)

@@ -71,13 +71,13 @@ class SitesState:
         files = {name: writables for name, writables in site_files.items() if writables}
         return files, state | {"sites": site_states, "due": due_steps}
 
-    def view(self, loaded: OpenCheckpoint, *, is_same: bool) -> OpenCheckpoint:
+    def view(self, loaded: OpenCheckpoint, *, is_same_rule: bool) -> OpenCheckpoint:
         """Return the checkpoint as this rank's site reads it.
 
-        If another rule saved it (not `is_same`), all sites start equal.
+        If another update rule saved the checkpoint (`is_same_rule` is False), all sites read the same state.
         """
         synchronizer = self.synchronizer
-        if not is_same:
+        if not is_same_rule:
             return loaded
         prefix = _site_file(synchronizer.site_index, "")
         files = {name.removeprefix(prefix): stored for name, stored in loaded.files.items() if name.startswith(prefix)}
@@ -85,14 +85,14 @@ class SitesState:
             loaded, files=loaded.files | files, state=loaded.state | loaded.state["sites"][synchronizer.site_index]
         )
 
-    def load(self, loaded: OpenCheckpoint, *, is_same: bool) -> None:
+    def load(self, loaded: OpenCheckpoint, *, is_same_rule: bool) -> None:
         """Load this site's own weights and the synchronised weights of all sites. Every rank must call this.
 
         Raises:
             CheckpointError: a stored tensor is damaged.
         """
         setup, synchronizer = self.setup, self.synchronizer
-        if not is_same:
+        if not is_same_rule:
             synchronizer.reset()
             return
         stored = loaded.files.get(SITE_WEIGHTS_FILE, StoredTensors([]))
@@ -119,6 +119,7 @@ def _site_file(site: int, name: str) -> str:
 
 
 def _writable_shards(setup: TrainingSetup, key: str, name: str, tensor: Tensor) -> Iterator[Writable]:
+    """Yield what this rank writes of `tensor` under `key`. `tensor` is sharded like the tensor `name` of the model."""
     specs = _sharding_of(setup, name).shard_specs(name)
     yield from owned_shards(
         key, dtype=tensor.dtype, get_tensor=partial(Tensor.detach, tensor), shard_specs=specs, rank=setup.site.rank
@@ -131,5 +132,5 @@ def _read_shard(stored: StoredTensors, key: str, name: str, setup: TrainingSetup
 
 
 def _sharding_of(setup: TrainingSetup, name: str) -> ShardedTensors:
-    """Return the optimizer's sharding of a tensor if the optimizer holds it, else the model's."""
+    """Return the optimizer's sharding if the optimizer has the tensor `name`, else the model's sharding."""
     return setup.optim_shards if name in setup.optim_shards.local_tensors else setup.weights

@@ -35,7 +35,11 @@ from paceline.trainer.step_logger import StepLogger
 
 
 class Loop:
-    """The training loop of one rank. Every rank takes the same decisions, because they depend only on shared values."""
+    """The training loop of one rank.
+
+    Every rank makes the same decisions, because decisions depend only on values that all ranks share. `run_for_on_eval`
+    is the argument of the job's `on_eval`.
+    """
 
     def __init__(
         self,
@@ -67,7 +71,7 @@ class Loop:
         self._checkpointer = checkpointer
         self._heartbeat = heartbeat
         self._faults = faults
-        self._faults_before_step = [faults] if faults.has_any else []
+        self._faults_before_step = [faults] if faults.has_any else []  # lists, so that a step loops over what is on
         self._stop = stop
         self._open_lengths = [length] if length.is_open else []
         self._memory_baseline = memory_baseline
@@ -80,7 +84,7 @@ class Loop:
         self.save_every = setup.settings.checkpoint.every or derived_interval(self.total_steps)
         self.eval_every = setup.settings.eval.every or derived_interval(self.total_steps)
         self._best_metric = BestMetricTracker(setup.job, progress)
-        self.rule_changes = self._best_metric.rule_changes
+        self.rule_changes = self._best_metric.rule_changes  # lines for the banner
         self._is_ended_early = self._best_metric.is_over
         self._evaluator = Evaluator(setup)
         self._shared_metrics = SharedMetrics(setup.world)
@@ -125,7 +129,10 @@ class Loop:
         )
 
     def step(self, step_batch: StepInput, *, needs_result: bool = False) -> StepResult:
-        """Run one optimizer step; log, save, evaluate when due. With `needs_result`, any rank can read the result."""
+        """Run one optimizer step, then log, save and evaluate if they are due.
+
+        With `needs_result`, a single rank can read the result, even if the other ranks do not.
+        """
         step_number = self.cursor.step + 1
         try:
             result = self._train_step(step_batch)
@@ -141,6 +148,7 @@ class Loop:
             raise
 
     def _train_step(self, step_batch: StepInput) -> StepResult:
+        """Run one step, log it, and run what is due after it."""
         if step_batch is None or step_batch is not self._batch_guard.pending_batch:
             self._batch_guard.check(step_batch)
         self._stop.reinstall()
@@ -162,7 +170,7 @@ class Loop:
         return result
 
     def check_same_call(self, local_call: str) -> None:
-        """Check that all ranks are at the same call in the script. Every rank calls this.
+        """Check that all ranks are at the same call in the script, which `local_call` names. Every rank calls this.
 
         Raises:
             UsageError: another rank is at a different call.
@@ -171,13 +179,13 @@ class Loop:
         other = next((rank for rank, other_call in enumerate(calls) if other_call != calls[0]), None)
         if other is not None:
             raise UsageError(
-                f"rank 0 is at {calls[0]}, and rank {other} at {calls[other]}: every rank must make this call.",
+                f"rank 0 is at {calls[0]}, and rank {other} at {calls[other]}: every rank must make the same calls.",
                 cause="a call inside `if run.rank == 0:`",
                 hint="call it on every rank, and print its result on rank 0",
             )
 
     def finish_pending(self) -> None:
-        """Complete any step still in flight, so that the weights can be read."""
+        """Complete the steps in flight, so that the weights can be read."""
         with self._explain_nonfinite():
             self.setup.step.finish_pending()
         self._logger.flush()
@@ -186,7 +194,10 @@ class Loop:
 
     @contextmanager
     def synchronised_weights(self) -> Iterator[None]:
-        """Return a context with the weights to read: under local SGD, the sites' mean. Every rank must call this."""
+        """Return a context in which the model has the weights to read: under local SGD, the sites' mean weights.
+
+        Every rank must call this.
+        """
         self.finish_pending()
         with self.setup.step.synchronised_weights():
             yield
@@ -198,9 +209,10 @@ class Loop:
 
     @contextmanager
     def _explain_nonfinite(self) -> Iterator[None]:
-        """Add the non-finite inputs to a `NonFiniteError`, which may belong to an earlier step.
+        """Return a context that adds to a `NonFiniteError` which inputs of its step were not finite.
 
-        If results are read with a delay, ranks raise the error at different times, so each checks only its own inputs.
+        The error may belong to an earlier step. If results are read with a delay, ranks raise the error at different
+        times, so each rank checks only its own inputs.
         """
         try:
             yield
@@ -238,7 +250,7 @@ class Loop:
                 self.setup.job.on_eval(self._run_for_on_eval) if self.setup.job.on_eval else None
             )
         if self.setup.job.on_eval:
-            self.setup.step.finish_pending()  # with Hogwild no worker continues while another still reads the weights
+            self.setup.step.finish_pending()  # under Hogwild, no worker may train while another reads the weights
         metrics = self._shared_metrics.share({**result.metrics, **on_eval_numbers})
         for note in filter(None, (self._shared_metrics.note, self._evaluator.note)):
             self.event_bus.emit(Note(text=note, level="warning"))
@@ -299,6 +311,7 @@ class Loop:
         self.is_stopping, self.stop_reason = True, self.stop_reason or "asked"
 
     def _run_due_actions(self) -> None:
+        """Check, save, evaluate and stop after a step, if they are due."""
         step = self.cursor.step
         if self.is_over():
             self.finish_pending()
@@ -328,7 +341,7 @@ class Loop:
             self._last_checked_step = self.cursor.step
 
     def _evaluate_due(self) -> None:
-        """Evaluate. If a stop is requested before or during the evaluation, the resumed run starts with it instead."""
+        """Evaluate. If a stop is requested before the evaluation ends, the resumed run will repeat it first."""
         self._faults.fire("eval", step=self.cursor.step)
         event = None if self.is_stopping else self._evaluate(stop=lambda: self._stop.is_requested)
         if event is None:
@@ -339,7 +352,10 @@ class Loop:
             self._record_outcome(is_best)
 
     def _record_outcome(self, is_best: bool) -> None:
-        """Write an evaluation's outcome to disk: amend this step's checkpoint, or save one for a best or last step."""
+        """Write an evaluation's outcome into this step's checkpoint.
+
+        If the step has no checkpoint, save one if the step is the best so far or the run is stopping.
+        """
         if self._checkpointer.last_saved == self.cursor.step:
             self._checkpointer.amend(progress=self.progress.as_json(), is_best=is_best)
             if is_best:
@@ -348,6 +364,7 @@ class Loop:
             self.save(is_best=is_best)
 
     def _judge_evaluation(self, event: EvalDone) -> bool:
+        """Return whether the evaluation is the best so far. Stop the run if early stopping demands it."""
         outcome = self._best_metric.record_evaluation(event)
         self._is_ended_early = self._best_metric.is_over
         for note in outcome.notes:
@@ -363,7 +380,7 @@ class Loop:
         return any(length.is_reached(self.cursor, tokens=self.progress.tokens) for length in self._open_lengths)
 
     def report_finished(self) -> None:
-        """Report over the heartbeat that no more steps follow, so that the script may take as long as it needs."""
+        """Report in the heartbeat that no more steps follow. From then on, the launcher accepts a long silence."""
         self._send_heartbeat(phase="over")
 
     def _send_heartbeat(self, *, phase: str = "step") -> None:

@@ -1,9 +1,9 @@
-"""A parameter server's worker: it leases a share of a batch, computes its gradient, and pushes the gradient.
+"""A parameter server's worker: it leases a share of a batch, computes the share's gradient, and pushes the gradient.
 
 The gradient is computed on the weights that come with the lease.
 
-It has no training loop and no optimizer state, and takes no decisions. It can be lost at any moment: a share that was
-not pushed completely is given to another worker, or to this one after a restart.
+A worker has no training loop and no optimizer state, and makes no decisions. It can be lost at any moment: a share that
+was not pushed completely is given to another worker, or to the same worker after its restart.
 """
 
 import os
@@ -43,7 +43,7 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup, build_tra
 from paceline.trainer.setup.prepare import PreparedJob
 
 _MAX_TRIES = 3
-_ANSWER_SECONDS = 30.0  # the wait for a server that is already running
+_RECONNECT_SECONDS = 30.0  # the longest wait for new connections after a connection was lost
 
 
 class WorkerFinished(SystemExit):
@@ -84,16 +84,16 @@ def compute_shares(prepared_job: PreparedJob, setup: TrainingSetup, endpoint: Wo
             return 0
         except ConnectionLost as error:
             failed_tries = failed_tries + 1 if worker.num_pushed == num_pushed_before else 0
-            limit = _ANSWER_SECONDS
+            limit = _RECONNECT_SECONDS
             if failed_tries == _MAX_TRIES:
                 raise MachineError(f"connection closed by the server: {error}") from error
 
 
 def _call_with_timeout(seconds: float, connect: Callable[[], list[Connection]]) -> list[Connection]:
-    """Return the result of `connect`, called in a thread: a request to the store of a stopped process blocks forever.
+    """Return the result of `connect`. It runs in a thread, because it blocks forever if the server is stopped.
 
     Raises:
-        MachineError: no result came within `seconds`.
+        MachineError: `connect` did not return within `seconds`.
     """
     results: list[list[Connection] | BaseException] = []
 
@@ -124,7 +124,7 @@ class ParameterServerWorker:
         self.num_pushed = 0
         self._totals_builder = self._replica.make_totals_builder(reports_loss=True)
         self._has_checked_writes = False
-        self._faulted_step = 0
+        self._faulted_step = 0  # the faults injected into steps up to this one have fired
         self._sums_shares = prepared_job.plan.update_rule.staleness == 0
         settings, job, task = prepared_job.settings, setup.job, prepared_job.task
         self._loader = random_access_loader(job, settings, global_batch_size=prepared_job.plan.global_batch_size)
@@ -161,7 +161,7 @@ class ParameterServerWorker:
     def _compute_lease(
         self, message: ServerMessage, first_server: "_ServerConnection", other_servers: "Sequence[_ServerConnection]"
     ) -> None:
-        """Compute and push the gradient of one lease. The first server gets it last: its push completes the lease."""
+        """Compute and push the gradient of one lease. The last push is to the first server and completes the lease."""
         lease = message.fields
         versions = [first_server.load(message)]
         for other in other_servers:
@@ -183,17 +183,17 @@ class ParameterServerWorker:
         self.num_pushed += 1
 
     def _receive_initial_state(self, connection: Connection, message: ServerMessage) -> "_ServerConnection":
-        """Copy the server's frozen tensors and buffers, and return its connection with the weights that it holds."""
-        frozen_tensors = fixed_tensors(self._replica.model)
+        """Copy the server's frozen parameters and buffers into the model, and return the server's connection."""
+        fixed = fixed_tensors(self._replica.model)
         if message.buffer is not None:
-            for tensor, value in zip(frozen_tensors, layout_of(frozen_tensors).views(message.buffer), strict=True):
+            for tensor, value in zip(fixed, layout_of(fixed).views(message.buffer), strict=True):
                 tensor.data.copy_(value)
         self._replica.buffers.begin()
         parameters = {member.name: member.parameter for member in self._named_parameters}
         return _ServerConnection(connection, [parameters[name] for name in message.fields["names"]])
 
     def _compute_share(self, lease: Mapping[str, Any]) -> dict[str, Any]:
-        """Compute the gradient of a share into every `.grad`, and return its loss terms."""
+        """Compute the gradient of a share into every `.grad`. Return the fields of its push that all servers get."""
         cursor = Cursor.from_json(lease["cursor"])
         stop_flag.reinstall()
         self._fire_faults(cursor.step + 1)
@@ -219,15 +219,15 @@ class ParameterServerWorker:
         return {**data_report, "terms": terms, "divided_by": divisors, "stop": stop_flag.is_requested}
 
     def _fire_faults(self, step: int) -> None:
-        """Fire the injected faults up to this step, even if another worker gets the share of that step."""
+        """Fire the injected faults of all steps up to this one, even of steps whose shares other workers got."""
         while self._faulted_step < step:
             self._faulted_step += 1
             self._faults.fire("step", step=self._faulted_step)
 
     def _count_targets(self, step_batch: StepInput, *, read_batch: Any) -> dict[str, Tensor] | None:
-        """Return the counts of targets, if the job computes them before the forward.
+        """Return the counts of targets, or None if the job does not compute them before the forward.
 
-        They cover the whole batch if the batch is one update, else this share.
+        If the batch is one update, the counts cover the whole batch. Otherwise they cover this share.
         """
         if not self._replica.contract.has_early_counts:
             return None
@@ -239,7 +239,7 @@ class ParameterServerWorker:
     def _compute_gradients(
         self, step_batch: StepInput, *, step: int, counts: dict[str, Tensor] | None
     ) -> dict[int, dict[str, tuple[float, float]]]:
-        """Run forward and backward of each microbatch, and return its loss terms."""
+        """Run forward and backward of each microbatch, and return the loss terms by microbatch index."""
         replica = self._replica
         replica.model.train()
         replica.reducer.begin()
@@ -285,7 +285,7 @@ class _ServerConnection:
         self.buffer = self._layout.empty_buffer()
 
     def load(self, message: ServerMessage) -> int:
-        """Copy the pulled values into the weights, and return their version."""
+        """Copy the values in the message into the weights, and return the version of these values."""
         if message.buffer is not None:
             for tensor, value in zip(self.weights, self._layout.views(message.buffer), strict=True):
                 tensor.data.copy_(value)
@@ -297,7 +297,7 @@ def _coalesce(gradient: Tensor | None) -> Tensor | None:
 
 
 def _first_reply(connection: Connection) -> ServerMessage:
-    """Return the reply to this worker's hello; a server sends it once the first batch is offered."""
+    """Return the server's reply to this worker's HELLO message. A server sends it when it has its first batch."""
     while (message := connection.receive()).kind is MessageKind.WAIT:
         pass
     return message

@@ -1,4 +1,4 @@
-"""Read any part of any batch: a parameter server's worker reads shares, the server a full batch with bad inputs."""
+"""Read any part of any batch. A parameter server's worker reads shares; a server reads a batch to find bad inputs."""
 
 from paceline.config.settings import Settings
 from paceline.data.leased_loader import RandomAccessLoader
@@ -22,7 +22,7 @@ def random_access_loader(job: Job, settings: Settings, *, global_batch_size: int
 
 
 def read_full_batch(step_batch: StepInput, setup: TrainingSetup) -> StepInput:
-    """Return the same batch with all its samples, regardless of which rank computed them."""
+    """Return the whole global batch of this step, with the samples that other ranks read."""
     plan, settings = setup.plan, setup.settings
 
     def read() -> StepInput:

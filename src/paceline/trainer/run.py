@@ -87,7 +87,7 @@ class _UpdateGuard:
             raise UsageError(
                 "optimizer.step() was called outside run.step(batch), which already updates the weights.",
                 cause="the loop does forward, backward or optimizer.step() itself, as without Paceline",
-                hint="for batch in run.batches(): run.step(batch), and no more; docs/place.md keeps your own loop",
+                hint="for batch in run.batches(): run.step(batch), and no more; docs/place.md is for your own loop",
             )
 
     def clear(self) -> None:
@@ -112,7 +112,7 @@ class Run:
     _update_guard: _UpdateGuard | None = None
     _hook: UncaughtHook | None = None
     _is_auto_layout = False
-    _script_command: Sequence[str] = ()  # the script's command line, in a process that was started for it
+    _script_command: Sequence[str] = ()  # the script's command line, in a process that Paceline started for the script
     _run_lock: RunLock | None = None
     _has_signal_handler = False
     _previous_death_signal: int | None = None  # the parent-death signal before `die_with_launcher` set it
@@ -142,15 +142,15 @@ class Run:
         self.job = job
         self.exit_code = int(ExitCode.DONE)
         self._session: Session | None = None
-        kind = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
+        device_type = ("cuda" if visible_gpus() else "cpu") if device == "auto" else device
         self._is_auto_layout = is_auto(layout)
         if self._is_auto_layout:
             resolve("paceline.measured_planning.auto_layout:refuse_auto_options")(update=update, compress=compress)
             layout = None
         raise_all(refuse_unknown_allowances(tuple(allow)))
         parsed_layout = parse_layout(layout) if layout is not None else None
-        rule, num_local_devices = parse_update(update), visible_gpus() if kind == "cuda" else 1
-        # As on the command line, a layout with a fixed number of ranks needs the ranks of the servers in addition.
+        rule, num_local_devices = parse_update(update), visible_gpus() if device_type == "cuda" else 1
+        # As on the command line, the servers' ranks come in addition to the ranks of a layout of a fixed size.
         layout_ranks = parsed_layout and parsed_layout.ranks and parsed_layout.ranks + rule.servers
         num_ranks = ranks or layout_ranks or world_size(os.environ) or num_local_devices or 1
         script = Path(sys.argv[0]).stem or "run"
@@ -170,7 +170,7 @@ class Run:
             update=str(rule),
             compress=str(parse_compress(compress)),
             ranks=num_ranks,
-            device=kind,
+            device=device_type,
             run=folder,
             resume=str(resume) if isinstance(resume, str | Path) else ("" if resume else None),
             allow=tuple(allow),
@@ -187,7 +187,7 @@ class Run:
         run.exit_code = int(ExitCode.DONE)
         run._prepared_job = prepare(task)
         if run._prepared_job.settings.train.exact and not choose_exact_kernels():
-            cause = "Job(settings=) requests it, but torch is already imported when that is read"
+            cause = "Job(settings=) requests exact mode, but torch is already imported when the job is read"
             raise torch_imported_error(cause, hint=f"paceline {task.verb} {task.job} --train.exact")
         run.job = run._prepared_job.job
         return run
@@ -269,11 +269,11 @@ class Run:
         return script_command(launcher, command=self._script_command or sys.orig_argv, change=change)
 
     def batches(self) -> Iterator[StepInput]:
-        """Yield this replica's share of each global batch, until the run is over or a stop is requested."""
+        """Yield this replica's part of each global batch, until the run is over or a stop is requested."""
         return self._active_session.loop.batches()
 
     def step(self, batch: StepInput) -> StepResult:
-        """Run forward, backward, reduction, clipping and update; log, evaluate and save when due."""
+        """Run forward, backward, reduction, clipping and update. Log, evaluate and save if they are due."""
         if self._update_guard is None:
             return self._active_session.loop.step(batch, needs_result=self._is_in_script)
         self._update_guard.check()
@@ -303,7 +303,10 @@ class Run:
         self._active_session.loop.request_stop()
 
     def generate(self, prompt: Tensor, *, num_tokens: int, **options: Any) -> Tensor:
-        """Generate ids after `prompt` `[batch, length]`, with the sites' mean weights. Every rank must call this."""
+        """Generate token ids after `prompt`, of shape `[batch, length]`. Every rank must call this.
+
+        Under local SGD, the sites' mean weights are used.
+        """
         prompt = prompt.to(self._active_session.world.device)
         forward = partial(self._active_session.setup.step.forward_backward.compute_logits, self.model)
         with self._active_session.loop.synchronised_weights():
@@ -398,7 +401,7 @@ class Run:
 
     @staticmethod
     def _refuse_second_run() -> None:
-        """Raise if this process, which was started for one `Run` with its folder and rendezvous, opens a second."""
+        """Raise an error if this process opens a second `Run`: its run folder and rendezvous serve only one."""
         if Run._has_opened:
             raise UsageError(
                 "a second pl.Run in processes that were started for the first one.",
@@ -408,6 +411,7 @@ class Run:
             )
 
     def _start_ranks(self, script: list[str]) -> int:
+        """Start the script in each rank, wait for the end of the run, and return the exit code."""
         folder = Path(self._task.run)
         if Path(START_FOLDER) != Path.cwd():  # the ranks start in the folder in which the script started
             self._task = replace(self._task, run=str(folder.resolve()))
@@ -424,7 +428,7 @@ class Run:
 
 def _not_in_main_thread(ranks: int) -> UsageError:
     return UsageError(
-        f"pl.Run on {ranks} ranks restarts this script once per rank, but it is not in its main thread.",
-        cause="a button of an app, a sweep or a server: every rank would run it again from its first line",
+        f"pl.Run on {ranks} ranks restarts this script once per rank, but it was not called in the main thread.",
+        cause="a button of an app, a sweep or a server: every rank would run the script again from its first line",
         hint='ranks=1 here, or a job in a file: pl.train("job.py", ...), which any thread may call',
     )

@@ -67,7 +67,11 @@ def restart_in_exact_mode(*, had_run: bool) -> NoReturn:
 
 
 def resume_arguments(folder: Path, *, resume: str | None, has_run_dir: bool) -> str:
-    """Return the `pl.Run` arguments to change so that the script resumes in `folder`, not from an old checkpoint."""
+    """Return the `pl.Run` arguments to change so that the script resumes the run in `folder`.
+
+    `has_run_dir`: the script sets the run folder itself. An argument that resumes from an older checkpoint of the run
+    must change too.
+    """
     checkpoint = Path(resume or "")
     is_older_checkpoint = (
         checkpoint.name.startswith("step-") and run_of_checkpoint(checkpoint).path.resolve() == folder.resolve()
@@ -78,7 +82,7 @@ def resume_arguments(folder: Path, *, resume: str | None, has_run_dir: bool) -> 
 
 
 def script_command(launcher: JoinedWorld | None, *, command: Sequence[str], change: str) -> str:
-    """Return the command line of the script; with `change`, also the edit that makes it resume the run."""
+    """Return the command line of the script. `change` is the edit of the script that makes it resume the run."""
     if launcher is not None and launcher.kind == "torchrun":
         command = [word for word in command[1:] if word != "-u"]  # torchrun adds -u
     line = shlex.join(command) if launcher is None else launcher.launch_command(command)

@@ -92,18 +92,18 @@ class Session:
 
     def finish(self) -> int:
         """Save, consolidate the final weights, and return the exit code."""
-        code = int(self.loop.finish())
+        exit_code = int(self.loop.finish())
         self.loop.forecast_check.store_ratios()
-        if code == 0 and self.prepared_job.settings.checkpoint.consolidated != "none":
+        if exit_code == 0 and self.prepared_job.settings.checkpoint.consolidated != "none":
             line = write_final_weights(self.setup, self.run.path, step=self.loop.cursor.step)
             self.event_bus.emit(Note(text=line))
             self._report_best_checkpoint()
         if self.world.is_main:
             self._record_new_modules()
-        status = "done" if code == 0 else "stopped"
+        status = "done" if exit_code == 0 else "stopped"
         seconds = time.monotonic() - self._start_time
-        self.event_bus.emit(RunEnded(status=status, step=self.loop.cursor.step, exit_code=code, seconds=seconds))
-        return code
+        self.event_bus.emit(RunEnded(status=status, step=self.loop.cursor.step, exit_code=exit_code, seconds=seconds))
+        return exit_code
 
     def _report_best_checkpoint(self) -> None:
         """Emit a note on how to get the best step's weights, if the best step is not the last one."""
@@ -261,7 +261,7 @@ class _SessionBuilder:
         return find_checkpoint(self.run.checkpoints, requested=self.requested_checkpoint, world=self.world)
 
     def _set_aside_later_checkpoints(self, loaded: OpenCheckpoint) -> list[Event]:
-        """Move aside the checkpoints that are newer than the one from which this run resumes."""
+        """Move newer checkpoints to another folder, if this run resumes from an older one."""
         is_older_checkpoint = self.requested_checkpoint is not None and loaded.belongs_to(self.run.checkpoints)
         if not (is_older_checkpoint and self.world.is_main and self.prepared_job.task.verb == "train"):
             return []
@@ -286,6 +286,7 @@ class _SessionBuilder:
         )
 
     def _make_event_bus(self) -> EventBus:
+        """Return the bus that sends events to the run's sinks. Only rank 0 has sinks."""
         if not self.world.is_main:
             return EventBus()
         names = self.prepared_job.settings.watch.to
@@ -311,7 +312,7 @@ class _SessionBuilder:
     ) -> Loop:
         settings, task = self.prepared_job.settings, self.prepared_job.task
         if loaded is not None:
-            loader_state = loaded.state["feed"]  # the key of the loader's state
+            loader_state = loaded.state["feed"]  # "feed" is the key of the loader's state in a checkpoint
             loader.restore({k: v for k, v in loader_state.items() if k != "order" or "order" not in task.allow})
         saved_progress = loaded.state.get("extra", {}) if loaded else {}
         length = requested_length(settings, epoch_samples=loader.num_samples)
@@ -352,7 +353,8 @@ class _SessionBuilder:
         loop: Loop,
         forecast: FallbackLayout | None,
     ) -> None:
-        if not self.world.is_main or self.prepared_job.task.verb == "evaluate":  # an evaluation changes no records
+        """Write the records of the run and emit `RunStarted`, on rank 0. An evaluation changes no records."""
+        if not self.world.is_main or self.prepared_job.task.verb == "evaluate":
             return
         task, plan = self.prepared_job.task, self.prepared_job.plan
         private = holds_secret(self.prepared_job.requested.values)
@@ -377,12 +379,14 @@ class _SessionBuilder:
         )
 
     def _plan_extras(self, forecast: FallbackLayout | None) -> dict[str, Any]:
+        """Return what `plan.json` records in addition to the plan."""
         extras = {"auto": self.prepared_job.task.options.get("auto"), "forecast": forecast and forecast.as_json()}
         return {name: value for name, value in extras.items() if value is not None}
 
     def _banner(
         self, cursor: Cursor, loaded: OpenCheckpoint | None, *, loader: BatchLoader, loop: Loop
     ) -> tuple[str, ...]:
+        """Return the first lines that the run prints."""
         settings = self.prepared_job.settings
         parameters = self._count_parameters()
         lines = [
@@ -419,9 +423,10 @@ class _SessionBuilder:
         if loaded is None and self.resume is not None:
             lines.append("resumed: nothing had been saved, so the run starts at its first step")
         if loaded is not None:
-            is_same = loaded.belongs_to(self.run.checkpoints)
+            is_same_run = loaded.belongs_to(self.run.checkpoints)
             lines.append(
-                f"resumed: {loaded.path.name if is_same else loaded.path}, {plural(cursor.samples, 'sample')} consumed"
+                f"resumed: {loaded.path.name if is_same_run else loaded.path}, "
+                f"{plural(cursor.samples, 'sample')} consumed"
             )
             lines += loop.rule_changes
             saved_num_samples = read_saved_identity(loaded)["data"]["num_samples"]

@@ -38,7 +38,7 @@ class StepLogger:
         self._process_results(num_left=self._setup.step.lag)
 
     def flush(self) -> None:
-        """Process all outstanding results; no step may be in flight."""
+        """Process all outstanding results. The caller has completed the steps in flight."""
         self._process_results(num_left=0)
 
     def log_last(self) -> None:
@@ -47,6 +47,7 @@ class StepLogger:
             self._log(self.last_result)
 
     def _process_results(self, *, num_left: int) -> None:
+        """Check and log the oldest results, until only `num_left` results are left."""
         while len(self._pending) > num_left:
             result, self._cursor = self._pending.popleft()
             totals = result.totals
@@ -75,6 +76,7 @@ class StepLogger:
         self._progress.tokens += tokens
 
     def _log(self, result: StepResult) -> None:
+        """Emit `StepDone` with this step's results and the mean times since the last logged step."""
         self._last_logged_step = result.step
         setup, clock, cursor = self._setup, self.clock, self._cursor
         if clock.steps:
@@ -108,7 +110,7 @@ class StepLogger:
         self._warn(is_first_step=result.step == 1)
 
     def _warn(self, *, is_first_step: bool) -> None:
-        """Emit the warnings of this step."""
+        """Emit the warnings that have come up since the last logged step."""
         unused_note = unused_parameters_note(self._setup.named_parameters) if is_first_step else ""
         replica = self._setup.step.replica
         loss_note = replica.contract.note if is_first_step else ""

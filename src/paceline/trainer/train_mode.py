@@ -18,6 +18,6 @@ def set_train_mode(models: Sequence[nn.Module]) -> list[str]:
         return []
     return [
         f"warning: model= returned {changed_module} in eval mode, and training sets it to train mode, as "
-        "model.train() does; to keep it, "
+        "model.train() does; to keep eval mode, "
         f"override train() of the model and call self.{changed_module}.eval() there"
     ]

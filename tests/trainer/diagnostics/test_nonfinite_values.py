@@ -99,7 +99,7 @@ def test_finite_inputs_are_not_accused_and_no_parameter_is_named_where_none_is_b
     said = str(update.nonfinite_error(step=3, loss=float("inf")))
     assert "loss is inf, every gradient is finite." in said
     assert "inputs that are not finite" in said
-    assert "every gradient is finite, their norm is not" in str(update.nonfinite_error(step=3, loss=1.0))
+    assert "every gradient is finite, but their norm is not" in str(update.nonfinite_error(step=3, loss=1.0))
     assert model.bias.grad is not None
     model.bias.grad.fill_(float("nan"))
     assert "gradients are not finite in bias." in str(update.nonfinite_error(step=3, loss=1.0))

@@ -49,8 +49,8 @@ class LocalSgdRule(StepRule):
 
     @override
     def make_step(self, request: StepRequest) -> SynchronousStep:
-        """Return a site's step, with the outer optimizer that synchronises the sites."""
-        plan, replica, placed, site_peers = (
+        """Return the step of this rank's site, with the object that synchronises the sites."""
+        plan, replica, parallelized, site_peers = (
             request.plan,
             request.contexts[0],
             request.parallelized_model,
@@ -58,15 +58,15 @@ class LocalSgdRule(StepRule):
         )
         forward_backward = (
             None
-            if placed.pipeline_model is None
-            else PipelineForwardBackward(replica, pipeline_model=placed.pipeline_model)
+            if parallelized.pipeline_model is None
+            else PipelineForwardBackward(replica, pipeline_model=parallelized.pipeline_model)
         )
         site_synchronizer = SiteSynchronizer(
             rule=plan.update_rule,
-            named_parameters=placed.named_parameters,
-            tensors=placed.weights,
+            named_parameters=parallelized.named_parameters,
+            tensors=parallelized.weights,
             peers=replace(site_peers, traffic=Traffic()),
-            sync_after_update=placed.sync_after_update,
+            sync_after_update=parallelized.sync_after_update,
             on_write=replica.buffers.begin,
         )
         return LocalStep(
@@ -83,5 +83,5 @@ class LocalSgdRule(StepRule):
 
     @override
     def buffer_note(self, policy: str) -> str:
-        """Return the line on the policy within a site, and the average over sites."""
+        """Return a line for the user on the buffer policy within a site and the average over sites."""
         return f"buffers: {policy} within a site ({POLICIES[policy]}), averaged over the sites at each synchronisation"

@@ -47,7 +47,7 @@ class LocalStep(SynchronousStep):
 
     @override
     def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
-        """Run this site's own update, then send and apply the fragments that are due."""
+        """Run this site's own update. Then send the fragment and apply the fragments that are due at this step."""
         result = super().run(step_batch, stop=stop) if step_batch.num_micro > self._first_microbatch else None
         if result is not None:
             result.totals.check_counts()
@@ -63,9 +63,10 @@ class LocalStep(SynchronousStep):
 
     @override
     def _commit_update(self, result: StepResult, loss: float | None, counts: Mapping[str, float] | None) -> None:
-        """Update with the loss terms that have a target in this site's samples; without any target, make no update.
+        """Update the weights from the loss terms that have a target in this site's samples.
 
-        If no site has a target, the totals of all sites show it, and the run reports an error.
+        If no term has one, only the LR schedulers advance. If no site has a target, the totals over all sites show
+        that, and the run reports an error.
         """
         totals = result.totals
         if all(totals.counts.values()):
@@ -109,7 +110,7 @@ class LocalStep(SynchronousStep):
         return [{"who": site_name, "late": [], **self.site_synchronizer.communication_cost}]
 
     def _run_without_samples(self, step_batch: StepBatch, *, stop: bool) -> StepResult:
-        """Return the result of a short batch that has no samples for this site."""
+        """Advance the LR schedulers, and return the result of a short batch that has no samples for this site."""
         self.replica.update.step_lr_schedulers()
         reduction = TotalsReduction(
             world=self.replica.world,

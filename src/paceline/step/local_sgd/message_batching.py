@@ -20,9 +20,9 @@ class MessageBatcher:
         self._current = _Message()
 
     def add(self, vector: Tensor) -> Callable[[], None]:
-        """Add a vector to the current message. The returned function waits and writes the sum into `vector`.
+        """Add a vector to the current message. Return a function that waits for the sum and copies it into `vector`.
 
-        If that function is called before the message is full, it sends the message as it is.
+        If the function is called before the message is full, it first sends the message as it is.
         """
         if self._current.is_sent:
             self._current = _Message()
@@ -33,7 +33,7 @@ class MessageBatcher:
         return lambda: message.complete(self.peers)
 
     def send(self) -> None:
-        """Send the current message, if it has any vectors and was not sent yet."""
+        """Send the current message if it has vectors and was not sent yet."""
         if self._current.vectors and not self._current.is_sent:
             self._current.send(self.peers)
 

@@ -35,7 +35,11 @@ class SiteGroup:
 
 
 class Fragment:
-    """A set of this rank's parameters that are synchronised together."""
+    """A set of this rank's parameters that are synchronised together.
+
+    `synchronized` are copies of the weights as of the last synchronisation, equal on all sites. `due_step` is the step
+    at which the pseudo-gradient in flight is applied, or None.
+    """
 
     def __init__(self, members: Sequence[NamedParameter], *, rule: UpdateRule, sites: SiteGroup) -> None:
         self.members = list(members)
@@ -53,7 +57,7 @@ class Fragment:
         return [local_elements(member.parameter.detach()) for member in self.members]
 
     def reset(self) -> None:
-        """Take the current weights as the synchronised weights, and reset the outer optimizer."""
+        """Copy the current weights into the synchronised weights, and reset the outer optimizer."""
         self.synchronized = [nn.Parameter(to_averaging_dtype(tensor).clone()) for tensor in self.weights]
         momentum = self._rule.momentum
         self._optimizer = (
@@ -77,7 +81,7 @@ class Fragment:
             self._wait = self._sites.peers.start_all_reduce(self._pending_gradient)
 
     def wait(self) -> None:
-        """Wait for the all-reduce. `apply` uses the result when it is due."""
+        """Wait for the all-reduce, but leave its result for `apply`."""
         if self._wait is not None:
             self._sites.wait_timed(self._wait)
             self._wait = None
@@ -95,6 +99,7 @@ class Fragment:
         self.due_step, self._pending_gradient = None, None
 
     def _update_weights(self) -> None:
+        """Copy the synchronised weights into the model. After a delay, mix a fraction of the site's weights in."""
         local_fraction = self._rule.mix if self._rule.delay else 0.0
         with torch.no_grad():
             for current, synchronized in zip(self.weights, self.synchronized, strict=True):
@@ -108,8 +113,8 @@ class Fragment:
     def saved_state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the state that is equal on all sites, as (kind, FQN, this rank's shard).
 
-        The kinds are keys of checkpoints: "agreed" are the synchronised weights, "coming" is the pseudo-gradient that
-        was sent and is not applied yet.
+        The kinds are keys of checkpoints: "agreed" are the synchronised weights, "momentum" is the state of the outer
+        optimizer, and "coming" is the pseudo-gradient that was sent and is not applied yet.
         """
         self.wait()
         pending_gradients = (
@@ -124,7 +129,7 @@ class Fragment:
                 yield "coming", member.name, pending_gradients[position]
 
     def restore(self, find: Callable[[str, str], Tensor | None], *, due_step: int | None) -> None:
-        """Restore the saved state; `find(kind, name)` returns None for state that was not saved."""
+        """Restore the saved state. `find(kind, name)` returns the saved tensor, or None if it was not saved."""
         self.reset()
         pending_gradients: list[Tensor] = []
         for member, parameter in zip(self.members, self.synchronized, strict=True):
@@ -141,7 +146,7 @@ class Fragment:
 
 
 def to_averaging_dtype(tensor: Tensor) -> Tensor:
-    """Return the tensor in the dtype in which means are computed, at least float32."""
+    """Return the tensor in the dtype in which means are computed: its own, but at least float32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

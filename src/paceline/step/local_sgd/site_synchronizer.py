@@ -1,9 +1,9 @@
-"""The outer optimizer of local SGD and DiLoCo: the times at which sites synchronise, and the synchronised weights.
+"""The synchronisation of the sites of local SGD and DiLoCo: when they synchronise, and the synchronised weights.
 
-A synchronisation is a step of an outer optimizer. Its gradient is the mean over the sites of the change of the weights
-since the last synchronisation (Douillard et al., "DiLoCo", 2023). With a learning rate of 1 and no momentum the result
-is the mean of the weights (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019). If fragments are
-applied some updates after they are sent, the algorithm is Streaming DiLoCo (Douillard et al., 2025).
+A synchronisation is a step of an outer optimizer. Its gradient is the change of the weights since the last
+synchronisation, averaged over the sites (Douillard et al., "DiLoCo", 2023). With a learning rate of 1 and no
+momentum, the result is the mean of the weights (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019).
+If fragments are applied some updates after they are sent, the algorithm is Streaming DiLoCo (Douillard et al., 2025).
 """
 
 import math
@@ -25,11 +25,11 @@ _RESHAPED = 2  # the change of a buffer: 0 none, 1 values, 2 shape
 
 
 class SiteSynchronizer:
-    """The synchronisation of the sites, on one rank: it sends and applies each fragment when it is due.
+    """The synchronisation of the sites, on one rank: it sends and applies each fragment when the fragment is due.
 
     `tensors` are the parameters and buffers of the model; each rank knows their names and full shapes. `peers` are the
-    ranks at the same position in all sites. `sync_after_update` updates the copies of weights on the other ranks after
-    weights were written. `on_write` is called after writes to weights or buffers.
+    ranks at the same position in all sites. `sync_after_update` is called after writes to weights, and updates the
+    copies of these weights on other ranks. `on_write` is called after writes to weights or buffers.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class SiteSynchronizer:
         self._sync_after_update = sync_after_update
         self._on_write = on_write
         self._sites = SiteGroup(peers)
-        self._has_diverged = False
+        self._may_differ = False  # whether the weights may differ between sites
         shapes = {
             name: tensors.local_tensors[name].shard_spec.shape
             for name in tensors.names
             if name in tensors.parameter_names
         }
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-        fragment_index = assign_fragments(sizes, fragments=rule.fragments)
+        fragment_by_name = assign_fragments(sizes, fragments=rule.fragments)
         self.fragments = [
-            Fragment([m for m in named_parameters if fragment_index[m.name] == number], rule=rule, sites=self._sites)
+            Fragment([m for m in named_parameters if fragment_by_name[m.name] == number], rule=rule, sites=self._sites)
             for number in range(rule.fragments)
         ]
         self._initial_buffers = {name: tensor.clone() for name, tensor in self._buffers() if tensor.is_floating_point()}
-        self._changing_buffers: list[str] = []
+        self._changing_buffers: list[str] = []  # the names of the buffers that have changed on any site
 
     @property
     def site_index(self) -> int:
@@ -79,7 +79,7 @@ class SiteSynchronizer:
 
     def synchronize_due(self, step: int) -> None:
         """Send and apply the fragments that are due after `step` updates."""
-        self._has_diverged = True
+        self._may_differ = True
         fragment_number = fragment_to_send(step, update=self._rule)
         if fragment_number is not None:
             self.fragments[fragment_number].send(step)
@@ -90,7 +90,7 @@ class SiteSynchronizer:
             self._sync_after_update()
         if fragment_number == 0:
             self._average_buffers()
-        self._has_diverged = not self._is_synchronized(step)
+        self._may_differ = not self._is_synchronized(step)
 
     def wait_for_all(self) -> None:
         """Wait until no all-reduce is in flight."""
@@ -115,8 +115,8 @@ class SiteSynchronizer:
         return pairs[different_indices[0]][0] if different_indices else None
 
     def reset(self) -> None:
-        """Take the current weights, which are equal on all sites, as the synchronised weights."""
-        self._has_diverged = False
+        """Copy the current weights, which are equal on all sites, into the synchronised weights."""
+        self._may_differ = False
         for fragment in self.fragments:
             fragment.reset()
 
@@ -124,11 +124,11 @@ class SiteSynchronizer:
     def mean_weights(self) -> Iterator[dict[str, Tensor]]:
         """Return a context in which the model has the mean of the sites' weights.
 
-        It yields this site's own weights, and restores them bit for bit at its end.
+        It yields this site's own weights by name. The exit restores them bit for bit.
         """
         current = dict(self._local_state())
         local_weights = {name: tensor.clone() for name, tensor in current.items()}
-        if self._has_diverged:
+        if self._may_differ:
             floats = {
                 name: to_averaging_dtype(tensor) for name, tensor in local_weights.items() if tensor.is_floating_point()
             }
@@ -136,12 +136,12 @@ class SiteSynchronizer:
         try:
             yield local_weights
         finally:
-            if self._has_diverged:
+            if self._may_differ:
                 self._write(current, local_weights)
 
     def restore(self, local_weights: Mapping[str, Tensor], *, step: int) -> None:
         """Restore this site's own weights and buffers, after `step` updates."""
-        self._has_diverged = not self._is_synchronized(step)
+        self._may_differ = not self._is_synchronized(step)
         self._changing_buffers = sorted(
             self._find_changing_buffers() | {name for name in local_weights if name in self._initial_buffers}
         )
@@ -149,7 +149,10 @@ class SiteSynchronizer:
         self._write(current, {name: tensor for name, tensor in local_weights.items() if name in current})
 
     def _is_synchronized(self, step: int) -> bool:
-        """Return whether all sites have equal weights. Then no mean is computed: its rounding could change them."""
+        """Return whether all sites have equal weights after this step.
+
+        If they have, no mean is computed, because its rounding could change the weights.
+        """
         return fragment_to_send(step, update=self._rule) == 0 and self._rule.fragments == 1 and not self._rule.delay
 
     def _write(self, targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -160,7 +163,7 @@ class SiteSynchronizer:
         self._on_write()
 
     def _local_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters and buffers on this rank whose values differ between sites."""
+        """Yield the parameters and buffers on this rank whose values may differ between sites."""
         for fragment in self.fragments:
             yield from zip((member.name for member in fragment.members), fragment.weights, strict=True)
         self._changing_buffers = sorted(self._find_changing_buffers())
@@ -169,6 +172,7 @@ class SiteSynchronizer:
                 yield name, tensor
 
     def _average_buffers(self) -> None:
+        """Replace each buffer that has changed by its mean over the sites."""
         self._changing_buffers = sorted(self._find_changing_buffers())
         buffers = dict(self._buffers())
         changing = [buffers[name] for name in self._changing_buffers]
@@ -181,10 +185,10 @@ class SiteSynchronizer:
             self._on_write()
 
     def _find_changing_buffers(self) -> set[str]:
-        """Return the names of the buffers that have changed on any site; constant buffers need not be sent.
+        """Return the names of the buffers that have changed on any site. Constant buffers need not be sent.
 
-        A buffer that a forward has replaced by a buffer of another shape stays local to each site: shapes may differ
-        between sites, so there is no mean.
+        If a forward has replaced a buffer by a buffer of another shape, each site keeps its own: shapes may differ
+        between sites, so no mean exists.
         """
         if not self._initial_buffers:
             return set()

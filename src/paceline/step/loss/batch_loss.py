@@ -6,8 +6,8 @@ same loss. The usual all-reduce then sums the gradients; no gradient is sent to 
 
 Values other than tensors (texts, names, arrays) are joined too if they are a column: a list with one entry per sample.
 All other values must be the same on every replica; otherwise the replicas would compute different losses. A list with
-as many entries as there are samples could be either. The first batch decides for the whole run: the list is a column if
-it differs between replicas, and it is refused if it does not.
+as many entries as there are samples could be a column or one value for the batch. The first batch decides for the whole
+run: if the list differs between replicas, it is a column; if it is the same on all replicas, it is refused.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +33,8 @@ def gather_rows(
 
     Every replica calls this. A replica without samples passes None for both and gets None. A tensor without dimensions,
     such as a temperature, is shared: its gradient is divided by the number of replicas that have samples.
-    `known_columns` stores, from batch to batch, which paths are columns.
+    `known_columns` is kept from batch to batch. It maps the path of each value in output and batch to True if the value
+    is a column.
 
     Raises:
         JobError: a tensor's first dimension is not the number of samples, or a value cannot be joined and is not the
@@ -74,9 +75,9 @@ def gather_rows(
 
 @dataclass(kw_only=True)
 class _BatchParts:
-    """The output and batch of one replica: tensors, columns by path, and in `fixed` the checksums of all other values.
+    """The output and batch of one replica, split into tensors, columns, and in `fixed` the checksums of other values.
 
-    `columns_by_path` says which paths are columns, as decided in earlier batches.
+    `columns_by_path` maps a path to True if earlier batches have shown that its value is a column.
     """
 
     value: tuple[Any, Any]
@@ -100,12 +101,12 @@ class _BatchParts:
         return list(self.columns)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the other replicas need of these parts, as JSON."""
+        """Return, as JSON, what the other replicas need: the shapes of the tensors, the columns and the checksums."""
         tensors = [(list(tensor.shape), str(tensor.dtype)) for tensor in self.tensors]
         return {"samples": self.num_samples, "tensors": tensors, "columns": self.columns, "fixed": self.fixed}
 
     def rebuild(self, tensors: list[Any], columns: list[Any]) -> tuple[Any, Any]:
-        """Return output and batch with these tensors and columns in place of their own."""
+        """Return output and batch with these tensors and columns in place of this replica's own."""
         remaining_tensors, column_by_path = iter(tensors), dict(zip(self.columns, columns, strict=True))
 
         def replace_leaf(path: str, leaf: Any) -> Any:
@@ -124,6 +125,7 @@ class _BatchParts:
         return self.columns_by_path.get(path, True) and is_column(value, self.num_samples)
 
     def _store_leaf(self, path: str, leaf: Any) -> Any:
+        """Add a leaf to the tensors, the columns or the checksums, and return it."""
         if isinstance(leaf, Tensor):
             self.tensors.append(leaf)
             if not leaf.dim() and not leaf.requires_grad:
@@ -153,7 +155,7 @@ class _BatchParts:
 
 
 def share_gradient(tensor: Tensor, *, num_replicas: int) -> Tensor:
-    """Return the same value with its gradient divided by `num_replicas`, since each replica adds this gradient."""
+    """Return the tensor with its gradient divided by `num_replicas`, because every replica adds the whole gradient."""
     return tensor.detach() + (tensor - tensor.detach()) / num_replicas if tensor.requires_grad else tensor
 
 
@@ -165,7 +167,10 @@ def mean_terms(terms: Terms) -> Tensor:
 def _join_rows(
     local_rows: Tensor | None, num_rows_by_rank: list[int], row_shape: list[int], dtype: torch.dtype, world: World
 ) -> Tensor | None:
-    """Join rows by an all-reduce of zero-padded tensors, which is exact and includes replicas without rows."""
+    """Return the rows of all replicas, joined by an all-reduce of zero-padded tensors.
+
+    The all-reduce is exact, and replicas without rows can take part in it.
+    """
     start = sum(num_rows_by_rank[: world.rank])
     sent_dtype = torch.uint8 if dtype is torch.bool else dtype
     all_rows = torch.zeros([sum(num_rows_by_rank), *row_shape], dtype=sent_dtype, device=world.device)
@@ -178,6 +183,7 @@ def _join_rows(
 
 
 def _refuse_wrong_length(parts_of_replicas: list[dict[str, Any]]) -> None:
+    """Raise an error if a tensor's first dimension is not its replica's number of samples."""
     for parts in parts_of_replicas:
         wrong_shape = next((shape for shape, _ in parts["tensors"] if shape and shape[0] != parts["samples"]), None)
         if wrong_shape is not None:
@@ -189,6 +195,7 @@ def _refuse_wrong_length(parts_of_replicas: list[dict[str, Any]]) -> None:
 
 
 def _refuse_different_types(parts_of_replicas: list[dict[str, Any]]) -> None:
+    """Raise an error if tensors differ between replicas in dtype or in the shape of a row."""
     row_types = {
         repr([(shape[1:], bool(shape), dtype) for shape, dtype in parts["tensors"]]) for parts in parts_of_replicas
     }
@@ -201,7 +208,7 @@ def _refuse_different_types(parts_of_replicas: list[dict[str, Any]]) -> None:
 
 
 def _decide_columns(parts_of_replicas: list[dict[str, Any]], columns_by_path: dict[str, bool]) -> None:
-    """Decide which paths are columns, in the first batch in which a path occurs.
+    """Decide for each path that is new in this batch whether its value is a column.
 
     Raises:
         JobError: all replicas have the same list at a path, which may be a constant or a column.
@@ -225,7 +232,7 @@ def _decide_columns(parts_of_replicas: list[dict[str, Any]], columns_by_path: di
 
 
 def _refuse_different_values(parts_of_replicas: list[dict[str, Any]]) -> None:
-    """Raise unless every value that is not a column is the same on every replica."""
+    """Raise an error if a value that is not a column differs between replicas."""
     first = parts_of_replicas[0]
     for parts in parts_of_replicas:
         names = dict.fromkeys([*first["columns"], *parts["columns"], *first["fixed"], *parts["fixed"]])

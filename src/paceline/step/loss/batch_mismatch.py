@@ -16,7 +16,7 @@ _POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITI
 def batch_mismatch_error(
     forward: Callable[..., Any], batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> JobError | None:
-    """Return the error for a `forward` that does not accept these arguments, or None if it does."""
+    """Return the error for a `forward` that does not accept these arguments, or None if it accepts them."""
     signature = inspect.signature(forward)
     try:
         signature.bind(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A check that parameters stay frozen if they were frozen when the run was built, because no optimizer has them."""
+"""A check that parameters which were frozen when the run was built stay frozen, because no optimizer has them."""
 
 from collections.abc import Callable
 
@@ -8,9 +8,13 @@ from paceline.errors import JobError
 
 
 class FrozenParameters:
-    """The parameters that were frozen when the run was built and must stay frozen. Others may be frozen later."""
+    """The parameters that were frozen when the run was built and must stay frozen.
+
+    Other parameters may be frozen and unfrozen during the run.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        # for each parameter: its name, the parameters of its module, and its key there
         self._entries = [
             (f"{path}.{leaf}" if path else leaf, module._parameters, leaf)
             for path, module in model.named_modules()

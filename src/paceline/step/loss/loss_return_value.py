@@ -1,4 +1,4 @@
-"""The loss contract: a loss returns sums and counts, and the engine divides once, by the *global* counts.
+"""The loss contract: a loss returns sums and counts, and Paceline divides once, by the *global* counts.
 
 A mean of means is wrong: `(x1/n1 + x2/n2) / 2` is not `(x1 + x2) / (n1 + n2)`. With a mean per microbatch or per rank,
 the weight of a sample would depend on the size of its microbatch.
@@ -21,6 +21,7 @@ from paceline.torch_internals.scalars import as_number
 
 Number = Tensor | float
 Terms = dict[str, tuple[Tensor, Number]]
+"""The `(sum, count)` of each loss term of a microbatch, by name."""
 SINGLE_TERM = "loss"
 COUNT_HINT = "return (loss_sum, how many targets it sums over)"
 
@@ -28,7 +29,8 @@ COUNT_HINT = "return (loss_sum, how many targets it sums over)"
 class LossContract:
     """The loss of one job; its methods check the values that the user's functions return.
 
-    `probes_model_loss=False` skips the trial call that tests the model's own loss, for runs on simulated values.
+    `probes_model_loss=False` skips the trial call that tests the model's own loss, for runs on simulated values. `note`
+    is for the user: it says that the loss is not a sum over samples, or is empty.
     """
 
     def __init__(self, *, job: Job, model: nn.Module, probes_model_loss: bool = True) -> None:
@@ -58,7 +60,7 @@ class LossContract:
         return self._job.loss is None
 
     def mark_labels_shifted(self) -> None:
-        """Treat labels as already shifted from now on: context parallelism shifts them before it slices sequences."""
+        """Treat labels as shifted before the forward: context parallelism shifts them before it slices sequences."""
         self._model_loss.stop_probing(are_labels_shifted=True)
 
     def probe_model_loss(self, batch: Any) -> None:
@@ -70,11 +72,11 @@ class LossContract:
             self._model_loss.stop_probing()
 
     def request_sum_check(self) -> None:
-        """Check on the next microbatch whether the loss is a sum over samples; if it is not, set `note`."""
+        """Request that the next microbatch checks whether the loss is a sum over samples, and sets `note` if not."""
         self._is_sum_check_requested = self._job.loss is not None and self._job.loss_over != "batch"
 
     def run_sum_check(self, output: Any, batch: Any, terms: Terms) -> None:
-        """Check on this microbatch whether the loss is a sum, if `request_sum_check` was called."""
+        """Check on this microbatch whether the loss is a sum over samples, if `request_sum_check` was called."""
         if self._is_sum_check_requested and list(terms) == [SINGLE_TERM]:
             fault = find_loss_fault(self._job.loss, output, batch, terms[SINGLE_TERM])
             self.note = "" if fault is None else _fault_note(fault)
@@ -100,6 +102,7 @@ class LossContract:
                 check()
 
     def _output(self, model: nn.Module, batch: Any) -> Any:
+        """Return the model's output under the job's `forward=`, or under the default forward."""
         if self._job.forward is None:
             return self._call_model(model, batch)
         output = self._job.forward(model, batch)
@@ -119,6 +122,7 @@ class LossContract:
             raise mismatch from None
 
     def _arguments(self, batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the positional and keyword arguments that the default forward passes to the model."""
         if isinstance(batch, Tensor):
             return [batch], {}
         if isinstance(batch, Mapping):
@@ -131,7 +135,7 @@ class LossContract:
         )
 
     def terms(self, output: Any, batch: Any, *, num_samples: int) -> Terms:
-        """Return the named `(sum, count)` of one microbatch."""
+        """Return the `(sum, count)` of each loss term of one microbatch, by name."""
         if self._job.loss is None:
             return {SINGLE_TERM: self._model_loss.term(output, batch, num_samples=num_samples)}
         if _is_torch_loss(self._job.loss) and not isinstance(batch, Tensor):
@@ -161,6 +165,7 @@ class LossContract:
 
 
 def _fault_note(fault: LossFault) -> str:
+    """Return the note for the user on a loss that is not a sum over samples."""
     if fault.kind == MEAN_WITH_COUNT:
         return (
             f"loss= returns a mean with a count: it is divided by the count again. {COUNT_HINT}: "
@@ -179,6 +184,7 @@ def _fault_note(fault: LossFault) -> str:
 
 
 def _to_sum_and_count(name: object, value: Any) -> tuple[Tensor, Number]:
+    """Return the `(sum, count)` of a loss term, after a check of the returned value."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise JobError(f"loss term {name!r} is not a (sum, count) pair.", hint=f"{{{name!r}: (loss_sum, count)}}")
     if _is_swapped(*value):
@@ -195,6 +201,7 @@ def _is_swapped(total: Any, count: Any) -> bool:
 
 
 def _to_scalar(name: str, value: Any) -> Tensor:
+    """Return the sum of a loss term as a tensor without dimensions, after a check."""
     if not isinstance(value, Tensor) and as_number(value) is not None:
         raise JobError(
             f"the sum of loss term {name!r} is a {type(value).__name__}, expected a scalar tensor.",
@@ -214,6 +221,7 @@ def _to_scalar(name: str, value: Any) -> Tensor:
 
 
 def _to_count(name: str, value: Any) -> Number:
+    """Return the count of a loss term as a number or a tensor without dimensions, after a check."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise JobError(
@@ -232,7 +240,7 @@ def _to_count(name: str, value: Any) -> Number:
 
 
 def check_count(name: str, number: float) -> float:
-    """Return the count of a microbatch, after a check.
+    """Check `number`, the count of a loss term, and return it.
 
     Raises:
         JobError: the count is negative or not finite.
@@ -250,6 +258,7 @@ def _is_torch_loss(loss: Any) -> bool:
 
 
 def _accepts_argument(model: nn.Module, name: str) -> bool:
+    """Return whether the forward has this parameter, or passes any keyword to the model's `loss_function`."""
     parameters = inspect.signature(model.forward).parameters
     accepts_any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return name in parameters or (accepts_any_keyword and hasattr(model, "loss_function"))

@@ -1,9 +1,10 @@
 """A probe that detects a loss that is not a sum over samples. It runs once, only on a loss without side effects.
 
 For example, `(F.cross_entropy(output, target), len(target))` is divided by the count twice. The probe runs the loss on
-both halves of a microbatch. For a sum, the two results add up to that of the whole microbatch; for a mean, they do so
-only after each is multiplied by its count. If the loss returns only a scalar, the scalar must be the mean over
-samples, not a mean over unmasked labels, a weighted mean or the root of a mean.
+both halves of a microbatch. If the loss is a sum, the results of the halves add up to the result of the whole
+microbatch. If it is a mean, they add up only after all three results are multiplied by their counts. If the loss
+returns only a scalar, the scalar must be the mean over samples, not a mean over unmasked labels, a weighted mean or the
+root of a mean.
 """
 
 import builtins
@@ -73,7 +74,11 @@ MEAN_WITH_COUNT, NOT_ADDITIVE = "a mean with a count", "not additive"
 
 @dataclass(frozen=True, kw_only=True)
 class LossFault:
-    """The fault of a loss that is not a sum over samples, and its values for a microbatch and for the two halves."""
+    """The fault of a loss that is not a sum over samples.
+
+    `kind` is `MEAN_WITH_COUNT` or `NOT_ADDITIVE`. `full` is the loss of a microbatch, and `halves` are the losses of
+    its two halves. `is_scalar`: the loss returns only a scalar, without a count.
+    """
 
     kind: str
     full: float
@@ -82,10 +87,10 @@ class LossFault:
 
 
 def find_loss_fault(loss: Any, output: Any, batch: Any, result: tuple[Tensor, Any]) -> LossFault | None:
-    """Return the fault of a loss that is not a sum over samples, else None. `result` is its `(sum, count)` for `batch`.
+    """Return the fault of a loss that is not a sum over samples, or None if no fault is found.
 
-    The loss runs on each half of the microbatch, without gradients. If it could have side effects, or the microbatch
-    cannot be halved, it does not run, and the result is None.
+    `result` is the `(sum, count)` of the loss for `output` and `batch`. The loss runs on each half of the microbatch,
+    without gradients. If the loss could have side effects, or the microbatch cannot be halved, the loss does not run.
     """
     if not has_no_side_effects(loss):
         return None
@@ -100,7 +105,7 @@ def find_loss_fault(loss: Any, output: Any, batch: Any, result: tuple[Tensor, An
     except Exception:  # the user's code need not accept half a microbatch
         return None
     is_scalar = all(isinstance(half, Tensor) for half in halves)
-    if is_scalar:  # the mean over the samples
+    if is_scalar:  # a scalar is treated as the mean over the samples
         sizes = [half.stop - half.start for half in slices]
         halves = [(mean * num_samples, num_samples) for mean, num_samples in zip(halves, sizes, strict=True)]
     pairs = [_as_numbers(result), *map(_as_numbers, halves)]
@@ -126,7 +131,7 @@ def _classify_fault(numbers: Sequence[tuple[float, float]], *, is_scalar: bool, 
 
 
 def has_no_side_effects(function: Any, *, seen: frozenset[int] = frozenset()) -> bool:
-    """Return whether calls of a function have no side effect, on this rank or another. If in doubt, return False.
+    """Return True if calls of a function certainly have no side effect, on this rank or on other ranks.
 
     The function must write nothing, and use only constants, other functions without side effects, and torch operations
     that only compute: no collective, random draw or in-place update.
@@ -200,6 +205,7 @@ def _is_unsafe(function: FunctionType, instruction: dis.Instruction) -> bool:
 
 
 def _is_empty(cell: Any) -> bool:
+    """Return whether a closure cell has no value yet, or the value None."""
     try:
         return cell.cell_contents is None
     except ValueError:
@@ -224,6 +230,7 @@ def _cuda_devices(output: Tensor) -> list[int]:
 
 
 def _as_numbers(pair: Any) -> tuple[float, float] | None:
+    """Return a `(sum, count)` as two floats, or None if `pair` is not a pair of numbers."""
     if isinstance(pair, Mapping) or not isinstance(pair, tuple | list) or len(pair) != 2:
         return None
     numbers = [as_number(item.detach() if isinstance(item, Tensor) else item) for item in pair]

@@ -32,17 +32,17 @@ class ModelLoss:
         self._is_sum = False
 
     def forward_arguments(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the forward's arguments, with `num_items_in_batch=1` if the model's loss then is a sum."""
+        """Return the forward's arguments, with `num_items_in_batch=1` if that makes the model's loss a sum."""
         self.probe_if_untested(batch)
         return {**batch, DIVISOR: 1} if self._is_sum else dict(batch)
 
     def probe_if_untested(self, batch: Mapping[str, Any]) -> None:
-        """Test on this batch whether the model's loss is a sum, unless that is known or was tried too often."""
+        """Test on this batch whether the model's loss is a sum. Do nothing if that is known or was tried too often."""
         if self._tries_left and not self._is_sum:
             self._probe(batch)
 
     def stop_probing(self, *, are_labels_shifted: bool = False) -> None:
-        """Stop testing and keep the current result. `are_labels_shifted`: labels are shifted before the forward."""
+        """Test no further batch. If `are_labels_shifted`, labels are shifted before the forward from now on."""
         self._tries_left = 0
         self._shifts_labels = self._shifts_labels and not are_labels_shifted
 
@@ -71,6 +71,7 @@ class ModelLoss:
         return ((labels[..., 1:] if self._shifts_labels else labels) != IGNORED_LABEL).sum()
 
     def _probe(self, batch: Mapping[str, Any]) -> None:
+        """Compare two trial calls on this batch, with `num_items_in_batch=1` and without it, and set `_is_sum`."""
         self._tries_left -= 1
         count = self._count_targets(batch)
         if count is None or int(count) < 2:
@@ -90,7 +91,10 @@ def _loss_of(output: Any) -> Tensor | None:
 
 @contextmanager
 def _eval_context(model: nn.Module) -> Iterator[None]:
-    """Return a context in which the model is in eval mode, without gradients; it restores modes and generators."""
+    """Return a context in which the model is in eval mode, without gradients.
+
+    The exit restores the training modes and the random generators.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""A search for the modules that a loss function captures: they are not part of the model, but every rank runs them."""
+"""A search for the modules that a loss function captures. They are not part of the model, but every rank runs them."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -36,6 +36,7 @@ def _modules(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tupl
 
 
 def _walk(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield each module and parameter that `value` reaches, with its path. `seen` has the ids of visited values."""
     if id(value) in seen or depth > _MAX_DEPTH:
         return
     seen.add(id(value))
@@ -47,6 +48,7 @@ def _walk(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[s
 
 
 def _captured_values(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values that `value` refers to directly, each with a name."""
     if isinstance(value, partial):
         yield "func", value.func
         yield from ((f"args[{index}]", item) for index, item in enumerate(value.args))

@@ -35,7 +35,7 @@ class WorkerConnections:
         threading.Thread(target=self._accept_workers, daemon=True, name="paceline-acceptor").start()
 
     def close(self) -> None:
-        """Tell all workers that the run is over, and wait at most 5 seconds for the threads that serve them."""
+        """End the run for all workers. On the first server, wait up to 5 seconds for the threads that tell them so."""
         self._acceptor.is_closed = True
         self._state.end_run()
         deadline = time.monotonic() + _CLOSE_SECONDS
@@ -49,6 +49,7 @@ class WorkerConnections:
             thread.start()
 
     def _serve_worker(self, worker: int) -> None:
+        """Serve one worker until the run is over or the connection is lost."""
         try:
             connection = self._acceptor.connect(worker)
             self._handshake(connection, worker)
@@ -63,7 +64,7 @@ class WorkerConnections:
             self._state.store_failure(error)
 
     def _describe_lost_connection(self, text: str) -> str:
-        """Return a short form of gloo's error text."""
+        """Return why a connection was lost, as a clause for a note. `text` is gloo's error text in lower case."""
         if "timed out" in text or "timeout" in text:
             return f"which has not responded for {self._state.timeout_seconds:g} s"
         return (
@@ -73,10 +74,11 @@ class WorkerConnections:
         )
 
     def _handshake(self, connection: Connection, worker: int) -> None:
+        """Register the worker, wait for the first batch, and send the tensors that no update changes."""
         fields = connection.receive().fields
         self._state.add_worker(worker, rank=fields["rank"], start_number=fields["start_number"], digest=fields["model"])
         while not self._state.wait_for_first_batch():
-            if self._is_first_server:  # a worker connects to the other servers later
+            if self._is_first_server:  # a worker reads the other servers' messages only after the first server's FIXED
                 connection.send(ServerMessage(kind=MessageKind.WAIT))
         with self._state.lock:
             fixed = layout_of(self._state.served.fixed).pack(self._state.served.fixed)
@@ -85,6 +87,7 @@ class WorkerConnections:
         )
 
     def _serve_leases(self, connection: Connection, worker: int) -> None:
+        """Lease shares to this worker, one after another, and store its pushes, until the run is over."""
         state, buffer = self._state, self._state.weights_buffer()
         while not state.is_over:
             granted = state.lease_share(worker, buffer=buffer)
@@ -104,6 +107,7 @@ class WorkerConnections:
         connection.send(ServerMessage(kind=MessageKind.OVER))
 
     def _serve_pulls_and_pushes(self, connection: Connection) -> None:
+        """Send weights to a worker and store its pushes, on a server that is not the first."""
         buffer = self._state.weights_buffer()
         while True:
             message = connection.receive()
@@ -117,6 +121,7 @@ class WorkerConnections:
                 connection.send(ServerMessage(kind=MessageKind.WAIT))
 
     def _parse_push(self, message: ServerMessage) -> GradientPush:
+        """Return the push in a message, after a check of the worker's order of samples."""
         fields, buffer = message.fields, message.buffer
         if fields["order"] is not None:
             self._state.check_order(int(fields["epoch"]), *fields["order"])
@@ -127,7 +132,7 @@ class WorkerConnections:
 
 
 def call_unless_closed(call: Callable[[], int | None]) -> int | None:
-    """Return `call()`, or None if the store is closed: the run may end before or during the call."""
+    """Return `call()`, or None if the rendezvous store is closed because the run has ended."""
     try:
         return call()
     except RuntimeError:

@@ -6,32 +6,33 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 64
-ABSENT, DENSE = -2, -1
-Shape = tuple[tuple[int, ...], torch.dtype]
+ABSENT, DENSE = -2, -1  # see `gradient_codes`
+TensorFormat = tuple[tuple[int, ...], torch.dtype]
+"""The shape and the dtype of a tensor."""
 
 
 class FlatLayout:
-    """The layout of tensors of given shapes and types in one byte buffer, each aligned to 64 bytes."""
+    """The layout of tensors of the given formats in one byte buffer, each aligned to 64 bytes."""
 
-    def __init__(self, shapes: Sequence[Shape]) -> None:
-        self._shapes = list(shapes)
-        self._ranges: list[tuple[int, int]] = []
+    def __init__(self, formats: Sequence[TensorFormat]) -> None:
+        self._formats = list(formats)
+        self._ranges: list[tuple[int, int]] = []  # (offset, size) of each tensor in bytes
         offset = 0
-        for shape, dtype in self._shapes:
+        for shape, dtype in self._formats:
             size = torch.Size(shape).numel() * dtype.itemsize
             self._ranges.append((offset, size))
             offset += -(-size // _ALIGNMENT) * _ALIGNMENT
         self.num_bytes = offset
 
     def empty_buffer(self) -> Tensor:
-        """Return an empty buffer for all tensors."""
+        """Return an uninitialised buffer that is large enough for all tensors."""
         return torch.empty(self.num_bytes, dtype=torch.uint8)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the tensors as views of a buffer."""
         return [
             buffer[offset : offset + size].view(dtype).view(shape)
-            for (offset, size), (shape, dtype) in zip(self._ranges, self._shapes, strict=True)
+            for (offset, size), (shape, dtype) in zip(self._ranges, self._formats, strict=True)
         ]
 
     def pack(self, tensors: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
@@ -66,17 +67,18 @@ def unpack_gradients(buffer: Tensor, *, codes: Sequence[int], like: Sequence[Ten
 
     `codes` are the result of `gradient_codes`, and `like` are the parameters.
     """
-    shapes: list[Shape] = []
+    formats: list[TensorFormat] = []
     for code, parameter in zip(codes, like, strict=True):
         if code == DENSE:
-            shapes.append((tuple(parameter.shape), parameter.dtype))
+            formats.append((tuple(parameter.shape), parameter.dtype))
         elif code != ABSENT:
-            shapes += [((1, code), torch.int64), ((code, *parameter.shape[1:]), parameter.dtype)]
-    tensors = iter(FlatLayout(shapes).views(buffer))
+            formats += [((1, code), torch.int64), ((code, *parameter.shape[1:]), parameter.dtype)]
+    tensors = iter(FlatLayout(formats).views(buffer))
     return [_next_gradient(code, parameter, tensors) for code, parameter in zip(codes, like, strict=True)]
 
 
 def _next_gradient(code: int, parameter: Tensor, tensors: Iterator[Tensor]) -> Tensor | None:
+    """Return the gradient of this parameter, made of the next zero, one or two of `tensors`."""
     if code == ABSENT:
         return None
     if code == DENSE:

@@ -20,14 +20,14 @@ def served_weights(model: nn.Module, named_parameters: Sequence[NamedParameter])
 
 
 def fixed_tensors(model: nn.Module) -> list[Tensor]:
-    """Return the tensors that no update changes: frozen parameters and buffers."""
+    """Return the tensors that no update changes: frozen parameters and contiguous buffers."""
     trainable = {id(member.parameter) for member in trainable_parameters(model)}
     frozen = [parameter for parameter in model.parameters() if id(parameter) not in trainable]
     return [*frozen, *(buffer for buffer in model.buffers() if buffer.is_contiguous())]
 
 
 def sparse_tables(model: nn.Module) -> dict[str, str]:
-    """Return the modules of the trainable embedding tables with sparse gradients, as module name by parameter name."""
+    """Return the trainable embedding tables with sparse gradients: the module name by the name of its weight."""
     tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     names = {id(m.weight): name for name, m in tables if m.sparse}
     return {
@@ -38,7 +38,7 @@ def sparse_tables(model: nn.Module) -> dict[str, str]:
 
 
 def model_digest(model: nn.Module) -> str:
-    """Return a digest of the names, dtypes and shapes of all parameters and buffers."""
+    """Return a digest of the names, dtypes, shapes and `requires_grad` of all parameters and buffers."""
     descriptions = [
         (name, str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]

@@ -25,17 +25,18 @@ from paceline.step.step_rule import RuleTraits, StepRequest, StepRule
 from paceline.step.synchronous import SynchronousStep
 
 _SPARSE_OPTIMIZERS = ("SGD", "SparseAdam", "Adagrad")
-_DENSE_OPTIONS = ("weight_decay", "momentum")  # SGD's momentum of sparse rows is sparse: a checkpoint can't save it
+# Options that need dense gradients. Under sparse gradients, SGD's momentum is sparse, and a checkpoint can't save it.
+_DENSE_OPTIONS = ("weight_decay", "momentum")
 
 
 class ParameterServerRule(StepRule):
-    """The rule of `--update ps`, for the servers; workers are processes of their own."""
+    """The rule of `--update ps`, as the servers follow it. Each worker is a separate process."""
 
     traits = RuleTraits(
         reads_samples=False,
         accepts_sparse_gradients=True,
         splits_parameters=False,
-        spreads_updates=False,
+        sends_updates=False,
         verify_mode="replayed",
     )
 
@@ -142,7 +143,10 @@ def refuse_unsupported_model(replica: ReplicaContext, plan: ExecutionPlan) -> No
 
 
 def _refuse_sparse_tables(replica: ReplicaContext) -> list[PacelineError]:
-    """Return an error for each sparse table whose optimizer needs dense gradients: workers push only some rows."""
+    """Return an error for each sparse table whose optimizer needs dense gradients.
+
+    Workers push only the rows of a sparse table that they have read.
+    """
     errors: list[PacelineError] = []
     tables, groups = sparse_tables(replica.model), _optimizer_groups(replica)
     for member in [member for member in replica.update.named_parameters if member.name in tables]:

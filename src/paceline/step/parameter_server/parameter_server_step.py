@@ -45,7 +45,7 @@ from paceline.torch_internals.private_api import divide_all
 
 _RETAINED_BATCHES = 256  # cheap: a server's batches hold no samples
 _POLL_SECONDS = 0.5
-_APPLY_DECISION, _WAIT_DECISION, _DONE_DECISION = "apply", "wait", "done"
+_APPLY_DECISION, _WAIT_DECISION, _DONE_DECISION = "apply", "wait", "done"  # of the first server, for the other servers
 
 
 class ServerStep(SynchronousStep):
@@ -81,7 +81,10 @@ class ServerStep(SynchronousStep):
 
     @override
     def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
-        """Offer the batch's shares to the workers. The batch's result is known once all shares are pushed."""
+        """Offer the batch's shares to the workers, and apply pushes until few shares are free.
+
+        The batch's result is known once all of its shares are pushed.
+        """
         start_time, waited_before = time.perf_counter(), self._waited_seconds
         state = self._state or self._open_server()
         pushed_batch = self._start_batch(step_batch, stop=stop)
@@ -103,8 +106,8 @@ class ServerStep(SynchronousStep):
     def finish_pending(self) -> None:
         """Wait until every leased share is applied.
 
-        The caller may then run a long evaluation, even before the first batch. So this opens the server if necessary:
-        an open server tells the workers to wait.
+        If the server is not open yet, open it: the caller may now run a long evaluation before the first batch, and an
+        open server tells the workers to wait.
         """
         self._apply_until(self._state or self._open_server(), until=lambda: not self._open_batches)
         if not self._is_synchronized:
@@ -162,6 +165,7 @@ class ServerStep(SynchronousStep):
         return self._state
 
     def _start_batch(self, step_batch: StepBatch, *, stop: bool) -> PushedBatch:
+        """Divide a batch into shares, and add it to the open batches."""
         num_shares = min(self._max_shares, step_batch.num_micro)
         reduction = PushedTotals(num_micro=step_batch.num_micro, wait=lambda: self._wait_for_shares(batch))
         result = StepResult(
@@ -188,7 +192,7 @@ class ServerStep(SynchronousStep):
         """Apply pushed gradients on the first server until `until()` is true; the other servers follow its decisions.
 
         Raises:
-            RunError: no worker was connected for `train.timeout_seconds`.
+            RunError: no worker was connected for `train.timeout_seconds`, or for a minute if that is longer.
         """
         with state.lock:
             if not self.replica.world.is_main:
@@ -205,6 +209,7 @@ class ServerStep(SynchronousStep):
                     self._wait(state)
 
     def _wait(self, state: ServerState) -> None:
+        """Wait for a change of the state. Raise an error if no worker has been connected for too long."""
         start_time = time.perf_counter()
         state.lock.wait(_POLL_SECONDS)
         self._waited_seconds += time.perf_counter() - start_time
@@ -214,12 +219,12 @@ class ServerStep(SynchronousStep):
         if not state.num_workers and time.monotonic() - state.last_disconnect_time > limit:
             raise RunError(
                 f"no worker has connected for {limit:g} s.",
-                cause="they were killed, or can't reach this process",
-                hint=f"more memory for them, or --train.timeout_seconds {2 * limit:.0f}",
+                cause="the workers were killed, or can't reach this process",
+                hint=f"more memory for the workers, or --train.timeout_seconds {2 * limit:.0f}",
             )
 
     def _broadcast_decision(self, kind: str, leases: Sequence[Lease] = (), pushes: Sequence[GradientPush] = ()) -> None:
-        """Send the decision of the first server to the other servers."""
+        """Send the first server's decision to the other servers, with the leases to apply and their pushes."""
         self._last_decision_time = time.monotonic()
         if self.replica.world.world_size > 1:
             pairs = zip(leases, pushes, strict=True)
@@ -241,17 +246,17 @@ class ServerStep(SynchronousStep):
             if kind == _DONE_DECISION:
                 return
             if kind == _APPLY_DECISION:
-                state.wait_until(lambda decided=updates: all(number in state.pushes for number, *_ in decided))  # type: ignore[misc]
+                state.wait_until(lambda decided=updates: all(lease in state.pushes for lease, *_ in decided))  # type: ignore[misc]
                 pushes = {
-                    number: push_from_json(fields, gradients=state.pushes.pop(lease).gradients)
-                    for lease, _, number, fields in updates
+                    share: push_from_json(fields, gradients=state.pushes.pop(lease).gradients)
+                    for lease, _, share, fields in updates
                 }
                 self._apply_update(state, self._batches[updates[0][1]], pushes)
                 for lease in [lease for lease in state.pushes if lease < oldest_lease]:  # leases of lost workers
                     del state.pushes[lease]
 
     def _apply_leases(self, state: ServerState, leases: Sequence[Lease], pushes: Sequence[GradientPush]) -> None:
-        """Apply one update, on all servers."""
+        """Apply the pushes of these leases as one update, on all servers."""
         self._broadcast_decision(_APPLY_DECISION, leases, pushes)
         numbers = [lease.share.number for lease in leases]
         batch = self._batches[leases[0].share.step]
@@ -264,6 +269,7 @@ class ServerStep(SynchronousStep):
         self._leases.record_update(leases, is_applied=is_applied)
 
     def _apply_update(self, state: ServerState, batch: PushedBatch, pushes: dict[int, GradientPush]) -> bool:
+        """Apply pushes, given by share number, as one update. Return whether the weights have changed."""
         batch.pushes |= {number: replace(push, gradients=()) for number, push in pushes.items()}
         count = math.fsum(push.count for push in pushes.values())
         with annotate_step(batch.number + 1):
@@ -278,6 +284,10 @@ class ServerStep(SynchronousStep):
         return is_applied
 
     def _commit(self, batch: PushedBatch, pushes: Sequence[GradientPush], *, count: float) -> bool:
+        """Update this server's parameters, and return whether the update was applied.
+
+        `count` divides the gradients if the workers have not divided their losses.
+        """
         update, sums_shares = self.replica.update, self._leases.sums_shares
         gradients = sum_pushed_gradients(pushes) if len(pushes) > 1 else pushes[0].gradients
         if pushes[0].divided_by is None:
@@ -303,7 +313,7 @@ class ServerStep(SynchronousStep):
         return is_applied
 
     def _complete_batch(self, state: ServerState, batch: PushedBatch) -> None:
-        """Complete a batch whose shares are all applied. If each share is one update, advance the LR schedulers now."""
+        """Complete a batch whose shares are all applied. If each share was one update, also step the LR schedulers."""
         del self._batches[batch.number]
         del state.locations[batch.number]
         if not self._leases.sums_shares:
@@ -322,5 +332,5 @@ def _location(step_batch: StepBatch, *, micro_batch_size: int) -> dict[str, Any]
 
 
 def _zero_gradient(parameter: nn.Parameter, *, is_sparse: bool) -> Tensor:
-    """Return a zero gradient for another server's parameter; `is_sparse`: the parameter is a sparse table."""
+    """Return a zero gradient for a parameter of another server. `is_sparse`: the parameter is a sparse table."""
     return torch.zeros_like(parameter, layout=torch.sparse_coo).coalesce() if is_sparse else torch.zeros_like(parameter)

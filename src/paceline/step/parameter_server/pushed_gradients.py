@@ -14,14 +14,16 @@ from paceline.data.order.leases import BatchShare
 from paceline.step.step_totals import STOP, StepResult, StepTotals, TotalsReduction
 
 LossTerms = Mapping[int, Mapping[str, tuple[float, float]]]
+"""The `(sum, count)` of each loss term, by the index of the microbatch and the name of the term."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPush:
-    """The gradients of a share's loss sums, one per parameter, and `(sum, count)` of each term of each microbatch.
+    """A worker's push for one share: `gradients`, one per parameter, and the loss terms of its microbatches.
 
-    If the worker knows the counts in advance, it divides by them: `divided_by` are the counts of the share, or of the
-    whole batch if the batch is one update. `versions` are the versions of the weights from each server.
+    `divided_by` are the counts by which the worker has divided the loss, or None if it did not know them in advance.
+    They are the counts of the share, or those of the whole batch if the batch is one update. `versions` has, for each
+    server, the version of the weights that the worker used. `stop`: the worker wants the run to stop.
     """
 
     gradients: Sequence[Tensor | None] = field(repr=False)
@@ -46,7 +48,7 @@ class GradientPush:
 
     @property
     def loss(self) -> float:
-        """The loss of this share, each term divided by its count in the share. A term with sum zero adds nothing."""
+        """The loss of this share: the sum over the terms of sum / count. A term whose sum is zero adds nothing."""
         sums: dict[str, float] = {}
         for terms in self.terms.values():
             for name, (total, _) in terms.items():
@@ -57,9 +59,10 @@ class GradientPush:
 
 @dataclass(frozen=True, kw_only=True)
 class AppliedUpdate:
-    """A record of the update of one share, with the version of each server's weights that its gradient used.
+    """A record of the update of one share.
 
-    `is_applied` is False if the update was skipped.
+    `versions` has, for each server, the version of the weights that the gradient was computed with. `is_applied` is
+    False if the update was skipped.
     """
 
     share: BatchShare
@@ -77,7 +80,7 @@ class PushedTotals(TotalsReduction):
     def store(self, pushes: Sequence[GradientPush], *, stop: bool, sums_shares: bool) -> None:
         """Store the results of all shares.
 
-        If the batch is one update (`sums_shares`), the loss of each share was divided by the counts of the batch.
+        If the batch is one update (`sums_shares`), the worker divided each share's loss by the counts of the batch.
         """
         self.names = tuple(next(iter(pushes[0].terms.values())))
         for push in pushes:
@@ -96,7 +99,10 @@ class PushedTotals(TotalsReduction):
 
 @dataclass(kw_only=True)
 class PushedBatch:
-    """A batch with the state of its shares: each share is free, in flight, or applied."""
+    """A batch that is divided into shares. `pushes` has the applied shares' pushes by share number, without gradients.
+
+    `number` is the batch's step, counted from zero. `stop`: this server wants to stop after the batch.
+    """
 
     number: int
     shares: Sequence[BatchShare]
@@ -116,7 +122,7 @@ class PushedBatch:
 
 
 def push_to_json(push: GradientPush) -> dict[str, Any]:
-    """Return the part of a push that the other servers need, as JSON; they have received their own gradients."""
+    """Return the push without its gradients, as JSON for the other servers, which have received their own gradients."""
     return {"terms": push.terms, "divided_by": push.divided_by, "stop": push.stop, "versions": push.versions}
 
 
@@ -128,7 +134,10 @@ def push_from_json(fields: Mapping[str, Any], *, gradients: Sequence[Tensor | No
 
 
 def sum_pushed_gradients(pushes: Sequence[GradientPush]) -> list[Tensor | None]:
-    """Return the sum of the shares' gradients, in fixed order, so that the order of arrival changes no bit."""
+    """Return the sum of the shares' gradients, in the order of `pushes`.
+
+    The caller orders the pushes by share, so that their order of arrival changes no bit.
+    """
     sums: list[Tensor | None] = []
     for gradients in zip(*(push.gradients for push in pushes), strict=True):
         present = [gradient for gradient in gradients if gradient is not None]
@@ -140,7 +149,7 @@ def sum_pushed_gradients(pushes: Sequence[GradientPush]) -> list[Tensor | None]:
 
 
 def _sum_divisors(pushes: Sequence[GradientPush]) -> dict[str, Tensor]:
-    """Return the sum of the counts that these pushes were divided by."""
+    """Return the sum over the pushes of the counts that their losses were divided by, by term."""
     totals: dict[str, float] = {}
     for push in pushes:
         for name, count in (push.divided_by or {}).items():

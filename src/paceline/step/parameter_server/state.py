@@ -34,7 +34,11 @@ class ServedWeights:
 
 
 class ServerState:
-    """The state shared between threads. A thread reads and writes its attributes only while it holds `lock`."""
+    """The state shared between threads. A thread reads and writes the attributes only while it holds `lock`.
+
+    `version` is the number of applied updates. `pushes` has the pushes that wait for their update, by lease number.
+    `locations` has the location of each open batch's samples, by step.
+    """
 
     def __init__(self, *, leases: Leases, served: ServedWeights, timeout_seconds: float) -> None:
         self.lock = threading.Condition()
@@ -69,13 +73,16 @@ class ServerState:
     def weights_buffer(self) -> Tensor:
         """Return a buffer for the weights.
 
-        If a batch is one update, all workers share one buffer: all shares of a batch have the same weights, and none
-        is in flight when the weights of the next batch are packed.
+        If a batch is one update, all workers share one buffer: all shares of a batch have the same weights, and no
+        share is in flight when the weights of the next batch are packed.
         """
         return self._layout.empty_buffer() if self._shared_buffer is None else self._shared_buffer
 
     def offer_shares(self, step: int, location: Mapping[str, Any], shares: Iterable[BatchShare]) -> None:
-        """Offer a batch's shares; `location` says where its samples are. The weights may have changed before."""
+        """Offer a batch's shares. `location` says where the batch's samples are.
+
+        The weights are packed again, because the main loop may have changed them since the last batch.
+        """
         with self.lock:
             self.has_started = True
             self.locations[step] = location
@@ -84,7 +91,10 @@ class ServerState:
             self.lock.notify_all()
 
     def wait_for_first_batch(self) -> bool:
-        """Wait up to `patience` for the first batch; until then, the main loop may still change the weights."""
+        """Wait up to `patience` seconds for the first batch, and return whether it was offered or the run is over.
+
+        Until the first batch, the main loop may still change the weights.
+        """
         with self.lock:
             return self.lock.wait_for(lambda: self.has_started or self.is_over, timeout=self.patience)
 
@@ -101,7 +111,7 @@ class ServerState:
             self.lock.notify_all()
 
     def add_worker(self, worker: int, *, rank: int, start_number: int, digest: str) -> None:
-        """Register a worker.
+        """Register a worker. `start_number` counts the starts of its process, and `digest` identifies its model.
 
         Raises:
             DesyncError: the worker has built another model.
@@ -120,7 +130,7 @@ class ServerState:
             self.lock.notify_all()
 
     def remove_worker(self, worker: int, *, reason: str) -> None:
-        """Remove a worker; the shares that it did not push completely become free again."""
+        """Remove a worker. The shares that were leased to it and not pushed completely become free again."""
         with self.lock:
             if worker not in self._connected_workers:
                 return
@@ -129,7 +139,7 @@ class ServerState:
             freed = self.leases.release_worker(worker)
             if not self.is_over:
                 lost_shares = ", ".join(
-                    f"step {share.step + 1}'s part {share.number + 1} of {share.num_shares}" for share in freed
+                    f"share {share.number + 1} of {share.num_shares} of step {share.step + 1}" for share in freed
                 )
                 outcome = (
                     f"its unpushed gradient is lost, and {lost_shares} goes to the next free worker"
@@ -142,8 +152,8 @@ class ServerState:
     def lease_share(self, worker: int, *, buffer: Tensor) -> tuple[Lease, Mapping[str, Any]] | None:
         """Lease a share to this worker, and pack the weights into `buffer`.
 
-        Returns the lease and the location of the batch's samples, or None if no share is free for a while or the run is
-        over.
+        Return the lease and the location of the batch's samples. Return None if no share became free within `patience`
+        seconds or the run is over.
         """
         granted_leases: list[Lease] = []
 
@@ -167,14 +177,14 @@ class ServerState:
         self._shared_version = self.version if buffer is self._shared_buffer else None
 
     def store_push(self, lease: Lease, push: GradientPush) -> None:
-        """Store the complete gradient of a share."""
+        """Store the push of a leased share on the first server, which decides when it is applied."""
         with self.lock:
             self.leases.record_push(lease)
             self.pushes[lease.number] = push
             self.lock.notify_all()
 
     def check_order(self, epoch: int, checksum: str, source: str) -> None:
-        """Check that all workers have the same order of samples, which may come from the user's code.
+        """Check that all workers have the same order of samples. `source` names the code that computes the order.
 
         Raises:
             DesyncError
@@ -194,17 +204,17 @@ class ServerState:
             self._pack_weights(buffer)
             return self.version
 
-    def store_part(self, number: int, push: GradientPush) -> None:
-        """Store this server's part of a gradient, which is used once the first server has received its own part."""
+    def store_part(self, lease_number: int, push: GradientPush) -> None:
+        """Store this server's part of a push, on a server that is not the first. The first decides when to apply it."""
         with self.lock:
-            self.pushes[number] = push
+            self.pushes[lease_number] = push
             self.lock.notify_all()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait, with the lock held, until `condition()` is true.
 
         Raises:
-            RunError: it is not true within `timeout_seconds`.
+            RunError: the condition was not true within `timeout_seconds`.
         """
         if not self.lock.wait_for(lambda: condition() or self.failure is not None, timeout=self.timeout_seconds):
             raise RunError(

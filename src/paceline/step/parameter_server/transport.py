@@ -1,4 +1,4 @@
-"""The connection between a worker and a server: its own process group, so a failure breaks only this connection."""
+"""The connection between a worker and a server. It has its own process group, so a failure breaks nothing else."""
 
 import json
 import time
@@ -45,7 +45,7 @@ class ConnectionLost(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerMessage:
-    """A message: its kind, its JSON fields, and optionally a buffer of bytes."""
+    """A message between a worker and a server: its kind, its JSON fields, and optionally a buffer of bytes."""
 
     kind: MessageKind
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class ServerMessage:
 
 
 class Connection:
-    """An end of a connection. Every wait ends after `timeout_seconds`; a broken connection is never reused."""
+    """One end of a connection. Every wait fails after `timeout_seconds`. A broken connection is never reused."""
 
     def __init__(self, store: Store, *, name: str, is_server: bool, timeout_seconds: float) -> None:
         local_rank, self._peer = (_SERVER, _WORKER) if is_server else (_WORKER, _SERVER)
@@ -78,7 +78,7 @@ class Connection:
             self._complete(self._group.send, part)
 
     def receive(self, *, buffer: Tensor | None = None) -> ServerMessage:
-        """Receive the next message; its bytes are read into `buffer` if the sizes match.
+        """Receive the next message. If `buffer` has the right size, the bytes of the message are read into it.
 
         Raises:
             ConnectionLost
@@ -126,7 +126,7 @@ def connect_store(launch_info: LaunchInfo, *, timeout_seconds: float) -> TCPStor
     """Open a new connection to the store of `open_store`, so that a blocking wait delays no other caller.
 
     Raises:
-        ConnectionLost: the store does not answer.
+        ConnectionLost: the store can't be reached.
     """
     try:
         return TCPStore(
@@ -141,7 +141,7 @@ def connect_store(launch_info: LaunchInfo, *, timeout_seconds: float) -> TCPStor
 
 
 def connect_to_server(endpoint: WorkerEndpoint, *, server: int, timeout_seconds: float) -> Connection:
-    """Open a worker's end of a new connection: the worker draws a ticket number, which the server uses too.
+    """Open a worker's end of a new connection. The worker draws a number from the store, and the server uses it too.
 
     Raises:
         ConnectionLost
@@ -156,7 +156,7 @@ def connect_to_server(endpoint: WorkerEndpoint, *, server: int, timeout_seconds:
 
 
 class ConnectionAcceptor:
-    """The server's acceptor of workers; it accepts new and restarted workers at any time."""
+    """A server's object that accepts the connections of new and restarted workers, at any time."""
 
     def __init__(self, endpoint: WorkerEndpoint, *, server: int, timeout_seconds: float) -> None:
         self._launch_info = endpoint.launch_info
@@ -177,7 +177,7 @@ class ConnectionAcceptor:
         return None
 
     def connect(self, number: int) -> Connection:
-        """Open the server's end of the connection to that worker.
+        """Open the server's end of the connection to the worker with this number.
 
         Raises:
             ConnectionLost

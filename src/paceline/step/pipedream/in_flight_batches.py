@@ -14,13 +14,15 @@ from paceline.step.replica_context import LocalMicrobatch
 from paceline.step.step_totals import StepResult, TotalsReduction
 
 Counts = dict[str, Tensor] | None
+"""The global counts by loss term, or None if they are not known before the forward."""
 
 
 @dataclass(kw_only=True)
 class InFlightBatch:
     """A batch between its first forward and its update.
 
-    `num_left` counts the microbatches that the last stage has not run yet.
+    `number` is the batch's step, counted from zero. `num_left` is the number of microbatches that the last stage has
+    not run yet. `terms` has the loss terms by microbatch index.
     """
 
     number: int
@@ -34,7 +36,7 @@ class InFlightBatch:
 
 @dataclass(kw_only=True)
 class InFlightMicrobatch:
-    """A microbatch whose forward this stage has not run yet; without samples it has weight zero."""
+    """A microbatch whose forward this stage has not run yet. If `num_samples` is 0, it is a stand-in of weight zero."""
 
     batch: InFlightBatch
     index: int
@@ -43,7 +45,7 @@ class InFlightMicrobatch:
 
 
 def sum_over_replicas(parameters: Sequence[nn.Parameter], *, world: World) -> None:
-    """Sum every `.grad` over replicas; a parameter without a gradient on any replica keeps None."""
+    """Sum every `.grad` over replicas. If no replica has a gradient for a parameter, its `.grad` stays None."""
     if world.world_size == 1:
         return
     has_gradient = torch.tensor([float(p.grad is not None) for p in parameters], device=world.device)

@@ -23,7 +23,7 @@ class WeightStashingRule(StepRule):
 
     @override
     def make_step(self, request: StepRequest) -> SynchronousStep:
-        """Return the step of this rank's stage; without a pipeline, the synchronous step."""
+        """Return the step of this rank's stage, or the synchronous step if there is no pipeline."""
         plan, pipeline_model = request.plan, request.parallelized_model.pipeline_model
         if pipeline_model is None:
             return SynchronousStep(request.contexts[0])
@@ -38,7 +38,7 @@ class WeightStashingRule(StepRule):
 
     @override
     def identity(self, plan: ExecutionPlan, pipeline_model: PipelineModel | None) -> str:
-        """Return the rule, and for PipeDream the stages; 2BW has the same staleness in every stage."""
+        """Return the rule. For PipeDream, add the stages; with 2BW, the results do not depend on them."""
         if pipeline_model is None or plan.update_rule.kind is not UpdateKind.PIPEDREAM:
             return str(plan.update_rule)
         num_microbatches = -(-plan.num_micro // plan.replicas)
@@ -48,9 +48,9 @@ class WeightStashingRule(StepRule):
 
 
 def _refuse_unsupported_model(
-    replica: ReplicaContext, placed: ParallelizedModel, pipeline_model: PipelineModel, plan: ExecutionPlan
+    replica: ReplicaContext, parallelized: ParallelizedModel, pipeline_model: PipelineModel, plan: ExecutionPlan
 ) -> None:
-    """Raise if the model has something that pipeline stages with weight stashing cannot support.
+    """Raise an error for each feature of the model that weight stashing does not support.
 
     Raises:
         LayoutError, Problems
@@ -64,7 +64,7 @@ def _refuse_unsupported_model(
                 hint="use a model without weights tied over stages, or --update sync",
             )
         )
-    for name in placed.hooked_names[:1]:
+    for name in parallelized.hooked_names[:1]:
         errors.append(
             LayoutError(
                 f"--update {plan.update} replaces {name} by other weight versions, and the hook on it would "

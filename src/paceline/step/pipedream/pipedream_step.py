@@ -1,8 +1,8 @@
 """The step of a pipeline that is never flushed: each stage updates its weights while later batches are in flight.
 
-A step starts one batch and finishes an earlier one; how much earlier depends on the stage. So all ranks read the
-reduced values `lag` steps late, without waiting. `finish_pending` drains the pipeline. Draining changes no weight,
-because a rule fixes which weight version each microbatch uses (`schedule/weight_version_rules.py`).
+A step starts one batch and finishes an earlier batch. How much earlier that batch is depends on the stage. So all ranks
+read the reduced values `lag` steps late, without waiting. `finish_pending` drains the pipeline. Draining changes no
+result, because `schedule/weight_version_rules.py` fixes which weight version each microbatch uses.
 """
 
 import time
@@ -54,16 +54,16 @@ class PipeDreamStep(SynchronousStep):
         self._pipeline = Pipeline(
             build_continuous_program(version_rule, sizes=[1]), world=pipeline_model.world, is_continuous=True
         )
-        self._work = _StageStepWork(replica, pipeline_model=pipeline_model, reports_loss=pipeline_model.has_loss)
+        self._work = _PipeDreamWork(replica, pipeline_model=pipeline_model, reports_loss=pipeline_model.has_loss)
         self._stand_ins = StandInMicrobatches(replica, is_always_needed=True)
         self._parameters = replica.update.parameters
         self._batches: dict[int, InFlightBatch] = {}
-        self._versions_in_use: dict[int, tuple[int, Weights | None]] = {}
+        self._versions_in_use: dict[int, tuple[int, Weights | None]] = {}  # (number, weights) by microbatch
         self._staleness_counts: dict[int, int] = {}
         self._max_versions = 1
-        self._is_drained, self._num_checked_steps = True, 0
+        self._is_drained, self._num_steps_since_drain = True, 0
         self._num_forwards = 0
-        self._starts_batch = True
+        self._starts_batch = True  # the next backward is the first of its batch
         direct = version_rule.needs_no_stash(self._stage)
         self.versions = WeightVersions(
             replica.model, named_parameters=replica.update.named_parameters, is_direct=direct
@@ -77,10 +77,10 @@ class PipeDreamStep(SynchronousStep):
             self.replica.model.train()
         if self._is_drained:
             self.replica.buffers.begin()  # since the last step, only other code has written to buffers
-            self._is_drained, self._num_checked_steps = False, 0
-        elif self._num_checked_steps == 2:
+            self._is_drained, self._num_steps_since_drain = False, 0
+        elif self._num_steps_since_drain == 2:
             self.replica.buffers.stop_comparing_values()
-        self._num_checked_steps += 1
+        self._num_steps_since_drain += 1
         batch = self._add_batch(step_batch)
         actions = self._with_messages(self._stage_progress.batch_actions())
         waited_seconds = 0.0
@@ -99,11 +99,17 @@ class PipeDreamStep(SynchronousStep):
         return result
 
     def batch_ends(self) -> dict[str, list[int]]:
-        """Return the state for a checkpoint: the ends of recent batches, as microbatch numbers relative to the next."""
+        """Return the state for a checkpoint: the numbers of the microbatches at which recent batches end.
+
+        The numbers are relative to the next microbatch.
+        """
         return {"ends": [end - self._batch_boundaries.num_microbatches for end in self._batch_boundaries.ends]}
 
     def resume(self, step: int, *, ends: Sequence[int], older_weights: Mapping[int, Weights]) -> None:
-        """Resume after `step` updates; `older_weights` has the older weight versions by age, in updates."""
+        """Resume after `step` updates, with the `ends` that `batch_ends` returned.
+
+        `older_weights` has the older weight versions by their age in updates.
+        """
         ends = list(ends) or [0] * bool(step)
         self._batch_boundaries = BatchBoundaries(ends=ends, num_dropped=step - len(ends))
         self._stage_progress = StageProgress(
@@ -135,7 +141,7 @@ class PipeDreamStep(SynchronousStep):
     @property
     def _checks_writes(self) -> bool:
         """True in the first two steps after each drain, in which forwards are checked for writes to parameters."""
-        return self._num_checked_steps <= 2
+        return self._num_steps_since_drain <= 2
 
     @property
     def _handover_ops(self) -> tuple[Op, ...]:
@@ -143,6 +149,7 @@ class PipeDreamStep(SynchronousStep):
         return (Op.FORWARD,) if self._work.reports_loss else (Op.SEND_F,)
 
     def _add_batch(self, step_batch: StepBatch) -> InFlightBatch:
+        """Add a batch to those in flight, with stand-ins for the microbatches that this replica lacks."""
         local_microbatches = [self.replica.load_microbatch(microbatch.data) for microbatch in step_batch.micro]
         counts = self._work.counts([local.data for local in local_microbatches])
         indices_and_sizes = [(microbatch.index, microbatch.num_samples) for microbatch in step_batch.micro]
@@ -162,6 +169,7 @@ class PipeDreamStep(SynchronousStep):
         return batch
 
     def _with_messages(self, order: Iterable[Action]) -> list[Action]:
+        """Return the stage's compute actions in this order, with the sends and receives that they need."""
         return list(add_messages(order, rank_of_stage=range(self._version_rule.stages)))
 
     def _run_actions(self, actions: Sequence[Action]) -> float:
@@ -183,6 +191,7 @@ class PipeDreamStep(SynchronousStep):
         return waited_seconds
 
     def _forward(self, action: Action) -> None:
+        """Run a microbatch's forward on the weight version that the version rule assigns to it."""
         version = self._version_rule.version(
             stage=self._stage, microbatch=action.microbatch, batches=self._batch_boundaries
         )
@@ -197,7 +206,7 @@ class PipeDreamStep(SynchronousStep):
         self._num_forwards += 1
 
     def _backward(self, action: Action) -> None:
-        """Run the backward on the weights of its forward, also for recomputed blocks."""
+        """Run a microbatch's backward with the weights of its forward. Recomputed blocks use these weights too."""
         if self._starts_batch:
             for parameter in self._parameters:
                 parameter.grad = None
@@ -244,8 +253,8 @@ class PipeDreamStep(SynchronousStep):
         )
 
 
-class _StageStepWork:
-    """The work at this rank's stage. The last stage reports a batch's loss terms as soon as they are known."""
+class _PipeDreamWork:
+    """The `StageWork` of this rank's stage. The last stage reports a batch's loss terms once all are known."""
 
     def __init__(self, replica: ReplicaContext, *, pipeline_model: PipelineModel, reports_loss: bool) -> None:
         self._replica = replica
@@ -256,7 +265,7 @@ class _StageStepWork:
         self.waiting_microbatches: dict[int, InFlightMicrobatch] = {}
 
     def counts(self, data: Sequence[object]) -> Counts:
-        """Return the counts of the whole batch, summed over replicas; the stages of one replica have equal samples."""
+        """Return the counts of the whole batch, summed over replicas. All stages of a replica have the same samples."""
         contract, world = self._replica.contract, self._replica.worlds.data
         if not contract.has_early_counts:
             return None
@@ -266,7 +275,7 @@ class _StageStepWork:
         return global_counts(local, world=world, names=self._names)
 
     def start_batch(self, batch: InFlightBatch, *, stop: bool) -> StepResult:
-        """Create the batch's totals and result. A rank with nothing to report starts its all-reduce now."""
+        """Create the batch's totals and result. A rank without loss terms starts the all-reduce of the totals now."""
         batch.reduction = self.totals_builder.new_reduction(batch.step_batch, None, stop=stop)
         samples = batch.step_batch.num_samples
         batch.result = StepResult(
@@ -295,7 +304,7 @@ class _StageStepWork:
                 return self._pipeline_model.stages.run(stage, received, lambda: self._loss(in_flight))  # type: ignore[no-any-return]
 
     def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
-        """Return an empty context: without context parallelism, a rank's part is the whole microbatch."""
+        """Return an empty context: only context parallelism, which PipeDream does not support, needs another one."""
         return nullcontext()
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
@@ -305,6 +314,7 @@ class _StageStepWork:
         """Do nothing: there is nothing to collect."""
 
     def _loss(self, in_flight: InFlightMicrobatch) -> Tensor:
+        """Run the user's forward and loss, and return the loss for backward. Only the last stage reaches the loss."""
         replica, batch = self._replica, in_flight.batch
         with in_flight.local_microbatch.forward_context():
             output = replica.contract.forward(replica.model, in_flight.local_microbatch.data)
@@ -319,6 +329,7 @@ class _StageStepWork:
         return loss_for_backward(terms, batch.counts)
 
     def _report(self, batch: InFlightBatch) -> None:
+        """Store the batch's loss terms in its totals, and start the all-reduce of the totals."""
         assert batch.reduction is not None
         for index, terms in batch.terms.items():
             self.totals_builder.store_terms(batch.reduction, index, terms)

@@ -1,7 +1,8 @@
 """The versions of a stage's weights, one per update, that microbatches in flight still need.
 
-A version is a set of leaf tensors that replace the parameters while a forward or a backward runs. Autograd references
-the tensors of a forward, so nothing is restored for its backward, and a version is freed with its last graph.
+A version is a set of leaf tensors that replace the parameters while a forward or a backward runs. The autograd graph of
+a forward references these tensors. So nothing must be restored for the backward, and a version is freed with the last
+graph that references it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from paceline.parallel.module_access.parameters import NamedParameter
 from paceline.torch_internals.private_api import tensor_version
 
 Weights = Mapping[str, Tensor]
+"""The tensors of one version of the weights, by parameter name."""
 
 
 class WeightVersions:
@@ -59,7 +61,7 @@ class WeightVersions:
         return self._versions[number]
 
     def run_with(self, weights: Weights | None, call: Callable[[], Any]) -> Any:
-        """Return `call()`, which runs with these weights in place of the parameters."""
+        """Call `call` with these weights in place of the parameters, and return its result."""
         if weights is None:
             return call()
         return functional_call(
@@ -71,7 +73,7 @@ class WeightVersions:
         return [tensor_version(tensor) for tensor in (self._parameters if weights is None else weights).values()]
 
     def prepare_backward(self, weights: Weights | None) -> None:
-        """Prepare a backward on these weights: let them accumulate into the parameters' `.grad`."""
+        """Prepare a backward on these weights: their gradients accumulate into the parameters' `.grad`."""
         for name, tensor in (weights or {}).items():
             tensor.grad = self._parameters[name].grad
             self._gradients_before_backward[name] = tensor.grad
@@ -80,7 +82,7 @@ class WeightVersions:
         """Move the gradients of these weights to the parameters, after the backward.
 
         Raises:
-            JobError: a parameter has got a gradient itself, so the forward does not read it from its module.
+            JobError: the backward changed a parameter's own gradient, so the forward did not use the given weights.
         """
         for name, tensor in (weights or {}).items():
             parameter = self._parameters[name]
@@ -94,7 +96,7 @@ class WeightVersions:
             parameter.grad, tensor.grad = tensor.grad, None
 
     def before_update(self, *, needed: int) -> None:
-        """Store the current version before the parameters change, if versions from `needed` on are needed."""
+        """Store the current version before the parameters change. `needed` is the oldest version still needed."""
         if not self._is_direct and needed <= self.newest:
             self._store_newest()
 

@@ -1,8 +1,8 @@
-"""Point-to-point messages between stages: tensors in one buffer, preceded by their layout when it changes; no pickle.
+"""Point-to-point messages between stages: tensors in one buffer, without pickle.
 
-A message has the same length as the previous message on its link. Its first number says whether the layout changes. If
-so, the rest of the message is empty, and the new layout and the tensors follow in two more messages. Steps whose
-microbatches have equal shapes therefore send one message per activation or gradient.
+A message has the same length as the previous message on its link. Its first number is zero, or the length of a new
+layout. If there is a new layout, the rest of the message is empty, and the layout and the tensors follow in two more
+messages. So while the shapes of microbatches do not change, each activation or gradient needs one message.
 """
 
 import json
@@ -31,7 +31,11 @@ class StageLink:
 
 @dataclass(kw_only=True)
 class _LinkLayout:
-    """The layout of the last message on a link, known to both sides."""
+    """The layout of the last message on a link, known to both sides. `note` is the JSON sent with the tensors.
+
+    `tensor_formats` has the dtype, shape and strides of each tensor that the sender has sent; `layout` describes the
+    tensors as JSON.
+    """
 
     tensor_formats: Any = None
     note: Any = None
@@ -40,7 +44,7 @@ class _LinkLayout:
 
 
 class StageChannel:
-    """A channel that sends and receives over the processes of one `World`. Every wait ends after the group's timeout.
+    """A channel that sends and receives over the processes of one `World`. Every wait fails after the group's timeout.
 
     Messages of different channels do not mix.
     """
@@ -49,8 +53,8 @@ class StageChannel:
         self._world = world
         self._first_tag = channel * _TAGS_PER_CHANNEL
         self._device = torch.device("cpu") if world.backend == "gloo" else world.device
-        self._sent: dict[StageLink, _LinkLayout] = {}
-        self._received: dict[StageLink, _LinkLayout] = {}
+        self._sent_layouts: dict[StageLink, _LinkLayout] = {}
+        self._received_layouts: dict[StageLink, _LinkLayout] = {}
         self._posted_receives: dict[StageLink, tuple[Tensor, Callable[[], object]]] = {}
         self._pending_sends: list[tuple[PendingMessage, Tensor]] = []
         self.sent_bytes = 0
@@ -61,8 +65,11 @@ class StageChannel:
         return self._world.backend == "gloo"
 
     def send(self, link: StageLink, tensors: list[Tensor], note: Any) -> None:
-        """Start sending and return immediately. `note` is JSON that rarely changes and is never modified in place."""
-        layout_sent = self._sent.setdefault(link, _LinkLayout())
+        """Start to send tensors with a note, and return immediately.
+
+        `note` is JSON that rarely changes. The caller never modifies it in place.
+        """
+        layout_sent = self._sent_layouts.setdefault(link, _LinkLayout())
         formats = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
         if formats != layout_sent.tensor_formats or note != layout_sent.note:
             layout_sent.tensor_formats, layout_sent.note = formats, note
@@ -85,14 +92,14 @@ class StageChannel:
 
     def post_receive(self, link: StageLink) -> None:
         """Post the next receive on a link, so that the transfer overlaps with compute."""
-        layout_received = self._received.setdefault(link, _LinkLayout())
+        layout_received = self._received_layouts.setdefault(link, _LinkLayout())
         self._posted_receives[link] = self._start_receive(link, layout_received.num_bytes)
 
     def receive(self, link: StageLink) -> tuple[list[Tensor], Any]:
         """Wait for the next message on a link; return its tensors, which are views of one buffer, and its note."""
         if link not in self._posted_receives:
             self.post_receive(link)
-        layout_received = self._received[link]
+        layout_received = self._received_layouts[link]
         buffer, wait = self._posted_receives.pop(link)
         wait()
         layout_bytes = int(buffer[:8].view(torch.int64)[0])
@@ -112,12 +119,12 @@ class StageChannel:
         return link in self._posted_receives
 
     def cancel_receives(self, *, used_links: Iterable[StageLink]) -> None:
-        """Cancel the posted receives of both sides: each side sends an empty message on its outgoing links.
+        """Cancel the posted receives. For that, each side sends an empty message on the links that it has sent on.
 
-        Both sides call this at the same point in their programs.
+        Both sides call this at the same point in their programs. `used_links` are the links that this side has sent on.
         """
         for link in used_links:
-            layout_sent = self._sent[link]
+            layout_sent = self._sent_layouts[link]
             buffer = torch.zeros(layout_sent.num_bytes, dtype=torch.uint8, device=self._device)
             buffer[:8].view(torch.int64)[0] = _CANCELLED
             self._start_send(link, buffer)

@@ -20,6 +20,7 @@ from paceline.step.replica_context import LocalMicrobatch, ReplicaContext
 from paceline.step.step_totals import TotalsReduction
 
 Counts = dict[str, Tensor] | None
+"""The global counts by loss term, or None if they are not known before the forward."""
 
 
 class PipelineForwardBackward:
@@ -36,7 +37,10 @@ class PipelineForwardBackward:
 
     @contextmanager
     def observe_actions(self, on_action: ActionObserver) -> Iterator[None]:
-        """Report each action with its start and end time to `on_action`; on a GPU, wait for each action to finish."""
+        """Return a context in which `on_action` receives each action with its start and end time.
+
+        On a GPU, each action is finished before the next one starts.
+        """
         device = self._replica.world.device
 
         def report(action: Action, start: float, stop: float) -> None:
@@ -52,7 +56,7 @@ class PipelineForwardBackward:
             self._on_action, self._pipelines = None, {}
 
     def program(self, num_micro: int) -> Program:
-        """Return the pipeline's program, of all ranks, for `num_micro` microbatches."""
+        """Return the program of all ranks of the pipeline for `num_micro` microbatches."""
         return self._pipeline_model.build_program(num_micro)
 
     def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
@@ -78,7 +82,7 @@ class PipelineForwardBackward:
         return reduction, counts is None
 
     def evaluate_microbatch(self, batch: Any, *, num_samples: int, on_output: OutputObserver) -> None:
-        """Run one microbatch forward; the rank of the last stage calls `on_output`."""
+        """Run the forward of one microbatch. The rank of the last stage calls `on_output`."""
         replica = self._replica
 
         microbatch = replica.slice_microbatch(batch)
@@ -122,9 +126,9 @@ class PipelineForwardBackward:
 
 
 class _StepWork:
-    """The stage work of one step.
+    """The `StageWork` of one step. `microbatches` are this replica's microbatches, followed by its stand-ins.
 
-    `indices_and_sizes` has the index and the number of samples of each microbatch.
+    `indices_and_sizes` has the index in the global batch and the number of samples of each microbatch.
     """
 
     def __init__(self, replica: ReplicaContext, *, pipeline_model: PipelineModel, step: int, counts: Counts) -> None:
@@ -154,7 +158,7 @@ class _StepWork:
         return self.microbatches[microbatch].backward_context()
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
-        """Prepare the reducer, which starts the final reduction at the step's last backward."""
+        """Prepare the reducer for this backward. In the step's last backward, it starts the final reduction."""
         index, num_samples = self.indices_and_sizes[microbatch]
         for recorder in self._replica.state_recorders:
             recorder.set_microbatch(index, has_samples=num_samples > 0)
@@ -166,6 +170,7 @@ class _StepWork:
         self._replica.reducer.after_backward()
 
     def _loss(self, microbatch: int, num_samples: int) -> Tensor:
+        """Run the user's forward and loss, and return the loss for backward. Only the last stage reaches the loss."""
         replica, local_microbatch = self._replica, self.microbatches[microbatch]
         with local_microbatch.forward_context():
             output = replica.contract.forward(replica.model, local_microbatch.data)
@@ -177,7 +182,7 @@ class _StepWork:
 
 
 class _EvaluationWork:
-    """The stage work of a forward without gradients."""
+    """The `StageWork` of a forward without gradients."""
 
     def __init__(self, pipeline_model: PipelineModel, run_model: Callable[[], None]) -> None:
         self._pipeline_model = pipeline_model

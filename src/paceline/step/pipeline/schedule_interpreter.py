@@ -18,23 +18,25 @@ from paceline.step.pipeline.split_backward import DeferredWeightGrad, backward_i
 from paceline.torch_internals.private_api import run_backward
 
 StageMicrobatch = tuple[int, int]
+"""A stage and a microbatch."""
 ActionObserver = Callable[[Action, float, float], None]
+"""A function `on_action(action, start_time, end_time)`."""
 
 
 class StageWork(Protocol):
-    """The work at a stage; the interpreter decides when it runs."""
+    """The interface of the work at a stage. The interpreter decides when each part of the work runs."""
 
     def forward(self, *, stage: int, microbatch: int, received: StageOutput | None) -> StageOutput | Tensor | None:
-        """Run one microbatch through one stage; return the output for the next stage, or on the last stage the loss.
+        """Run one microbatch through one stage. Return the output for the next stage, or on the last stage the loss.
 
         A forward-only program ignores the result of the last stage.
         """
 
     def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
-        """Return the context for a backward, or half of one, in which recomputation sees the state of the forward."""
+        """Return the context for a backward or half a backward. In it, recomputation sees the state of the forward."""
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:
-        """Prepare for weight gradients, which BACKWARD or BACKWARD_WEIGHT adds next."""
+        """Prepare for the weight gradients that the next action, BACKWARD or BACKWARD_WEIGHT, adds."""
 
     def after_backward(self, *, stage: int, microbatch: int) -> None:
         """Process the weight gradients that the backward has added."""
@@ -51,11 +53,11 @@ class _PendingBackward:
 
 
 class Pipeline:
-    """An interpreter of one rank's part of a program; the `World` has the ranks of the program.
+    """An interpreter of one rank's part of a program. `world` has the ranks of the program.
 
-    `splits_backward=False` runs a stage's full backward at BACKWARD_INPUT and does nothing at BACKWARD_WEIGHT: the
-    backward of stages that recompute or are sharded cannot be split. `is_continuous`: `expect_actions` and `run_action`
-    are called repeatedly until `pause`, and a receive is always posted for the next message on each link.
+    `splits_backward=False` runs a stage's full backward at BACKWARD_INPUT and does nothing at BACKWARD_WEIGHT. It is
+    used for stages that recompute or are sharded, whose backward cannot be split. If `is_continuous`, the caller
+    repeats `expect_actions` and `run_action` until `pause`, and a receive is always posted on each link.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Pipeline:
         self._used_links: set[StageLink] = set()
         self._local_stages = set(program.stages_of(world.rank))
         self._pending: dict[StageMicrobatch, _PendingBackward] = {}
+        # activations, and the gradients of outputs and inputs, that wait for the next action of their stage
         self._inputs: dict[StageMicrobatch, StageOutput] = {}
         self._outputs: dict[StageMicrobatch, StageOutput] = {}
         self._output_gradients: dict[StageMicrobatch, list[Tensor | None]] = {}
@@ -141,6 +144,7 @@ class Pipeline:
     # -- compute
 
     def _forward(self, action: Action, work: StageWork) -> None:
+        """Run a forward, store its output for the next stage, and keep its graph for the backward."""
         key = (action.stage, action.microbatch)
         received = self._inputs.pop(key, None)
         output = work.forward(stage=action.stage, microbatch=action.microbatch, received=received)
@@ -197,7 +201,10 @@ class Pipeline:
         work.after_backward(stage=action.stage, microbatch=action.microbatch)
 
     def _take_pending(self, key: StageMicrobatch) -> _PendingBackward:
-        """Return the pending backward with only the outputs that have a gradient; the gradient of a loss is None."""
+        """Remove and return the pending backward, with only those outputs that have a gradient.
+
+        A loss is an output without a received gradient. It stays, with the gradient None.
+        """
         pending = self._pending.pop(key)
         gradients = self._output_gradients.pop(key, None)
         if gradients is None:
@@ -254,9 +261,9 @@ class Pipeline:
         return message
 
     def expect_actions(self, actions: Iterable[Action]) -> None:
-        """Announce all of the next actions.
+        """Announce all actions of the next calls of `run_action`, and post the first receive on each link.
 
-        The first receive on each link is posted now; each later one is posted when the previous message has arrived.
+        Each later receive is posted when the previous message on its link has arrived.
         """
         self._num_expected_messages = {}
         for action in actions:
@@ -270,7 +277,7 @@ class Pipeline:
 
 
 def _link_of(action: Action) -> StageLink:
-    """Return the link of an action. Both sides derive its tag from the sending stage and the direction."""
+    """Return the link of an action. Both sides derive the link's tag from the sending stage and the direction."""
     assert action.peer is not None
     message = action.message
     return StageLink(peer=action.peer, tag=2 * message.stage + int(message.kind is Op.BACKWARD))

@@ -19,7 +19,7 @@ from paceline.torch_internals.private_api import compute_gradients, run_backward
 
 @dataclass(kw_only=True)
 class DeferredWeightGrad:
-    """The state that the second half needs.
+    """The state that the second half of a backward needs.
 
     `boundaries` are operations with their weights and saved gradients. `shared_gradients` are the gradients of shared
     weights, from the first half. `full_backward` has the outputs and their gradients, if the stage has no inputs.
@@ -36,12 +36,12 @@ def backward_input(
     """Return the gradients of `inputs`, and the state from which `backward_weight` computes the weight gradients."""
     if not inputs:
         return [], DeferredWeightGrad(full_backward=(list(outputs), list(gradients)))
-    boundaries, shared = _find_boundaries([get_gradient_edge(output).node for output in outputs], inputs)
+    boundaries, shared_weights = _find_boundaries([get_gradient_edge(output).node for output in outputs], inputs)
     deferred = DeferredWeightGrad()
     saved_gradients: dict[Node, tuple[Tensor | None, ...]] = {}
     handles = [node.register_prehook(_gradient_saver(node, saved_gradients)) for node, _ in boundaries]
     try:
-        gradients_found = compute_gradients(outputs, [*inputs, *shared], gradients, retain_graph=True)
+        gradients_found = compute_gradients(outputs, [*inputs, *shared_weights], gradients, retain_graph=True)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
@@ -55,7 +55,7 @@ def backward_input(
             handle.remove()
     deferred.shared_gradients = [
         (weight, gradient)
-        for weight, gradient in zip(shared, gradients_found[len(inputs) :], strict=True)
+        for weight, gradient in zip(shared_weights, gradients_found[len(inputs) :], strict=True)
         if gradient is not None
     ]
     deferred.boundaries = [
@@ -91,7 +91,7 @@ def _gradient_saver(node: Node, saved_gradients: dict[Node, tuple[Tensor | None,
 def _find_boundaries(
     roots: Sequence[Node], inputs: Sequence[Tensor]
 ) -> tuple[list[tuple[Node, list[Tensor]]], list[Tensor]]:
-    """Return the boundaries, each with the weights that it alone leads to, and the weights that several share."""
+    """Return the boundaries and the shared weights. Each boundary comes with the weights that only it leads to."""
     order = _reverse_topological_order(roots)
     on_path = {get_gradient_edge(tensor).node for tensor in inputs}
     input_nodes = {get_gradient_edge(tensor).node for tensor in inputs}
@@ -113,7 +113,7 @@ def _find_boundaries(
     }
     num_uses: dict[int, int] = {}
     tensors: dict[int, Tensor] = {}
-    weights_of_off_path_roots = [weights[root] for root in roots if root not in on_path] * 2  # twice: they are shared
+    weights_of_off_path_roots = [weights[root] for root in roots if root not in on_path] * 2  # so they count as shared
     for node_weights in [*weights_off_path.values(), *weights_of_off_path_roots]:
         for key, tensor in node_weights.items():
             num_uses[key] = num_uses.get(key, 0) + 1

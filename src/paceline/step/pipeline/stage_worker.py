@@ -40,7 +40,7 @@ class StageRunner:
         return output
 
     def backward_context(self, *, microbatch: int) -> AbstractContextManager[None]:
-        """Return the context that the microbatch's backward runs in."""
+        """Return an empty context."""
         return nullcontext()
 
     def before_backward(self, *, stage: int, microbatch: int) -> None:

@@ -1,7 +1,7 @@
 """The step of Hogwild: workers update the same weights without locks (Niu et al., "Hogwild!", NIPS 2011).
 
 Each worker computes the gradient of its part of the batch and updates the weights immediately. It may read weights
-while other workers write them. A worker that is `lag` batches ahead waits for the slowest one.
+while other workers write them. A worker that is `lag` batches ahead waits for the slowest worker.
 """
 
 import time
@@ -51,7 +51,7 @@ class HogwildStep(SynchronousStep):
         self.replica.reducer.begin()
         reduction, needs_division = self.forward_backward.run(step_batch, step=self.steps_done, stop=stop)
         count = reduction.local_count()
-        if count:  # a share without a target makes no update
+        if count:  # a worker whose microbatches have no target makes no update
             self.replica.reducer.finish(divisor=count if needs_division else None)
             _, is_applied = self.replica.update.commit(
                 step=self.steps_done + 1, loss=reduction.local_loss(), counts=None
@@ -80,7 +80,10 @@ class HogwildStep(SynchronousStep):
 
     @override
     def collect_staleness(self) -> list[dict[str, Any]]:
-        """Return how many updates other workers made between this worker's read and its write."""
+        """Return this worker's staleness: how many updates other workers made between its reads and its updates.
+
+        Also return, over all workers, how many additions to the shared update counters were made and were lost.
+        """
         lost, made = self._shared_model.lost_and_all_additions
         staleness_counts = [list(pair) for pair in sorted(self._staleness_counts.items())]
         worker_name = f"worker {self.replica.world.rank}"

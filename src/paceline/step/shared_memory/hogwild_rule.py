@@ -33,7 +33,7 @@ class HogwildRule(StepRule):
 
     @override
     def share_model(self, model: nn.Module, *, world: World) -> SharedModel:
-        """Put the weights into memory that all workers share."""
+        """Put the weights into memory that all workers share, and return the shared model."""
         return SharedModel(model, world=world)
 
     @override
@@ -44,5 +44,5 @@ class HogwildRule(StepRule):
 
     @override
     def buffer_note(self, policy: str) -> str:
-        """Return the line on the shared buffers."""
+        """Return a line for the user on the shared buffers."""
         return "buffers: one copy in shared memory, to which every worker writes its running statistics"

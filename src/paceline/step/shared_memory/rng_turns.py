@@ -1,10 +1,10 @@
-"""Turns of replicas in one process: they share the host's random generators, so passes that draw run one at a time.
+"""Turns of replicas in one process, which share the host's random generators: passes that draw run one at a time.
 
-The generators are seeded for one microbatch, whose forward then draws from them. Two replicas at the same time would
-draw from each other's stream. The first step runs all forwards and backwards one at a time and detects which of them
-draw. In later steps a forward takes a turn only if forwards draw, and a backward only if backwards draw, as with
-activation checkpointing. A backward that draws starts from the generator state at the end of its own replica's
-forward, as it does with one replica per process, even if another replica ran in between.
+The generators are seeded for one microbatch, whose forward then draws from them. If two replicas ran at the same time,
+they would draw from each other's stream. The first step runs all forwards and backwards one at a time, and detects
+which of them draw. In later steps, forwards take turns only if forwards draw, and backwards only if backwards draw, as
+with activation checkpointing. A backward that draws starts from the generator state at the end of its own replica's
+forward, even if another replica ran in between. With one replica per process, this holds without turns.
 """
 
 import threading
@@ -29,7 +29,7 @@ class HostRandomness(Enum):
 
 
 class HostRngTurns:
-    """The turns of the replicas of one process. `gpu`: the GPU, if several replicas share one."""
+    """The turns of the replicas of one process. `gpu` is the GPU that several replicas share, or None."""
 
     def __init__(self, *, timeout_seconds: float, gpu: torch.device | None = None) -> None:
         self.host_randomness = HostRandomness.UNKNOWN
@@ -45,7 +45,7 @@ class HostRngTurns:
 
     @contextmanager
     def forward_context(self, seed: Callable[[], None]) -> Iterator[None]:
-        """Return the context for a forward and its loss; it calls `seed()` first."""
+        """Return a context for a forward and its loss. On entry, it waits for a turn if needed, and calls `seed()`."""
         if self.host_randomness is HostRandomness.NONE:
             seed()
             yield
@@ -62,7 +62,7 @@ class HostRngTurns:
 
     @contextmanager
     def backward_context(self) -> Iterator[None]:
-        """Return the context for a backward.
+        """Return a context for a backward. On entry, it waits for a turn if needed.
 
         Activation checkpointing restores the generators after it draws. So draws are detected by operation, not by a
         comparison of generator states.
@@ -95,7 +95,7 @@ class HostRngTurns:
             self._lock.release()
 
     def record_draws(self) -> None:
-        """Set `host_randomness` from the draws that the step has shown, if it is unknown."""
+        """Set `host_randomness`, if it is unknown, from the draws that were detected in the step."""
         if self.host_randomness is HostRandomness.UNKNOWN:
             has_drawn = self._has_drawn
             self.host_randomness = (

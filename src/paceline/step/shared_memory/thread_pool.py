@@ -29,17 +29,20 @@ class _ReplicaThread(threading.Thread):
             function()
 
 
-class ReplicaThreads:
-    """A pool that runs one function per replica at the same time. Threads are created at the first use."""
+class ReplicaThreadPool:
+    """A pool that runs one function per replica at the same time. Threads are created at the first use.
+
+    `on_error` is called when a function fails, so that functions which wait for that replica end too.
+    """
 
     def __init__(self, *, on_error: Callable[[], None]) -> None:
         self._on_error = on_error
-        self._workers: list[_ReplicaThread] = []
+        self._threads: list[_ReplicaThread] = []
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Run all functions and return their results; if one raises an exception, stop all and raise the first."""
+        """Run all functions and return their results. If functions raise exceptions, raise the first of these."""
         results: dict[int, T] = {}
-        errors: list[tuple[float, int, BaseException]] = []
+        errors: list[tuple[float, int, BaseException]] = []  # (time, number of the replica, exception)
         done = threading.Semaphore(0)
 
         def run_function(number: int) -> None:
@@ -51,10 +54,10 @@ class ReplicaThreads:
             finally:
                 done.release()
 
-        while len(self._workers) < len(functions) - 1:
-            self._workers.append(_ReplicaThread(len(self._workers) + 1))
-        for number, worker in enumerate(self._workers[: len(functions) - 1], 1):
-            worker.queue.put(lambda number=number: run_function(number))  # type: ignore[misc]
+        while len(self._threads) < len(functions) - 1:
+            self._threads.append(_ReplicaThread(len(self._threads) + 1))
+        for number, thread in enumerate(self._threads[: len(functions) - 1], 1):
+            thread.queue.put(lambda number=number: run_function(number))  # type: ignore[misc]
         run_function(0)
         self._wait_for_all(len(functions), done, errors)
         if errors:
@@ -63,13 +66,13 @@ class ReplicaThreads:
 
     def close(self) -> None:
         """Stop the threads."""
-        for worker in self._workers:
-            worker.queue.put(None)
-        self._workers = []
+        for thread in self._threads:
+            thread.queue.put(None)
+        self._threads = []
 
     @staticmethod
     def _wait_for_all(count: int, done: threading.Semaphore, errors: list[tuple[float, int, BaseException]]) -> None:
-        """Wait for every replica; after an error at most PATIENCE_SECONDS, since a stuck thread cannot be killed."""
+        """Wait for every replica. After an error, wait only PATIENCE_SECONDS, since a stuck thread can't be killed."""
         deadline = None
         for _ in range(count):
             while not done.acquire(timeout=0.2):

@@ -12,10 +12,10 @@ from typing_extensions import override
 from paceline.comm.rank_threads import ThreadWorld
 from paceline.parallel.data_parallel.thread_replicas import ThreadReplicas
 from paceline.parallel.gradients.partition import do_nothing
-from paceline.step.microbatches import StepBatch, select_replica_share
+from paceline.step.microbatches import StepBatch, select_replica_batch
 from paceline.step.replica_context import ReplicaContext
 from paceline.step.shared_memory.rng_turns import HostRandomness, HostRngTurns
-from paceline.step.shared_memory.thread_pool import ReplicaThreads
+from paceline.step.shared_memory.thread_pool import ReplicaThreadPool
 from paceline.step.step_totals import StepResult
 from paceline.step.synchronous import SynchronousStep
 
@@ -38,13 +38,13 @@ class ThreadsStep(SynchronousStep):
         self._thread_replicas = thread_replicas
         self._rendezvous = rendezvous
         self._rng_turns = rng_turns
-        self._threads = ReplicaThreads(on_error=rendezvous.end)
+        self._threads = ReplicaThreadPool(on_error=rendezvous.end)
 
     @override
     def compute_gradients(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
         """Compute the global gradient in the first replica.
 
-        If a model that has not drawn random numbers so far draws some in this step, run the step again, in turns.
+        If the model draws random numbers in this step but drew none in the first step, run the step again, in turns.
         """
         while True:
             self._thread_replicas.refresh()
@@ -69,25 +69,28 @@ class ThreadsStep(SynchronousStep):
         self._threads.close()
 
     def _run_replicas(self, step_batch: StepBatch, stop: bool) -> StepResult:
+        """Compute the gradients of each replica in a thread of its own, and return the first replica's result."""
         self._rendezvous.reset()
         num_replicas = 1 + len(self._other_steps)
-        shares = [
-            select_replica_share(step_batch, replica=index, num_replicas=num_replicas) for index in range(num_replicas)
+        batches = [
+            select_replica_batch(step_batch, replica=index, num_replicas=num_replicas) for index in range(num_replicas)
         ]
         for step in (self, *self._other_steps):
             step.replica.random_streams.is_gpu_only = self._rng_turns.host_randomness is HostRandomness.NONE
         for other in self._other_steps:
             other.steps_done = self.steps_done
         compute_first = super().compute_gradients
-        bodies: list[Callable[[], StepResult]] = [lambda: compute_first(shares[0], stop=stop)]
-        bodies += [_replica_body(other, share) for other, share in zip(self._other_steps, shares[1:], strict=True)]
-        result, *_ = self._threads.run(bodies)
+        functions: list[Callable[[], StepResult]] = [lambda: compute_first(batches[0], stop=stop)]
+        functions += [
+            _replica_function(other, batch) for other, batch in zip(self._other_steps, batches[1:], strict=True)
+        ]
+        result, *_ = self._threads.run(functions)
         for other in self._other_steps:
             other.replica.reducer.begin()
         return result
 
 
-def _replica_body(step: SynchronousStep, step_batch: StepBatch) -> Callable[[], StepResult]:
+def _replica_function(step: SynchronousStep, step_batch: StepBatch) -> Callable[[], StepResult]:
     def run_replica() -> StepResult:
         if step.replica.world.device.type == "cuda":
             torch.cuda.set_device(step.replica.world.device)

@@ -27,10 +27,12 @@ _WRAPPERS = {
 
 
 def check_job(job: Job, model: nn.Module, *, takes_sparse: bool = False) -> None:
-    """Raise if the model cannot be trained, sent or saved. If so, also build the optimizer, to report its problems too.
+    """Refuse a model that cannot be trained, sent to other ranks or saved. `takes_sparse` permits sparse gradients.
+
+    If the model is refused, the optimizers and LR schedulers are checked too, so that one error has all problems.
 
     Raises:
-        JobError, Problems: with every problem.
+        JobError, Problems: the model is refused.
     """
     lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
     if lazy:

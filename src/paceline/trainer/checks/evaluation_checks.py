@@ -18,7 +18,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def early_stopping(job: Job) -> EarlyStopping | None:
-    """Return the early-stopping rule, if the job has one; a plain number is the patience in evaluations of `best`."""
+    """Return the job's early-stopping rule, or None. A plain number in the job is the patience for `best`."""
     rule = job.early_stopping
     if not isinstance(rule, int):
         return rule
@@ -35,10 +35,10 @@ def best_rule(job: Job) -> tuple[str, str]:
 
 
 def check_evaluation_settings(job: Job, settings: Settings, *, evaluate_first: bool) -> None:
-    """Raise if evaluations are requested without data, or by metrics that the job does not have.
+    """Refuse requests for evaluations without evaluation data, and rules on metrics that the job does not have.
 
     Raises:
-        JobError: with the names of all such requests.
+        JobError: a request is refused; the error names all of them.
     """
     if job.eval_data is None:
         requests = list(_requested_evaluations(job, settings, evaluate_first))
@@ -53,10 +53,12 @@ def check_evaluation_settings(job: Job, settings: Settings, *, evaluate_first: b
 
 
 def refuse_unknown_metrics(job: Job, *, terms: Iterable[str]) -> None:
-    """Raise for a metric that no evaluation will return; metrics that `on_eval` adds are not known in advance.
+    """Refuse `best=` and `early_stopping=` if they name a metric that no evaluation returns.
+
+    A job with `on_eval` is not checked, because the metrics that `on_eval` adds are not known in advance.
 
     Raises:
-        JobError, Problems: with the metrics that exist.
+        JobError, Problems: a metric is refused; the error names the metrics that exist.
     """
     if job.eval_data is None or job.on_eval is not None:
         return
@@ -77,7 +79,7 @@ def refuse_unknown_metrics(job: Job, *, terms: Iterable[str]) -> None:
 
 
 def job_choices(job: Job) -> dict[str, Any]:
-    """Return the job's own choices that the run folder records with the settings."""
+    """Return the job's `ema`, `best` and `early_stopping` as text, for the records in the run folder."""
     choices = {"ema": job.ema, "best": job.best, "early_stopping": job.early_stopping}
     return {name: str(value) for name, value in choices.items() if value is not None}
 
@@ -85,7 +87,7 @@ def job_choices(job: Job) -> dict[str, Any]:
 def evaluation_notes(
     job: Job, settings: Settings, *, model: nn.Module, micro_batch_size: int, is_resumed: bool = False
 ) -> Iterator[str]:
-    """Yield the banner's lines on batch norm, evaluations and EMA. A resumed run does not report microbatches again."""
+    """Yield the banner's lines on batch norm, evaluations and EMA. A resumed run omits the line on batch norm."""
     train_settings = settings.train
     is_microbatch_fixed = is_resumed or train_settings.micro_batch_size or train_settings.gradient_accumulation_steps
     if (
@@ -105,10 +107,10 @@ def evaluation_notes(
 
 
 def refuse_large_batch(plan: ExecutionPlan, *, num_samples: int | None) -> None:
-    """Raise for a global batch that no epoch can fill.
+    """Refuse a global batch that is larger than an epoch.
 
     Raises:
-        UsageError: with the number of samples.
+        UsageError: the batch is refused; the error gives the number of samples.
     """
     batch = plan.global_batch_size
     if num_samples is not None and batch > num_samples:
@@ -128,7 +130,7 @@ def last_batch_notes(
     total_steps: int | None,
     is_resumed: bool = False,
 ) -> Iterator[str]:
-    """Yield a warning if an epoch's last batch has a microbatch of one sample, which batch norm can't be trained on."""
+    """Yield a warning if an epoch's last batch has a microbatch of one sample, on which batch norm can't train."""
     if samples is None or settings.data.drop_last or plan.micro_batch_size == 1:
         return
     last_batch_size = samples % plan.global_batch_size
@@ -186,6 +188,7 @@ def finished_note(settings: Settings, *, step: int, total: int | None) -> str:
 
 
 def _requested_evaluations(job: Job, settings: Settings, evaluate_first: bool) -> Iterator[str]:
+    """Yield each setting or argument that needs evaluations, as text for an error."""
     if settings.eval.every is not None:
         yield f"eval.every={settings.eval.every}"
     if evaluate_first:
@@ -197,6 +200,7 @@ def _requested_evaluations(job: Job, settings: Settings, evaluate_first: bool) -
 
 
 def _metrics_in_rules(job: Job) -> Iterator[tuple[str, str]]:
+    """Yield `best=` and `early_stopping=`, each as text for an error, with the metric that the rule names."""
     if job.best is not None:
         yield f"best={job.best!r}", best_rule(job)[0]
     rule = early_stopping(job)

@@ -1,4 +1,4 @@
-"""The example batch: one microbatch that runs through the whole model before it is placed, to plan how to split it."""
+"""The example batch: one microbatch that runs through the full model, to plan how to split the model over ranks."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -27,7 +27,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleBatch:
-    """The run's first microbatch. A call runs forward and loss, equal on every rank, and restores the model's state."""
+    """The run's first microbatch. A call runs forward and loss on it, with equal results on every rank.
+
+    The call restores the model's buffers and training mode, and the random generators.
+    """
 
     job: Job
     settings: Settings
@@ -38,7 +41,7 @@ class ExampleBatch:
     data: JobData | None = None
 
     def __call__(self) -> Any:
-        """Return the loss terms in training mode."""
+        """Return the sums of the loss terms, computed in training mode."""
         with hide_from_modes():  # planning records which buffers the forward itself uses
             saved_buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
         was_training = self.model.training
@@ -70,7 +73,7 @@ class ExampleBatch:
         return {name: total for name, (total, _) in terms.items()}
 
     def once(self, key: Hashable, find: Callable[[], Result]) -> Result:
-        """Return the result of `find`, which runs the model. Copies of one model share the first result."""
+        """Return the result of `find`, which runs the model. Copies of one model share the first result for a `key`."""
         cache = getattr(self.job.model, "shared_results", None)
         if not isinstance(cache, dict):
             return find()
@@ -81,7 +84,7 @@ class ExampleBatch:
         return result
 
     def learn_loss(self) -> None:
-        """Determine the form of the model's own loss. Call this before any forward of the model is recorded."""
+        """Find out whether the model's own loss is a sum or a mean. Call this before any forward is traced."""
         self.contract.probe_model_loss(self.batch)
 
     @cached_property
@@ -89,7 +92,7 @@ class ExampleBatch:
         """The first microbatch.
 
         Raises:
-            JobError: it can't be read twice.
+            JobError: the data can't be read twice.
         """
         return self._read_first(self.plan.micro_batch_size)
 

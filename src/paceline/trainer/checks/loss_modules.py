@@ -1,4 +1,4 @@
-"""Checks of modules and parameters that a loss holds outside the model, which are not trained, sent or saved."""
+"""Checks of modules and parameters of a loss that are not part of the model: they are not trained, sent or saved."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from paceline.step.loss.modules_captured_by_loss import find_modules, find_param
 
 
 def loss_notes(loss: Any, *, model: nn.Module, world: World) -> list[str]:
-    """Return a warning that names the loss's parameters that are not the model's. Every rank must call this.
+    """Return a warning if the loss has trainable parameters that are not the model's. Every rank must call this.
 
     Raises:
-        JobError: their values differ between ranks, because each process drew its own.
+        JobError: a parameter or buffer of the loss differs between ranks, because each process drew its own values.
     """
     model_tensor_ids = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     parameters = {name: p for name, p in find_parameters(loss).items() if id(p) not in model_tensor_ids}

@@ -1,4 +1,4 @@
-"""Detection of a learning rate schedule that was meant in epochs but is stepped once per update: it ends too early."""
+"""Detection of a learning rate schedule that ends too early: it counts epochs, but is stepped once per update."""
 
 import math
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-_SMALL_FRACTION = 0.05
-# A schedule that is meant in updates lasts longer than 2 updates for each epoch, if an epoch has 8 or more.
+_SMALL_FRACTION = 0.05  # of the run
+# If an epoch has at least 8 updates, a schedule that counts updates lasts longer than 2 updates for each epoch.
 _MAX_UPDATES_PER_EPOCH, _MIN_EPOCH_STEPS = 2.0, 8
 _NEGLIGIBLE_LR = 1e-3
 
@@ -38,9 +38,9 @@ class _Span:
 def schedules_in_epochs(schedules: Sequence[Any], *, total_steps: int | None, epoch_steps: int | None) -> list[str]:
     """Return a warning for each of torch's schedules that reaches its lowest rate suspiciously early.
 
-    An end is suspicious within a small fraction of the run, after as many updates as the run has epochs, or after at
-    most two updates for each epoch. If each step of the schedule multiplies the rate, an end in the first epoch is
-    suspicious too.
+    The end of a schedule is suspicious if it comes within a small fraction of the run, after as many updates as the run
+    has epochs, or after at most two updates for each epoch. If each step of the schedule multiplies the rate, an end in
+    the first epoch is suspicious too.
     """
     if not total_steps:
         return []
@@ -57,6 +57,7 @@ def schedules_in_epochs(schedules: Sequence[Any], *, total_steps: int | None, ep
 
 
 def _ends_early(span: _Span, *, total_steps: int, epoch_steps: int | None) -> bool:
+    """Return whether the end of a schedule is suspicious, as `schedules_in_epochs` explains."""
     if span.end_step >= total_steps or epoch_steps == 1:
         return False
     epochs = total_steps / epoch_steps if epoch_steps else 0.0
@@ -71,7 +72,10 @@ def _ends_early(span: _Span, *, total_steps: int, epoch_steps: int | None) -> bo
 
 
 def _find_span(schedule: Any, unit: str) -> _Span | None:
-    """Return the span of a schedule that only decreases, or of a sequence's last part; None for all others."""
+    """Return the span of a schedule that only decreases, or of a sequence's last schedule; None for all others.
+
+    `unit` is the number of updates per epoch as text, which converts epochs to updates in `epoch_text`.
+    """
     kind = type(schedule)
     if kind is SequentialLR:
         last_schedule, start = schedule._schedulers[-1], schedule._milestones[-1]
@@ -108,6 +112,10 @@ def _find_span(schedule: Any, unit: str) -> _Span | None:
 def _make_span(
     kind: type, end_step: float, first_option: str, factor: str, options: str, lengths: tuple[int, ...]
 ) -> _Span:
+    """Return the span of a schedule of this class, from the texts of its options.
+
+    `first_option` counts steps, `factor` converts this option from epochs to steps, and `options` are all others.
+    """
     name = kind.__name__
     return _Span(
         end_step=end_step,

@@ -18,12 +18,12 @@ from paceline.trainer.checks.evaluation_checks import best_rule
 
 
 def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> None:
-    """Raise for all incompatible combinations of this job, these settings and this plan, at once.
+    """Refuse incompatible combinations of job, settings and plan. The error lists all of them.
 
     Raises:
         JobError, UsageError, Problems
     """
-    train = settings.train
+    train_settings = settings.train
     problems = check_layout_settings(plan.asked, plan.mesh, settings)
     problems += check_update_settings(plan.update_rule, settings, device=plan.device)
     problems += refuse_compressed_settings(
@@ -31,12 +31,12 @@ def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> No
     )
     problems += step_rule(plan.update_rule).refuse_job(job, settings, plan)
     problems += _check_on_update(job, plan)
-    if train.exact:
-        problems += _check_exact(plan, train.precision)
+    if train_settings.exact:
+        problems += _check_exact(plan, train_settings.precision)
     problems += _check_split_model(job, plan)
     if plan.replicas > plan.processes:
-        problems += thread_layout_errors(buffers=train.buffers, compiled=train.compile)
-    if train.precision == "fp16" and job.loss is not None and job.count is None:
+        problems += thread_layout_errors(buffers=train_settings.buffers, compiled=train_settings.compile)
+    if train_settings.precision == "fp16" and job.loss is not None and job.count is None:
         problems.append(
             JobError(
                 "fp16 needs the counts before the first forward, so that the scaled loss stays in range.",
@@ -50,7 +50,7 @@ def check_compatibility(job: Job, settings: Settings, plan: ExecutionPlan) -> No
 
 
 def _check_on_update(job: Job, plan: ExecutionPlan) -> list[PacelineError]:
-    """Return errors for `on_update`, which needs the full weights, equal on every rank, after each update."""
+    """Return errors for `on_update`. It needs the full weights on every rank, equal after each update."""
     if job.on_update is None:
         return []
     if not plan.update_rule.is_synchronous:
@@ -90,7 +90,7 @@ def unused_placement_notes(placement: PlacementSettings, plan: ExecutionPlan) ->
 
 
 def refuse_compiled_model(model: nn.Module, plan: ExecutionPlan) -> None:
-    """Raise if torch has already compiled the model and the layout must access its modules.
+    """Refuse a model that torch has already compiled, if the layout must access the model's modules.
 
     Raises:
         LayoutError
@@ -116,9 +116,9 @@ def _check_batch_loss(job: Job, settings: Settings, plan: ExecutionPlan) -> list
     if job.loss is None:
         problems.append(JobError('loss_over="batch" needs loss=: the model\'s own loss sees only its microbatch.'))
     if plan.num_micro > plan.replicas:
-        train, cause = settings.train, "the loss needs the outputs of the whole batch at once"
+        train_settings, cause = settings.train, "the loss needs the outputs of the whole batch at once"
         hint = "leave --train.micro_batch_size out, or more --ranks"
-        if not train.micro_batch_size and not train.gradient_accumulation_steps:
+        if not train_settings.micro_batch_size and not train_settings.gradient_accumulation_steps:
             cause += f"; this run was started with microbatches of {plan.micro_batch_size}"
             samples_per_replica = -(-plan.global_batch_size // plan.replicas)
             hint = f"--train.micro_batch_size {samples_per_replica} --allow micro_batch_size, or more --ranks"

@@ -20,8 +20,8 @@ from paceline.torch_internals.rng import preserve_rng
 from paceline.trainer.checks.example_batch import ExampleBatch
 
 _DEFAULT_KEY = "input_ids"
-_MAX_ELEMENTS = 50_000_000
-_MAX_LENGTHS = 3
+_MAX_ELEMENTS = 50_000_000  # the most parameters of a model that counts as small
+_MAX_LENGTHS = 3  # how many lengths are checked besides the first batch's length
 NOT_COMPARED_NOTE = (
     "{}: the split model was not compared with the unsplit one, because it is large; `paceline verify` compares them"
 )
@@ -30,7 +30,7 @@ NOT_COMPARED_NOTE = (
 def build_context_parallel(
     job: Job, *, model: nn.Module, contract: LossContract, worlds: MeshGroups, example: ExampleBatch
 ) -> ContextParallel | None:
-    """Return the context parallelism that shards batches and runs the model on them; None if sequences are not split.
+    """Return the object that splits sequences and runs the model on the slices, or None if sequences are not split.
 
     Raises:
         JobError: the job does not name the sequence dimension.
@@ -59,7 +59,9 @@ def build_context_parallel(
 def try_context_parallel(
     job: Job, *, model: nn.Module, contract: LossContract, ranks: int, example: ExampleBatch
 ) -> Callable[..., None]:
-    """Check on a few samples that slices give the full result, and return a function that checks another batch.
+    """Check on a few samples that slices of the sequences give the same result as the full sequences.
+
+    Return a function that checks another batch in this way.
 
     Raises:
         JobError: the job does not name the sequence dimension.
@@ -78,18 +80,18 @@ def try_context_parallel(
 
 
 class BatchLengthCheck:
-    """A check of the first few batch lengths that differ from the first batch's length, each once.
+    """A check of batches whose sequences have another length than the first batch. It checks a few lengths, each once.
 
-    Every rank of the `cp` axis has the same batch and weights, so all get the same result without communication.
+    Every rank of the `cp` axis has the same batch and weights, so all ranks get the same result without communication.
     """
 
     def __init__(self, model: nn.Module, check_batch: Callable[..., None], *, first_length: int) -> None:
         tensors = [*model.parameters(), *model.buffers()]
-        self._model = copy_model(model, shared=tensors)  # the model before placement
+        self._model = copy_model(model, shared=tensors)  # the model before it is parallelized
         self._check_batch, self._checked_lengths = check_batch, {first_length}
 
     def __call__(self, batch: Any, length: int) -> None:
-        """Check a batch of this length, and raise a LayoutError if it can't be split."""
+        """Check a batch whose sequences have this length, and raise a LayoutError if they can't be split."""
         if length in self._checked_lengths or len(self._checked_lengths) > _MAX_LENGTHS:
             return
         self._checked_lengths.add(length)
@@ -107,7 +109,7 @@ class BatchLengthCheck:
 
 
 def _holds_full_weights(worlds: MeshGroups) -> bool:
-    """Return True if every rank holds the full weights during the step, as before placement."""
+    """Return True if every rank holds the full weights during a step, as it did before the model was parallelized."""
     mesh = worlds.mesh
     return mesh.pp == mesh.tp == mesh.ep == 1 and mesh.dp_shard == 1
 
@@ -133,6 +135,7 @@ def is_small_enough(elements: int) -> bool:
 
 
 def _sequence_dims(job: Job, example: ExampleBatch) -> Mapping[str, int]:
+    """Return the sequence dimension of each tensor of the batch that has one, by the tensor's key."""
     if job.sequence is not None:
         return {str(name): dim for name, dim in job.sequence.items()}
     example_batch = example.batch

@@ -1,4 +1,4 @@
-"""Refuse to save non-finite weights: such a checkpoint is useless, and would replace an older one that is good."""
+"""Refuse to save weights that are not finite: the checkpoint would be useless, and would replace a good older one."""
 
 import torch
 
@@ -9,12 +9,12 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
 def refuse_nonfinite_weights(setup: TrainingSetup, *, step: int) -> None:
-    """Raise if trained weights are not finite on any rank. Every rank must call this.
+    """Refuse trained weights if some are not finite on at least one rank. Every rank must call this.
 
-    Loss and gradients of a step can be finite although its update is not.
+    The loss and the gradients of a step can be finite although its update is not.
 
     Raises:
-        NonFiniteError: a weight is not finite; the error names the first such parameters.
+        NonFiniteError: a weight is not finite; the error names the first parameters with such weights.
     """
     with torch.no_grad():
         checks = [

@@ -17,14 +17,14 @@ from paceline.profiling.machine_benchmarks.benchmark_cache import machine_finger
 from paceline.trainer.diagnostics.memory_report import MemoryBaseline
 from paceline.trainer.setup.build_training_setup import TrainingSetup
 
-_NUM_STEPS = 10
+_NUM_STEPS = 10  # after this many steps, the comparison is made
 MIN_COMPARABLE_BYTES = 512 << 20  # below this, libraries and allocator dominate the resident memory
-_NUM_WARMUP_STEPS = 2
+_NUM_WARMUP_STEPS = 2  # left out of the median step time
 _MIN_STEP_SECONDS = 0.02  # shorter forecast steps are mostly overhead, and say nothing about longer ones
 
 
 class ForecastCheck:
-    """A comparison of the first steps with the forecast, if there is one. All ranks make the same calls."""
+    """A comparison of a run's first steps with its forecast, if the run has one. All ranks make the same calls."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ForecastCheck:
         self._memory_baseline = memory_baseline
         self._event_bus = event_bus
         self._on_gpu = setup.world.device.type == "cuda"
-        self._times: list[Any] = []
+        self._times: list[Any] = []  # (start, end) of each step, as seconds or as CUDA events
         self._start_cpu_times: CpuTimes | None = None
         self._report: ForecastChecked | None = None
 
@@ -50,7 +50,7 @@ class ForecastCheck:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Time one step; on a GPU with CUDA events, so that nothing synchronises."""
+        """Return a context that times one step. On a GPU it uses CUDA events, so that the host does not wait."""
         if self._forecast is None or self._report is not None:
             yield
             return
@@ -61,7 +61,7 @@ class ForecastCheck:
         self._times.append((start, self._record_time()))
 
     def report_when_ready(self, *, step: int, is_last_step: bool) -> None:
-        """Report the comparison once enough steps have run, or the run is over."""
+        """Emit the comparison once, as soon as enough steps have run or the run is over."""
         if self._forecast is None or self._report is not None or not (len(self._times) >= _NUM_STEPS or is_last_step):
             return
         cpu_times = (
@@ -70,8 +70,8 @@ class ForecastCheck:
         by_rank = self._setup.world.gather_json([self._peak_bytes(), self._seconds(), cpu_times])
         peaks = [peak for peak, _, _ in by_rank if peak is not None]
         forecast, seconds = self._forecast, max(seconds for _, seconds, _ in by_rank)
-        measured = max(peaks) if len(peaks) == len(by_rank) else None
-        is_comparable = measured is not None and (self._on_gpu or forecast.peak_bytes >= MIN_COMPARABLE_BYTES)
+        measured_bytes = max(peaks) if len(peaks) == len(by_rank) else None
+        is_comparable = measured_bytes is not None and (self._on_gpu or forecast.peak_bytes >= MIN_COMPARABLE_BYTES)
         self._report = ForecastChecked(
             step=step,
             layout=forecast.layout,
@@ -79,10 +79,10 @@ class ForecastCheck:
             peak_bytes=forecast.peak_bytes,
             parts=dict(forecast.parts),
             step_seconds=forecast.step_seconds,
-            measured_bytes=measured,
+            measured_bytes=measured_bytes,
             measured_by="allocator" if self._on_gpu else "resident memory",
             measured_seconds=seconds,
-            memory_ratio=measured / forecast.peak_bytes if is_comparable and measured is not None else None,
+            memory_ratio=measured_bytes / forecast.peak_bytes if is_comparable and measured_bytes is not None else None,
             time_ratio=seconds / max(forecast.step_seconds, 1e-9),
             others=cpu_contention([CpuTimes(**rank_times) for _, _, rank_times in by_rank if rank_times is not None]),
         )
@@ -122,9 +122,9 @@ class ForecastCheck:
         return float(median(end - start for start, end in self._times[num_warmup:]))
 
     def _peak_bytes(self) -> int | None:
-        """Return the allocator's peak on a GPU; on a CPU the process's growth since before the model was built.
+        """Return the allocator's peak on a GPU, or the growth of the process since before the build on a CPU.
 
-        None on a CPU if the process used more memory before the model was built.
+        On a CPU, return None if the process used more memory before the model was built.
         """
         if self._on_gpu:
             return int(torch.cuda.max_memory_allocated(self._setup.world.device))

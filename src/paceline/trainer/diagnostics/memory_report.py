@@ -1,4 +1,4 @@
-"""Report a rank's memory by purpose when it runs out, as far as it can still be counted."""
+"""A report of a rank's memory by purpose, for the error that says that the rank has run out of memory."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +24,10 @@ _PROCESS_MEASURES = ("VmRSS", "VmHWM", "VmSize", "VmData")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBaseline:
-    """The memory that the process used before the model was built, in each measure to which a limit applies."""
+    """The memory that the process used before the model was built.
+
+    `used_bytes` has each measure to which a limit may apply, by its name in `/proc/self/status`.
+    """
 
     used_bytes: Mapping[str, int]
 
@@ -46,7 +49,10 @@ class MemoryBaseline:
 
 @contextmanager
 def explain_out_of_memory(setup: TrainingSetup | None, memory_baseline: MemoryBaseline) -> Iterator[None]:
-    """Convert an out-of-memory error into one that lists memory by purpose; without `setup`, for the model's build."""
+    """Return a context that converts an out-of-memory error into an error that lists the memory by purpose.
+
+    `setup` is None while the model is built.
+    """
     try:
         yield
     except Exception as error:
@@ -56,6 +62,7 @@ def explain_out_of_memory(setup: TrainingSetup | None, memory_baseline: MemoryBa
 
 
 def _describe_memory(error: Exception, setup: TrainingSetup | None, memory_baseline: MemoryBaseline) -> OutOfMemory:
+    """Return the error that lists the memory by purpose."""
     if setup is None:
         limit = tightest_memory_limit()
         bytes_by_purpose = {

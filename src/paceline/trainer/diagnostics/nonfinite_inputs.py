@@ -1,4 +1,4 @@
-"""Find out whether the inputs of a step with a non-finite loss or gradient were non-finite too."""
+"""The search for NaN and infinity in the inputs of a step whose loss or gradient is not finite."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,11 +18,11 @@ _MAX_SHOWN = 4
 def explain_nonfinite_inputs(
     error: NonFiniteError, step_batch: StepInput, *, world: World, over_batch: bool = False
 ) -> NonFiniteError:
-    """Add to the error which microbatches had non-finite losses, on which ranks, and any NaN or infinity in the batch.
+    """Add to the error which microbatches had a non-finite loss, on which ranks, and which samples are not finite.
 
     Every rank must call this, since all ranks raise the same error. An error about a term without a target is returned
-    unchanged: data may mark missing targets with NaN. With `over_batch`, a loss covers the whole batch, so it belongs
-    to no single rank.
+    unchanged, because data may mark missing targets with NaN. With `over_batch`, the loss covers the whole batch, so
+    the error names no microbatches and ranks.
     """
     if error.no_target:
         return error
@@ -72,7 +72,7 @@ def describe_microbatches(
 
 
 def _bad_samples(micro: ReplicaMicrobatch) -> Iterator[int]:
-    """Yield the samples with non-finite inputs; all of the microbatch if a tensor does not have one row per sample."""
+    """Yield the samples with non-finite inputs. If a tensor does not have one row per sample, yield all samples."""
     for tensor in tensor_leaves(micro.data):
         if tensor.is_floating_point() or tensor.is_complex():
             yield from _bad_rows(tensor, micro)

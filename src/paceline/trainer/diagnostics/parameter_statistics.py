@@ -9,7 +9,7 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
 def parameter_statistics(setup: TrainingSetup) -> dict[str, float]:
-    """Return `weight_norm/FQN`, and `grad_norm/FQN` if there is a gradient, of whole tensors. A collective call."""
+    """Return `weight_norm/FQN`, and `grad_norm/FQN` if there is a gradient, of full tensors. Every rank calls this."""
     if not setup.optim_shards.is_unsharded:
         return _sharded_statistics(setup)
     norms: dict[str, float] = {}
@@ -21,7 +21,7 @@ def parameter_statistics(setup: TrainingSetup) -> dict[str, float]:
 
 
 def _sharded_statistics(setup: TrainingSetup) -> dict[str, float]:
-    """Return the norms of sharded parameters by an all-reduce in which each element is counted by one rank."""
+    """Return the norms of sharded parameters, from an all-reduce to which one rank contributes each element."""
     shards, parameters = setup.optim_shards, {member.name: member.parameter for member in setup.named_parameters}
     rows = torch.zeros(len(shards.names), 3, dtype=torch.float64)
     for row, name in zip(rows, shards.names, strict=True):

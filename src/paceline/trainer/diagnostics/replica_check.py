@@ -1,4 +1,4 @@
-"""A cheap check, every `train.check_every` steps, that replicas are equal; it names the first tensor that differs."""
+"""A cheap check that the replicas are equal, made every `train.check_every` steps. It names the first difference."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,10 @@ _NO_CHECKSUM = torch.zeros((), dtype=torch.int64)
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaMismatch:
-    """The first of `num_differing` tensors out of `num_tensors`, and the ranks where it differs from rank 0."""
+    """The first tensor that differs between ranks, and the ranks on which it differs from rank 0.
+
+    In total, `num_differing` of `num_tensors` tensors differ.
+    """
 
     name: str
     ranks: list[int]
@@ -34,10 +37,10 @@ class ReplicaMismatch:
 
 
 def check_replicas(setup: TrainingSetup, *, step: int) -> None:
-    """Compare a checksum of the bits of every parameter, and of its average, over the ranks.
+    """Compare a checksum of every parameter, and of its average (EMA), between the ranks.
 
     Raises:
-        DesyncError: a tensor differs; the error names the first one and the ranks that differ from rank 0.
+        DesyncError: a tensor differs; the error names the first such tensor, and the ranks that differ from rank 0.
     """
     synchronizer = get_site_synchronizer(setup)
     differing_tensor = None if synchronizer is None else synchronizer.find_difference()
@@ -65,7 +68,10 @@ def check_replicas(setup: TrainingSetup, *, step: int) -> None:
 
 
 def find_replica_mismatch(setup: TrainingSetup) -> ReplicaMismatch | None:
-    """Return the first tensor that differs between ranks that hold it. Every rank must call this; results are equal."""
+    """Return the first tensor that differs between the ranks that hold it, or None. Every rank must call this.
+
+    All ranks get the same result.
+    """
     world, ema = setup.site, setup.update.ema
     if world.world_size == 1:
         return None

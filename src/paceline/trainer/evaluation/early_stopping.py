@@ -1,6 +1,7 @@
 """The decisions that follow from an evaluation: whether it is the best so far, and whether to stop early.
 
-Values of different metrics are not comparable: if a resumed job names another metric, both decisions start over.
+Values of different metrics are not comparable. So if a resumed job names another metric, the best value and the count
+of evaluations start over.
 """
 
 import math
@@ -23,7 +24,10 @@ class EvaluationOutcome:
 
 
 class BestMetricTracker:
-    """A tracker of the best metric and of early stopping. Metrics are equal on every rank; `progress` is saved."""
+    """A tracker of the best metric and of early stopping. It stores its state in `progress`, which checkpoints contain.
+
+    `rule_changes` are lines for the banner of a resumed run, on metrics that the job has changed.
+    """
 
     def __init__(self, job: Job, progress: Progress) -> None:
         self._progress = progress
@@ -32,7 +36,6 @@ class BestMetricTracker:
         self._best_rule = f"{self._metric}:{self._mode}"
         progress.best_of = progress.best_of or self._best_rule
         self.rule_changes = (*self._changed_best_notes(), *self._changed_rule_notes())
-        """Lines for the banner."""
 
     @property
     def is_over(self) -> bool:
@@ -58,7 +61,7 @@ class BestMetricTracker:
         return EvaluationOutcome(is_best=is_best, ends_run=ends_run, notes=tuple(notes))
 
     def _changed_best_notes(self) -> Iterator[str]:
-        """Yield a note if the metric for `best` changed; the old best is valid until the next evaluation."""
+        """Yield a note if the metric for `best` has changed. The saved best stays valid until the next evaluation."""
         progress = self._progress
         if progress.best is not None and progress.best_of != self._best_rule:
             yield (
@@ -67,6 +70,7 @@ class BestMetricTracker:
             )
 
     def _changed_rule_notes(self) -> Iterator[str]:
+        """Yield a note and restart the count if the metric for early stopping has changed."""
         if self._rule is None:
             return
         progress, rule_name = self._progress, f"{self._rule.metric}:{self._rule.mode}"
@@ -76,6 +80,7 @@ class BestMetricTracker:
         progress.rule_of = rule_name
 
     def _is_out_of_patience(self, rule: EarlyStopping, event: EvalDone) -> bool:
+        """Count this evaluation, and return whether the metric has not improved for `patience` evaluations."""
         if rule.metric not in event.metrics:
             return False
         assert rule.mode is not None  # set when the rule was built

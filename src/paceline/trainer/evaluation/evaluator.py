@@ -65,7 +65,7 @@ class ExactSum:
 
     @staticmethod
     def total(limbs: list[int]) -> float:
-        """Return the float nearest to the sum of all ranks' limbs."""
+        """Return the float nearest to the sum of all ranks. `limbs` are the elementwise sums of the ranks' limbs."""
         *digits, is_nonfinite = limbs
         if is_nonfinite:
             return math.nan
@@ -74,7 +74,10 @@ class ExactSum:
 
 
 def eval_batch_size(setup: TrainingSetup) -> int:
-    """Return the samples per forward of an evaluation; a loss over the batch uses as many as in training."""
+    """Return the number of samples per forward of an evaluation.
+
+    By default, it is the size of a microbatch, or of a global batch if the loss covers the whole batch.
+    """
     plan = setup.plan
     derived = plan.global_batch_size if setup.job.loss_over == "batch" else plan.micro_batch_size
     return setup.settings.eval.batch_size or derived
@@ -93,7 +96,9 @@ class Evaluator:
         self._data = setup.data
         self._on_empty = setup.settings.train.on_empty
         self._needs_equal_microbatches = replica.needs_equal_microbatches
-        self._needs_lockstep = replica.needs_equal_microbatches or self._worlds.data.world_size < self._world.world_size
+        self._must_stop_together = (
+            replica.needs_equal_microbatches or self._worlds.data.world_size < self._world.world_size
+        )
         self._reports_metrics = setup.step.forward_backward.reports_loss
         self._forward_backward = setup.step.forward_backward
         self._checked_metrics: set[str] = set()  # metrics that were checked once to be sums over samples
@@ -109,7 +114,10 @@ class Evaluator:
         send_heartbeat: Callable[[], None] | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> EvaluatedSplit | None:
-        """Return loss, terms and metrics, equal on every rank; None once any rank's `stop` returns True."""
+        """Return loss, terms and metrics, equal on every rank. Return None if `stop` returned True on any rank.
+
+        `data` is the split as the job gives it, and `name` is the split's name in errors.
+        """
         start_time = time.perf_counter()
         sums: dict[str, tuple[ExactSum, ExactSum]] = {}
         torchmetrics = TorchMetricsAdapter(self._job.metrics, world=self._worlds.data)
@@ -119,9 +127,11 @@ class Evaluator:
             source = self._data.split(data, name=name)
             loader = self._make_loader(source, batch_size, name, shard_totals)
             for microbatch in (
-                self._read_in_lockstep(loader, source, batch_size, name, stop) if self._needs_lockstep else loader
+                self._read_and_stop_together(loader, source, batch_size, name, stop)
+                if self._must_stop_together
+                else loader
             ):
-                if stop() and not self._needs_lockstep:
+                if stop() and not self._must_stop_together:
                     break
                 seed_all(stream_key(self._seed, "evaluate", microbatch.index))  # the same draws on any rank
                 self._evaluate_batch(microbatch.data, microbatch.num_samples, sums, torchmetrics)
@@ -164,15 +174,16 @@ class Evaluator:
             **replica_options,
         )
 
-    def _read_in_lockstep(
+    def _read_and_stop_together(
         self, loader: Iterator[ReplicaMicrobatch], source: Source, batch_size: int, name: str, stop: Callable[[], bool]
     ) -> Iterator[ReplicaMicrobatch]:
-        """Yield microbatches in lockstep: ranks whose forwards wait for each other stop after the same microbatch.
+        """Yield microbatches so that ranks whose forwards wait for each other stop after the same microbatch.
 
-        If a forward waits for other replicas, a replica without a batch repeats an old one with zero samples.
-        Otherwise pipeline stages do not wait for each other: they read the decision to stop a few batches later.
+        If a forward waits for other replicas, a replica that has no batch left repeats an old batch with zero samples.
+        Otherwise, ranks read the common decision to stop a few batches later, so that pipeline stages do not wait.
         """
         repeated_microbatch: ReplicaMicrobatch | None = None
+        # a vote: the numbers of ranks that stop and that have a batch, and the function that waits for their all-reduce
         votes: deque[tuple[Tensor, Callable[[], object]]] = deque()
         while True:
             microbatch = next(loader, None)
@@ -206,6 +217,7 @@ class Evaluator:
     def _evaluate_batch(
         self, data: Any, num_samples: int, sums: dict[str, tuple[ExactSum, ExactSum]], torchmetrics: TorchMetricsAdapter
     ) -> None:
+        """Run the forward of one microbatch, and add its loss terms and metrics to `sums` and `torchmetrics`."""
         batch = to_device(data, self._world.device)
 
         def record_outputs(output: Any, terms: Terms, local_batch: Any) -> None:
@@ -222,6 +234,7 @@ class Evaluator:
         sums: dict[str, tuple[ExactSum, ExactSum]],
         torchmetrics: TorchMetricsAdapter,
     ) -> None:
+        """Add the loss terms and metrics of one microbatch to `sums` and `torchmetrics`."""
         for name, (total, count) in terms.items():
             _add_to_sums(sums, name if len(terms) == 1 else f"{LOSS}/{name}", total, count)
         for name, metric in (self._job.metrics or {}).items():
@@ -251,13 +264,14 @@ class Evaluator:
                 self.note = self.note or (_metric_note(name, fault) if fault is not None else "")
 
     def _share_torchmetrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of a rank that has the model's outputs."""
+        """Return, on every rank, the metrics of a rank that has the model's outputs."""
         if self._worlds.data.world_size == self._world.world_size:
             return metrics
         by_rank: list[dict[str, float] | None] = self._world.gather_json(metrics if self._reports_metrics else None)
         return next(rank_metrics for rank_metrics in by_rank if rank_metrics is not None)
 
     def _reduce_sums(self, sums: dict[str, tuple[ExactSum, ExactSum]], samples: int) -> tuple[dict[str, float], int]:
+        """Return the metrics over all ranks, from the `(sum, count)` of each, and the number of all samples."""
         names = sorted({name for rank_names in self._world.gather_json(list(sums)) for name in rank_names})
         local_sums = sums if self._reports_metrics else {}
         pairs = [local_sums.get(name, (ExactSum(), ExactSum())) for name in names]
@@ -294,7 +308,7 @@ def _metric_note(name: str, fault: LossFault) -> str:
 
 @contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode, and restore afterwards the mode that each module had."""
+    """Return a context in which the model is in evaluation mode. The exit restores the mode of each module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -305,7 +319,10 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _check_same_samples(totals_by_rank: Sequence[Mapping[str, list[int]]], name: str) -> None:
-    """Raise if replicas that read the same stream did not read the same samples."""
+    """Raise an error if replicas that read the same shard of a stream did not read the same samples.
+
+    `totals_by_rank` has, for each rank, the sample count and the checksum of each shard that the rank has read.
+    """
     first_totals: dict[str, tuple[int, list[int]]] = {}
     for rank, rank_totals in enumerate(totals_by_rank):
         for shard, totals in rank_totals.items():
@@ -313,7 +330,7 @@ def _check_same_samples(totals_by_rank: Sequence[Mapping[str, list[int]]], name:
             if expected != totals:
                 raise DataError(
                     f"{name} gave {totals[0]} samples on rank {rank} and {expected[0]} on rank {first_rank}, "
-                    "and they differ.",
+                    "and the samples differ.",
                     cause=f"{NOT_SEEDED_CAUSE}, or not on every rank: {SPLIT_TWICE_CAUSE}",
                     hint=f"{SEED_HINT}; {WHOLE_STREAM_HINT}",
                 )

@@ -27,7 +27,10 @@ def split_numbers_and_text(on_eval_result: Any) -> tuple[dict[str, float], dict[
 
 
 class SharedMetrics:
-    """The first rank's metrics, shared with all ranks. `note` names each metric that differed on other ranks, once."""
+    """The first rank's metrics, shared with all ranks.
+
+    After `share`, `note` names the metrics that differ between ranks and were not named before.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -61,8 +64,8 @@ def _difference_note(name: str, by_rank: Sequence[Mapping[str, float]]) -> str:
         if not _is_same_value(value, rank_metrics.get(name, value))
     )
     return (
-        f"{name} is {value:g} on rank {first_rank} and {differing:g} on rank {other_rank}: rank {first_rank}'s is used "
-        "(every rank calls on_eval and metrics, which should return the same value)"
+        f"{name} is {value:g} on rank {first_rank} and {differing:g} on rank {other_rank}: rank {first_rank}'s value "
+        "is used (every rank calls on_eval and metrics, which should return the same value)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Metric objects (torchmetrics): each rank updates its own with its data, and their states are gathered at the end."""
+"""Metric objects (torchmetrics). Each rank updates its objects with its data; at the end, the states are gathered."""
 
 import base64
 import warnings
@@ -32,7 +32,7 @@ class TorchMetricsAdapter:
         self._metrics[name].update(output, _metric_target(batch))
 
     def compute(self) -> dict[str, float]:
-        """Return the values over all ranks' samples, and reset. Each number of a metric has its own name."""
+        """Return the values over all ranks' samples, and reset. Each number that a metric returns has its own name."""
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
             with warnings.catch_warnings():
@@ -70,6 +70,7 @@ def _decode_tensor(dtype: str, shape: list[int], text: str) -> Tensor:
 
 
 def _named_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yield each number in a computed metric, with a name that starts with `name`."""
     if isinstance(value, Mapping):
         for key, inner_value in value.items():
             yield from _named_numbers(f"{name}/{key}", inner_value)
@@ -86,6 +87,7 @@ def _named_numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _metric_target(batch: Any) -> Any:
+    """Return the part of a batch that a metric gets as its target: the labels, or the last entry of a tuple."""
     if isinstance(batch, Mapping):
         return batch.get("labels", batch)
     return batch[-1] if isinstance(batch, tuple | list) else batch

@@ -69,10 +69,10 @@ from paceline.trainer.train_mode import set_train_mode
 class TrainingSetup:
     """The model, optimizers and step of one rank. `models` are this process's replicas; `model` is the first of them.
 
-    `site` is the world of the ranks that share one set of weights: all ranks, unless sites train separately.
-    `weights` are the shards of parameters and buffers in the models, `optim_shards` those of the parameters in
-    the optimizers. `named_parameters` are this rank's parameters, or its shards of them. `initial_options` are the
-    optimizers' options before an LR scheduler changed them.
+    `site` is the world of the ranks that train one set of weights: under local SGD a site, otherwise all ranks.
+    `weights` describes how the model's parameters and buffers are sharded. `optim_shards` describes how the parameters
+    in the optimizers are sharded. `named_parameters` are this rank's parameters, or its shards of them. `grid` is exact
+    mode's fixed-point grid. `initial_options` are the optimizers' options before an LR scheduler changed them.
     """
 
     job: Job
@@ -104,7 +104,7 @@ class TrainingSetup:
         return self.step.replica.update
 
     def as_evaluated(self) -> AbstractContextManager[None]:
-        """Return a context with the weights that metrics use: the average, if the job has one."""
+        """Return a context in which the model has the weights to evaluate: the average (EMA), if the job has one."""
         return nullcontext() if self.update.ema is None else self.update.ema.use_averages()
 
     def check_trainable(self) -> None:
@@ -123,23 +123,23 @@ class TrainingSetup:
 
 
 def job_settings(job: Job) -> dict[str, Any]:
-    """Return the settings that a job sets; the config file and the command line override them.
+    """Return the settings that a job sets. The config file and the command line override these settings.
 
     Raises:
         JobError: the job names the run folder, which the command needs before it loads the job.
     """
-    layer = dict(job.settings or {})
-    if "run_dir" in layer:
+    values = dict(job.settings or {})
+    if "run_dir" in values:
         raise JobError(
-            f"Job(settings={{'run_dir': {str(layer['run_dir'])!r}}}): a job can't set its run folder.",
+            f"Job(settings={{'run_dir': {str(values['run_dir'])!r}}}): a job can't set its run folder.",
             cause="the run folder exists before the job is loaded",
-            hint=f"--run-dir {layer['run_dir']}, run_dir = ... in the file of --config, or pl.Run(job, run_dir=...)",
+            hint=f"--run-dir {values['run_dir']}, run_dir = ... in the file of --config, or pl.Run(job, run_dir=...)",
         )
     for name in ("micro_batch_size", "max_grad_norm"):
         value = getattr(job, name)
         if value is not None:
-            layer.setdefault(f"train.{name}", value)
-    return layer
+            values.setdefault(f"train.{name}", value)
+    return values
 
 
 def build_model(job: Job, *, seed: int) -> nn.Module:
@@ -203,25 +203,25 @@ def build_training_setup(*, job: Job, settings: Settings, plan: ExecutionPlan, w
         )]  # fmt: skip
         notes += initial_models[0].deferred_model.notes if initial_models[0].deferred_model is not None else []
         notes += _placement_notes(parallel_models[0], plan, contracts[0], world=worlds.summed)
-    replicas = ThreadReplicas(models=models, grids=[p.grid for p in parallel_models]) if len(groups) > 1 else None
+    threads = ThreadReplicas(models=models, grids=[p.grid for p in parallel_models]) if len(groups) > 1 else None
     update, initial_options = make_update(job, settings, plan, models[0], parallel_models[0], factory, world=site)
-    rng_turns = None if replicas is None else _build_rng_turns(settings, groups)
+    rng_turns = None if threads is None else _build_rng_turns(settings, groups)
     contexts = [
         _build_replica_context(settings, model, group, parallel_model, contract, update, rng_turns)
         for model, group, parallel_model, contract in zip(models, groups, parallel_models, contracts, strict=True)
     ]
     request = StepRequest(
-        plan=plan, contexts=contexts, parallelized_model=parallel_models[0], thread_replicas=replicas,
+        plan=plan, contexts=contexts, parallelized_model=parallel_models[0], thread_replicas=threads,
         rng_turns=rng_turns, shared_model=shared_model, replica_world=worlds.replicate,
     )  # fmt: skip
     return TrainingSetup(
         job=job, settings=settings, plan=plan, worlds=worlds, site=site, model=models[0], models=models,
         named_parameters=parallel_models[0].named_parameters,
         weights=parallel_models[0].weights
-        if replicas is None
+        if threads is None
         else ShardedTensors(world=world, tensors=model_tensors(models[0])),
         optim_shards=parallel_models[0].optim_shards
-        if replicas is None
+        if threads is None
         else ShardedTensors(world=world, tensors=param_tensors(named_parameters[0])),
         parallelized_model=parallel_models[0],
         step=rule.make_step(request),
@@ -285,6 +285,7 @@ def _parallelize_replica(
     optimizer_factory: ShardedOptimizerFactory | None,
     data: JobData,
 ) -> ParallelizedModel:
+    """Check that the layout can split the model, and parallelize the model. `model` is on this rank's device."""
     exact = settings.train.exact
     full_parameters = (
         list(optimizer_factory.full_tensor_reasons(exact=exact))
@@ -334,8 +335,8 @@ def _build_replica_context(
     rng_turns: HostRngTurns | None,
 ) -> ReplicaContext:
     """Return the context of one replica."""
-    train = settings.train
-    sync_bn_weights = synchronize_batchnorms(model, world=worlds.data) if train.buffers == "sync_bn" else None
+    train_settings = settings.train
+    sync_bn_weights = synchronize_batchnorms(model, world=worlds.data) if train_settings.buffers == "sync_bn" else None
     streams = RandomStreams(seed=settings.seed)
     streams.attach(model)
     return ReplicaContext(
@@ -347,18 +348,18 @@ def _build_replica_context(
         state_recorders=build_state_recorders(
             model,
             world=worlds.data,
-            enabled=train.buffers == "fold",
-            exact=train.exact,
+            enabled=train_settings.buffers == "fold",
+            exact=train_settings.exact,
             in_order=worlds.mesh.pp == 1,
-            is_compiled=train.compile,
+            is_compiled=train_settings.compile,
             can_wait=_can_forwards_wait(worlds.mesh),
             over_batch=contract.over_batch,
         ),
-        buffers=BufferPolicy(model=model, world=worlds.data, policy=train.buffers, exact=train.exact),
+        buffers=BufferPolicy(model=model, world=worlds.data, policy=train_settings.buffers, exact=train_settings.exact),
         update=update,
         random_streams=streams,
-        precision=train.precision,
-        exact=train.exact,
+        precision=train_settings.precision,
+        exact=train_settings.exact,
         sync_bn_weights=sync_bn_weights,
         rng_turns=rng_turns,
         undo_reduction=parallelized_model.reducer.undo
@@ -373,7 +374,7 @@ def _build_rng_turns(settings: Settings, replica_groups: Sequence[MeshGroups]) -
 
 
 def _can_forwards_wait(mesh: Mesh) -> bool:
-    """Return True if a replica's forward may wait for another's: each runs on one rank and calls no collectives."""
+    """Return True if a forward may wait for that of another replica: it runs on one rank, without collectives."""
     gathers_weights = mesh.zero == 3 and mesh.dp_shard > 1
     return not (gathers_weights or mesh.sites) and mesh.pp == mesh.ep == 1
 
@@ -397,6 +398,7 @@ def _placement_notes(
 
 
 def _broadcast_initial_weights(model: nn.Module, world: World) -> list[str]:
+    """Send rank 0's initial weights to all ranks, and return a warning if the weights differed between ranks."""
     differing = [name for names in world.gather_json(broadcast_initial_tensors(model, world=world)) for name in names]
     if not differing:
         return []

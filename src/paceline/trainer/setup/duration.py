@@ -17,7 +17,10 @@ _MIN_INTERVAL = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Length:
-    """The limits of a run's length; the first one reached ends the run."""
+    """The limits of a run's length. The first limit that is reached ends the run.
+
+    `epoch_samples` is the number of samples in an epoch, or None for a stream.
+    """
 
     steps: int | None = None
     samples: int | None = None
@@ -26,7 +29,7 @@ class Length:
     epoch_samples: int | None = None
 
     def total_steps(self, *, batch: int, drop_last: bool) -> int | None:
-        """Return the number of steps, or None if it is not known in advance."""
+        """Return the number of steps, or None if it is not known in advance. `batch` is the global batch size."""
         limits = [] if self.steps is None else [self.steps]
         if self.epoch_samples is None:
             limits += [] if self.samples is None else [math.ceil(self.samples / batch)]
@@ -58,9 +61,9 @@ class Length:
 class Progress:
     """The loop's state that is saved with the cursor. The names of the fields are keys of checkpoints.
 
-    `best` is the best value for `Job(best=)`, `rule_best` that for early stopping; `best_of` and `rule_of` name their
-    metric and mode (`loss:min`). `waited` counts the evaluations since `rule_best`. `unjudged` is True if a stop came
-    before a due evaluation.
+    `best` is the best value for `Job(best=)`, and `rule_best` is the best value for early stopping. `best_of` and
+    `rule_of` name the metrics and modes of these values, such as `loss:min`. `waited` counts the evaluations since
+    `rule_best`. `unjudged` is True if an evaluation was due but its outcome is not recorded yet.
     """
 
     tokens: float = 0.0
@@ -91,7 +94,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """The mean time of a step between two logged lines, by activity."""
+    """The mean time of the steps between two logged lines, by activity."""
 
     step_seconds: float = 0.0
     data_seconds: float = 0.0
@@ -135,19 +138,24 @@ def derived_interval(total: int | None) -> int:
 
 
 def format_interval(every: int, *, total: int | None) -> str:
-    """Return an interval in words."""
+    """Return an interval of steps in words."""
     return "at the end" if total is not None and every >= total else f"every {every} and at the end"
 
 
 def requested_length(settings: Settings, *, epoch_samples: int | None) -> Length:
-    """Return the limits that the settings ask for; one epoch if they set none."""
-    train = settings.train
-    has_no_limit = train.steps is None and train.samples is None and train.tokens is None and train.epochs is None
+    """Return the limits in the settings, or one epoch if the settings have no limit."""
+    train_settings = settings.train
+    has_no_limit = (
+        train_settings.steps is None
+        and train_settings.samples is None
+        and train_settings.tokens is None
+        and train_settings.epochs is None
+    )
     return Length(
-        steps=train.steps,
-        samples=train.samples,
-        tokens=train.tokens,
-        epochs=1.0 if has_no_limit else train.epochs,
+        steps=train_settings.steps,
+        samples=train_settings.samples,
+        tokens=train_settings.tokens,
+        epochs=1.0 if has_no_limit else train_settings.epochs,
         epoch_samples=epoch_samples,
     )
 

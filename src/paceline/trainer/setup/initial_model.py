@@ -20,17 +20,18 @@ from paceline.parallel.sharding.fully_sharded import row_shard_specs
 from paceline.planner.layout.mesh import Mesh
 from paceline.torch_internals.rng import get_rng_states, set_rng_states
 
-SMALL_BYTES = 256 << 20
+SMALL_BYTES = 256 << 20  # a model up to this size is built in full on each rank
 
 Build = Callable[[], nn.Module]
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitialModel:
-    """A model and, if its sharded parameters have no memory yet, this rank's rows of them.
+    """A model with its initial values, or the means to fill them in once the model is sharded.
 
-    If the model must run before its sharding is known, no parameter has memory yet, and `deferred_model` fills in this
-    rank's values once the shards are known. `notes` describe how the model was initialised.
+    If sharded parameters have no memory yet, `deferred_rows` has this rank's rows of them. If the model must run before
+    its sharding is known, no parameter has memory yet, and `deferred_model` fills in this rank's values later. `notes`
+    describe how the model was initialised.
     """
 
     model: nn.Module
@@ -49,13 +50,13 @@ class InitialModel:
 
 
 class _SizeLimitExceeded(BaseException):
-    """The size limit of a build is exceeded. A `BaseException`: a constructor's `except Exception` can't catch it."""
+    """The size limit of a build is exceeded. An `except Exception` in a constructor can't catch a `BaseException`."""
 
 
 def build_initial_full_model(
     build: Build, *, seed: int, limit_bytes: int, pretrained: PretrainedModel | None = None
 ) -> nn.Module:
-    """Return the full model: a plain build up to the limit; above it, each tensor is drawn with a seed of its own.
+    """Return the full model. If it is larger than `limit_bytes`, each tensor is drawn with a seed of its own.
 
     Raises:
         JobError: `build` returns no model.
@@ -74,10 +75,10 @@ def build_initial_full_model(
 def build_initial_model(
     build: Build, *, seed: int, limit_bytes: int, worlds: MeshGroups, pretrained: PretrainedModel | None = None
 ) -> InitialModel:
-    """Return the model of this rank; every rank must call this. `build` is the plain, seeded build.
+    """Return the model of this rank. Every rank must call this. `build` returns the full model.
 
-    Each rank builds the full model up to `SMALL_BYTES`, or if it holds the full model in this layout. If a forward
-    determines the shards, each rank builds the full model up to the limit.
+    Each rank builds the full model if the layout does not split the model, or if the model has at most `SMALL_BYTES`.
+    If a forward must run before the shards are known, each rank builds full models of up to `limit_bytes`.
 
     Raises:
         JobError, UsageError, DesyncError: `build` returns no model, or one that can't be built in shards, or different
@@ -150,7 +151,7 @@ def shards_rows_only(mesh: Mesh) -> bool:
 
 
 def _build_within_limit(build: Build, *, max_bytes: int) -> nn.Module | None:
-    """Return a plain build, or None if it exceeds `max_bytes`."""
+    """Return the model that `build` returns, or None if its parameters exceed `max_bytes`."""
     states = get_rng_states()
     with _limit_build_size(max_bytes):
         try:
@@ -167,7 +168,7 @@ def _build_within_limit(build: Build, *, max_bytes: int) -> nn.Module | None:
 
 @contextmanager
 def _limit_build_size(max_bytes: int) -> Iterator[None]:
-    """Stop a build once its registered parameters exceed `max_bytes`."""
+    """Return a context that stops a build once its registered parameters exceed `max_bytes`."""
     counted_parameters: dict[int, Tensor] = {}
     total = 0
 

@@ -29,8 +29,8 @@ from paceline.torch_internals.rng import preserve_rng
 class JobData:
     """The data of a job in one process. An indexed dataset that a function returns is created only once.
 
-    If one split has data workers, all splits have them: otherwise the workers of one split would share open files with
-    this process, which reads the other split.
+    If one split has data workers, all splits have data workers. Otherwise the workers of one split would share open
+    files with this process, which would read the other split itself.
     """
 
     def __init__(self, job: Job, settings: Settings) -> None:
@@ -80,7 +80,7 @@ def build_loader(
 def read_first(
     data: JobData, settings: Settings, *, partition: BatchPartition, count: int = 1, **loader_options: Any
 ) -> list[StepInput]:
-    """Read a replica's share of the first batches before the run has a loader.
+    """Read a replica's part of the first `count` batches, before the run has a loader.
 
     If the data has workers, another process reads it.
     """
@@ -128,7 +128,7 @@ def build_partition(
 
 
 def read_data_properties(source: Source, world: World, *, seed: int) -> DatasetProperties | None:
-    """Return the properties of indexed data, after a check that they are equal on every rank; None for a stream."""
+    """Return the properties of indexed data, or None for a stream. Refuse data that differs between ranks."""
     if not source.is_indexed:
         return None
     properties = find_properties(source, seed=seed)

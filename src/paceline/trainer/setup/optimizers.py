@@ -31,7 +31,9 @@ from paceline.trainer.checks.check_job import unfit_lr_schedulers, unfit_optimiz
 def build_optimizer_factory(
     job: Job, named_parameters: Sequence[NamedParameter], *, plan: ExecutionPlan, exact: bool
 ) -> ShardedOptimizerFactory | None:
-    """Run the job's optimizer factory on the full model's shapes; return None if every rank holds the full model.
+    """Return a factory of this rank's optimizers, or None if every rank holds the full model.
+
+    The job's optimizer function runs once on the shapes of the full model, to check it and to learn the groups.
 
     Raises:
         JobError, LayoutError: groups that don't match the model, or an optimizer that needs full tensors.
@@ -91,7 +93,7 @@ def make_update(
         if job.ema is not None
         else None,
         joint_grad_norm=_build_norm(parallelized_model, settings, world=world) if traits.measures_joint_norm else None,
-        sync_after_update=parallelized_model.sync_after_update if traits.spreads_updates else do_nothing,
+        sync_after_update=parallelized_model.sync_after_update if traits.sends_updates else do_nothing,
         on_update=None if job.on_update is None else partial(job.on_update, model),
     )
     return update, initial_options
@@ -100,13 +102,14 @@ def make_update(
 def lr_factor(rule: str, ratio: float) -> float:
     """Return the factor for the learning rate if the global batch is `ratio` times the job's `global_batch_size`.
 
-    Linear: Goyal et al. 2017 (SGD). Square root: Krizhevsky 2014, Malladi et al. 2022 (Adam).
+    `rule` is the setting `train.lr_scaling`. "linear" is due to Goyal et al. 2017 (SGD), and "sqrt" to Krizhevsky 2014
+    and Malladi et al. 2022 (Adam).
     """
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
 
 
 def make_scaler(shards: ShardedTensors, world: World, **options: Any) -> torch.amp.GradScaler:
-    """Return the loss scaler of this rank. Where ranks hold shards, an overflow on one rank counts on all."""
+    """Return the loss scaler of this rank. If ranks hold shards, an overflow on one rank skips the step on all."""
     device = world.device.type
     if shards.is_unsharded:
         return torch.amp.GradScaler(device, **options)
@@ -128,7 +131,7 @@ def _ema_parameters(parallelized_model: ParallelizedModel) -> dict[str, Tensor]:
 
 
 def _build_norm(parallelized_model: ParallelizedModel, settings: Settings, *, world: World) -> GradNormFunction | None:
-    """Return the norm over all ranks if they hold shards or the norm must be exact; None if each rank uses its own."""
+    """Return the function that measures the gradient norm over all ranks, or None if a rank's own gradients suffice."""
     exact = settings.train.exact and settings.train.max_grad_norm is not None
     if parallelized_model.optim_shards.is_unsharded and not exact:
         return None

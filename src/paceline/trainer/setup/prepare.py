@@ -32,7 +32,10 @@ from paceline.trainer.setup.build_training_setup import job_settings
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedJob:
-    """A job with its settings and plan, before any process group exists."""
+    """A job with its settings and plan, before any process group exists.
+
+    `requested` are the settings that were set explicitly, and `settings` are all settings with the defaults.
+    """
 
     task: Task
     job: Job
@@ -48,7 +51,7 @@ def _seed_before_job(requested: RequestedSettings) -> int:
 
 
 def prepare(task: Task, *, job: Job | None = None) -> PreparedJob:
-    """Load the job, merge its settings under the requested ones, and make the plan."""
+    """Load the job, merge its settings with the requested settings, which override them, and make the plan."""
     requested = RequestedSettings(values=dict(task.settings), origins=dict(task.origins))
     if job is None and task.job_handle is not None:
         job = receive_job(task.job_handle)
@@ -84,7 +87,7 @@ def prepare(task: Task, *, job: Job | None = None) -> PreparedJob:
 def make_plan(
     task: Task, job: Job, settings: Settings, *, micro_batch_size: int | None, is_resumed: bool = False
 ) -> ExecutionPlan:
-    """Return the plan of the task's layout on its ranks. With `is_resumed`, the run's microbatches are already fixed.
+    """Return the plan of the task's layout on its ranks. `is_resumed`: an earlier start has fixed the microbatches.
 
     Raises:
         PacelineError, Problems: the requested options exclude each other.
@@ -127,7 +130,7 @@ def with_saved_microbatches(prepared_job: PreparedJob, *, folder: Path, world: W
 
 
 def _read_saved_plan(path: Path) -> dict[str, Any] | None:
-    """Return the saved plan, or None if it can't be read; the checkpoint does not depend on it."""
+    """Return the saved plan, or None if it can't be read. A run can resume without it."""
     try:
         plan = read_json(path)
     except (OSError, ValueError):
@@ -148,7 +151,10 @@ def is_gradient_worker(prepared_job: PreparedJob) -> bool:
 
 
 def with_run_folder(task: Task, *, is_chooser: bool) -> Task:
-    """Return the task with a run folder and the checkpoint to resume from; unchanged unless `is_chooser` (rank 0)."""
+    """Return the task with a run folder and the checkpoint to resume from.
+
+    Rank 0 chooses them (`is_chooser`). On other ranks, return the task unchanged.
+    """
     if not is_chooser:
         return task
     name = task.short_job
@@ -159,10 +165,10 @@ def with_run_folder(task: Task, *, is_chooser: bool) -> Task:
 
 
 def lock_run_dir(task: Task, *, world: World) -> RunLock | None:
-    """Lock the run folder on rank 0, unless our own launcher holds the lock already.
+    """Lock the run folder on rank 0, and return the lock. Return None if Paceline's launcher has locked it already.
 
     Raises:
-        UsageError: another run writes there; raised on every rank.
+        UsageError: another run writes to the folder; raised on every rank.
     """
     lock, problem = None, None
     if world.is_main and attempt_folder(os.environ) is None:
