@@ -10,7 +10,7 @@ _PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in this type; a complex tensor in its complex type, an integer tensor unchanged."""
+    """Return the tensor cast to this type: complex values to the matching complex type, integers unchanged."""
     if tensor.is_complex():
         return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -41,8 +41,9 @@ from paceline.verification.verify_answer import Rung, verify_answer
 from paceline.verification.verify_single_process import verify_single_process
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_GRID_STEP = 2.0**-24  # of exact mode's integers, relative to the largest element of a gradient
-_MIN_LOSS_SCALE, _LOSS_SCALE_HEADROOM = 2.0**-14, 16.0
+_GRID_STEP = 2.0**-24  # exact mode rounds a gradient to multiples of this, relative to its largest element
+_MIN_LOSS_SCALE = 2.0**-14
+_LOSS_SCALE_HEADROOM = 16.0  # a reduced loss scale is divided by this too, since later gradients may be larger
 _START = RunPosition(steps_done=0, epoch=0, batch_start=0)
 
 
@@ -119,7 +120,7 @@ def _replayed_rungs(
 def _independent_rungs(
     prepared_job: PreparedJob, world: World, steps: int, single_result: RungResult, loss_scale: float
 ) -> Iterator[Rung]:
-    """Yield free runs in each precision, for rules whose steps depend on earlier steps and cannot be compared alone."""
+    """Yield a free run in each precision, for rules whose steps depend on earlier steps: no lockstep is possible."""
     for dtype, name in _select_precisions(prepared_job, world, single_result):
         rules_out, drift = allowed_drift(prepared_job.plan, is_double=dtype is torch.float64)
         run = partial(_run_independently, prepared_job, world, steps, dtype=dtype, drift=drift, loss_scale=loss_scale)
@@ -164,7 +165,7 @@ def build_reference(
 
 
 def select_steps(prepared_job: PreparedJob, steps: int) -> list[Cursor]:
-    """Return cursors at the first steps of an epoch, and at its short final batch, if there is one."""
+    """Return `steps` cursors or fewer: the first steps of an epoch, and its short final batch if there is one."""
     size = prepared_job.plan.global_batch_size
     reader = build_reference(prepared_job, None).reader
     total = reader.num_samples(0)
@@ -210,7 +211,7 @@ def _steps_to_compare(prepared_job: PreparedJob, world: World, steps: int, singl
 
 
 def _find_loss_scale(prepared_job: PreparedJob, world: World) -> float:
-    """Return the fp16 loss scale, reduced until the first step of one process does not overflow."""
+    """Return the fp16 loss scale. It is reduced if the first step of one process overflows."""
     if prepared_job.settings.train.precision != "fp16":
         return LOSS_SCALE
     scale = LOSS_SCALE
@@ -263,7 +264,7 @@ def _run_first_rung(prepared_job: PreparedJob, world: World) -> RungResult:
 def _select_precisions(
     prepared_job: PreparedJob, world: World, single_result: RungResult
 ) -> list[tuple[torch.dtype | None, str]]:
-    """Return the precisions to compare in: float64 first, if the model supports it, then the job's own."""
+    """Return types and names of the precisions to compare in: float64 if the model supports it, and the job's own."""
     problem = ""
     if world.is_main:
         try:

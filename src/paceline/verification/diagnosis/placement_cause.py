@@ -1,7 +1,7 @@
 """Find placement faults in a wrong gradient: partial sums, unequal copies, moved rows, a stage without gradients.
 
 A placement has invariants that hold for any samples: copies of one tensor along an axis are equal; partial sums on the
-ranks of an axis add up to the full sum; rows keep their positions. Each is checked against the observed gradients.
+ranks of an axis add up to the full sum; rows keep their positions. Each invariant is checked on the observed gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ from torch import Tensor
 from paceline.verification.diagnosis.rank_names import RankNames
 from paceline.verification.tensor_distance import euclidean_distance, to_double
 
-_RESIDUAL_SHARE = 1e-3
-_MAX_ROWS = 512
+_RESIDUAL_SHARE = 1e-3  # an explanation may leave this share of the error
+_MAX_ROWS = 512  # moved rows are looked for in tensors with at most this many
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCase:
-    """The gradients of one step: the expected ones, every copy's, the names that differ and their noise floors."""
+    """The gradients of one step: expected, and of each copy of the model; the differing names and noise floors."""
 
     rank_names: RankNames
     expected: Tensors
@@ -29,7 +29,7 @@ class GradientCase:
     floors: Mapping[str, float]
 
     def is_close(self, one: Tensor, other: Tensor, name: str, error: float) -> bool:
-        """Return True if the two differ by noise, or by little compared with the error to explain."""
+        """Return True if two tensors differ by noise, or by little compared with the error to explain (a norm)."""
         return euclidean_distance(one, other) <= max(self.floors.get(name, 0.0), _RESIDUAL_SHARE * error)
 
     def rank_shards(self, name: str) -> dict[int, Tensor]:
@@ -60,7 +60,7 @@ def placement_cause(case: GradientCase) -> tuple[str, str] | None:
 
 
 def _find_missing_gradient(case: GradientCase, differing: Sequence[str]) -> tuple[str, str] | None:
-    """Find a block without a gradient, which was not run, or a stage without any gradient, which received none."""
+    """Find a block without a gradient, because it did not run, or a stage without gradients, because none came back."""
     rank_names = case.rank_names
     if rank_names.mesh.pp == 1:
         return None
@@ -82,10 +82,10 @@ def _find_missing_gradient(case: GradientCase, differing: Sequence[str]) -> tupl
 
 
 def _find_unsummed_axis(case: GradientCase, differing: Sequence[str]) -> tuple[str, str] | None:
-    """Find an axis whose ranks hold partial gradients of the same elements that add up to the right gradient.
+    """Find an axis whose ranks hold partial gradients of the same elements, which add up to the correct gradient.
 
-    If this is not true of all differing parameters, it may be true of the last one in the model's order, which is the
-    first wrong gradient in backward.
+    Such an axis must explain all differing parameters. If there is none, it must explain the last differing parameter
+    in the model's order, whose gradient is the first wrong one in backward.
     """
     last = next(name for name in reversed(list(case.expected)) if name in differing)
     for axis in case.rank_names.mesh.split_axes:
@@ -105,7 +105,7 @@ def _find_unsummed_axis(case: GradientCase, differing: Sequence[str]) -> tuple[s
 
 def _describe_partial(case: GradientCase, name: str, axis: str) -> str:
     group = case.rank_names.equal_shard_groups(name, axis)[0]
-    tied = ", which hold it both (tied)" if axis == "pp" else ""
+    tied = ", which both hold it (tied)" if axis == "pp" else ""
     return (
         f"its gradient is a part on each of {case.rank_names.describe_axis_group(axis, group)}{tied}, and the parts "
         f"add up to the right one: it was not summed over {axis if axis != 'pp' else 'the stages (pp)'}"
@@ -161,7 +161,7 @@ def _find_unequal_copies(case: GradientCase, differing: Sequence[str]) -> tuple[
 
 
 def _find_moved_rows(case: GradientCase, differing: Sequence[str]) -> tuple[str, str] | None:
-    """Find a rank's shard whose rows are the right ones in a different order."""
+    """Find a rank's shard that has the correct rows in a different order."""
     name, expected = differing[0], case.expected[differing[0]]
     wrong = case.wrong_ranks(name)
     if not wrong or len(differing) == len(case.expected) or expected.dim() == 0:

@@ -16,7 +16,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class RankNames:
-    """The mesh, and the shards of each tensor that the ranks hold (for gradients: that their optimizers hold)."""
+    """Names of the ranks of a mesh, and the shard of each tensor that a rank (for gradients, its optimizer) holds."""
 
     mesh: Mesh
     sharded: ShardedTensors
@@ -55,7 +55,7 @@ class RankNames:
         return sorted(group for group in groups if len(group) > 1)
 
     def describe(self, ranks: Collection[int], *, all_ranks: Collection[int]) -> str:
-        """Return text such as `, on tp rank 1 (ranks 1, 3)`; empty for all of `all_ranks` (with pp: all ranks)."""
+        """Return text such as `, on tp rank 1 (ranks 1, 3)`; empty for all of `all_ranks`, or with pp, of the mesh."""
         chosen = sorted(set(ranks))
         if not chosen:
             return ""
@@ -64,7 +64,7 @@ class RankNames:
         return ""
 
     def name_ranks(self, ranks: Sequence[int], *, all_ranks: Collection[int]) -> str:
-        """Return the mesh coordinate that these ranks and no others in `all_ranks` have, or the ranks themselves."""
+        """Return the mesh coordinate that only these ranks of `all_ranks` have; if there is none, list the ranks."""
         rank_list = _format_ranks(ranks)
         for axis in ("pp", "tp", "cp", *DATA_AXES):
             values = {self.mesh.coordinates(rank)[axis] for rank in ranks}

@@ -11,7 +11,7 @@ from paceline.verification.diagnosis.hypotheses import GradientFacts
 
 
 def explain_swapped(evidence: Sequence[GradientEvidence], facts: GradientFacts) -> str | None:
-    """Return which pairs of equal size have swapped gradients, on one rank or all; None if other differences remain."""
+    """Return which pairs of parameters have each other's gradient; None if such swaps do not explain all evidence."""
     remaining = list(range(len(evidence)))
     descriptions: list[str] = []
     for first, second in combinations(range(len(evidence)), 2):

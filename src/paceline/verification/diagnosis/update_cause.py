@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
-_TOLERANCE = 1e-3
+_TOLERANCE = 1e-3  # an explanation may leave this share of the error
 
 
 def update_cause(*, before: Vector, actual: Vector, expected: Vector, num_differing: int, num_parameters: int) -> str:
@@ -45,7 +45,7 @@ def update_cause(*, before: Vector, actual: Vector, expected: Vector, num_differ
 
 
 def _stale_share(actual_step: Vector, expected_step: Vector) -> float | None:
-    """Return the share of elements that should move and don't, if all others moved correctly."""
+    """Return the share of elements that should move but don't; None if others are wrong too, or none moved."""
     unmoved = (actual_step == 0.0) & (expected_step != 0.0)
     unaffected = ~unmoved
     if not np.any(unmoved) or not np.any(actual_step[unaffected]) or actual_step.size < 4:
@@ -58,9 +58,10 @@ def _stale_share(actual_step: Vector, expected_step: Vector) -> float | None:
 
 
 def norm_cause(norms: Sequence[float | None], expected: float, *, norm_over_copies: float | None = None) -> str | None:
-    """Return why ranks with the same gradient would clip it differently; `norms` are those that the ranks measured.
+    """Return why a rank measured a wrong gradient norm for clipping; None if all norms are right.
 
-    `norm_over_copies` is the norm with every tensor counted once for each copy that ranks hold of it.
+    `norms` has the norm that each rank measured, or None. `norm_over_copies` is the norm that results if a tensor is
+    counted once for each copy.
     """
     differing = [
         rank for rank, norm in enumerate(norms) if norm is not None and abs(norm - expected) > _TOLERANCE * expected
@@ -100,7 +101,7 @@ def _fit_multiple(error: Vector, direction: Vector) -> float | None:
 def buffer_cause(
     *, buffers: Sequence[Vector], before: Vector, expected: Sequence[Vector], momentum: float | None
 ) -> str:
-    """Return why a buffer is wrong: `buffers` by rank, and `expected` after each microbatch in one process."""
+    """Return why a buffer is wrong. `buffers` are by rank; `expected` is after each microbatch in one process."""
     ranks, actual = len(buffers), buffers[0]
     if any(_is_close(actual, other, expected[-1]) is False for other in buffers):
         prefix = "ranks hold different values: "

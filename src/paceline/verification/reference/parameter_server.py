@@ -1,7 +1,7 @@
 """A replay of a parameter server's run in one process: the same shares, weight versions and order of updates.
 
 It is the reference of `--update ps` with a staleness above 0, written naively: it keeps the full model after every
-update. It uses only the record of the run's updates.
+update. Of the run it uses only the record of the updates.
 """
 
 import time
@@ -55,7 +55,7 @@ class WorkerInstructions:
         self._number = 0
 
     def begin_rung(self, dtype: torch.dtype | None) -> World:
-        """Announce the next rung, and return the servers' world for it, which workers join again."""
+        """Announce the next rung to the workers, and return the servers' world for it, which the workers then join."""
         self._send(_FLOAT64 if dtype is torch.float64 else _JOB_PRECISION)
         endpoint = self._world.worker_endpoint
         assert endpoint is not None
@@ -108,7 +108,7 @@ class ParameterServerReference(Reference):
 
     compute_counts = staticmethod(nonzero_counts)
     server_of: Mapping[str, int] = MappingProxyType({})
-    """The server of each parameter; parameters that are not named belong to the first."""
+    """The server of each parameter, by name; a parameter without an entry belongs to server 0."""
 
     @override
     def with_config(self, **changes: Any) -> "ParameterServerReference":
@@ -119,7 +119,7 @@ class ParameterServerReference(Reference):
         return other
 
     def replay(self, record: Sequence[AppliedUpdate], *, reverse_order: bool) -> float:
-        """Replay the record and return the loss of the last share. `reverse_order`: microbatches in reverse order."""
+        """Replay the recorded updates, and return the last share's loss. `reverse_order`: see `compute_gradient`."""
         history, positions, remaining_shares = [self._copy_weights()], [_START], dict[int, int]()
         loss = float("nan")
         for applied in record:

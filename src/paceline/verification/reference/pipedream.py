@@ -76,6 +76,7 @@ class PipeDreamReference(Reference):
 
     @override
     def _seed_microbatch(self, step: int, microbatch: int) -> None:
+        """Load the weight version that each stage uses for this microbatch, and seed the generators."""
         replica_microbatch = self._first_microbatch + microbatch // self._rule.replicas
         stages = range(self._rule.version_rule.stages)
         versions = [

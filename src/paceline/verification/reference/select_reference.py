@@ -1,4 +1,4 @@
-"""The table of one-process references: how `verify` compares the runs of each update rule, or of compression."""
+"""The one-process reference of each update rule and of compression, and how `verify` compares a run with it."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -28,7 +28,7 @@ _COMPRESSION_FAULTS = (
 class RuleReference:
     """The comparison of one update rule's runs with one process. The defaults are those of the synchronous rule.
 
-    `rules_out` names the errors that a comparison of independent runs would show.
+    `rules_out` lists the errors that a comparison of independent runs would find.
     """
 
     rules_out: ClassVar[str] = "different weights for a microbatch than the rule's, gradients, loss, or evaluation"

@@ -18,7 +18,7 @@ Merge = Callable[[Sequence[Any]], Any]
 
 
 def merge_with_one_attached(values: Sequence[Any], *, attached_index: int, sizes: Sequence[int]) -> Any:
-    """Merge the outputs (or batches) of all microbatches; only those of one microbatch stay attached to autograd."""
+    """Merge the outputs (or data) of all microbatches. Only microbatch `attached_index` stays attached to autograd."""
 
     def merge_tensors(parts: Sequence[Tensor]) -> Tensor:
         attached = parts[attached_index]
@@ -35,7 +35,7 @@ def merge_with_one_attached(values: Sequence[Any], *, attached_index: int, sizes
 
 
 def merge_microbatches(parts: Sequence[Any], sizes: Sequence[int], collate_again: Callable[[], Any]) -> Any:
-    """Merge microbatches for layers that see all replicas at once; collate again if they can't be merged."""
+    """Merge microbatches for layers that see all replicas at once; if that fails, return `collate_again()`."""
     try:
         return parts[0] if len(parts) == 1 else _merge(parts, sizes, _MERGE_FUNCTIONS)
     except (TypeError, RuntimeError):
