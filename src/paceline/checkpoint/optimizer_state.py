@@ -1,4 +1,4 @@
-"""Optimizer state by name: tensors shaped like their parameter are sharded like it, the rest is written once."""
+"""Optimizer state by parameter name. Tensors of the parameter's shape are sharded like it; one rank writes the rest."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,7 +151,7 @@ def _store_nested(inner: dict[str, Tensor], accepts: Callable[[Tensor], bool], v
 
 
 def shared_state(optimizer: Optimizer, shards: OptimizerShards) -> tuple[list[Any], dict[str, Tensor]]:
-    """Return the state under keys that are no parameters, such as a common step count, as JSON and tensors.
+    """Return the state under keys that are not parameters, such as a common step count, as JSON and tensors.
 
     Raises:
         CheckpointError: a key or a value can't be written, or it is unknown how a tensor is sharded.
@@ -214,7 +214,10 @@ def _writable_tensors(
 def optimizer_scalars(
     optimizers: Sequence[Optimizer], shards: OptimizerShards, scalars: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return a checkpoint's entry for each optimizer, without its tensors. Every rank calls this."""
+    """Return the checkpoint's entry for each optimizer, without tensors. Every rank calls this.
+
+    `scalars` is the second result of `local_state`.
+    """
     scalars_by_rank = [scalars] if shards.sharded.is_unsharded else shards.world.gather_json(list(scalars))
     group_parameter_names = group_names(optimizers, shards)
     entries = []
@@ -254,7 +257,8 @@ def load_optimizer_state(
 ) -> None:
     """Load the state of each parameter of this rank, sharded like the parameter.
 
-    Nothing is loaded for a parameter of which this rank has no element.
+    `saved` is the checkpoint's entry for this optimizer, and `prefix` begins the names of its tensors. If this rank has
+    no element of a parameter, nothing is loaded for it.
 
     Raises:
         CheckpointError: stored bytes do not match their digest.
@@ -298,5 +302,5 @@ def _read_tensor(stored: StoredTensors, key: str, shard: ShardSpec) -> Tensor:
 
 
 def _to_parameter_device(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return the state on its parameter's device; a step count stays where the optimizer keeps it."""
+    """Return the state on its parameter's device. A step count is not moved."""
     return value if key == "step" else value.to(parameter.device)

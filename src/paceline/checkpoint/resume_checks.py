@@ -1,4 +1,4 @@
-"""Resume checks: compare what must not change between a saved run and its resume."""
+"""Resume checks: compare what must not change between the saved run and the resumed run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,9 +21,9 @@ _CAUSE = "a different setting, a different job file, or different data"
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow: Sequence[str]) -> None:
     """Check that a resume continues the same run.
 
-    If `allow` permits a change of exact mode or of the kernels, the data's fingerprint is not compared: data that the
-    job computes may differ in its last bits. Kernels are compared only if the run is exact before and after and its
-    checkpoint records them.
+    If `allow` permits a change of exact mode or of the kernels, the data's fingerprint is not compared, because data
+    that the job computes may differ in its last bits. Kernels are compared only if the run uses exact mode before and
+    after the resume, and the checkpoint records them.
 
     Raises:
         ResumeError: something differs; the message lists every difference.
@@ -54,7 +54,7 @@ def record_settings(settings: Settings) -> dict[str, str]:
 
 
 def describe_changes(saved: Mapping[str, str] | None, settings: Settings) -> list[str]:
-    """Return a line for each recorded value that has changed; none for an older checkpoint without a record."""
+    """Return a line for each recorded value that has changed; no line if an old checkpoint has no record (None)."""
     if saved is None:
         return []
     current = record_settings(settings)

@@ -1,4 +1,4 @@
-"""A view of the model's `state_dict`: its names, and the tensor of this rank under each name."""
+"""A view of the model's `state_dict`: each name with this rank's tensor, which may be a shard."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -24,7 +24,8 @@ _FORBIDDEN_LINKS = (LOCK, "events.jsonl", "metrics.jsonl", "logs", "tb", "wandb"
 _USER_LINKS = ("checkpoints", "consolidated")
 _WAIT_SECONDS = 30.0
 _POLL_SECONDS = 0.05
-_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_NO_LOCKS = {  # errors of a disk without locks
+    errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 @dataclass
@@ -34,7 +35,7 @@ class RunLock:
     handle: int
 
     def close(self) -> None:
-        """Release the lock, once every worker that inherited it has ended."""
+        """Close the lock. The kernel releases it when every worker that inherited it has ended too."""
         handle, self.handle = self.handle, -1
         if handle >= 0:
             with suppress(OSError):
@@ -42,7 +43,7 @@ class RunLock:
             os.close(handle)
 
     def close_in_forks(self) -> None:
-        """Close the lock in forked children: a child of the job may outlive the run, and does not write into it."""
+        """Close the lock in forked children: they do not write into the run folder, and may outlive the run."""
         os.register_at_fork(after_in_child=self._close_in_child)
 
     def _close_in_child(self) -> None:
@@ -91,7 +92,7 @@ def _open_lock_file(folder: Path) -> int:
 
 
 def is_run_folder_locked(folder: Path) -> bool:
-    """Return whether a run writes there now; on a disk without locks, whether the recorded holder lives."""
+    """Return whether a run has locked the folder. On a disk without locks, return whether the recorded holder lives."""
     try:
         handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -147,7 +148,7 @@ class FolderIdentity:
             )
 
     def _identify(self) -> tuple[int, int] | None:
-        """Return the identity of the lock file: it is held open, so that its inode is not reused."""
+        """Return the identity of the lock file. This process holds it open, so that its inode is not reused."""
         return _device_and_inode(self._folder / LOCK) or _device_and_inode(self._folder)
 
 
@@ -198,13 +199,13 @@ def _pids_with_open_file(path: Path) -> list[int]:
         for folder in Path("/proc").glob("[0-9]*/fd"):
             with suppress(OSError):
                 if int(folder.parent.name) != os.getpid() and any(
-                    _is_same(lock_stat, link) for link in folder.iterdir()
+                    _is_same_file(lock_stat, link) for link in folder.iterdir()
                 ):
                     pids.append(int(folder.parent.name))
     return sorted(pids)
 
 
-def _is_same(lock_stat: os.stat_result, link: Path) -> bool:
+def _is_same_file(lock_stat: os.stat_result, link: Path) -> bool:
     try:
         return os.path.samestat(lock_stat, link.stat())
     except OSError:
@@ -260,7 +261,7 @@ def _pid_of(holder: dict[str, Any]) -> int:
 
 
 def process_start_time(pid: int) -> str | None:
-    """Return a process's start time, which identifies it if its process id is reused; None if it has ended."""
+    """Return a process's start time, or None if it has ended. Process id and start time together are unique."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -207,7 +207,7 @@ def judge_drift(
 
     The noise floor of a tensor is the largest of: its drift in perturbed one-process runs, a fraction of how far
     training moved it, and accumulated rounding. `train_perturbed(seed)` returns the tensors of a perturbed run. Several
-    are tried: under Adam, an element with almost no gradient moves by a full step, in a direction that one may not flip.
+    runs are tried: under Adam, an element with a tiny gradient moves by a full step, and not every run flips its sign.
     """
     expected = collect_tensors(reference)
     distances = {name: euclidean_distance(tensor, expected[name]) for name, tensor in tensors.items()}
