@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_s
 
 from paceline.checkpoint.files.checkpoint_folder import OpenCheckpoint
-from paceline.checkpoint.lr_schedule_state import describe_schedules, schedule_length, refuse_short_schedules
+from paceline.checkpoint.lr_schedule_state import describe_schedules, refuse_short_schedules, schedule_length
 from paceline.checkpoint.optimizer_options import factory_options
 from paceline.checkpoint.optimizer_state import OptimizerShards
 from paceline.checkpoint.resume_checks import check_identity

@@ -25,7 +25,12 @@ _USER_LINKS = ("checkpoints", "consolidated")
 _WAIT_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 _NO_LOCKS = {  # errors of a disk without locks
-    errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+    errno.ENOLCK,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EINVAL,
+}
 
 
 @dataclass
