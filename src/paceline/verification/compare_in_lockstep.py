@@ -202,7 +202,7 @@ class LockstepComparison:
             comparison.compare_local_gradients(gathered, gradients, replicas=self._world.world_size)
 
     def _compare_module_outputs(self, step_input: StepInput, comparison: StepComparison | None) -> None:
-        """Find the first module whose output differs, if a sharded layout or remat has an unexplained gradient."""
+        """If a gradient is unexplained, find the first module whose output differs (in a sharded layout or remat)."""
         plan, worlds = self._setup.plan, self._setup.worlds
         remat = plan.asked.remat != "none"
         is_unexplained = self._world.share_json(comparison is not None and bool(comparison.unexplained))

@@ -130,7 +130,7 @@ def _compare_contents(
 
 
 def _compare_other_samples(rung_result: RungResult, setup: TrainingSetup) -> None:
-    """Compare samples from all over the dataset between the ranks. The compared steps read only a few of them."""
+    """Compare samples from all parts of the dataset between the ranks. The compared steps read only a few samples."""
     source, seed, world = setup.data.train, setup.settings.seed, setup.world
     if world.world_size == 1 or not source.is_indexed:
         return

@@ -72,10 +72,10 @@ def run_all_rungs(prepared_job: PreparedJob, world: World, *, steps: int) -> dic
     loss_scale = _find_loss_scale(prepared_job, world)
     rules_out = "a job that is not deterministic, a loss that is not a sum"
     rungs = [_run_rung("one process", rules_out, lambda: _run_first_rung(prepared_job, world))]
-    verify_method = step_rule(prepared_job.plan.update_rule).traits.verify_mode
-    if rungs[0].result.verdict != DIFFERENT and verify_method == "replayed":
+    verify_mode = step_rule(prepared_job.plan.update_rule).traits.verify_mode
+    if rungs[0].result.verdict != DIFFERENT and verify_mode == "replayed":
         rungs += _replayed_rungs(prepared_job, world, steps, rungs[0].result, instructions)
-    elif rungs[0].result.verdict != DIFFERENT and (verify_method == "freely" or prepared_job.plan.compression.is_on):
+    elif rungs[0].result.verdict != DIFFERENT and (verify_mode == "freely" or prepared_job.plan.compression.is_on):
         rungs += _independent_rungs(prepared_job, world, steps, rungs[0].result, loss_scale)
     elif rungs[0].result.verdict != DIFFERENT:
         cursors = _steps_to_compare(prepared_job, world, steps, rungs[0].result)

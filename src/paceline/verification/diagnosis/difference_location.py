@@ -1,4 +1,4 @@
-"""Describe the ranks on which a difference was found. The text ends a message; it is empty for all ranks."""
+"""Describe, at the end of a message, on which ranks a difference was found; an empty text means all ranks."""
 
 from collections.abc import Callable, Sequence
 

@@ -20,7 +20,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCase:
-    """The gradients of one step: expected, and of each copy of the model; the differing names and noise floors."""
+    """The gradients of one step: `expected` (one process) and of each copy of the model; and their noise floors."""
 
     rank_names: RankNames
     expected: Tensors
@@ -140,7 +140,7 @@ def _find_unequal_copies(case: GradientCase, differing: Sequence[str]) -> tuple[
                         f"right on {case.rank_names.name_ranks(correct_ranks, all_ranks=holders)} but not on "
                         f"{case.rank_names.name_ranks(wrong_ranks, all_ranks=holders)}, which "
                         f"hold the same tensor{' (tied)' if axis == 'pp' else ''}: copies along {axis} must be equal; "
-                        "there its gradient was not summed, or not distributed"
+                        "on the wrong ranks, the gradient was not summed, or not distributed"
                     )
                     return name, f"{cause} ({len(differing)} of {len(case.expected)} parameters)"
                 if (

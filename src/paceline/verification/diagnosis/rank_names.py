@@ -16,7 +16,10 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class RankNames:
-    """Names of the ranks of a mesh, and the shard of each tensor that a rank (for gradients, its optimizer) holds."""
+    """Names of the ranks of a mesh, and each rank's shard of every tensor.
+
+    For gradients, `sharded` describes the shards in the ranks' optimizers.
+    """
 
     mesh: Mesh
     sharded: ShardedTensors
@@ -55,7 +58,10 @@ class RankNames:
         return sorted(group for group in groups if len(group) > 1)
 
     def describe(self, ranks: Collection[int], *, all_ranks: Collection[int]) -> str:
-        """Return text such as `, on tp rank 1 (ranks 1, 3)`; empty for all of `all_ranks`, or with pp, of the mesh."""
+        """Return text such as `, on tp rank 1 (ranks 1, 3)`; empty if `ranks` has all of `all_ranks`.
+
+        With pp, the text is empty only if `ranks` has all ranks of the mesh.
+        """
         chosen = sorted(set(ranks))
         if not chosen:
             return ""

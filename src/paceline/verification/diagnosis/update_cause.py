@@ -14,9 +14,7 @@ def update_cause(*, before: Vector, actual: Vector, expected: Vector, num_differ
     share = "every parameter" if num_differing == num_parameters else f"{num_differing} of {num_parameters}"
     actual_step, expected_step = actual - before, expected - before
     if not np.any(actual_step):
-        return (
-            f"the optimizer does not update it: it holds parameters other than the model's (stale), or none ({share})"
-        )
+        return f"the optimizer does not update it: its groups hold stale parameters, not the model's, or none ({share})"
     if not np.any(expected_step):
         return f"it is updated but should not be: it is in the wrong group ({share})"
     stale_share = _stale_share(actual_step, expected_step)
@@ -77,12 +75,12 @@ def norm_cause(norms: Sequence[float | None], expected: float, *, norm_over_copi
         return (
             f"equal gradients, but their norm is measured as {first:.4g} instead of {expected:.4g}: "
             "tensors that several ranks "
-            "hold (replicated ones) are counted once per rank, so it is too large and clips too much"
+            "hold (replicated ones) are counted once per rank, so the norm is too large and clips too much"
         )
     return (
         f"equal gradients, but rank {differing[0]} measures their norm as {norms[differing[0]]:.4g} instead of "
-        f"{expected:.4g}: it clips "
-        f"by a part of the gradients, or by those before the reduction (on rank {', '.join(map(str, differing))})"
+        f"{expected:.4g}: the norm is of a part of the gradients, or of the gradients before the reduction "
+        f"(on rank {', '.join(map(str, differing))})"
     )
 
 
@@ -113,7 +111,7 @@ def buffer_cause(
         return f"buffers: {prefix}not finite, here or in one process"
     if momentum is None or len(expected) == 0:
         return (
-            f"buffers: {prefix}the forward changes it, and in one process it sees every microbatch; here it was "
+            f"buffers: {prefix}in one process, the forward of every microbatch changes this buffer; here it was "
             "updated a different number of times, or from one rank's microbatches only (rank 0's value is sent to all)"
         )
     statistics = _recover_statistics(before, expected, momentum)

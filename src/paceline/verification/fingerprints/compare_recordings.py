@@ -223,7 +223,7 @@ def _small_difference_cause(
 def _diverged_weights(
     pairs: Sequence[tuple[Record, Record]], unjudged: Collection[str]
 ) -> tuple[int, str, float] | None:
-    """Return the step, parameter and distance of the first weight that differs after equal gradients; None if none."""
+    """Return step, name and distance of the first weight that differs after equal gradients; None if there is none."""
     for first, second in pairs:
         for kind, left, right in (
             ("gradient", first.gradients, second.gradients),

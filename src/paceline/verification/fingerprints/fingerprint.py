@@ -21,7 +21,7 @@ from paceline.filesystem.atomic_files import parse_json, read_regular
 _FAINT_EPS, _FAINT_EPS_HALF = 256.0, 16.0  # limits of rounding, in machine epsilons: float32, half precision
 NUM_PROJECTIONS = 16
 FLOAT32_EPS = 2.0**-23  # machine epsilon of float32; finer types are compared as float32
-_BLOCK = 4096  # elements that share the random signs of a block; see `projection_signs`
+_BLOCK = 4096  # the number of elements in a block; see `projection_signs`
 FOLDER = "record"  # of a run folder
 _PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _MAX_BYTES = 1 << 32
@@ -105,7 +105,10 @@ def max_rounding(eps: float) -> float:
 
 
 def projection_signs(numel: int) -> tuple[Vector, Vector]:
-    """Return two matrices of random signs: a row for each position in a block, and a row for each of the blocks."""
+    """Return two matrices of random signs: a row for each position in a block, and a row for each block.
+
+    An element's sign in a projection is the product of the signs of its position and of its block.
+    """
     return _signs(_BLOCK, 1), _signs(-(-numel // _BLOCK), 2)
 
 
