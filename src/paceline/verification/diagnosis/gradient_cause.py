@@ -1,4 +1,4 @@
-"""Find the likely cause of a wrong gradient from the weights of the microbatches in it.
+"""Find the likely cause of a wrong gradient: a mistake that gives microbatches wrong weights in the sum.
 
 The reference knows the contribution g_j of microbatch j. The correct gradient is G = (1/C) * sum_j g_j, where C is the
 global count. Most mistakes weight the contributions: G = (1/C) * sum_j w_j g_j. The weights identify the mistake. On R
@@ -31,7 +31,7 @@ def explain_gradient(
     axes: Mapping[str, int] | None = None,
     replica_names: Sequence[str] = (),
 ) -> str | None:
-    """Return the cause whose weights explain the wrong gradients; None if no weights do.
+    """Return the mistake whose microbatch weights explain the wrong gradients; None if there is none.
 
     `evidence` has the worst of the `num_differing` wrong gradients. `counts` is the count of each microbatch, `samples`
     the number of samples in the batch. The other arguments are those of `GradientFacts`.
@@ -65,7 +65,7 @@ def unexplained_gradient(
     num_differing: int | None = None,
     is_data_correct: bool | None = None,
 ) -> str:
-    """Return the causes that remain possible if no weights explain the wrong gradients."""
+    """Return the causes that remain possible if no microbatch weights explain the wrong gradients."""
     share = _describe_share(evidence, num_differing or len(evidence), num_parameters)
     inputs = "" if is_data_correct else "different inputs, "
     return (
@@ -91,7 +91,7 @@ def _find_explanation(evidence: Sequence[GradientEvidence], facts: GradientFacts
 
 
 def _fits(weights: Vector, evidence: Sequence[GradientEvidence]) -> bool:
-    """Return True if these weights leave only noise in every parameter. Noise grows with the weights."""
+    """Return True if these microbatch weights leave only noise in every parameter. Noise grows with the weights."""
     if np.allclose(weights, 1.0):
         return False
     amplification = max(1.0, float(np.max(np.abs(weights), initial=0.0)))
@@ -103,7 +103,7 @@ def _fits(weights: Vector, evidence: Sequence[GradientEvidence]) -> bool:
 
 
 def _find_added_direction(evidence: Sequence[GradientEvidence]) -> str | None:
-    """Return the mistake that added a vector, such as the weights, to the correct gradient; None if none did."""
+    """Return the mistake that added a known vector, such as weight decay, to the correct gradient; None if none did."""
     for description in evidence[0].added_directions:
         if all(
             description in item.added_directions
@@ -122,7 +122,7 @@ def _is_multiple_of(error: Vector, direction: Vector, item: GradientEvidence) ->
 
 
 def _describe_fitted_weights(evidence: Sequence[GradientEvidence], facts: GradientFacts) -> str | None:
-    """Describe the fewest fitted weights that explain the evidence; None if even one per parameter does not."""
+    """Describe the smallest set of fitted factors that explains the evidence; None if no set does."""
     num_microbatches = len(facts.counts)
     common = _fit_weights(evidence, np.ones((num_microbatches, 1)))
     if common is not None:

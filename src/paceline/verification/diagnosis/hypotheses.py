@@ -16,6 +16,7 @@ class GradientFacts:
     `counts` is the count of each microbatch, and `samples` the number of samples in the batch. `ranks` is the number of
     replicas; if a replica is a group of ranks, `replica_names` has its name. `axes` are the degrees of the axes that
     split layers. `is_everywhere`: every parameter's gradient is wrong. `ranks_agree`: all ranks have the same gradient.
+    `is_data_correct`: the ranks read the right samples.
     """
 
     counts: Vector

@@ -22,7 +22,7 @@ MAX_NAMES = 8  # the number of parameters that are examined
 _LOW_PRECISION_BITS = (2.5, 14.0)
 _REDUCED_PRECISION_BITS = (5.0, 40.0)
 
-LocalGradients = Mapping[int, Tensor]
+LocalGradients = Mapping[int, Tensor]  # flat gradients by microbatch
 
 
 def can_run_locally(setup: TrainingSetup) -> bool:

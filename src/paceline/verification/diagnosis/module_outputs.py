@@ -1,4 +1,4 @@
-"""Compare every module's output in one microbatch between the layout and one process, to find the first difference."""
+"""Compare every module's output between the layout and one process, to find the first module that differs."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -17,7 +17,8 @@ class ObservedStep:
     """The gradients and buffers of each copy of the model, the loss on each rank, and the data that was read.
 
     By microbatch: `samples` are the indices of the samples, `contents` a checksum of the data, and `row_counts` the
-    number of rows. `replicas` is the number of replicas; several replicas may share a sharded copy of the model.
+    number of rows. `executed_microbatches` lists the index of every microbatch that any replica ran. `replicas` is the
+    number of replicas; several replicas may share a sharded copy of the model.
     """
 
     gradients: Sequence[Tensors]

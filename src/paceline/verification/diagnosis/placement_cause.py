@@ -47,7 +47,7 @@ class GradientCase:
 
 
 def placement_cause(case: GradientCase) -> tuple[str, str] | None:
-    """Return the parameter to report and the fault that its placement shows; None if it shows no fault."""
+    """Return a parameter and the fault that the placement of its gradient shows; None if no fault is found."""
     names = [name for name in case.differing_names if name in case.expected]
     if not names:
         return None

@@ -91,7 +91,7 @@ class RankNames:
         return f"rank {value}" if axis in DATA_AXES else f"{_axis_label(axis)} {value}"
 
     def replica_name(self, number: int) -> str:
-        """Return the name of a replica: the ranks that run the same samples."""
+        """Return the name of a replica, which is a rank or a group of ranks that run the same samples."""
         mesh = self.mesh
         if mesh.replicas == mesh.ranks:
             return f"rank {number}"
@@ -99,7 +99,7 @@ class RankNames:
         return f"replica {number} ({_format_ranks(replica_ranks)})"
 
     def norm_over_copies(self, tensors: Tensors) -> float | None:
-        """Return the joint norm with each tensor counted once per copy; None if all ranks are replicas."""
+        """Return the norm of all tensors together, each counted once per copy; None if all ranks are replicas."""
         if self.has_only_replicas:
             return None
         squares = {name: euclidean_norm(value) ** 2 for name, value in tensors.items()}

@@ -89,6 +89,7 @@ def _is_explained(residual: Vector, error: Vector) -> bool:
 
 
 def _fit_multiple(error: Vector, direction: Vector) -> float | None:
+    """Return the factor by which `error` is a multiple of `direction`; None if it is not a multiple."""
     size = float(direction @ direction)
     if size == 0.0 or error.size < 2:
         return None

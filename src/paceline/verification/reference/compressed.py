@@ -25,7 +25,7 @@ _MIN_EXPONENT, _MAX_EXPONENT = -126, 127  # limits of the exponent of a scale, w
 
 @dataclass
 class CompressionState:
-    """The error-feedback memory of each replica, and the bases that all replicas share."""
+    """The error-feedback memory of each replica and, for PowerSGD, the bases that all replicas share."""
 
     errors: list[Tensors]
     bases: Tensors = field(default_factory=dict)
@@ -76,7 +76,7 @@ class CompressedReference(Reference):
 
     @override
     def update(self, gradient: Any) -> None:
-        """Step, and store the error feedback of this step."""
+        """Step the optimizers, and store the error feedback of this step."""
         super().update(gradient)
         self._state = self._next_state
 
@@ -173,7 +173,7 @@ def compress_once(value: Tensor, compression: Compression) -> Tensor:
 
 
 def keep_largest(value: Tensor, compression: Compression) -> Tensor:
-    """Return the tensor with all but the elements of largest magnitude set to zero; among equals, the first stay."""
+    """Return the tensor with only its largest elements (of equal ones, the first); the others are set to zero."""
     flat = value.reshape(-1)
     indices = np.argsort(-flat.abs().cpu().numpy(), kind="stable")[: compression.num_selected(flat.numel())]
     positions = torch.from_numpy(indices.copy()).to(value.device)

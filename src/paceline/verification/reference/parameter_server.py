@@ -191,7 +191,7 @@ def server_of_parameters(setup: TrainingSetup) -> dict[str, int]:
 def compare_parameter_server_run(
     setup: TrainingSetup, *, reference: Reference | None, steps: int, report_progress: ReportProgress
 ) -> RungResult:
-    """Run the layout freely, then replay its updates in one process; the drift of a perturbed replay is the floor."""
+    """Run the layout freely, and compare its weights with a one-process replay of its recorded updates."""
     rung_result, step = RungResult(), setup.step
     assert isinstance(step, ServerStep)
     step.record = []

@@ -102,7 +102,7 @@ class ReferenceGradient:
 
     @property
     def counts_text(self) -> str:
-        """The count of the step, or of each of its terms, in words."""
+        """Text with the count of the step, or of each of its loss terms."""
         if len(self.term_counts) < 2:
             return f"its count is {sum(self.counts):g}"
         return "its counts are " + ", ".join(f"{sum(counts):g} of {name}" for name, counts in self.term_counts.items())
