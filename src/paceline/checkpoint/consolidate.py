@@ -36,7 +36,7 @@ def consolidate_weights(
                 raise SaveError(f"the run folder {folder.parent} was moved or removed.", where=str(folder))
             with convert_to_save_error("the consolidated weights", folder):
                 if folder.exists() and not folder.is_dir():
-                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))  # it is the user's
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))  # a file of the user
                 write_model_folder(
                     folder, _lazy_tensors(view, full_tensors), config=_config_json(config), max_bytes=max_bytes
                 )

@@ -21,7 +21,10 @@ _SHARED = "shared"
 
 
 def collect_error_feedback(reducer: object) -> tuple[dict[str, list[Writable]], dict[str, Any] | None]:
-    """Return this replica's error feedback by file, as tensors named `replica/FQN`, and the state for the manifest."""
+    """Return this replica's error feedback by file, and its state for the manifest, or None without error feedback.
+
+    The tensors are named `replica/FQN`.
+    """
     if not isinstance(reducer, ErrorFeedbackReducer):
         return {}, None
     writable = list(_lazy_tensors(str(reducer.replica), tensors=reducer.residuals))

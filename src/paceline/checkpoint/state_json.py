@@ -28,10 +28,8 @@ FetchTensor = Callable[[str], Tensor]
 def encode_state(value: Any, *, where: str, store: StoreTensor | None = None) -> Any:
     """Return JSON for a value of a `state_dict`. A function or class becomes a marker: the job must create it again.
 
-    `where` names the value in an error.
-
-    `store` saves a tensor elsewhere and returns its name there. A small tensor becomes JSON if there is no `store`, or
-    if it returns None.
+    `where` names the value in an error. `store` saves a tensor elsewhere and returns its name there. A small tensor
+    becomes JSON if there is no `store`, or if `store` returns None.
 
     Raises:
         CheckpointError: a tensor is large, and there is no `store`.

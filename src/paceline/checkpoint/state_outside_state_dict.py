@@ -41,7 +41,7 @@ class NonPersistentBuffers:
         }
 
     def changed_buffers(self, weights: ShardedTensors, world: World) -> list[Writable]:
-        """Return the tensors that this rank writes of the buffers that were modified or replaced on any rank.
+        """Return this rank's part of the buffers that were modified or replaced on any rank, for a checkpoint.
 
         Every rank calls this.
 
@@ -119,7 +119,7 @@ class NonPersistentBuffers:
 
 
 def get_extra_state(model: nn.Module) -> dict[str, Any]:
-    """Return the `get_extra_state` of the model's modules, as JSON.
+    """Return the extra state of the model's modules, by its name in the `state_dict`, as JSON.
 
     Raises:
         CheckpointError: something in it can't be written without pickle.
@@ -156,5 +156,5 @@ def _is_saved_here(weights: ShardedTensors, name: str) -> bool:
 
 
 def _copy_small(tensor: Tensor) -> Tensor | None:
-    """Return a copy of a small tensor, else None. Only a copy shows writes through `.data`: they add no version."""
+    """Return a copy of a small tensor, else None. Writes through `.data` change values but no version count."""
     return tensor.detach().clone() if tensor.numel() <= _MAX_COPIED_ELEMENTS else None

@@ -76,7 +76,7 @@ def from_bytes(value: TensorBytes) -> Tensor:
 
 
 def deduplicate_storages(tensors: Mapping[str, Tensor]) -> tuple[list[Writable], dict[str, str]]:
-    """Return one tensor for all names that share it, under the first, and a map from the other names to the first."""
+    """Return each tensor once, under its first name, and a map from the other names of tied tensors to the first."""
     first_names: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
     aliases: dict[str, str] = {}
     writable: list[Writable] = []

@@ -254,7 +254,7 @@ class _OptimizerChanges:
 
     @property
     def replays_schedule(self) -> bool:
-        """Return whether the schedule is advanced from its start, instead of loaded: it or an option has changed."""
+        """Return True if the schedule or an option has changed: the schedule is then advanced from its start."""
         options = zip(self.saved_options, self.current_options, strict=True)
         return self.has_new_schedule or any(changed_keys(saved, current) for saved, current in options)
 

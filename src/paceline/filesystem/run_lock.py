@@ -1,7 +1,7 @@
 """The lock of a run folder: one run at a time. The kernel releases the lock when its last holder ends.
 
-The launcher takes the lock and its workers inherit it. So a killed launcher does not release it while one of its
-workers is still exiting, and no later run writes at the same time.
+The launcher locks the folder, and its workers inherit the lock. If the launcher is killed, the folder stays locked
+until its last worker has ended, so that no later run writes at the same time.
 """
 
 import errno
@@ -35,7 +35,7 @@ _NO_LOCKS = {  # errors of a disk without locks
 
 @dataclass
 class RunLock:
-    """A held lock of a run folder; workers get `handle` and keep it open."""
+    """A lock that is held. `handle` is the open lock file, which workers inherit and keep open."""
 
     handle: int
 

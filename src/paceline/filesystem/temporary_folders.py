@@ -1,4 +1,4 @@
-"""Temporary folders outside all runs. To create one also removes the folders that killed processes have left."""
+"""Temporary folders outside all runs. Creating one also removes the folders that killed processes have left."""
 
 import fcntl
 import os

@@ -174,7 +174,7 @@ class LockstepComparison:
         return [row for rows in microbatches_by_replica.values() for row in rows]
 
     def _check_counts(self, result: StepResult) -> None:
-        """Record counts that `train` would refuse: they explain a wrong gradient. All ranks have equal counts."""
+        """Record a difference if `train` would refuse the counts of the step. All ranks have equal counts."""
         try:
             result.totals.check_counts()
         except JobError as error:
@@ -202,7 +202,10 @@ class LockstepComparison:
             comparison.compare_local_gradients(gathered, gradients, replicas=self._world.world_size)
 
     def _compare_module_outputs(self, step_input: StepInput, comparison: StepComparison | None) -> None:
-        """If a gradient is unexplained, find the first module whose output differs (in a sharded layout or remat)."""
+        """Find the first module whose output differs, to explain a gradient that is still unexplained.
+
+        Nothing is done if the layout neither shards the model nor uses remat.
+        """
         plan, worlds = self._setup.plan, self._setup.worlds
         remat = plan.asked.remat != "none"
         is_unexplained = self._world.share_json(comparison is not None and bool(comparison.unexplained))

@@ -32,7 +32,7 @@ ContentChecksums = dict[tuple[int, int], int]  # checksums of the data, by (step
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDrift:
-    """The allowed drift of weights as a fraction of how far training moved them, and the cause of a larger drift."""
+    """The allowed drift of a weight, as a fraction of how far training moved it, and the cause of a larger drift."""
 
     fraction: float = 1e-3
     cause: str = "the runs diverge over several steps although each single step agrees: optimizer state or schedule"
@@ -113,7 +113,7 @@ def read_first_batches(setup: TrainingSetup, steps: int, contents: ContentChecks
 def _compare_contents(
     rung_result: RungResult, setup: TrainingSetup, local_contents: ContentChecksums, expected: ContentChecksums
 ) -> None:
-    """Compare the data of every microbatch with one process.
+    """Compare the data of every microbatch with the data that one process read.
 
     Only a free run reads consecutive batches, and so exposes state that data workers keep between batches.
     """
@@ -130,7 +130,7 @@ def _compare_contents(
 
 
 def _compare_other_samples(rung_result: RungResult, setup: TrainingSetup) -> None:
-    """Compare samples from all parts of the dataset between the ranks. The compared steps read only a few samples."""
+    """Check that all ranks read equal samples in all parts of the dataset; the compared steps read only a few."""
     source, seed, world = setup.data.train, setup.settings.seed, setup.world
     if world.world_size == 1 or not source.is_indexed:
         return
@@ -323,7 +323,7 @@ def _gather_site_weights(
 
 
 def gather_state_dict(setup: TrainingSetup) -> dict[str, Tensor]:
-    """Gather the full tensors that any rank's `state_dict` lists: with expert parallelism, no rank lists all."""
+    """Gather the full tensors in the `state_dict` of any rank. With expert parallelism, no rank has all of them."""
     sharded = setup.weights
     listed = {name for names in setup.world.gather_json(list(state_dict_tensors(setup.model))) for name in names}
     return {

@@ -30,7 +30,7 @@ from paceline.verification.reference.reference import Reference, RunPosition
 from paceline.verification.rung_result import DIFFERENT, RungResult, judge_distance
 from paceline.verification.tensor_distance import euclidean_distance, euclidean_norm, machine_epsilon, to_double
 
-_UPDATE_EPS, _UPDATE_EPS_HALF = 64.0, 2.0  # allowed difference of two updates, in machine epsilons
+_UPDATE_EPS, _UPDATE_EPS_HALF = 64.0, 2.0  # allowed difference of updated weights, in machine epsilons
 
 
 class StepComparison:

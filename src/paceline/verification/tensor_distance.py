@@ -20,7 +20,7 @@ def euclidean_norm(value: Tensor) -> float:
 
 
 def euclidean_distance(one: Tensor, other: Tensor) -> float:
-    """Return the Euclidean norm of the difference. Equal infinities count as equal, and so do two NaNs."""
+    """Return the Euclidean norm of the difference. The difference of equal infinities, or of two NaNs, is 0."""
     left, right = to_double(one), to_double(other)
     difference = left - right
     if not bool(torch.isfinite(difference).all()):

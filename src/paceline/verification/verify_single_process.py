@@ -202,8 +202,9 @@ def _compare_split(
 ) -> tuple[float, float, bool]:
     """Compare the gradient of two parts of a microbatch with the gradient of the whole.
 
-    Return the distance, relative to the whole gradient's norm (NaN counts as infinite); the factor of the parts'
-    gradient over the whole gradient; and whether the whole gradient is divided by its number of samples.
+    Return three values: the distance of the two, relative to the norm of the whole gradient (NaN counts as infinite);
+    the factor by which the parts' gradient is larger; and whether the divisor of the whole gradient is its number of
+    samples.
     """
     read = reference.reader.read
     parts = [

@@ -184,7 +184,11 @@ def select_steps(prepared_job: PreparedJob, steps: int) -> list[Cursor]:
 
 
 def _steps_to_compare(prepared_job: PreparedJob, world: World, steps: int, single_result: RungResult) -> list[Cursor]:
-    """Return the steps to compare; the short final batch is included only if one process can run it."""
+    """Return cursors of the steps to compare, without a short final batch that one process can't run.
+
+    Raises:
+        JobError: the run would reach this batch.
+    """
     cursors = select_steps(prepared_job, steps)
     last, problem = cursors[-1], ""
     if world.is_main:
@@ -264,7 +268,7 @@ def _run_first_rung(prepared_job: PreparedJob, world: World) -> RungResult:
 def _select_precisions(
     prepared_job: PreparedJob, world: World, single_result: RungResult
 ) -> list[tuple[torch.dtype | None, str]]:
-    """Return types and names of the precisions to compare in: float64 if the model supports it, and the job's own."""
+    """Return the precisions to compare in, as (type, name): float64 if possible, then the job's own (None)."""
     problem = ""
     if world.is_main:
         try:
@@ -288,7 +292,7 @@ def _run_lockstep(
     cursors: Sequence[Cursor],
     loss_scale: float,
 ) -> RungResult:
-    """Compare each of these steps with one process; both sides start every step from equal weights."""
+    """Compare each of these steps with one process. Every step starts from equal weights."""
     with keep_float64(active=dtype is torch.float64):
         setup = build_in_precision(prepared_job, world, dtype, loss_scale=loss_scale)
         reference = build_reference(prepared_job, dtype, loss_scale=loss_scale) if world.is_main else None

@@ -90,7 +90,7 @@ def check_checkpoint(path: Path) -> None:
 
 
 def read_manifest(path: Path) -> ManifestSchema:
-    """Return the manifest's body after checking its digest, and its step against the folder's name.
+    """Return the manifest's body, after checking its digest and that the folder's name has the same step.
 
     Raises:
         CheckpointError: the manifest is missing, damaged, or of another format or step.
@@ -107,7 +107,10 @@ def read_manifest(path: Path) -> ManifestSchema:
 
 
 def find_newest_usable(folder: Path) -> tuple[Path | None, list[UnusableCheckpoint]]:
-    """Return the newest intact checkpoint or None, and what can't be used: newer checkpoints, interrupted saves."""
+    """Return the newest intact checkpoint, or None, and the checkpoints that can't be used.
+
+    These are newer checkpoints that are damaged, and the staging folders of interrupted saves.
+    """
     _restore_replaced(folder)
     refused = [
         UnusableCheckpoint(path=path, reason="the save was interrupted")
@@ -130,9 +133,10 @@ def find_newest_usable(folder: Path) -> tuple[Path | None, list[UnusableCheckpoi
 def no_usable_checkpoint(
     folder: Path, refused: Sequence[UnusableCheckpoint], *, alternative: str = ""
 ) -> CheckpointError:
-    """Return the error for a run without a usable checkpoint. Staging folders of interrupted saves do not count.
+    """Return the error for a run without a usable checkpoint.
 
-    `folder` contains the run's checkpoints. `alternative` is added to the hint.
+    `folder` contains the run's checkpoints. `refused` is from `find_newest_usable`; the message leaves out its staging
+    folders. `alternative` is added to the hint.
     """
     hint = f"paceline ckpt ls {folder.parent}" + (f", or {alternative}" if alternative else "")
     damaged = [checkpoint.reason for checkpoint in refused if not checkpoint.is_unfinished]
@@ -184,7 +188,10 @@ def is_mark_broken(folder: Path, mark: str) -> bool:
 
 
 def _read_mark(folder: Path, mark: str) -> str:
-    """Return the checkpoint name in a mark, or an empty string. A digest of an existing name takes precedence."""
+    """Return the checkpoint name in a mark, or an empty string.
+
+    The digest in the mark takes precedence over the name, if it is the digest of an existing checkpoint's name.
+    """
     try:
         data = read_regular(folder / mark, max_bytes=_MAX_MARK_BYTES)
     except (OSError, ValueError):

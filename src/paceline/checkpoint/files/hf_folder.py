@@ -64,7 +64,7 @@ def _keep_other_files(replaced: Path, folder: Path) -> None:
             path.unlink()
         elif not (folder / path.name).exists():
             path.rename(folder / path.name)
-    with contextlib.suppress(OSError):  # not empty if both folders have a file of the same name: `replaced` keeps it
+    with contextlib.suppress(OSError):  # not empty if both folders have a file of the same name
         replaced.rmdir()
 
 

@@ -25,7 +25,7 @@ class FileSchema(msgspec.Struct, kw_only=True):
 
 
 class CursorSchema(msgspec.Struct, kw_only=True):
-    """The run's position in its data."""
+    """The run's position in its data, from `Cursor`."""
 
     epoch: Count
     position: Count
@@ -55,10 +55,10 @@ class ProgressSchema(msgspec.Struct, kw_only=True):
 class StateSchema(msgspec.Struct, kw_only=True):
     """The part of a run's state that a resume reads. Fields with a default value may be absent."""
 
-    identity: dict[str, Any]
+    identity: dict[str, Any]  # what a resume compares with the current job; see `check_identity`
     cursor: CursorSchema
     feed: dict[str, Any]  # the state of the data loader
-    aliases: dict[str, str]
+    aliases: dict[str, str]  # other names of tied tensors, each with the name under which the tensor is stored
     optimizers: list[OptimizerSchema]
     schedules: list[dict[str, Any]]
     scaler: dict[str, Any] | None = None
