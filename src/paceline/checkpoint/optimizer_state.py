@@ -263,7 +263,7 @@ def load_optimizer_state(
     Raises:
         CheckpointError: stored bytes do not match their digest.
     """
-    keys: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {}  # of stored tensors, by parameter name
     for key in stored:
         if key.startswith(prefix):
             keys.setdefault(key.removeprefix(prefix).rpartition("/")[0], []).append(key)

@@ -61,7 +61,7 @@ def describe_changes(saved: Mapping[str, str] | None, settings: Settings) -> lis
     lines = []
     for name in dict.fromkeys([*saved, *current]):
         effect = REPORTED_SETTINGS.get(
-            name, "its effect on model, data, optimizer and schedule was compared, but not its code"
+            name, "model, data, optimizer and schedule were compared, but not the code of the job"
         )
         saved_value, current_value = (values.get(name, _default_text(name)) for values in (saved, current))
         if saved_value != current_value:

@@ -135,10 +135,10 @@ def _compare_other_samples(rung_result: RungResult, setup: TrainingSetup) -> Non
     if world.world_size == 1 or not source.is_indexed:
         return
     read_checksums = partial(sample_checksums, source, seed=seed, max_samples=_MAX_SAMPLES, seconds=_MAX_SECONDS)
-    first = read_checksums(fixed_indices=None) if world.is_main else None
-    indices = world.share_json(None if first is None else first[0])
+    first_read = read_checksums(fixed_indices=None) if world.is_main else None
+    indices = world.share_json(None if first_read is None else first_read[0])
     checksums = read_checksums(fixed_indices=indices)[1]
-    is_repeatable = all(world.gather_json(first is None or first[1] == checksums))
+    is_repeatable = all(world.gather_json(first_read is None or first_read[1] == checksums))
     for index, *values in zip(indices, *world.gather_json(checksums), strict=True):
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None and is_repeatable:

@@ -86,13 +86,13 @@ class StepComparison:
                 "step (train.on_nonfinite)."
             )
         folded_prefixes = {f"{name}." for name, _ in norms_with_statistics(self._reference.model)}
-        early_buffers = {
+        forward_buffers = {
             name for name, _ in self._reference.model.named_buffers() if not name.startswith(tuple(folded_prefixes))
         }
         self._losses = observed.losses
         # Buffers that the forward reads come before the gradients, because a wrong buffer explains wrong gradients.
         # Running statistics do not, so they are compared last.
-        self._compare_buffers(observed.buffers, early_buffers)
+        self._compare_buffers(observed.buffers, forward_buffers)
         self._compare_gradients(observed, is_data_correct=data_cause is None)
         self._compare_losses(observed.losses)
         if self._rerun.is_rounding_dominated:
@@ -100,7 +100,7 @@ class StepComparison:
                 f"gradients of step {self._position.step_number} in half precision: rounding changes them too much"
             )
         self._compare_buffers(
-            observed.buffers, {name for name, _ in self._reference.model.named_buffers()} - early_buffers
+            observed.buffers, {name for name, _ in self._reference.model.named_buffers()} - forward_buffers
         )
 
     def _compare_nonfinite(self, copies: Sequence[Tensors]) -> None:

@@ -70,7 +70,7 @@ def _check_space(folder: Path, num_bytes: int) -> None:
     if free < needed:
         raise SaveError(
             f"a checkpoint needs {format_size(num_bytes)} and {format_size(_SPARE_BYTES)} to spare, "
-            f"{format_size(free)} are free.",
+            f"but {format_size(free)} are free.",
             where=str(folder),
             hint="free some space, or --run-dir on another disk; older checkpoints are unchanged",
         )

@@ -166,20 +166,20 @@ def _find_moved_rows(case: GradientCase, differing: Sequence[str]) -> tuple[str,
     wrong = case.wrong_ranks(name)
     if not wrong or len(differing) == len(case.expected) or expected.dim() == 0:
         return None
-    part = case.rank_shards(name)[wrong[0]]
-    expected_part = case.rank_names.rank_shard(name, expected, wrong[0])
-    rows = len(expected_part)
-    if rows < 2 or rows > _MAX_ROWS or part.shape != expected_part.shape:
+    shard = case.rank_shards(name)[wrong[0]]
+    expected_shard = case.rank_names.rank_shard(name, expected, wrong[0])
+    rows = len(expected_shard)
+    if rows < 2 or rows > _MAX_ROWS or shard.shape != expected_shard.shape:
         return None
     error, location = (
-        euclidean_distance(part, expected_part),
+        euclidean_distance(shard, expected_shard),
         case.rank_names.describe(wrong, all_ranks=case.rank_names.holders(name)),
     )
     for shift in [sign * size for size in range(1, min(4, rows)) for sign in (1, -1)]:
-        if case.is_close(part.roll(-shift, 0), expected_part, name, error):
+        if case.is_close(shard.roll(-shift, 0), expected_shard, name, error):
             text = f"its rows are the right ones shifted by {shift}: off by {'one' if abs(shift) == 1 else abs(shift)}"
             return name, f"{text}{location} ({len(differing)} of {len(case.expected)}: {', '.join(differing[:3])})"
-    flat, target = to_double(part).reshape(rows, -1), to_double(expected_part).reshape(rows, -1)
+    flat, target = to_double(shard).reshape(rows, -1), to_double(expected_shard).reshape(rows, -1)
     nearest = torch.cdist(flat, target).argmin(1)
     if len(set(nearest.tolist())) == rows and case.is_close(target[nearest], flat, name, error):
         moved = [row for row, other in enumerate(nearest.tolist()) if row != other]

@@ -38,9 +38,9 @@ class CompressedReference(Reference):
         super().__init__(**arguments)
         self._compression, self._replicas = compression, replicas
         self._state = CompressionState(errors=[{} for _ in range(replicas)])
-        self._next_state = self._state
+        self._next_state = self._state  # the state after `update`
         self._replica_gradients: list[Tensors] = []
-        self._replica = 0
+        self._replica = 0  # the replica of the microbatch that is run
 
     @override
     def with_config(self, **changes: Any) -> "CompressedReference":

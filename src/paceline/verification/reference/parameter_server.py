@@ -120,7 +120,8 @@ class ParameterServerReference(Reference):
 
     def replay(self, record: Sequence[AppliedUpdate], *, reverse_order: bool) -> float:
         """Replay the recorded updates, and return the last share's loss. `reverse_order`: see `compute_gradient`."""
-        history, positions, remaining_shares = [self._copy_weights()], [_START], dict[int, int]()
+        history, positions = [self._copy_weights()], [_START]  # weights by version, positions by step
+        remaining_shares: dict[int, int] = {}  # how many shares of a step are still to come, by step
         loss = float("nan")
         for applied in record:
             share = applied.share

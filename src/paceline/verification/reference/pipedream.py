@@ -37,8 +37,8 @@ class PipeDreamReference(Reference):
         super().__init__(**arguments)
         self._rule = rule
         self._batches = BatchBoundaries()
-        self._first_microbatch = 0
-        self._history = [self._copy_weights()]
+        self._first_microbatch = 0  # of the current batch, counted per replica from the start of the run
+        self._history = [self._copy_weights()]  # the weights by version
 
     @override
     def with_config(self, **changes: Any) -> "PipeDreamReference":

@@ -111,7 +111,9 @@ class ReferenceGradient:
 class Reference:
     """The one-process training run."""
 
-    compute_counts, _microbatch_seed = staticmethod(sum_target_counts), 0
+    compute_counts = staticmethod(sum_target_counts)
+    """The function that returns the counts of the step, or None if they are not known before the forward."""
+    _microbatch_seed = 0
 
     @single_process()
     def __init__(self, *, job: Job, config: ReferenceConfig, cast: Callable[[Any], Any]) -> None:
