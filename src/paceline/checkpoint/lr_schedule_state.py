@@ -132,6 +132,7 @@ def schedule_length(schedule: Any) -> int | None:
 
 
 def _describe(schedule: Any) -> dict[str, Any]:
+    """Describe one schedule: its class, settings, functions and inner schedules."""
     state = {k: v for k, v in schedule.state_dict().items() if k not in {*_POSITION_KEYS, _INNER_SCHEDULES}}
     schedule_type = type(schedule)
     return {

@@ -12,18 +12,18 @@ from paceline.config.settings import Settings
 from paceline.errors import ResumeError
 from paceline.launch.launcher import KERNELS_VARIABLE
 
-_IDENTITY_DEFAULTS = {"update": "sync", "compress": "none"}  # for checkpoints that do not record them
-# earlier versions did not record them
+_IDENTITY_DEFAULTS = {"update": "sync", "compress": "none"}  # the values of checkpoints that do not record these keys
+# keys that earlier versions did not record; without a record they are not compared
 _OPTIONAL_KEYS = frozenset({"job", "max_grad_norm", "ema", "buffers", "drop_last", "sample_seeds"})
 _CAUSE = "a different setting, a different job file, or different data"
 
 
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow: Sequence[str]) -> None:
-    """Check that a resume continues the same run.
+    """Check that a resume continues the same run: compare the saved identity with that of the current job.
 
-    If `allow` permits a change of exact mode or of the kernels, the data's fingerprint is not compared, because data
-    that the job computes may differ in its last bits. Kernels are compared only if the run uses exact mode before and
-    after the resume, and the checkpoint records them.
+    `allow` has the names of entries that may differ. If it permits a change of exact mode or of the kernels, the data's
+    fingerprint is not compared, because data that the job computes may differ in its last bits. Kernels are compared
+    only if the run uses exact mode before and after the resume, and the checkpoint records them.
 
     Raises:
         ResumeError: something differs; the message lists every difference.
@@ -83,6 +83,7 @@ def _default_text(name: str) -> str:
 
 
 def _difference(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """Return text on how one entry of the identities differs; empty if a resume accepts it."""
     saved_value, current_value = saved.get(name, _IDENTITY_DEFAULTS.get(name)), current[name]
     if name == "optimizer":
         return optimizer_difference(saved_value, current_value)

@@ -48,7 +48,7 @@ _START = RunPosition(steps_done=0, epoch=0, batch_start=0)
 
 
 def verify(payload: Mapping[str, Any]) -> int:
-    """Run all rungs; rank 0 writes the answer."""
+    """Run all rungs of one `paceline verify`; rank 0 writes the answer. Return the exit status."""
     task = Task.from_json(payload)
     prepared_job = prepare(task)
     task = prepared_job.task

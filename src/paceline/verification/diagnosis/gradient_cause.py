@@ -41,7 +41,7 @@ def explain_gradient(
         counts=np.asarray(counts, dtype=np.float64),
         ranks=ranks,
         samples=samples,
-        ranks_agree=all(item.ranks_agree for item in evidence) if evidence[0].by_rank else None,
+        ranks_agree=all(item.ranks_agree for item in evidence) if evidence[0].by_copy else None,
         is_everywhere=differing == num_parameters,
         is_data_correct=is_data_correct,
         axes=axes or {},

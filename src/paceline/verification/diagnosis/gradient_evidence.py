@@ -15,7 +15,8 @@ _MAX_RESIDUAL_SHARE = 0.25  # or more, up to the noise floor, but at most this s
 class GradientEvidence:
     """The evidence about one parameter's gradient, before the gradient is divided by the count.
 
-    `observed` is the layout's gradient, `by_rank` the gradient on each rank, and `floor` the noise floor.
+    `observed` is the gradient in one copy of the model, and `by_copy` the gradient in each copy. `floor` is the noise
+    floor.
     `contributions` are those of each microbatch in one process, with the shape `[num_micro, numel]`.
     `added_directions` are vectors that a mistake may have added, by the description of the mistake.
     """
@@ -24,7 +25,7 @@ class GradientEvidence:
     observed: Vector
     contributions: Vector
     floor: float
-    by_rank: Sequence[Vector] = ()
+    by_copy: Sequence[Vector] = ()
     added_directions: Mapping[str, Vector] = field(default_factory=dict)
 
     @property
@@ -41,5 +42,5 @@ class GradientEvidence:
 
     @property
     def ranks_agree(self) -> bool:
-        """True if every rank has the same gradient, up to noise."""
-        return all(float(np.linalg.norm(other - self.observed)) <= self.floor for other in self.by_rank)
+        """True if every copy of the model has the same gradient, up to noise."""
+        return all(float(np.linalg.norm(other - self.observed)) <= self.floor for other in self.by_copy)

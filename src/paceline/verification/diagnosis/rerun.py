@@ -162,6 +162,11 @@ class ReferenceRerun:
         detailed: ReferenceGradient,
         all_terms: ReferenceGradient | None = None,
     ) -> list[GradientEvidence]:
+        """Return the evidence about each of the gradients `names`.
+
+        `detailed` has the contributions of the microbatches. If it has one loss term only, `all_terms` has all of
+        them, and the other terms are subtracted from the layout's gradients.
+        """
         evidence = []
         weights = self.start.tensors
         for name in names:
@@ -188,7 +193,7 @@ class ReferenceRerun:
                     observed=observed[copy].numpy(),
                     contributions=contributions.numpy(),
                     floor=max(self.floor(name) * detailed.divisor, 1e-300),
-                    by_rank=[other.numpy() for other in observed],
+                    by_copy=[other.numpy() for other in observed],
                     added_directions={
                         text: sample_elements(value).numpy()
                         for text, value in added_directions.items()

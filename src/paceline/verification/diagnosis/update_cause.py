@@ -100,7 +100,11 @@ def _fit_multiple(error: Vector, direction: Vector) -> float | None:
 def buffer_cause(
     *, buffers: Sequence[Vector], before: Vector, expected: Sequence[Vector], momentum: float | None
 ) -> str:
-    """Return why a buffer is wrong. `buffers` are by rank; `expected` is after each microbatch in one process."""
+    """Return why a buffer is wrong.
+
+    `buffers` has its value in each copy of the model (in data parallelism, on each rank), and `before` its value before
+    the step. `expected` has its value after each microbatch in one process.
+    """
     ranks, actual = len(buffers), buffers[0]
     if any(_is_close(actual, other, expected[-1]) is False for other in buffers):
         prefix = "ranks hold different values: "

@@ -59,20 +59,20 @@ def compare_recordings(
         difference = _first_difference(first, second, check)
         if difference is not None:
             if difference["cause"] == "":  # a small difference, whose cause may lie in an earlier step
-                difference["cause"] = _small_difference_cause(pairs, difference, check.names)
+                difference["cause"] = _small_difference_cause(pairs, difference, check.unjudged)
             text = (
                 f"different: first at {_format_step(difference)}, {difference['kind']} of {difference['parameter']}: "
                 f"{difference['cause']}"
             )
             return Comparison(verdict="different", steps=steps, text=text, first=difference, recorded=recorded)
-        worst = max(worst, _max_distance(first, second, check.names))
+        worst = max(worst, _max_distance(first, second, check.unjudged))
     if not steps:
         raise UsageError(
             "the recordings have no step in common: no gradient was compared.",
             cause=f"the first has {_describe_steps(first_records)}, the other {_describe_steps(second_records)}",
             hint="record both from their first step on, with the same every=",
         )
-    unjudged = tuple(check.names)
+    unjudged = tuple(check.unjudged)
     verdict = "rounding" if worst or unjudged else "bitwise"
     text = (
         f"{verdict}: {plural(steps, 'step')}, differing by at most "
@@ -130,6 +130,7 @@ def _format_step(difference: Mapping[str, Any]) -> str:
 
 
 def _first_difference(first: Record, second: Record, check: IllConditionedCheck) -> dict[str, Any] | None:
+    """Return the largest difference in one step that is not rounding; None if there is none."""
     for kind, first_fingerprints, second_fingerprints, is_rounding in (
         ("gradient", first.gradients, second.gradients, check.is_gradient_rounding),
         ("weight", first.weights, second.weights, check.is_weight_rounding),

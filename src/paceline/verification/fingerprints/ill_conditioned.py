@@ -49,8 +49,8 @@ class IllConditionedCheck:
         self._last_movements: tuple[int, dict[str, float]] = (-1, {})
 
     @property
-    def names(self) -> list[str]:
-        """The parameters whose gradient was only rounding in a step so far."""
+    def unjudged(self) -> list[str]:
+        """The parameters whose gradient was only rounding in a step so far. A difference in them proves nothing."""
         return sorted(self._rounding_movement)
 
     def is_gradient_rounding(self, name: str, step: int) -> bool:
