@@ -227,7 +227,7 @@ def find_run(reference: str | None, *, root: Path = ROOT, only_trained: bool = F
         return newest, None
     path = Path(reference)
     if not reference.strip():
-        raise UsageError("the run is empty: is a variable unset?", hint="ls runs/*/")
+        raise UsageError("the name of the run is empty: is a variable unset?", hint="ls runs/*/")
     if is_checkpoint(path):
         return run_of_checkpoint(path), path
     if not path.is_dir():
@@ -246,7 +246,7 @@ def find_run(reference: str | None, *, root: Path = ROOT, only_trained: bool = F
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder is a checkpoint. A run may have a name like a checkpoint's."""
+    """Return whether a folder is a checkpoint, and not a run folder with a name such as `step-00000100`."""
     run = RunFolder(path)
     if not path.is_dir() or run.events.exists() or run.logs.exists():
         return False

@@ -42,7 +42,7 @@ class LockstepComparison:
         self._world = setup.world
         self._reference = reference
         self._report_progress = report_progress
-        self._last_gradient: Mapping[str, Tensor] = {}
+        self._last_gradient: Mapping[str, Tensor] = {}  # the reference's gradient in the step before
         self._had_positive_lr: dict[str, bool] = {}  # by parameter with a gradient: was its learning rate ever above 0?
         self._has_compared_update = self._has_changed_weights = self._had_zero_lr = False
         self.rung_result = RungResult()

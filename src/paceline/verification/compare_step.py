@@ -49,7 +49,7 @@ class StepComparison:
         self._rank_names = rank_names
         self._position = position
         self._rung_result = rung_result
-        self._location = ""
+        self._location = ""  # where random numbers differ, if a rerun has shown it
         self._rerun = ReferenceRerun(
             reference=reference, position=position, last_gradient=last_gradient or {}, rank_names=rank_names
         )

@@ -213,7 +213,7 @@ def _small_difference_cause(
         return (
             f"nearly equal: the gradients differ by {size:.1e} of their norm. Already after step {step} the weights "
             f"differed ({distance:.1e} in {weight}), after equal gradients: the optimizer's settings, such as weight "
-            "decay, its state, or rounding that it amplified"
+            "decay, the optimizer's state, or amplified rounding"
         )
     if has_factor(first, second):
         return f"a factor of {factor_between(first, second):.7g}: a slightly different scale of the loss or its count"
