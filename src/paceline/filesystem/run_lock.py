@@ -21,7 +21,7 @@ from paceline.filesystem.atomic_files import open_no_follow, report_write_errors
 
 LOCK = ".lock"
 _FORBIDDEN_LINKS = (LOCK, "events.jsonl", "metrics.jsonl", "logs", "tb", "wandb")
-_USER_LINKS = ("checkpoints", "consolidated")
+_USER_LINKS = ("checkpoints", "consolidated")  # refused only if another user created the link
 _WAIT_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 _NO_LOCKS = {  # errors of a disk without locks
@@ -61,7 +61,8 @@ class RunLock:
 def lock_run_folder(folder: Path, *, on_wait: Callable[[str], None]) -> RunLock:
     """Lock the run folder for this run. If the holder has ended and its workers are still exiting, wait for them.
 
-    `on_wait` is called once with the reason. On a disk without locks, only a holder on this machine is found.
+    `on_wait` is called once with the reason. On a disk without locks, the folder is in use if the holder that the lock
+    file names is alive; a holder on another machine is assumed to be.
 
     Raises:
         UsageError: another run writes there.
@@ -97,7 +98,11 @@ def _open_lock_file(folder: Path) -> int:
 
 
 def is_run_folder_locked(folder: Path) -> bool:
-    """Return whether a run has locked the folder. On a disk without locks, return whether the recorded holder lives."""
+    """Return whether a run has locked the folder.
+
+    A lock that another machine holds may be invisible here, so a holder on another machine also counts if the lock file
+    names it. On a disk without locks, a holder on this machine counts too while it is alive.
+    """
     try:
         handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

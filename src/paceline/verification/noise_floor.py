@@ -143,7 +143,7 @@ def is_rounding(gradient: ReferenceGradient, other: ReferenceGradient, reference
 
 
 def perturb_weights(model: nn.Module, *, seed: int, min_step: float = 0.0) -> None:
-    """Move every trained weight up or down by one unit in the last place, or by the relative step `min_step`.
+    """Move every trained weight up or down by one unit in the last place, or by the fraction `min_step` if it is more.
 
     A weight below the root mean square of its tensor is moved as far as a weight of that size.
     """

@@ -109,7 +109,8 @@ def read_manifest(path: Path) -> ManifestSchema:
 def find_newest_usable(folder: Path) -> tuple[Path | None, list[UnusableCheckpoint]]:
     """Return the newest intact checkpoint, or None, and the checkpoints that can't be used.
 
-    These are newer checkpoints that are damaged, and the staging folders of interrupted saves.
+    These are newer checkpoints that are damaged, the staging folders of interrupted saves, or if there is none of
+    these, a missing checkpoint that `latest` names.
     """
     _restore_replaced(folder)
     refused = [
