@@ -41,7 +41,10 @@ class _ReiterableStream:
 
 
 class SampleReader:
-    """The samples of a job's training data, read by position."""
+    """The samples of a job's training data, read by position.
+
+    `sample_seeds` and `shards` are settings (`data.sample_seeds`, `data.shards`); `batch` is the global batch size.
+    """
 
     def __init__(
         self, *, job: Job, seed: int, drop_last: bool, sample_seeds: str, batch: int = 1, shards: int | None = None
@@ -63,6 +66,7 @@ class SampleReader:
         self._drop_last = drop_last
         is_stream = isinstance(data, IterableDataset)
         self.is_indexed = not is_stream and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+        # the random generators are seeded before each sample, or else before each microbatch
         self._seeds_samples = sample_seeds == "always" or (
             sample_seeds == "auto" and (not self.is_indexed or self._draws_random_numbers())
         )
@@ -172,7 +176,10 @@ def open_sample_reader(*, job: Job, workers: int, **options: Any) -> "SampleRead
 
 
 class ShardedStream:
-    """The samples of a stream in their defined order. Every read starts at the beginning of all shards of the epoch."""
+    """The samples of a stream in their defined order. Every read starts at the beginning of all shards of the epoch.
+
+    With a `seed`, the random generators are seeded before each sample.
+    """
 
     def __init__(self, data: Any, *, seed: int | None, batch: int, shards: int | None) -> None:
         self._data, self._seed, self._batch = data, seed, batch

@@ -19,7 +19,7 @@ from paceline.verification.reference.pipedream import PipeDreamReference, PipeDr
 from paceline.verification.reference.reference import Reference
 from paceline.verification.rung_result import RungResult
 
-_FLOAT64_DRIFT = 1e-6  # for float64, in which an element is seldom rounded differently
+_FLOAT64_DRIFT = 1e-6  # the allowed `WeightDrift.fraction` in float64, where rounding seldom changes an element
 _COMPRESSION_FAULTS = (
     "a different selection, scale or factor, error feedback lost or counted twice, samples, loss, evaluation"
 )

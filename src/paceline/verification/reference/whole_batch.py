@@ -78,6 +78,7 @@ def _concatenate(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _require_equal(parts: Sequence[Any]) -> Any:
+    """Return the value that all parts have; raise a TypeError if they differ, so that they are collated again."""
     if any(type(part) is not type(parts[0]) or checksum(part, 0) != checksum(parts[0], 0) for part in parts):
         raise TypeError(type(parts[0]).__name__)
     return parts[0]
