@@ -75,7 +75,7 @@ def compare_free_run(
     with setup.step.synchronised_weights():
         layout_evaluation, layout_tensors = evaluate_layout(setup), gather_state_dict(setup)
     if reference is not None and steps < requested_steps:
-        reason = "one process has no finite gradient there, or a term without targets"
+        reason = "in one process, the gradient is not finite there, or a loss term has no targets"
         rung_result.record_uncovered(f"step {steps + 1} and later: {reason}")
     if reference is not None and steps:
         judge_drift(

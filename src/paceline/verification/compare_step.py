@@ -115,8 +115,8 @@ class StepComparison:
                 )
                 return
         self._rung_result.detail += (
-            f" Step {self._position.step_number} has no finite gradient, neither in one process nor here "
-            f"({self._rerun.gradient.counts_text}): train.on_nonfinite decides."
+            f" The gradient of step {self._position.step_number} is not finite, in one process and here "
+            f"({self._rerun.gradient.counts_text}): train.on_nonfinite decides what train does."
         )
 
     @property
