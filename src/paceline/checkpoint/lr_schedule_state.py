@@ -1,6 +1,6 @@
 """Learning rate schedules of the job: recorded at the start, compared on a resume, advanced to a step.
 
-A schedule's `state_dict` holds its settings (`T_max`, `milestones`) as well as its position. To load it into a changed
+A schedule's `state_dict` holds its settings (`T_max`, `milestones`) as well as its position. Loading it into a changed
 schedule would undo the change. So a run records its schedules before the first step, and a resume compares them.
 """
 

@@ -64,7 +64,7 @@ def group_names(optimizers: Sequence[Optimizer], shards: OptimizerShards) -> lis
 def local_state(
     optimizers: Sequence[Optimizer], shards: OptimizerShards
 ) -> tuple[list[Writable], list[dict[str, Any]]]:
-    """Return the state tensors that this rank writes, and for each optimizer, its other state by parameter as JSON.
+    """Return the state tensors that this rank writes, and its other state as JSON: by parameter, for each optimizer.
 
     Tensors in lists and dicts are stored with the others under a number, to which the JSON refers. State that belongs
     to no parameter is stored under the empty name, as a list of keys and values.

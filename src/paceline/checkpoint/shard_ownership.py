@@ -32,7 +32,7 @@ def owned_shards(
 ) -> list[Writable]:
     """Return the shards of a tensor that this rank writes; `get_tensor` returns the local tensor at write time.
 
-    Exactly one rank writes an element: the first that holds it.
+    Each element is written by exactly one rank: the first that holds it.
     """
     shape = shard_specs[rank].shape
     if not math.prod(shape):

@@ -119,7 +119,7 @@ class NonPersistentBuffers:
 
 
 def get_extra_state(model: nn.Module) -> dict[str, Any]:
-    """Return the extra state of the model's modules, by its name in the `state_dict`, as JSON.
+    """Return the extra state of the model's modules as JSON, by the names in the `state_dict`.
 
     Raises:
         CheckpointError: something in it can't be written without pickle.

@@ -69,7 +69,7 @@ def report_write_errors(path: Path) -> Iterator[None]:
 
 
 def check_writable(file: Path) -> None:
-    """Check before a run that its output file can be written when it ends.
+    """Check, before a run, that an output file can be written at the end of the run.
 
     Raises:
         UsageError: the file can't be written.
@@ -144,7 +144,7 @@ def _parse_int(digits: str) -> float:
 
 
 def is_damage(error: OSError) -> bool:
-    """Return True if a file is missing or not regular. After other errors, it may be intact but unreadable now."""
+    """Return True if the error shows that a file is missing or not regular. Otherwise, the file may be intact."""
     return error.errno in _DAMAGE_ERRNOS
 
 

@@ -96,7 +96,7 @@ def new_run(name: str, *, root: Path = ROOT, run_id: str | None = None) -> RunFo
 
 
 def number_run(path: Path, *, root: Path = ROOT) -> None:
-    """Number a new run: one more than the highest number of all runs in `root`. It does not depend on the clock.
+    """Number a new run: one more than the highest number of all runs in `root`. The clock has no influence.
 
     Raises:
         OSError: the number can't be written.

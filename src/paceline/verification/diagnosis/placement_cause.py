@@ -84,8 +84,8 @@ def _find_missing_gradient(case: GradientCase, differing: Sequence[str]) -> tupl
 def _find_unsummed_axis(case: GradientCase, differing: Sequence[str]) -> tuple[str, str] | None:
     """Find an axis whose ranks hold partial gradients of the same elements, which add up to the correct gradient.
 
-    Such an axis must explain all differing parameters. If there is none, it must explain the last differing parameter
-    in the model's order, whose gradient is the first wrong one in backward.
+    An axis that explains all differing parameters is preferred. Otherwise, an axis is enough that explains the last
+    differing parameter in the model's order, because its gradient is the first wrong one in backward.
     """
     last = next(name for name in reversed(list(case.expected)) if name in differing)
     for axis in case.rank_names.mesh.split_axes:
@@ -113,6 +113,7 @@ def _describe_partial(case: GradientCase, name: str, axis: str) -> str:
 
 
 def _adds_up(case: GradientCase, name: str, axis: str) -> bool:
+    """Return True if the gradients on the ranks along this axis add up to the correct gradient of the parameter."""
     groups = case.rank_names.equal_shard_groups(name, axis)
     if not groups:
         return False

@@ -43,7 +43,7 @@ def update_cause(*, before: Vector, actual: Vector, expected: Vector, num_differ
 
 
 def _stale_share(actual_step: Vector, expected_step: Vector) -> float | None:
-    """Return the share of elements that should move but don't; None if others are wrong too, or none moved."""
+    """Return the share of elements that should move but don't; None if other elements are wrong too, or none moved."""
     unmoved = (actual_step == 0.0) & (expected_step != 0.0)
     unaffected = ~unmoved
     if not np.any(unmoved) or not np.any(actual_step[unaffected]) or actual_step.size < 4:

@@ -96,6 +96,7 @@ class CompressedReference(Reference):
                 replica_gradient[name] = replica_gradient[name] + value if name in replica_gradient else value.clone()
 
     def _combine_replicas(self, name: str, like: Tensor, divisor: float) -> Tensor:
+        """Return one parameter's gradient as every replica receives it: the sum of compressed gradients."""
         gradients = [tensors.get(name, torch.zeros_like(like)) for tensors in self._replica_gradients]
         gradients = [value.float() if value.dtype.itemsize < 4 else value for value in gradients]
         if not self._compression.has_error_feedback:
