@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_s
 
 from paceline.checkpoint.files.checkpoint_folder import OpenCheckpoint
-from paceline.checkpoint.lr_schedule_state import describe_schedules, last_step, refuse_short_schedules
+from paceline.checkpoint.lr_schedule_state import describe_schedules, refuse_short_schedules, schedule_length
 from paceline.checkpoint.optimizer_options import factory_options
 from paceline.checkpoint.optimizer_state import OptimizerShards
 from paceline.checkpoint.resume_checks import check_identity
@@ -273,7 +273,7 @@ def test_groups_of_as_many_parameters_may_hold_others() -> None:
 )  # fmt: skip
 def test_how_often_a_schedule_can_be_stepped_is_known_before(schedule: Schedule, most: int | None) -> None:
     held = Held(schedule)
-    assert last_step(held.trained.update.lr_schedulers[0]) == most
+    assert schedule_length(held.trained.update.lr_schedulers[0]) == most
     refuse_short_schedules(held.trained.update.lr_schedulers, total_steps=most or 1000)
     held.rates(most or 40)
     if most is not None:

@@ -41,7 +41,7 @@ def test_a_disk_that_is_full_when_a_save_is_due_is_said(small_disk: Path) -> Non
     fill(small_disk)
     _, err = process.communicate(timeout=60)
     first = err.splitlines()[0]
-    assert re.search(r"SaveError: a checkpoint needs \S+ KiB and 16.0 MiB to spare, \S+ KiB are free", first), err
+    assert re.search(r"SaveError: a checkpoint needs \S+ KiB and 16.0 MiB to spare, but \S+ KiB are free", first), err
     assert process.returncode == 3 and err.splitlines()[-1].startswith("Resume: paceline train job.py")
 
 

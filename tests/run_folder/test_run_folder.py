@@ -99,7 +99,7 @@ def test_a_name_that_is_none_gets_the_one_that_was_meant(tmp_path: Path, monkeyp
         find_run("digits")
     assert found.value.hint == "runs/digits/20251125-120000-aaaa"  # the one that began last
     for empty in ("", "  "):
-        with pytest.raises(UsageError, match="the run is empty: is a variable unset"):
+        with pytest.raises(UsageError, match="the name of the run is empty: is a variable unset"):
             find_run(empty)
     with pytest.raises(UsageError, match="/dev/null is not a folder, but a run must be one"):
         find_run("/dev/null")

@@ -29,10 +29,10 @@ def write_checkpoint(
     state: Mapping[str, Any],
     folder_identity: FolderIdentity | None = None,
 ) -> Path:
-    """Write the checkpoint of `step` and make it the latest: each rank writes its `files`, rank 0 its `state`.
+    """Write the checkpoint of `step` into `folder`: each rank writes its `files`, and rank 0 writes its `state`.
 
     Nothing is written if `folder_identity` shows that the run's folder no longer exists. Until the commit, a reader
-    finds only older checkpoints.
+    finds only older checkpoints; after it, this checkpoint is the latest. Return its path.
 
     Raises:
         SaveError: a rank has no space or no permission, or does not see the folder.

@@ -21,9 +21,9 @@ from paceline.filesystem.disk_full import convert_to_save_error
 def consolidate_weights(
     view: StateDictView, folder: Path, *, config: Any, world: World, max_bytes: int = MAX_FILE_BYTES
 ) -> Path:
-    """Write all entries as plain safetensors. If ranks hold shards, every rank calls this; rank 0 writes.
+    """Write all entries of `view` to `folder` as unsharded safetensors, and return the folder.
 
-    No process has more than one full tensor at a time.
+    If ranks hold shards, every rank calls this, and rank 0 writes. No process has more than one full tensor in memory.
 
     Raises:
         SaveError: the folder can't be written.
@@ -36,14 +36,14 @@ def consolidate_weights(
                 raise SaveError(f"the run folder {folder.parent} was moved or removed.", where=str(folder))
             with convert_to_save_error("the consolidated weights", folder):
                 if folder.exists() and not folder.is_dir():
-                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))  # the user's own file
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))  # a file of the user
                 write_model_folder(
                     folder, _lazy_tensors(view, full_tensors), config=_config_json(config), max_bytes=max_bytes
                 )
         except CheckpointError as error:
             problem = error
     for _ in full_tensors if not view.weights.is_unsharded else ():
-        pass  # each tensor is a collective call, which rank 0 joins even if it can't write
+        pass  # gathering a tensor is a collective call, which rank 0 joins even if it can't write
     if not view.weights.is_unsharded:
         raise_on_all_ranks(world, problem)
     elif problem is not None:

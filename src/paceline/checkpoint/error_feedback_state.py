@@ -21,7 +21,10 @@ _SHARED = "shared"
 
 
 def collect_error_feedback(reducer: object) -> tuple[dict[str, list[Writable]], dict[str, Any] | None]:
-    """Return this replica's error feedback by file, with tensors named `replica/FQN`, and the number of replicas."""
+    """Return this replica's error feedback by file, and its state for the manifest, or None without error feedback.
+
+    The tensors are named `replica/FQN`.
+    """
     if not isinstance(reducer, ErrorFeedbackReducer):
         return {}, None
     writable = list(_lazy_tensors(str(reducer.replica), tensors=reducer.residuals))
@@ -33,7 +36,7 @@ def collect_error_feedback(reducer: object) -> tuple[dict[str, list[Writable]], 
 
 
 def load_error_feedback(checkpoint: OpenCheckpoint, reducer: object, *, world: World) -> None:
-    """Load each replica's error feedback; if the number of replicas has changed, each gets an equal share of the sum.
+    """Load this replica's error feedback: an equal share of the sum if the number of replicas has changed.
 
     Every rank calls this.
 
@@ -61,7 +64,7 @@ def _load_errors(stored: StoredTensors, reducer: ErrorFeedbackReducer, *, num_re
 
 
 def _sum_over_replicas(stored: StoredTensors, name: str, num_replicas: int, *, like: Tensor) -> Tensor:
-    """Return the sum over replicas, added in their order, so that all get the same bits."""
+    """Return the sum over the saved replicas. They are added in order, so that all ranks get the same bits."""
     total = torch.zeros(like.shape, dtype=like.dtype)
     for replica in range(num_replicas):
         total += from_bytes(stored[f"{replica}/{name}"])

@@ -1,7 +1,7 @@
 """Learning rate schedules of the job: recorded at the start, compared on a resume, advanced to a step.
 
-A schedule's `state_dict` holds its settings (`T_max`, `milestones`) as well as its position. Loaded into a changed
-schedule, it overrides the change. So a run records its schedules before the first step, and a resume compares them.
+A schedule's `state_dict` holds its settings (`T_max`, `milestones`) as well as its position. Loading it into a changed
+schedule would undo the change. So a run records its schedules before the first step, and a resume compares them.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from paceline.step.optimizer_update import lr_scheduler_error, step_lr_scheduler
 _POSITION_KEYS = frozenset(
     {"base_lrs", "_last_lr", "_step_count", "_get_lr_called_within_step", "_is_initial", "verbose"}
 )
-_COUNTER_KEYS = frozenset({"last_epoch", "T_cur", "T_i"})  # not compared if the checkpoint does not describe schedules
+_COUNTER_KEYS = frozenset({"last_epoch", "T_cur", "T_i"})  # not compared with schedules of `describe_saved_schedules`
 _INNER_SCHEDULES = "_schedulers"
 _SCHEDULED_OPTIONS = frozenset(
     {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"}
@@ -45,7 +45,7 @@ Description = Mapping[str, Any]
 def describe_schedules(
     schedules: Sequence[Any], optimizers: Sequence[Optimizer], factory_options: Options
 ) -> list[dict[str, Any]]:
-    """Return the job's schedules before any step: classes, settings, functions, and options written to groups."""
+    """Describe the job's schedules before any step: classes, settings, functions, and options written to groups."""
     pairs = zip(schedules, optimizers, factory_options, strict=False)
     return [_describe(s) | {"groups": _written_options(optimizer, options)} for s, optimizer, options in pairs]
 
@@ -56,7 +56,7 @@ def describe_saved_schedules(schedules: Sequence[Mapping[str, Any]]) -> list[dic
 
 
 def schedule_difference(saved: Sequence[Description], current: Sequence[Description], *, lr_differs: bool) -> str:
-    """Return text on how the schedules differ, or an empty string if they are the same.
+    """Return text on how two descriptions of schedules differ, or an empty string if they do not.
 
     If the job's learning rates differ (`lr_differs`), values that a schedule derives from them are not reported again.
     """
@@ -74,7 +74,7 @@ def schedule_difference(saved: Sequence[Description], current: Sequence[Descript
 
 
 def changed_schedules(saved: Sequence[Description], current: Sequence[Description]) -> list[bool]:
-    """Return for each of the job's schedules whether it differs from the one that the run began with."""
+    """Return for each of the job's schedules whether it differs from the schedule with which the run began."""
     is_changed = [
         bool(schedule_difference([before], [after], lr_differs=False))
         for before, after in zip(saved, current, strict=False)
@@ -83,23 +83,23 @@ def changed_schedules(saved: Sequence[Description], current: Sequence[Descriptio
 
 
 def scheduled_options(group: Mapping[str, Any]) -> set[str]:
-    """Return the options of a group that schedules change; their saved values are useless to a different schedule."""
+    """Return the options of a group that schedules set. Their saved values do not suit a different schedule."""
     return set(group) & _SCHEDULED_OPTIONS
 
 
 def load_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:
-    """Load a schedule's saved state; values that a checkpoint can't hold stay as the job creates them."""
+    """Load a schedule's saved state. Values that a checkpoint can't hold stay as the job has created them."""
     schedule.load_state_dict({**schedule.state_dict(), **decode_state(drop_job_created(saved))})
 
 
 def advance_schedule(schedule: Any, *, steps: int) -> None:
-    """Advance a new schedule to the run's step, starting from the current options.
+    """Advance a new schedule by the run's `steps` so far, starting from the current options.
 
     Raises:
-        JobError: the schedule has fewer steps.
+        JobError: the schedule ends earlier.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no optimizer has stepped here
+        warnings.simplefilter("ignore")  # torch warns, because no optimizer has stepped
         for _ in range(steps):
             step_lr_scheduler(schedule)
 
@@ -111,13 +111,13 @@ def refuse_short_schedules(schedules: Sequence[Any], *, total_steps: int | None)
         JobError: a schedule is too short; the message has both numbers of steps.
     """
     for schedule in schedules:
-        max_steps = last_step(schedule)
+        max_steps = schedule_length(schedule)
         if total_steps is not None and max_steps is not None and max_steps < total_steps:
             raise lr_scheduler_error(schedule, cause=f"it has {max_steps:,} steps, but the run has {total_steps:,}")
 
 
-def last_step(schedule: Any) -> int | None:
-    """Return the number of steps after which torch's schedule raises an error; None if it never does."""
+def schedule_length(schedule: Any) -> int | None:
+    """Return the number of steps that a torch schedule can make before it raises an error; None if it never does."""
     inner_schedules = getattr(schedule, _INNER_SCHEDULES, None)
     if inner_schedules is None:
         return int(schedule.total_steps) if isinstance(schedule, OneCycleLR) else None
@@ -125,13 +125,14 @@ def last_step(schedule: Any) -> int | None:
     ends = [*begins[1:], None] if hasattr(schedule, "_milestones") else [None] * len(inner_schedules)
     limits = []
     for inner, begin, end in zip(inner_schedules, begins, ends, strict=False):
-        max_steps = last_step(inner)
+        max_steps = schedule_length(inner)
         if max_steps is not None and (end is None or begin + max_steps < end - 1):
             limits.append(begin + max_steps)
     return min(limits, default=None)
 
 
 def _describe(schedule: Any) -> dict[str, Any]:
+    """Describe one schedule: its class, settings, functions and inner schedules."""
     state = {k: v for k, v in schedule.state_dict().items() if k not in {*_POSITION_KEYS, _INNER_SCHEDULES}}
     schedule_type = type(schedule)
     return {
@@ -143,6 +144,7 @@ def _describe(schedule: Any) -> dict[str, Any]:
 
 
 def _describe_saved(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe a schedule by its saved settings alone: its class and functions are not known."""
     settings = {k: v for k, v in state.items() if k not in {*_POSITION_KEYS, *_COUNTER_KEYS, _INNER_SCHEDULES}}
     inner = state.get(_INNER_SCHEDULES) or []
     return {"state": settings, "inner": [_describe_saved(inner_state) for inner_state in inner]}
@@ -153,7 +155,7 @@ def _digest_tensor(tensor: Any) -> str:
 
 
 def _written_options(optimizer: Optimizer, factory_options: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the options that a schedule wrote to the groups when it was created: `max_lr` is stored nowhere else."""
+    """Return the options that a schedule wrote to each group at its creation. Some, like `max_lr`, are only there."""
     written = []
     for group, options in zip(optimizer.param_groups, factory_options, strict=True):
         current = current_options(group)
@@ -253,13 +255,13 @@ def _code_digest(code: CodeType) -> str:
 
 
 def _describe_differences(saved: Description, current: Description, *, lr_differs: bool) -> Iterator[str]:
-    kind, lacks_record = current["kind"], saved.get("kind") is None
-    if not (lacks_record and current["functions"]):  # the initial values of a user-defined class are not known
+    kind, is_from_state_dict = current["kind"], saved.get("kind") is None  # see `_describe_saved`
+    if not (is_from_state_dict and current["functions"]):  # the initial values of a user-defined class are not known
         for key in changed_keys(saved["state"], current["state"]):
             is_in_both = key in saved["state"] and key in current["state"]
-            if not (lacks_record and key in _COUNTER_KEYS) and (is_in_both or not key.startswith("_")):
+            if not (is_from_state_dict and key in _COUNTER_KEYS) and (is_in_both or not key.startswith("_")):
                 yield _format_change(f"{kind}.{key}", saved["state"], current["state"], key)
-    for name in {**saved.get("functions", {}), **current["functions"]} if not lacks_record else ():
+    for name in {**saved.get("functions", {}), **current["functions"]} if not is_from_state_dict else ():
         yield from _function_differences(
             kind, name, saved["functions"].get(name, {}), current["functions"].get(name, {})
         )

@@ -1,7 +1,7 @@
-"""The optimizer options that the job's factory sets, recorded so that a resume does not silently override a change.
+"""The optimizer options that the job's factory sets. They are recorded, so that a resume finds a changed option.
 
-A checkpoint restores the groups with the values that the schedule has set. So the factory's current options are
-compared with those at the start of the run. A changed option that the user accepts applies from the next step.
+A checkpoint has the options that the schedule has set since, so it can't show such a change. A resume compares the
+factory's options with those at the start of the run. A changed option that the user accepts applies from the next step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from paceline.checkpoint.state_json import decode_state, encode_state, job_creat
 KERNEL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})  # they do not change the result
 _IGNORED_KEYS = {"params", "param_names", *KERNEL_OPTIONS}
 
-Options = list[list[dict[str, Any]]]  # by optimizer and parameter group
+Options = list[list[dict[str, Any]]]  # the options by optimizer and parameter group
 
 
 def factory_options(optimizers: Sequence[Optimizer]) -> Options:
-    """Return the factory's options as JSON, per optimizer and group."""
+    """Return the options of new optimizers, as the factory has set them, as JSON per optimizer and group."""
     return [[current_options(group) for group in optimizer.param_groups] for optimizer in optimizers]
 
 
@@ -29,7 +29,7 @@ def current_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def optimizer_difference(saved: Any, current: Sequence[Mapping[str, Any]]) -> str:
-    """Return text on the differences, or an empty string if the optimizers are the same."""
+    """Return text on how two descriptions of optimizers differ, or an empty string if they do not."""
     saved = saved or []
     kinds_and_sizes = [[(o["kind"], o["groups"]) for o in optimizers] for optimizers in (saved, current)]
     if kinds_and_sizes[0] != kinds_and_sizes[1]:
@@ -54,14 +54,14 @@ def optimizer_difference(saved: Any, current: Sequence[Mapping[str, Any]]) -> st
 
 
 def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return the options that differ; an option that JSON can't hold is compared only if both sides have it."""
+    """Return the options that differ. An option that JSON can't hold is compared only if both mappings have it."""
     return [key for key in {**saved, **current} if not _is_same(key, saved, current)]
 
 
 def job_controlled_options(
     group: Mapping[str, Any], *, saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> set[str]:
-    """Return the options of a group that keep the job's values: changed ones, and those that its schedule sets."""
+    """Return the options of a group that a resume does not load: the job has changed them, or a schedule sets them."""
     return {*changed_keys(saved, current), *changed_keys(current, current_options(group))}
 
 

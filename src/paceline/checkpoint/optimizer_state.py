@@ -1,4 +1,4 @@
-"""Optimizer state by name: tensors shaped like their parameter are sharded like it, the rest is written once."""
+"""Optimizer state by parameter name. Tensors of the parameter's shape are sharded like it; one rank writes the rest."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def group_names(optimizers: Sequence[Optimizer], shards: OptimizerShards) -> lis
 def local_state(
     optimizers: Sequence[Optimizer], shards: OptimizerShards
 ) -> tuple[list[Writable], list[dict[str, Any]]]:
-    """Return the state tensors that this rank writes, and its other state as JSON, per optimizer by parameter.
+    """Return the state tensors that this rank writes, and its other state as JSON: by parameter, for each optimizer.
 
     Tensors in lists and dicts are stored with the others under a number, to which the JSON refers. State that belongs
     to no parameter is stored under the empty name, as a list of keys and values.
@@ -74,21 +74,21 @@ def local_state(
     """
     tensors: list[Writable] = []
     scalars: list[dict[str, Any]] = []
-    names = shards.parameter_names
+    name_by_id = shards.parameter_names
     for index, optimizer in enumerate(optimizers):
         scalars.append({})
         kind = type(optimizer).__name__
         for parameter, state in optimizer.state.items():
-            if id(parameter) not in names:
+            if id(parameter) not in name_by_id:
                 continue
-            name = names[id(parameter)]
-            nested_tensors, encoded = split_state(state, name=name, kind=kind)
-            for key, value in nested_tensors.items():
+            name = name_by_id[id(parameter)]
+            state_tensors, encoded = split_state(state, name=name, kind=kind)
+            for key, value in state_tensors.items():
                 tensors += _writable_tensors(f"{index}/{name}/{key}", value, name, parameter, shards, kind)
             if encoded and writer_rank(shards.sharded.shard_specs(name)) == shards.world.rank:
                 scalars[-1][name] = encoded
-        shared_values, inner = shared_state(optimizer, shards)
-        tensors += [to_bytes(f"{index}//{key}", value) for key, value in inner.items() if shards.world.rank == 0]
+        shared_values, nested = shared_state(optimizer, shards)
+        tensors += [to_bytes(f"{index}//{key}", value) for key, value in nested.items() if shards.world.rank == 0]
         if shared_values:
             scalars[-1][NO_PARAMETER] = shared_values
     return tensors, scalars
@@ -106,8 +106,8 @@ def split_state(
         CheckpointError: a value can't be written: after a resume it would be silently absent.
     """
     tensors = {key: value for key, value in state.items() if _is_plain_tensor(key, value) and accepts(value)}
-    inner: dict[str, Tensor] = {}
-    store = partial(_store_nested, inner, accepts)
+    nested: dict[str, Tensor] = {}
+    store = partial(_store_nested, nested, accepts)
     values = {key: value for key, value in state.items() if key not in tensors}
     encoded = encode_state(values, where=f"the state of {kind} for {name}", store=store)
     if job_created_kind(encoded):
@@ -116,7 +116,7 @@ def split_state(
         }
         bad_key = next(key for key, pair in encoded_by_key.items() if job_created_kind(pair))
         raise _unwritable_error(f"the state {bad_key!r} of {kind} for {name}", job_created_kind(encoded))
-    return {**tensors, **inner}, encoded
+    return {**tensors, **nested}, encoded
 
 
 def _unwritable_error(description: str, kind: str) -> CheckpointError:
@@ -142,16 +142,16 @@ def _placeholder_name(_: Tensor) -> str:
     return NESTED_PREFIX
 
 
-def _store_nested(inner: dict[str, Tensor], accepts: Callable[[Tensor], bool], value: Tensor) -> str | None:
+def _store_nested(nested: dict[str, Tensor], accepts: Callable[[Tensor], bool], value: Tensor) -> str | None:
     if not accepts(value):
         return None
-    name = f"{NESTED_PREFIX}{len(inner)}"
-    inner[name] = value
+    name = f"{NESTED_PREFIX}{len(nested)}"
+    nested[name] = value
     return name
 
 
 def shared_state(optimizer: Optimizer, shards: OptimizerShards) -> tuple[list[Any], dict[str, Tensor]]:
-    """Return the state under keys that are no parameters, such as a common step count, as JSON and tensors.
+    """Return the state under keys that are not parameters, such as a common step count, as JSON and tensors.
 
     Raises:
         CheckpointError: a key or a value can't be written, or it is unknown how a tensor is sharded.
@@ -159,8 +159,8 @@ def shared_state(optimizer: Optimizer, shards: OptimizerShards) -> tuple[list[An
     kind, names = type(optimizer).__name__, shards.parameter_names
     values = {key: value for key, value in optimizer.state.items() if id(key) not in names}
     addresses = {address for m in shards.parameters for address in (id(m.parameter), m.parameter.data_ptr())}
-    inner: dict[str, Tensor] = {}
-    store = partial(_store_nested, inner, lambda _: True)
+    nested: dict[str, Tensor] = {}
+    store = partial(_store_nested, nested, lambda _: True)
     pairs = []
     for key, value in values.items():
         is_tensor = isinstance(key, Tensor)
@@ -180,9 +180,9 @@ def shared_state(optimizer: Optimizer, shards: OptimizerShards) -> tuple[list[An
         pairs.append([encoded_key, encode_state(value, where=kind, store=store)])
         if job_created_kind(pairs[-1][1]):
             raise _unwritable_error(f"the state of {kind} under {key!r}", job_created_kind(pairs[-1][1]))
-    if inner and not shards.sharded.is_unsharded:
+    if nested and not shards.sharded.is_unsharded:
         raise _unassigned_state_error(kind, [pair[0] for pair in pairs])
-    return pairs, inner
+    return pairs, nested
 
 
 def _unassigned_state_error(kind: str, keys: Sequence[Any]) -> CheckpointError:
@@ -214,7 +214,10 @@ def _writable_tensors(
 def optimizer_scalars(
     optimizers: Sequence[Optimizer], shards: OptimizerShards, scalars: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return a checkpoint's entry for each optimizer, without its tensors. Every rank calls this."""
+    """Return the checkpoint's entry for each optimizer, without tensors. Every rank calls this.
+
+    `scalars` is the second result of `local_state`.
+    """
     scalars_by_rank = [scalars] if shards.sharded.is_unsharded else shards.world.gather_json(list(scalars))
     group_parameter_names = group_names(optimizers, shards)
     entries = []
@@ -254,12 +257,13 @@ def load_optimizer_state(
 ) -> None:
     """Load the state of each parameter of this rank, sharded like the parameter.
 
-    Nothing is loaded for a parameter of which this rank has no element.
+    `saved` is the checkpoint's entry for this optimizer, and `prefix` begins the names of its tensors. If this rank has
+    no element of a parameter, nothing is loaded for it.
 
     Raises:
         CheckpointError: stored bytes do not match their digest.
     """
-    keys: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {}  # of stored tensors, by parameter name
     for key in stored:
         if key.startswith(prefix):
             keys.setdefault(key.removeprefix(prefix).rpartition("/")[0], []).append(key)
@@ -283,7 +287,7 @@ def load_optimizer_state(
                     **{k: _to_parameter_device(k, v, parameter) for k, v in direct_state.items()},
                 }
     for key, value in saved["scalars"].get(NO_PARAMETER, []):
-        decoded = decode_state(value, fetch=lambda inner: from_bytes(stored[f"{prefix}/{inner}"]))
+        decoded = decode_state(value, fetch=lambda number: from_bytes(stored[f"{prefix}/{number}"]))
         optimizer.state[decode_state(key)] = decoded
 
 
@@ -298,5 +302,5 @@ def _read_tensor(stored: StoredTensors, key: str, shard: ShardSpec) -> Tensor:
 
 
 def _to_parameter_device(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return the state on its parameter's device; a step count stays where the optimizer keeps it."""
+    """Return the state on its parameter's device. A step count is not moved."""
     return value if key == "step" else value.to(parameter.device)

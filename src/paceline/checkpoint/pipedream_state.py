@@ -1,4 +1,4 @@
-"""Checkpointing of weight stashing: the older weights that a pipeline without flush still needs."""
+"""Checkpoints of weight stashing: the older weights that a pipeline without flush still needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Files = dict[str, list[Writable]]
 
 @dataclass(frozen=True, kw_only=True)
 class StashedWeightsState:
-    """The checkpoint state of weight stashing: this rank's older weights, and where the last batches ended."""
+    """The checkpoint state of weight stashing: this rank's older weights, and the positions of the last batches."""
 
     step: PipeDreamStep
     weights: ShardedTensors
@@ -49,7 +49,7 @@ class StashedWeightsState:
         return loaded
 
     def load(self, loaded: OpenCheckpoint, *, is_same_rule: bool) -> None:
-        """Load the older weights. After another update rule (`is_same_rule` is False), the history starts empty.
+        """Load the older weights. If the run had another update rule (not `is_same_rule`), the history starts empty.
 
         Every rank calls this.
 

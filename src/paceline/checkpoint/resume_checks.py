@@ -1,4 +1,4 @@
-"""Resume checks: compare what must not change between a saved run and its resume."""
+"""Resume checks: compare what must not change between the saved run and the resumed run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,18 +12,18 @@ from paceline.config.settings import Settings
 from paceline.errors import ResumeError
 from paceline.launch.launcher import KERNELS_VARIABLE
 
-_IDENTITY_DEFAULTS = {"update": "sync", "compress": "none"}  # for checkpoints that do not record them
-# earlier versions did not record them
+_IDENTITY_DEFAULTS = {"update": "sync", "compress": "none"}  # the values of checkpoints that do not record these keys
+# keys that earlier versions did not record; without a record they are not compared
 _OPTIONAL_KEYS = frozenset({"job", "max_grad_norm", "ema", "buffers", "drop_last", "sample_seeds"})
 _CAUSE = "a different setting, a different job file, or different data"
 
 
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow: Sequence[str]) -> None:
-    """Check that a resume continues the same run.
+    """Check that a resume continues the same run: compare the saved identity with that of the current job.
 
-    If `allow` permits a change of exact mode or of the kernels, the data's fingerprint is not compared: data that the
-    job computes may differ in its last bits. Kernels are compared only if the run is exact before and after and its
-    checkpoint records them.
+    `allow` has the names of entries that may differ. If it permits a change of exact mode or of the kernels, the data's
+    fingerprint is not compared, because data that the job computes may differ in its last bits. Kernels are compared
+    only if the run uses exact mode before and after the resume, and the checkpoint records them.
 
     Raises:
         ResumeError: something differs; the message lists every difference.
@@ -54,14 +54,14 @@ def record_settings(settings: Settings) -> dict[str, str]:
 
 
 def describe_changes(saved: Mapping[str, str] | None, settings: Settings) -> list[str]:
-    """Return a line for each recorded value that has changed; none for an older checkpoint without a record."""
+    """Return a line for each recorded value that has changed; no line if an old checkpoint has no record (None)."""
     if saved is None:
         return []
     current = record_settings(settings)
     lines = []
     for name in dict.fromkeys([*saved, *current]):
         effect = REPORTED_SETTINGS.get(
-            name, "its effect on model, data, optimizer and schedule was compared, but not its code"
+            name, "model, data, optimizer and schedule were compared, but not the code of the job"
         )
         saved_value, current_value = (values.get(name, _default_text(name)) for values in (saved, current))
         if saved_value != current_value:
@@ -83,6 +83,7 @@ def _default_text(name: str) -> str:
 
 
 def _difference(name: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """Return text on how one entry of the identities differs; empty if a resume accepts it."""
     saved_value, current_value = saved.get(name, _IDENTITY_DEFAULTS.get(name)), current[name]
     if name == "optimizer":
         return optimizer_difference(saved_value, current_value)

@@ -1,4 +1,4 @@
-"""Shard ownership: which bytes of a tensor this rank writes, and how it reads its shard from any layout's shards."""
+"""Shard ownership: which part of a tensor a rank writes, and how it reads its shard from another layout's shards."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from paceline.parallel.module_access.shard_spec import Box, ShardSpec
 
 
 def owned_boxes(shard_specs: Sequence[ShardSpec], rank: int) -> list[Box]:
-    """Return the boxes that this rank writes: a box that several ranks hold belongs to the first of them."""
+    """Return the boxes that this rank writes. If several ranks hold a box, the first of them writes it."""
     assigned: set[tuple[object, object]] = set()
     owned: list[Box] = []
     for spec in shard_specs[: rank + 1]:
@@ -32,7 +32,7 @@ def owned_shards(
 ) -> list[Writable]:
     """Return the shards of a tensor that this rank writes; `get_tensor` returns the local tensor at write time.
 
-    Every element belongs to exactly one rank: the first that holds it.
+    Each element is written by exactly one rank: the first that holds it.
     """
     shape = shard_specs[rank].shape
     if not math.prod(shape):

@@ -1,4 +1,4 @@
-"""A view of the model's `state_dict`: its names, and the tensor of this rank under each name."""
+"""A view of the model's `state_dict`: each name with this rank's tensor, which may be a shard."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -50,11 +50,12 @@ def view_state_dict(model: nn.Module, *, weights: ShardedTensors, world: World) 
             entries={name: _full_entry(name, tensor) for name, tensor in tensors.items()}, weights=weights
         )
     name_by_id = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    # by rank: the name in the `state_dict`, and the parameter or buffer that it belongs to ("" if there is none)
     names = world.gather_json({name: name_by_id.get(id(tensor), "") for name, tensor in tensors.items()})
     known_names = [
         {name: weight for name, weight in rank_names.items() if weight in weights.local_tensors} for rank_names in names
     ]
-    # a pipeline stage may hold a placeholder under a tied name
+    # known names come first, because a pipeline stage may hold a placeholder under a tied name
     weight_names = first_value_per_key([*known_names, *names])
     unknown = [name for name, weight in weight_names.items() if weight not in weights.local_tensors]
     if unknown:

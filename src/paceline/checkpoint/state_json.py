@@ -1,4 +1,4 @@
-"""State dicts as JSON: every kind of number, tuples, number keys and small tensors survive the round trip.
+"""State dicts as JSON. Numbers of every type, tuples, keys that are numbers, and small tensors can be read back.
 
 Functions, classes and other objects can't be written without pickle. The job creates them again on a resume.
 """
@@ -26,10 +26,10 @@ FetchTensor = Callable[[str], Tensor]
 
 
 def encode_state(value: Any, *, where: str, store: StoreTensor | None = None) -> Any:
-    """Return JSON for a value of a `state_dict`; functions and classes become markers, and the job creates them again.
+    """Return JSON for a value of a `state_dict`. A function or class becomes a marker: the job must create it again.
 
-    `store` saves a tensor elsewhere and returns its name there. A small tensor becomes JSON if there is no `store`, or
-    if it returns None.
+    `where` names the value in an error. `store` saves a tensor elsewhere and returns its name there. A small tensor
+    becomes JSON if there is no `store`, or if `store` returns None.
 
     Raises:
         CheckpointError: a tensor is large, and there is no `store`.
@@ -65,7 +65,7 @@ def encode_state(value: Any, *, where: str, store: StoreTensor | None = None) ->
 
 
 def decode_state(value: Any, *, fetch: FetchTensor | None = None) -> Any:
-    """Return the value that `encode_state` converted; `fetch` returns a tensor that `store` has saved.
+    """Return the value that `encode_state` has encoded; `fetch` returns the tensor that `store` saved under a name.
 
     Raises:
         CheckpointError: JSON that `encode_state` doesn't write.
@@ -103,14 +103,14 @@ def _decode(value: Any, fetch: FetchTensor | None) -> Any:
 
 
 def drop_job_created(value: Any) -> Any:
-    """Return the state without values that only the job can create; a list with such a value is left out too."""
+    """Return encoded state without the values that only the job can create, and without lists that contain them."""
     if isinstance(value, Mapping) and value.get(_TAG) is None:
         return {key: drop_job_created(item) for key, item in value.items() if not _is_job_created(item)}
     return [drop_job_created(item) for item in value] if isinstance(value, list) else value
 
 
 def job_created_kind(value: Any) -> str:
-    """Return the type of the first value in encoded state that JSON can't hold, or an empty string."""
+    """Return the type of the first value in encoded state that only the job can create, or an empty string."""
     if isinstance(value, Mapping) and value.get(_TAG) == _JOB_CREATED:
         return str(value["value"])
     inner = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else []

@@ -1,6 +1,6 @@
 """Model state outside the tensors of its `state_dict`: non-persistent buffers, and extra state.
 
-Both belong to a run's state and not to its weights: a checkpoint holds them, the consolidated folder does not.
+They are part of a run's state, but not of its weights: checkpoints contain them, the consolidated folder does not.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from paceline.parallel.module_access.tensor_access import copy_into
 from paceline.torch_internals.private_api import tensor_version
 
 _EXTRA = "_extra_state"
-_MAX_COPIED_ELEMENTS = 1 << 16
+_MAX_COPIED_ELEMENTS = 1 << 16  # larger buffers are not copied to find changes
 
 
 def state_dict_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -35,12 +35,13 @@ class NonPersistentBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        # by name: the tensor, its version count, and a copy of its values if it is small
         self._initial = {
             name: (tensor, tensor_version(tensor), _copy_small(tensor)) for name, tensor in self._list_buffers().items()
         }
 
     def changed_buffers(self, weights: ShardedTensors, world: World) -> list[Writable]:
-        """Return the tensors that this rank writes, of all buffers that were modified or replaced on any rank.
+        """Return this rank's part of the buffers that were modified or replaced on any rank, for a checkpoint.
 
         Every rank calls this.
 
@@ -77,7 +78,7 @@ class NonPersistentBuffers:
         return writable
 
     def restore(self, stored: StoredTensors, weights: ShardedTensors) -> None:
-        """Load the buffers' values; a buffer whose shape the forward had changed is replaced again."""
+        """Load the buffers' values. A buffer is replaced if the forward had changed its shape before the save."""
         buffers = dict(self._model.named_buffers())
         with torch.no_grad():
             for name in stored:
@@ -118,7 +119,7 @@ class NonPersistentBuffers:
 
 
 def get_extra_state(model: nn.Module) -> dict[str, Any]:
-    """Return the `get_extra_state` of the model's modules, as JSON.
+    """Return the extra state of the model's modules as JSON, by the names in the `state_dict`.
 
     Raises:
         CheckpointError: something in it can't be written without pickle.
@@ -155,5 +156,5 @@ def _is_saved_here(weights: ShardedTensors, name: str) -> bool:
 
 
 def _copy_small(tensor: Tensor) -> Tensor | None:
-    """Return a copy of a small tensor, else None. It reveals writes through `.data`, which change no version count."""
+    """Return a copy of a small tensor, else None. Writes through `.data` change values but no version count."""
     return tensor.detach().clone() if tensor.numel() <= _MAX_COPIED_ELEMENTS else None

@@ -28,7 +28,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def to_bytes(name: str, tensor: Tensor) -> TensorBytes:
-    """Return the tensor's bytes on the CPU, without a copy if it is there already."""
+    """Return the tensor's bytes on the CPU. A tensor that is on the CPU already is not copied."""
     return TensorBytes(
         name=name, dtype=_dtype_name(name, tensor.dtype), shape=tuple(tensor.shape), data=_tensor_data(tensor)
     )
@@ -76,7 +76,7 @@ def from_bytes(value: TensorBytes) -> Tensor:
 
 
 def deduplicate_storages(tensors: Mapping[str, Tensor]) -> tuple[list[Writable], dict[str, str]]:
-    """Return each storage once, under its first name, and the other names of tied tensors."""
+    """Return each tensor once, under its first name, and a map from the other names of tied tensors to the first."""
     first_names: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
     aliases: dict[str, str] = {}
     writable: list[Writable] = []

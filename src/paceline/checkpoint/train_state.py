@@ -1,4 +1,4 @@
-"""Training state between two steps: everything a checkpoint holds, and nothing that can be derived."""
+"""Training state between two steps: collect it for a checkpoint, and load it from one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -211,7 +211,7 @@ def _load_update(
             else:
                 load_schedule(schedule, state["schedules"][index])
         if saved["kind"] == type(optimizer).__name__:
-            if len(saved["groups"]) == len(optimizer.param_groups):  # otherwise, the user accepted new groups
+            if len(saved["groups"]) == len(optimizer.param_groups):  # otherwise, the user has accepted new groups
                 excluded = [
                     changes.job_controlled(group_index, group)
                     for group_index, group in enumerate(optimizer.param_groups)
@@ -254,7 +254,7 @@ class _OptimizerChanges:
 
     @property
     def replays_schedule(self) -> bool:
-        """Return whether the schedule is replayed from the beginning."""
+        """Return True if the schedule or an option has changed: the schedule is then advanced from its start."""
         options = zip(self.saved_options, self.current_options, strict=True)
         return self.has_new_schedule or any(changed_keys(saved, current) for saved, current in options)
 
@@ -272,7 +272,7 @@ class _OptimizerChanges:
 
 
 def load_ema(checkpoint: OpenCheckpoint, ema: Ema, *, weights: ShardedTensors) -> None:
-    """Load the EMA; an average that the checkpoint lacks starts at the weights, which were loaded before."""
+    """Load the EMA after the weights. An average that the checkpoint lacks starts at the weights."""
     stored = checkpoint.files.get(EMA, StoredTensors([]))
     with torch.no_grad():
         for name, average, weight in zip(ema.names, ema.averages, ema.weights, strict=True):
@@ -284,12 +284,12 @@ def load_ema(checkpoint: OpenCheckpoint, ema: Ema, *, weights: ShardedTensors) -
 
 
 def grid_state(grid: FixedPointGrid | None) -> dict[str, int | None]:
-    """Return the exponents of the exact sum's grid by FQN."""
+    """Return the exponents of exact mode's fixed-point grid, by parameter name; empty without exact mode."""
     return {} if grid is None else dict(zip(grid.names, grid.exponents, strict=True))
 
 
 def load_grid(grid: FixedPointGrid | None, state: Mapping[str, int | None]) -> None:
-    """Load the exponents of the exact sum's grid."""
+    """Load the exponents that `grid_state` returned."""
     if grid is not None:
         grid.exponents = [state.get(name) for name in grid.names]
 

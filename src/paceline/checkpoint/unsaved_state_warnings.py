@@ -14,7 +14,7 @@ from paceline.step.loss.modules_captured_by_loss import find_modules
 
 _SAVED_ATTRIBUTES = ("state", "param_groups", "defaults")
 _TORCH_ATTRIBUTES = ("_step_count", "_numel_cache")  # written by torch, to warn or to be faster
-_ADVICE = (
+_ADVICE = (  # for attributes of optimizers, and of modules
     "in the optimizer's state, self.state[p], or in a parameter group",
     "in a buffer of the model, self.register_buffer(name, tensor)",
 )
@@ -27,8 +27,8 @@ _Leaves = dict[str, list[_Leaf]]
 class UntrackedStateWarning:
     """A warning about attributes that change but are in no checkpoint, based on a record of their initial values.
 
-    Optimizers are recorded at creation, modules at `start_tracking`, after the first step: objects that the first
-    forward creates (a cache, a mask) are not state, because a resumed run creates them again.
+    Optimizers are recorded when this object is created. Modules are recorded at `start_tracking`, after the first step:
+    objects that the first forward creates (a cache, a mask) are not state, because a resumed run creates them again.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], *, model: nn.Module | None = None, loss: Any = None) -> None:
@@ -101,7 +101,7 @@ def _leaves_of_optimizers(optimizers: Sequence[Optimizer]) -> _Leaves:
 
 
 def _leaves(value: Any, owner: Optimizer | None) -> Iterator[_Leaf]:
-    """Yield the value's tensors, each with its version count, and its numbers; model parameters are saved anyway."""
+    """Yield the tensors in a value, each with its version count, and the numbers in it. Parameters are saved anyway."""
     if isinstance(value, nn.Parameter | nn.Module):
         return
     if isinstance(value, Tensor):

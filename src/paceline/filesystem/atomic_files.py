@@ -18,7 +18,7 @@ _DAMAGE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, 
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files in a folder, which is the size of a checkpoint."""
+    """Return the total size of the files in a folder in bytes, without subfolders."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
 
 
@@ -39,7 +39,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Replace a file atomically: a reader sees the old text or the new. Only the owner can read a `private` one."""
+    """Replace a file atomically: a reader sees the old text or the new. Only the owner can read a `private` file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -69,10 +69,10 @@ def report_write_errors(path: Path) -> Iterator[None]:
 
 
 def check_writable(file: Path) -> None:
-    """Check before a run that this output file can be written at its end.
+    """Check, before a run, that an output file can be written at the end of the run.
 
     Raises:
-        UsageError: it can't be written.
+        UsageError: the file can't be written.
     """
     if file.is_dir():
         raise UsageError(f"{file} is a folder, but a file must be written there.", hint=str(file / "page.html"))
@@ -84,7 +84,7 @@ def check_writable(file: Path) -> None:
 
 
 def write_json(path: Path, value: Any, *, private: bool = False) -> None:
-    """Replace a JSON file atomically. Only the owner can read a `private` one."""
+    """Replace a JSON file atomically. Only the owner can read a `private` file."""
     write_text(path, json.dumps(value, indent=1, sort_keys=False) + "\n", private=private)
 
 
@@ -107,7 +107,7 @@ def read_regular(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
     Raises:
         OSError: it can't be read.
-        ValueError: it is not a regular file, or it is larger.
+        ValueError: it is not a regular file, or it is larger than `max_bytes`.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -144,7 +144,7 @@ def _parse_int(digits: str) -> float:
 
 
 def is_damage(error: OSError) -> bool:
-    """Return whether the file is missing or not regular; other errors mean that a good file can't be read now."""
+    """Return True if the error shows that a file is missing or not regular. Otherwise, the file may be intact."""
     return error.errno in _DAMAGE_ERRNOS
 
 

@@ -11,7 +11,7 @@ from paceline.errors import SaveError
 from paceline.filesystem.atomic_files import free_bytes
 
 _SMALL_FILE_BYTES = 16 << 10
-_CAUSES = {
+_CAUSES = {  # cause and hint, by error number
     errno.EROFS: ("the disk is read-only", "--run-dir on a writable disk"),
     errno.EACCES: ("you have no permission to write there", "chmod or chown it, or --run-dir in a writable folder"),
     errno.EPERM: ("you have no permission to write there", "chmod or chown it, or --run-dir in a writable folder"),
@@ -69,7 +69,7 @@ def explain_disk_error(error: OSError, folder: Path) -> tuple[str, str]:
 
 
 def is_disk_full(folder: Path) -> bool:
-    """Return whether not even a small file can be written there."""
+    """Return True if the disk of `folder` has no room for even a small file."""
     return _has_no_inodes(folder) or free_bytes(folder) < _SMALL_FILE_BYTES
 
 

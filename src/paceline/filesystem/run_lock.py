@@ -1,7 +1,7 @@
 """The lock of a run folder: one run at a time. The kernel releases the lock when its last holder ends.
 
-The launcher takes the lock and its workers inherit it. So a killed launcher does not release it while one of its
-workers is still exiting, and no later run writes at the same time.
+The launcher locks the folder, and its workers inherit the lock. If the launcher is killed, the folder stays locked
+until its last worker has ended, so that no later run writes at the same time.
 """
 
 import errno
@@ -21,20 +21,26 @@ from paceline.filesystem.atomic_files import open_no_follow, report_write_errors
 
 LOCK = ".lock"
 _FORBIDDEN_LINKS = (LOCK, "events.jsonl", "metrics.jsonl", "logs", "tb", "wandb")
-_USER_LINKS = ("checkpoints", "consolidated")
+_USER_LINKS = ("checkpoints", "consolidated")  # refused only if another user created the link
 _WAIT_SECONDS = 30.0
 _POLL_SECONDS = 0.05
-_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_NO_LOCKS = {  # errors of a disk without locks
+    errno.ENOLCK,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EINVAL,
+}
 
 
 @dataclass
 class RunLock:
-    """A held lock of a run folder; workers get `handle` and keep it open."""
+    """A lock that is held. `handle` is the open lock file, which workers inherit and keep open."""
 
     handle: int
 
     def close(self) -> None:
-        """Release the lock, once every worker that inherited it has ended."""
+        """Close the lock. The kernel releases it when every worker that inherited it has ended too."""
         handle, self.handle = self.handle, -1
         if handle >= 0:
             with suppress(OSError):
@@ -42,7 +48,7 @@ class RunLock:
             os.close(handle)
 
     def close_in_forks(self) -> None:
-        """Close the lock in forked children: a child of the job may outlive the run, and does not write into it."""
+        """Close the lock in forked children: they do not write into the run folder, and may outlive the run."""
         os.register_at_fork(after_in_child=self._close_in_child)
 
     def _close_in_child(self) -> None:
@@ -55,7 +61,8 @@ class RunLock:
 def lock_run_folder(folder: Path, *, on_wait: Callable[[str], None]) -> RunLock:
     """Lock the run folder for this run. If the holder has ended and its workers are still exiting, wait for them.
 
-    `on_wait` is called once with the reason. On a disk without locks, only a holder on this machine is found.
+    `on_wait` is called once with the reason. On a disk without locks, the folder is in use if the holder that the lock
+    file names is alive; a holder on another machine is assumed to be.
 
     Raises:
         UsageError: another run writes there.
@@ -91,7 +98,11 @@ def _open_lock_file(folder: Path) -> int:
 
 
 def is_run_folder_locked(folder: Path) -> bool:
-    """Return whether a run writes there now; on a disk without locks, whether the recorded holder lives."""
+    """Return whether a run has locked the folder.
+
+    A lock that another machine holds may be invisible here, so a holder on another machine also counts if the lock file
+    names it. On a disk without locks, a holder on this machine counts too while it is alive.
+    """
     try:
         handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -147,7 +158,7 @@ class FolderIdentity:
             )
 
     def _identify(self) -> tuple[int, int] | None:
-        """Return the identity of the lock file: it is held open, so that its inode is not reused."""
+        """Return the identity of the lock file. This process holds it open, so that its inode is not reused."""
         return _device_and_inode(self._folder / LOCK) or _device_and_inode(self._folder)
 
 
@@ -198,13 +209,13 @@ def _pids_with_open_file(path: Path) -> list[int]:
         for folder in Path("/proc").glob("[0-9]*/fd"):
             with suppress(OSError):
                 if int(folder.parent.name) != os.getpid() and any(
-                    _is_same(lock_stat, link) for link in folder.iterdir()
+                    _is_same_file(lock_stat, link) for link in folder.iterdir()
                 ):
                     pids.append(int(folder.parent.name))
     return sorted(pids)
 
 
-def _is_same(lock_stat: os.stat_result, link: Path) -> bool:
+def _is_same_file(lock_stat: os.stat_result, link: Path) -> bool:
     try:
         return os.path.samestat(lock_stat, link.stat())
     except OSError:
@@ -260,7 +271,7 @@ def _pid_of(holder: dict[str, Any]) -> int:
 
 
 def process_start_time(pid: int) -> str | None:
-    """Return a process's start time, which identifies it if its process id is reused; None if it has ended."""
+    """Return a process's start time, or None if it has ended. Process id and start time together are unique."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Temporary folders outside all runs. Creating one removes those that killed processes have left."""
+"""Temporary folders outside all runs. Creating one also removes the folders that killed processes have left."""
 
 import fcntl
 import os
@@ -14,7 +14,7 @@ _MAX_AGE_SECONDS = 86400.0
 
 
 class ScratchFolder:
-    """A temporary folder whose lock this process holds for as long as it lives."""
+    """A temporary folder with a lock, which shows other processes that this process is alive and uses the folder."""
 
     def __init__(self, path: Path, handle: int) -> None:
         self.path = path
@@ -25,7 +25,7 @@ class ScratchFolder:
         (self.path / _LOCK).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove the folder, unless it is kept."""
+        """Remove the folder, unless `keep` was called."""
         if (self.path / _LOCK).exists():
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._handle)
@@ -40,7 +40,7 @@ def scratch_folder(name: str) -> Iterator[ScratchFolder]:
     folder = ScratchFolder(path, os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     try:
         fcntl.flock(folder._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        folder.path = path.rename(path.with_name(path.name.removeprefix(".")))  # other commands find it locked
+        folder.path = path.rename(path.with_name(path.name.removeprefix(".")))  # it is locked now
         yield folder
     finally:
         folder.close()
@@ -49,7 +49,7 @@ def scratch_folder(name: str) -> Iterator[ScratchFolder]:
 def remove_abandoned_folders(prefix: str) -> None:
     """Remove this user's folders whose process was killed, and those that were kept for over a day.
 
-    A folder whose name begins with a dot is still being created: its lock is not held yet.
+    A folder whose name begins with a dot is still being created, and is not locked yet.
     """
     temp_root = Path(tempfile.gettempdir())
     for path in [*temp_root.glob(f"{prefix}*"), *temp_root.glob(f".{prefix}*")]:
@@ -63,7 +63,7 @@ def remove_abandoned_folders(prefix: str) -> None:
 
 
 def _is_free(lock: Path, *, if_missing: bool) -> bool:
-    """Return whether no process holds the lock; `if_missing` if there is no lock file, as in a kept folder."""
+    """Return True if no process holds the lock. Without a lock file, as in a kept folder, return `if_missing`."""
     try:
         handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The run folder: the request, the decisions and the events of a run."""
+"""The run folder: its files, and how a command finds the run or the checkpoint that the user names."""
 
 import os
 import re
@@ -56,7 +56,7 @@ class RunFolder:
 
     @property
     def task(self) -> Path:
-        """The request of a run that reached training."""
+        """The task file, with the job and settings; it exists if the run has reached training."""
         return self.path / "task.json"
 
     @property
@@ -79,7 +79,7 @@ class RunFolder:
 
 
 def new_run(name: str, *, root: Path = ROOT, run_id: str | None = None) -> RunFolder:
-    """Create the folder of a new run; ids sort by time and never collide."""
+    """Create the folder of a new run. By default, its id begins with the time and ends with a random part."""
     run_id = run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     path = root / name / run_id
     try:
@@ -96,7 +96,7 @@ def new_run(name: str, *, root: Path = ROOT, run_id: str | None = None) -> RunFo
 
 
 def number_run(path: Path, *, root: Path = ROOT) -> None:
-    """Number a new run one above the highest number of all runs here, independent of the clock.
+    """Number a new run: one more than the highest number of all runs in `root`. The clock has no influence.
 
     Raises:
         OSError: the number can't be written.
@@ -106,7 +106,7 @@ def number_run(path: Path, *, root: Path = ROOT) -> None:
 
 
 def _run_number(path: Path) -> int:
-    """Return a run's number; 0 for a run of an older version without numbers, which is older than all others."""
+    """Return a run's number; 0 if the run is of an older version, which had no numbers."""
     try:
         text = read_regular(path / NUMBER, max_bytes=32).decode(errors="replace")
     except (OSError, ValueError):
@@ -115,7 +115,7 @@ def _run_number(path: Path) -> int:
 
 
 def newest_run(name: str | None = None, *, root: Path = ROOT, only_trained: bool = False) -> RunFolder | None:
-    """Return the newest run of a job, or of all jobs; with `only_trained`, runs that reached training come first."""
+    """Return the newest run of a job, or of all jobs; with `only_trained`, of those that reached training, if any."""
     runs = _all_runs(root) if name is None else _runs_in(root / name)
     runs = ([path for path in runs if RunFolder(path).task.exists()] if only_trained else []) or runs
     return RunFolder(max(runs, key=_sort_key)) if runs else None
@@ -144,7 +144,7 @@ def _sort_key(path: Path) -> tuple[int, str, str]:
 
 
 def newest_saved_run(name: str, *, root: Path = ROOT) -> RunFolder | None:
-    """Return the newest run of a job that has saved something; if none has, the newest that reached training."""
+    """Return the newest run of a job that has begun a save; if none has, the newest run that reached training."""
     saved = [path for path in (root / name).glob("*") if has_saves(RunFolder(path).checkpoints)]
     if saved:
         return RunFolder(max(saved, key=_sort_key))
@@ -153,7 +153,7 @@ def newest_saved_run(name: str, *, root: Path = ROOT) -> RunFolder | None:
 
 
 def run_of_checkpoint(checkpoint: Path) -> RunFolder:
-    """Return the run that saved a checkpoint, even if the run has set it aside since."""
+    """Return the run that saved a checkpoint, even if the checkpoint has been moved to a folder of superseded ones."""
     absolute = checkpoint.absolute()
     checkpoint_folders = [
         parent for parent in absolute.parents if parent.name == RunFolder(parent.parent).checkpoints.name
@@ -213,9 +213,9 @@ def _refuse_superseded_checkpoint(run: RunFolder, checkpoint: Path | None) -> No
 
 
 def find_run(reference: str | None, *, root: Path = ROOT, only_trained: bool = False) -> tuple[RunFolder, Path | None]:
-    """Return a run folder, and the checkpoint in it that `reference` names, if any; None means the newest run.
+    """Return the run that `reference` names, and the checkpoint if it names one; without a `reference`, the newest run.
 
-    With `only_trained`, it is the newest run that reached training, because `plan` and `verify` have folders too.
+    With `only_trained`, the newest run that reached training is returned: `plan` and `verify` create folders too.
 
     Raises:
         UsageError: there is no such run.
@@ -227,7 +227,7 @@ def find_run(reference: str | None, *, root: Path = ROOT, only_trained: bool = F
         return newest, None
     path = Path(reference)
     if not reference.strip():
-        raise UsageError("the run is empty: is a variable unset?", hint="ls runs/*/")
+        raise UsageError("the name of the run is empty: is a variable unset?", hint="ls runs/*/")
     if is_checkpoint(path):
         return run_of_checkpoint(path), path
     if not path.is_dir():
@@ -246,7 +246,7 @@ def find_run(reference: str | None, *, root: Path = ROOT, only_trained: bool = F
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder is a checkpoint, and not a run that is named like one."""
+    """Return whether a folder is a checkpoint, and not a run folder with a name such as `step-00000100`."""
     run = RunFolder(path)
     if not path.is_dir() or run.events.exists() or run.logs.exists():
         return False
@@ -265,7 +265,7 @@ def _suggest_run(path: Path, root: Path) -> str:
 
 
 def _newest_hint(path: Path, root: Path) -> str:
-    """Return the newest run of the job that was named, or a command that lists runs."""
+    """Return a hint: the newest run of the job that `path` names, or else a command that lists runs."""
     newest = newest_run(path.name, root=root) if path.name else None
     return str(newest.path) if newest is not None else "ls -d runs/*/*/"
 
@@ -276,7 +276,7 @@ def _is_run(path: Path) -> bool:
 
 
 def read_task(run: RunFolder) -> Task:
-    """Return the task that a run was started with.
+    """Return the task with which a run was started.
 
     Raises:
         UsageError: the run did not reach training, or the file is damaged.

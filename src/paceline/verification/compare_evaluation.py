@@ -1,4 +1,4 @@
-"""Compare the layout's evaluation with that of one process at equal weights, over each sample exactly once."""
+"""Compare the layout's evaluation with a one-process evaluation of the same weights. Each sample counts once."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -27,10 +27,10 @@ from paceline.verification.reference.reference import Reference
 from paceline.verification.rung_result import RungResult
 
 _EVALUATED_BATCHES = 4
-_METRIC_TOLERANCE = 1e-6
-_BATCH_SIZE_TOLERANCE = 1e-4  # relative difference of a metric between two batch sizes that rounding may explain
+_METRIC_TOLERANCE = 1e-6  # up to this distance, relative or absolute, rounding explains that a metric differs
+_BATCH_SIZE_TOLERANCE = 1e-4  # the same for a metric that is computed with two batch sizes
 _NUM_PERTURBED_RUNS = 3
-_PERTURBATION_EPS = 4.0  # in machine epsilons of the autocast type: how far a perturbation moves every weight
+_PERTURBATION_EPS = 4.0  # how far a perturbation moves every weight, in machine epsilons of the autocast type
 
 
 def evaluate_layout(setup: TrainingSetup) -> EvaluatedSplit | None:
@@ -51,7 +51,10 @@ def judge_evaluation(
     steps: int,
     layout_tensors: Mapping[str, Tensor],
 ) -> None:
-    """Compare the layout's evaluation with one process that evaluates the layout's own weights."""
+    """Compare the layout's evaluation with a one-process evaluation of the same weights.
+
+    `layout_tensors` are the layout's full weights and buffers after `steps` steps; the reference loads them first.
+    """
     with torch.no_grad():
         for name, tensor in state_dict_tensors(reference.model).items():
             if name in layout_tensors:  # a tied parameter is stored under its first name
@@ -104,7 +107,7 @@ class _ReferenceEvaluation:
         self._expected: dict[str, float] = {}
 
     def compute_metrics(self) -> dict[str, float]:
-        """Return every metric that is a sum divided by a count."""
+        """Return the value of every metric that is a sum divided by a count, by name."""
         self._expected = self._evaluate()
         return self._expected
 
@@ -130,7 +133,7 @@ class _ReferenceEvaluation:
         )
 
     def measure_floors(self) -> dict[str, float]:
-        """Return the noise floor of each metric: its change if every weight is perturbed by rounding."""
+        """Return the noise floor of each metric: its largest change when all weights are perturbed, times a margin."""
         start, floors = ModelSnapshot(self._reference.model), dict.fromkeys(self._expected, 0.0)
         autocast_dtype = self._reference.config.autocast
         for run in range(_NUM_PERTURBED_RUNS):
@@ -184,7 +187,7 @@ def _collate_batches(
 
 
 def _metric_distance(value: float, expected: float) -> float:
-    """Return the distance of a metric from its expected value; 0 if rounding of the sums explains it."""
+    """Return the distance of a metric from its expected value; 0 if rounding explains it, or if neither is finite."""
     both_nonfinite = not math.isfinite(value) and not math.isfinite(expected)
     if both_nonfinite or math.isclose(value, expected, rel_tol=_METRIC_TOLERANCE, abs_tol=_METRIC_TOLERANCE):
         return 0.0
@@ -192,13 +195,18 @@ def _metric_distance(value: float, expected: float) -> float:
 
 
 def _is_close(one: float, other: float) -> bool:
+    """Return True if a metric is equal for two batch sizes up to rounding, or is not finite."""
     return math.isclose(one, other, rel_tol=_BATCH_SIZE_TOLERANCE, abs_tol=_BATCH_SIZE_TOLERANCE) or not math.isfinite(
         one - other
     )
 
 
 def _select_subset(data: Any, setup: TrainingSetup) -> Any:
-    """Return a subset of the split that is not divisible by the number of ranks; a DataLoader keeps its collation."""
+    """Return the first samples of the evaluation data; None if samples cannot be selected by index.
+
+    If the data is large enough, the number of samples is not divisible by the number of ranks. A DataLoader keeps its
+    collation.
+    """
     if isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__")):
         data = data()
     if isinstance(data, DataLoader):

@@ -42,13 +42,13 @@ class LockstepComparison:
         self._world = setup.world
         self._reference = reference
         self._report_progress = report_progress
-        self._last_gradient: Mapping[str, Tensor] = {}
+        self._last_gradient: Mapping[str, Tensor] = {}  # the reference's gradient in the step before
         self._had_positive_lr: dict[str, bool] = {}  # by parameter with a gradient: was its learning rate ever above 0?
         self._has_compared_update = self._has_changed_weights = self._had_zero_lr = False
         self.rung_result = RungResult()
 
     def run(self, cursors: Sequence[Cursor]) -> RungResult:
-        """Compare one step at each cursor."""
+        """Compare the step at each cursor until one differs, and return the result on every rank."""
         self._compare_initial_state()
         for number, cursor in enumerate(cursors, 1):
             position = RunPosition(steps_done=cursor.step, epoch=cursor.epoch, batch_start=cursor.position)
@@ -65,7 +65,7 @@ class LockstepComparison:
         return shared_result
 
     def _untested_note(self, reference: Reference, *, steps: int) -> str:
-        """Return a note about what the compared steps did not test."""
+        """Return a note about what the compared steps did not test; empty if they tested everything."""
         if not self._has_compared_update:
             return "gradients and weights: no compared step has a finite gradient in one process"
         has_changed = (
@@ -89,7 +89,7 @@ class LockstepComparison:
             return
 
     def _initial_difference_cause(self, name: str, ranks: Sequence[int]) -> str:
-        """Return the likely cause of a tensor that differs from the one that one process built."""
+        """Return the likely cause of an initial tensor that differs on `ranks` from the tensor of one process."""
         rank_list = ", ".join(map(str, ranks))
         if name not in self._setup.weights.parameter_names:
             return (
@@ -158,7 +158,10 @@ class LockstepComparison:
         self._compare_module_outputs(step_input, comparison)
 
     def _gather_read_microbatches(self, local_microbatches: list[Any]) -> list[Any]:
-        """Return the microbatches that all replicas read; report ranks of one replica that read different samples."""
+        """Gather the microbatches of all replicas; record a difference if ranks of one replica read different samples.
+
+        A microbatch is a list: its index, its samples, a checksum of its data, and its number of rows.
+        """
         microbatches_by_replica: dict[int, list[Any]] = {}
         for rank, (replica, microbatches) in enumerate(
             self._world.gather_json([self._setup.worlds.data.rank, local_microbatches])
@@ -171,7 +174,7 @@ class LockstepComparison:
         return [row for rows in microbatches_by_replica.values() for row in rows]
 
     def _check_counts(self, result: StepResult) -> None:
-        """Report counts that `train` refuses, since they explain the gradient; every rank has the same counts."""
+        """Record a difference if `train` would refuse the counts of the step. All ranks have equal counts."""
         try:
             result.totals.check_counts()
         except JobError as error:
@@ -199,7 +202,10 @@ class LockstepComparison:
             comparison.compare_local_gradients(gathered, gradients, replicas=self._world.world_size)
 
     def _compare_module_outputs(self, step_input: StepInput, comparison: StepComparison | None) -> None:
-        """Find the first module whose output differs, if a gradient is unexplained and the forward is sharded."""
+        """Find the first module whose output differs, to explain a gradient that is still unexplained.
+
+        Nothing is done if the layout neither shards the model nor uses remat.
+        """
         plan, worlds = self._setup.plan, self._setup.worlds
         remat = plan.asked.remat != "none"
         is_unexplained = self._world.share_json(comparison is not None and bool(comparison.unexplained))
@@ -214,7 +220,7 @@ class LockstepComparison:
             comparison.report_module_outputs(difference, remat=remat)
 
     def _rerun_without_dropout(self, step_input: StepInput, comparison: StepComparison | None) -> None:
-        """Run the step again on both sides with every dropout rate at zero."""
+        """Run the step again without dropout, in the layout and in the reference."""
         models = [*self._setup.models] if self._reference is None else [*self._setup.models, self._reference.model]
         with without_dropout(models):
             self._load_reference_state()
@@ -248,7 +254,7 @@ class LockstepComparison:
                 value = distribute_full_tensor(name, source.get(name), sharded=self._setup.weights, world=self._world)
                 if local.tensor is not None and value is not None:
                     copy_into(local.tensor, value)
-        self._setup.step.replica.buffers.begin()  # this copy, not a forward, wrote the buffers
+        self._setup.step.replica.buffers.begin()  # the buffers were written by this copy, not by a forward
 
     def _read_step_input(self, cursor: Cursor) -> StepInput:
         loader = build_layout_loader(self._setup, cursor)
@@ -260,7 +266,7 @@ class LockstepComparison:
     def _compare_update(
         self, expected_gradient: Mapping[str, Tensor], comparison: StepComparison | None, step: int
     ) -> None:
-        """Step both optimizers with the reference's gradient, and compare the weights on every rank."""
+        """Step the layout's and the reference's optimizers with the reference's gradient, and compare the weights."""
         names = set(self._world.share_json(sorted(expected_gradient)))
         optim_shards, weights = self._setup.optim_shards, self._setup.weights
         weights_before = (
@@ -292,11 +298,11 @@ class LockstepComparison:
         comparison.compare_norms(norms)
         rank_names = RankNames(mesh=self._setup.worlds.mesh, sharded=weights)
         for copy, weights_after in enumerate(copies):
-            changed = {n: t for n, t in weights_after.items() if copy == 0 or t is not copies[0][n]}
+            distinct_weights = {n: t for n, t in weights_after.items() if copy == 0 or t is not copies[0][n]}
             location = f", on rank {copy}" if copy else ""
             comparison.compare_weights(
                 weights_before=weights_before,
-                weights_after=changed,
+                weights_after=distinct_weights,
                 location=location,
                 rank_names=rank_names,
                 copy=copy,
@@ -304,9 +310,10 @@ class LockstepComparison:
 
 
 def unchanged_weights_note(has_changed: Mapping[str, bool], *, steps: int, lr_rises: bool) -> str:
-    """Return a note about weights that have a gradient but did not change, so that their update was not tested.
+    """Return a note about weights whose update was not tested, because no step changed them; empty if there are none.
 
-    `has_changed` is False for a weight whose learning rate was 0, and for all weights if no step changed any of them.
+    `has_changed` has an entry for each weight with a gradient. The entry is False if the weight's learning rate was 0
+    in every step. All entries are False if no step changed any weight.
     `lr_rises`: the learning rate of some unchanged weights is above 0 in the next step.
     """
     unchanged = [name for name, changed in has_changed.items() if not changed]

@@ -1,4 +1,4 @@
-"""The third rung: the layout and one process run freely for some steps; then weights and evaluation are compared."""
+"""The third rung: train the layout and one process independently, then compare their weights and evaluations."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ from paceline.verification.rung_result import DIFFERENT, RungResult, judge_dista
 from paceline.verification.tensor_distance import euclidean_distance, euclidean_norm, machine_epsilon
 
 _MAX_PERTURBED_RUNS = 6
-_MAX_SAMPLES, _MAX_SECONDS = 64, 1.0  # limits of the reads from all over the dataset
-ContentChecksums = dict[tuple[int, int], int]  # checksums by step and microbatch
+_MAX_SAMPLES, _MAX_SECONDS = 64, 1.0  # limits of the check that reads samples from all over the dataset
+ContentChecksums = dict[tuple[int, int], int]  # checksums of the data, by (step, index of the microbatch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDrift:
-    """The allowed drift of weights, relative to how far training moved them, and the likely cause of a larger drift."""
+    """The allowed drift of a weight, as a fraction of how far training moved it, and the cause of a larger drift."""
 
     fraction: float = 1e-3
     cause: str = "the runs diverge over several steps although each single step agrees: optimizer state or schedule"
@@ -46,7 +46,10 @@ def compare_free_run(
     report_progress: ReportProgress,
     drift: WeightDrift | None = None,
 ) -> RungResult:
-    """Compare the weights after `steps` steps; the floor is the drift of perturbed one-process runs."""
+    """Train the layout and one process for `steps` steps each, and compare data, weights and evaluation.
+
+    The noise floor of a tensor is measured on one-process runs from perturbed weights; see `judge_drift`.
+    """
     rung_result, requested_steps = RungResult(), steps
     initial_tensors: dict[str, Tensor] = {}
     reference_losses: list[float] = []
@@ -72,7 +75,7 @@ def compare_free_run(
     with setup.step.synchronised_weights():
         layout_evaluation, layout_tensors = evaluate_layout(setup), gather_state_dict(setup)
     if reference is not None and steps < requested_steps:
-        reason = "one process has no finite gradient there, or a term without targets"
+        reason = "in one process, the gradient is not finite there, or a loss term has no targets"
         rung_result.record_uncovered(f"step {steps + 1} and later: {reason}")
     if reference is not None and steps:
         judge_drift(
@@ -95,7 +98,7 @@ def compare_free_run(
 
 
 def read_first_batches(setup: TrainingSetup, steps: int, contents: ContentChecksums) -> Any:
-    """Yield the run's first batches, and record checksums of their data in `contents`."""
+    """Yield the first `steps` batches of the run, and store checksums of their data in `contents`."""
     loader = build_layout_loader(setup, Cursor())
     try:
         for step_input in islice(iter(loader), steps):
@@ -110,7 +113,10 @@ def read_first_batches(setup: TrainingSetup, steps: int, contents: ContentChecks
 def _compare_contents(
     rung_result: RungResult, setup: TrainingSetup, local_contents: ContentChecksums, expected: ContentChecksums
 ) -> None:
-    """Compare the data of consecutive batches. Only a free run exposes state that data workers keep between batches."""
+    """Compare the data of every microbatch with the data that one process read.
+
+    Only a free run reads consecutive batches, and so exposes state that data workers keep between batches.
+    """
     gathered = setup.world.gather_json([[*key, content] for key, content in local_contents.items()])
     contents = {(step, index): content for entries in gathered for step, index, content in entries}
     for (step, index), content in sorted(expected.items()):
@@ -124,18 +130,18 @@ def _compare_contents(
 
 
 def _compare_other_samples(rung_result: RungResult, setup: TrainingSetup) -> None:
-    """Compare samples from all over the dataset between the ranks; the compared steps read only a small part of it."""
+    """Check that all ranks read equal samples in all parts of the dataset; the compared steps read only a few."""
     source, seed, world = setup.data.train, setup.settings.seed, setup.world
     if world.world_size == 1 or not source.is_indexed:
         return
     read_checksums = partial(sample_checksums, source, seed=seed, max_samples=_MAX_SAMPLES, seconds=_MAX_SECONDS)
-    first = read_checksums(fixed_indices=None) if world.is_main else None
-    indices = world.share_json(None if first is None else first[0])
+    first_read = read_checksums(fixed_indices=None) if world.is_main else None
+    indices = world.share_json(None if first_read is None else first_read[0])
     checksums = read_checksums(fixed_indices=indices)[1]
-    is_same = all(world.gather_json(first is None or first[1] == checksums))
+    is_repeatable = all(world.gather_json(first_read is None or first_read[1] == checksums))
     for index, *values in zip(indices, *world.gather_json(checksums), strict=True):
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if other is not None and is_same:
+        if other is not None and is_repeatable:
             cause = (
                 f"data: sample {index} differs between rank {other} and rank 0, in data that the compared steps did "
                 "not read: a dataset that depends on the rank, or other files there"
@@ -147,7 +153,10 @@ def _compare_other_samples(rung_result: RungResult, setup: TrainingSetup) -> Non
 def _train_reference(
     reference: Reference, steps: int, *, reverse_order: bool, contents: ContentChecksums | None = None
 ) -> list[float]:
-    """Run one process and return its losses; stop before a non-finite gradient or a term without a target."""
+    """Train one process for up to `steps` steps, and return the losses; store checksums of the data in `contents`.
+
+    Training stops before a step with a non-finite gradient or with a loss term that has no target.
+    """
     position, losses = RunPosition(steps_done=0, epoch=0, batch_start=0), []
     for _ in range(steps):
         microbatches = reference.read_microbatches(position)
@@ -167,7 +176,7 @@ def _train_reference(
 
 
 def _train_perturbed(reference: Reference, steps: int, seed: int) -> dict[str, Tensor]:
-    """Train from perturbed weights with the microbatches in reverse order, and return the tensors afterwards.
+    """Train one process from perturbed weights, with microbatches in reverse order; return the trained tensors.
 
     Buffers come from a run in the usual order, because running statistics depend on the order.
     """
@@ -194,10 +203,11 @@ def judge_drift(
     steps: int,
     drift: WeightDrift,
 ) -> None:
-    """Compare the distance of each tensor with that of perturbed runs, and with how far training has moved it.
+    """Record the verdict on each of the layout's tensors after `steps` steps.
 
-    Several perturbed runs are tried before the verdict is different: with Adam, an element whose gradient is almost
-    zero moves up or down by a full step, and a single perturbation may not change its direction.
+    The noise floor of a tensor is the largest of: its drift in perturbed one-process runs, a fraction of how far
+    training moved it, and accumulated rounding. `train_perturbed(seed)` returns the tensors of a perturbed run. Several
+    runs are tried: under Adam, an element with a tiny gradient moves by a full step, and not every run flips its sign.
     """
     expected = collect_tensors(reference)
     distances = {name: euclidean_distance(tensor, expected[name]) for name, tensor in tensors.items()}
@@ -246,12 +256,12 @@ def judge_drift(
 
 
 def _accumulated_rounding(tensor: Tensor, expected: Tensor, steps: int) -> float:
-    """Return the rounding of half precision, which each step may add to each element."""
+    """Return how far half-precision rounding may move a tensor in `steps` steps; 0 for wider types."""
     return machine_epsilon(tensor) * euclidean_norm(expected) * steps**0.5 if tensor.dtype.itemsize < 4 else 0.0
 
 
 def trained_tensors(reference: Reference) -> dict[str, Tensor]:
-    """Return the weights and their moving averages."""
+    """Return the reference's weights and their moving averages."""
     average = reference.average.tensors
     return reference.weights() | dict(zip(averaged_names(list(average)), average.values(), strict=True))
 
@@ -275,7 +285,7 @@ def gather_layout_buffers(setup: TrainingSetup) -> dict[str, Tensor]:
 
 
 def gather_layout_weights(setup: TrainingSetup) -> dict[str, Tensor]:
-    """Gather the layout's full weights and their moving averages."""
+    """Gather the layout's full weights and their moving averages; for local SGD, the weights of every site instead."""
     sharded, ema = setup.weights, setup.update.ema
     local_weights = {
         name: local.tensor for name, local in sharded.local_tensors.items() if name in sharded.parameter_names
@@ -313,7 +323,7 @@ def _gather_site_weights(
 
 
 def gather_state_dict(setup: TrainingSetup) -> dict[str, Tensor]:
-    """Gather the full tensors that any rank's `state_dict` lists; with expert parallelism a rank lists only some."""
+    """Gather the full tensors in the `state_dict` of any rank. With expert parallelism, no rank has all of them."""
     sharded = setup.weights
     listed = {name for names in setup.world.gather_json(list(state_dict_tensors(setup.model))) for name in names}
     return {

@@ -30,11 +30,11 @@ from paceline.verification.reference.reference import Reference, RunPosition
 from paceline.verification.rung_result import DIFFERENT, RungResult, judge_distance
 from paceline.verification.tensor_distance import euclidean_distance, euclidean_norm, machine_epsilon, to_double
 
-_UPDATE_EPS, _UPDATE_EPS_HALF = 64.0, 2.0  # units in the last place by which two updates from one gradient may differ
+_UPDATE_EPS, _UPDATE_EPS_HALF = 64.0, 2.0  # allowed difference of updated weights, in machine epsilons
 
 
 class StepComparison:
-    """The comparison of one step: first forward and backward, then the weights after both sides' optimizer steps."""
+    """The comparison of one step with the reference: forward and backward first, then the weights after the update."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class StepComparison:
         self._rank_names = rank_names
         self._position = position
         self._rung_result = rung_result
-        self._location = ""
+        self._location = ""  # where random numbers differ, if a rerun has shown it
         self._rerun = ReferenceRerun(
             reference=reference, position=position, last_gradient=last_gradient or {}, rank_names=rank_names
         )
@@ -68,7 +68,7 @@ class StepComparison:
 
     @property
     def needs_dropout_rerun(self) -> bool:
-        """True if a gradient is unexplained in a model with dropout, so that a rerun without it may show the cause."""
+        """True if a gradient is unexplained and the model has dropout. A rerun without dropout may show the cause."""
         return bool(self._rerun.unexplained) and has_dropout(self._reference.model)
 
     def compare_forward_backward(self, observed: ObservedStep) -> None:
@@ -86,12 +86,13 @@ class StepComparison:
                 "step (train.on_nonfinite)."
             )
         folded_prefixes = {f"{name}." for name, _ in norms_with_statistics(self._reference.model)}
-        early_buffers = {
+        forward_buffers = {
             name for name, _ in self._reference.model.named_buffers() if not name.startswith(tuple(folded_prefixes))
         }
         self._losses = observed.losses
-        # before the gradients: a wrong buffer that the forward reads explains wrong gradients
-        self._compare_buffers(observed.buffers, early_buffers)
+        # Buffers that the forward reads come before the gradients, because a wrong buffer explains wrong gradients.
+        # Running statistics do not, so they are compared last.
+        self._compare_buffers(observed.buffers, forward_buffers)
         self._compare_gradients(observed, is_data_correct=data_cause is None)
         self._compare_losses(observed.losses)
         if self._rerun.is_rounding_dominated:
@@ -99,11 +100,11 @@ class StepComparison:
                 f"gradients of step {self._position.step_number} in half precision: rounding changes them too much"
             )
         self._compare_buffers(
-            observed.buffers, {name for name, _ in self._reference.model.named_buffers()} - early_buffers
+            observed.buffers, {name for name, _ in self._reference.model.named_buffers()} - forward_buffers
         )
 
     def _compare_nonfinite(self, copies: Sequence[Tensors]) -> None:
-        """Report a copy whose gradient is finite although that of one process is not (a count of 0, an overflow)."""
+        """Report a copy of the model whose gradient is finite although the one-process gradient is not."""
         for copy, gradients in enumerate(copies):
             if all(bool(torch.isfinite(value).all()) for value in gradients.values()):
                 location = describe_copy(next(iter(self.expected_gradient)), copy, rank_names=self._rank_names)
@@ -114,24 +115,28 @@ class StepComparison:
                 )
                 return
         self._rung_result.detail += (
-            f" Step {self._position.step_number} has no finite gradient, neither in one process nor here "
-            f"({self._rerun.gradient.counts_text}): train.on_nonfinite decides."
+            f" The gradient of step {self._position.step_number} is not finite, in one process and here "
+            f"({self._rerun.gradient.counts_text}): train.on_nonfinite decides what train does."
         )
 
     @property
     def unexplained(self) -> list[str]:
-        """The parameters whose gradient is not explained yet, worst first."""
+        """The first `MAX_NAMES` parameters whose gradient is not explained yet, worst first."""
         return self._rerun.unexplained[:MAX_NAMES]
 
     @property
     def global_counts(self) -> dict[str, float] | None:
-        """The global counts, if the job gives them before the forward."""
+        """The global counts by loss term; None if the job does not give them before the forward."""
         return self._rerun.global_counts
 
     def compare_local_gradients(
         self, local_gradients: Mapping[int, torch.Tensor], gradients: Sequence[Tensors], *, replicas: int | None = None
     ) -> None:
-        """Decide from the ranks' local gradients whether the fault is in forward and backward or in the reduction."""
+        """Decide from the ranks' local gradients whether the fault is in forward and backward or in the reduction.
+
+        `local_gradients` are by microbatch, before the reduction; `gradients` are reduced, by copy of the model.
+        `replicas` is the number of ranks, each of which has the whole model.
+        """
         names, first_difference = self.unexplained, self._rung_result.first_difference
         parameters = dict(self._reference.model.named_parameters())
         reduced = (
@@ -147,7 +152,7 @@ class StepComparison:
             first_difference["cause"] = f"{cause} ({share})"
 
     def record_module_outputs(self, microbatches: int) -> ModuleOutputs:
-        """Run the reference again, and return the outputs of every module."""
+        """Run the reference again, and return the module outputs of the first `microbatches` microbatches."""
         return record_reference_outputs(self._rerun, model=self._reference.model, microbatches=microbatches)
 
     def report_module_outputs(self, output_difference: Mapping[str, Any] | None, *, remat: bool) -> None:
@@ -173,7 +178,7 @@ class StepComparison:
         )
 
     def report_dropout_rerun(self, gradients: Sequence[Tensors]) -> None:
-        """Record random numbers as the cause if the gradients of both sides agree without dropout."""
+        """Record random numbers as the cause if, without dropout, the layout's gradients agree with the reference's."""
         expected = self._rerun.compute_again().total
         differing = [
             name
@@ -212,7 +217,10 @@ class StepComparison:
         rank_names: RankNames | None = None,
         copy: int = 0,
     ) -> None:
-        """Compare the weights after both optimizers applied the same gradient."""
+        """Compare the weights of one copy of the model, after the layout and the reference applied the same gradient.
+
+        `copy` is the index of the copy; `location` names its rank in a message.
+        """
         expected = {name: p.detach() for name, p in self._reference.model.named_parameters()}
         ratios: dict[str, float] = {}
         for name, weight in weights_after.items():
@@ -273,7 +281,10 @@ class StepComparison:
         )
 
     def _compare_presence(self, copies: Sequence[Tensors]) -> None:
-        """Report a gradient that is zero on one side and None on the other: weight decay and momentum act on zeros."""
+        """Report a gradient that is zeros on one side, the layout or one process, and None on the other.
+
+        The updates then differ, because weight decay and momentum act on zeros but not on None.
+        """
         for copy, gradients in enumerate(copies):
             for name in sorted(set(gradients) ^ set(self.expected_gradient)):
                 layout_text, reference_text = ("zeros", "none") if name in gradients else ("none", "zeros")
@@ -286,7 +297,7 @@ class StepComparison:
                 return
 
     def _differing_parameters(self, gradients: Tensors) -> list[str]:
-        """Return the parameters whose distance exceeds their floor, worst first."""
+        """Record a verdict on each gradient, and return the parameters whose gradient is different, worst first."""
         ratios = {}
         for name in sorted({*gradients, *self.expected_gradient}):
             if name not in self.expected_gradient or name not in gradients:
@@ -313,7 +324,10 @@ class StepComparison:
             floor = self._rerun.floors.loss if distance else 0.0
             if judge_distance(distance, floor) == DIFFERENT:
                 ratio = loss / self._rerun.gradient.loss if self._rerun.gradient.loss else float("inf")
-                cause = f"the reported loss is {ratio:.4g} times the one-process loss on rank {rank}: not global"
+                cause = (
+                    f"the reported loss is {ratio:.4g} times the one-process loss on rank {rank}: "
+                    "not summed over all ranks"
+                )
                 self._rung_result.record_difference(step=self._position.step_number, parameter="(loss)", cause=cause)
                 return
 

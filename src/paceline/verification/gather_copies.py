@@ -18,7 +18,7 @@ def gather_copies(
 ) -> list[dict[str, Tensor]]:
     """Return the full tensors of every copy, valid on rank 0. Only copies that differ from the first are sent.
 
-    A copy lacks a tensor that any of the copy's ranks does not have (such as the gradient of a frozen parameter).
+    If a rank of a copy lacks a tensor (such as the gradient of a frozen parameter), the copy omits this tensor.
     """
     digests_by_rank = world.gather_json(digest_tensors(local_tensors))
     names = sharded.names if names is None else names
@@ -46,7 +46,7 @@ def gather_copies(
 def shard_distances(
     local_tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, sharded: ShardedTensors, world: World
 ) -> dict[str, dict[int, float]]:
-    """Return the distance of each rank's shard from that of `expected`, by name and rank, if any bit differs.
+    """Return how far each rank's shard is from the expected shard, by tensor name and rank; equal shards are omitted.
 
     `expected` has full tensors, and is read on rank 0 only.
     """

@@ -1,9 +1,9 @@
 """Noise floors: how far two correct results may differ, measured for each tensor.
 
 One process repeats the same step with every weight perturbed by one unit in the last place, and with the
-microbatches in reverse order. The change of the result is rounding. A tensor whose true gradient is zero gets a floor
-far above its norm. A job whose result changes without a perturbation, or with the order of the microbatches, has no
-floor, because such a change is not rounding.
+microbatches in reverse order. The change of the result is rounding, and gives the floor. A tensor whose true gradient
+is zero gets a floor above the norm of its computed gradient, which is only rounding. If the result of a job changes
+without a perturbation, or with the order of the microbatches, the change is not rounding and is not measured.
 """
 
 import math
@@ -19,24 +19,25 @@ from paceline.verification.reference.reference import Reference, ReferenceGradie
 from paceline.verification.tensor_distance import euclidean_distance, euclidean_norm, machine_epsilon
 
 MARGIN = 16.0  # the factor from the measured noise to the floor
-# with 8 or 11 bits the noise is a large share of a gradient, so a factor of 16 would hide faults
+# the same for half precision: with 8 or 11 bits, noise is a large share of a gradient, so a factor of 16 hides faults
 _HALF_PRECISION_MARGIN = 4.0
-# a change of the whole gradient is rounding up to the smaller of the first two limits, but always up to the third
+# A change of the whole gradient counts as rounding up to the smaller of the next two limits, or up to the third limit
+# if that is larger.
 MAX_ROUNDING_EPS = 4096.0  # in machine epsilons of the gradient's norm
 _MAX_ROUNDING_FRACTION = 0.02  # of the gradient's norm
-_MIN_ROUNDING_EPS = 16.0  # in machine epsilons of the gradient's norm; for bfloat16 more than the second limit
-_OTHER_KERNELS_FACTOR = 16.0  # for floors where the layout uses a different formula
+_MIN_ROUNDING_EPS = 16.0  # in machine epsilons of the gradient's norm; in bfloat16, larger than the second limit
+_OTHER_KERNELS_FACTOR = 16.0  # multiplies the floors if the layout uses other formulas (see `ReferenceConfig`)
 _NUM_PERTURBED_RUNS = 3
 _MIN_FLOOR_EPS = 4.0  # the smallest floor, in machine epsilons of the tensor's norm and before the margin
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseFloors:
-    """The noise floors of one step: Euclidean norms by tensor name, and the floor of the loss.
+    """The noise floors of one step: for each gradient and buffer, by name, a Euclidean distance; and one for the loss.
 
-    `is_repeatable`: the same step from the same weights and buffers gives the same result. `is_order_independent`: so
-    does the same step with its microbatches in reverse order. `is_rounding_dominated`: in half precision, rounding
-    changes the gradient so much that it can't be compared.
+    `is_repeatable`: the same step from the same weights and buffers gives the same result. `is_order_independent`: the
+    step gives the same result if its microbatches run in reverse order. `is_rounding_dominated`: in half precision,
+    rounding changes the gradient so much that it can't be compared.
     """
 
     gradients: dict[str, float]
@@ -72,7 +73,7 @@ def _dropout_rate_names(module: nn.Module) -> set[str]:
 
 
 def noise_margin(value: Tensor) -> float:
-    """Return the factor by which the measured noise is multiplied to give the floor."""
+    """Return the factor between the measured noise of this tensor and its floor."""
     return _HALF_PRECISION_MARGIN if value.is_floating_point() and value.dtype.itemsize < 4 else MARGIN
 
 
@@ -84,7 +85,10 @@ def measure_floors(
     microbatches: Sequence[ReferenceMicrobatch],
     start: ModelSnapshot,
 ) -> NoiseFloors:
-    """Measure the largest change over perturbed runs, times a margin; `start` is the state before the step."""
+    """Return the noise floors of a step: the largest change over perturbed runs, times a margin.
+
+    `gradient` is the reference's gradient of this step, and `start` the model's state before the step.
+    """
     state_after = ModelSnapshot(reference.model)
     start.restore()
     is_repeatable = is_rounding(gradient, reference.compute_gradient(position, microbatches=microbatches), reference)
@@ -100,7 +104,7 @@ def measure_floors(
         perturbed = reference.compute_gradient(position, microbatches=microbatches)
         is_close = is_rounding(gradient, perturbed, reference)
         is_rounding_dominated = is_rounding_dominated or (has_half_precision_slices(reference) and not is_close)
-        # otherwise a discrete decision flipped (round, argmax, top-k), which is not rounding
+        # if neither: a discrete decision flipped (round, argmax, top-k), which is not rounding
         if is_close or is_rounding_dominated:
             rerun_gradients.append(perturbed)
             buffers.append({name: b.detach().clone() for name, b in reference.model.named_buffers()})
@@ -126,7 +130,7 @@ def measure_floors(
 
 
 def is_rounding(gradient: ReferenceGradient, other: ReferenceGradient, reference: Reference) -> bool:
-    """Return True if arithmetic alone can explain the distance of two gradients of the same weights and samples."""
+    """Return True if rounding alone can explain the distance of two gradients of the same weights and samples."""
     first = next(iter(gradient.total.values()), torch.zeros(()))
     eps = max(
         machine_epsilon(first), 0.0 if reference.config.autocast is None else torch.finfo(reference.config.autocast).eps
@@ -139,9 +143,9 @@ def is_rounding(gradient: ReferenceGradient, other: ReferenceGradient, reference
 
 
 def perturb_weights(model: nn.Module, *, seed: int, min_step: float = 0.0) -> None:
-    """Move every trained weight up or down by one unit in the last place, or by the relative step `min_step`.
+    """Move every trained weight up or down by one unit in the last place, or by the fraction `min_step` if it is more.
 
-    A small weight is moved relative to its tensor's root mean square.
+    A weight below the root mean square of its tensor is moved as far as a weight of that size.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -154,13 +158,16 @@ def perturb_weights(model: nn.Module, *, seed: int, min_step: float = 0.0) -> No
 
 
 def has_half_precision_slices(reference: Reference) -> bool:
-    """Return True if slices are computed in half precision. A flipped discrete decision then counts as rounding."""
+    """Return True if the layout computes slices in half precision. A flipped decision then counts as rounding."""
     has_half_weights = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in reference.model.parameters())
     return reference.config.is_sliced and (has_half_weights or reference.config.autocast is not None)
 
 
 def perturb_reference(reference: Reference, *, seed: int) -> None:
-    """Perturb the reference's weights, by the autocast type's epsilon if the layout rounds slices to it."""
+    """Perturb the reference's weights by one unit in the last place.
+
+    If the layout computes slices of a microbatch under autocast, perturb by the epsilon of the autocast type.
+    """
     autocast_dtype = reference.config.autocast if reference.config.is_sliced else None
     perturb_weights(
         reference.model, seed=seed, min_step=0.0 if autocast_dtype is None else torch.finfo(autocast_dtype).eps

@@ -16,17 +16,16 @@ from paceline.trainer.setup.optimizers import make_scaler
 from paceline.trainer.setup.prepare import PreparedJob
 from paceline.verification.precision_cast import cast_model, cast_tensor
 
-LOSS_SCALE = 1024.0
+LOSS_SCALE = 1024.0  # constant in fp16, and low: after an overflow there is nothing to compare
 
 
 def make_cast(dtype: torch.dtype | None) -> Callable[[Any], Any]:
-    """Return a function that casts floating tensors of a batch to this type, and complex ones to its complex type."""
-
+    """Return a function that casts the floating and complex tensors of a batch to this precision; None: no cast."""
     return _identity if dtype is None else lambda batch: map_tensors(batch, lambda tensor: cast_tensor(tensor, dtype))
 
 
 def cast_job(job: Job, dtype: torch.dtype | None) -> Job:
-    """Return the job with its model in this precision, and also its loss if that is a module (class weights)."""
+    """Return the job with its model in this precision. A loss module is cast too, as it may hold class weights."""
     if dtype is None:
         return job
     loss = cast_model(deepcopy(job.loss), dtype) if isinstance(job.loss, nn.Module) else job.loss
@@ -36,7 +35,7 @@ def cast_job(job: Job, dtype: torch.dtype | None) -> Job:
 def build_in_precision(
     prepared_job: PreparedJob, world: World, dtype: torch.dtype | None, *, loss_scale: float = LOSS_SCALE
 ) -> TrainingSetup:
-    """Build this rank's training setup in this precision; `loss_scale` is for fp16."""
+    """Build this rank's training setup in this precision (None: the job's own); `loss_scale` is for fp16."""
     settings = prepared_job.settings
     job = cast_job(prepared_job.job, dtype)
     if dtype is not None:
@@ -44,7 +43,7 @@ def build_in_precision(
         settings = replace(settings, train=replace(settings.train, precision="fp32"))
     setup = build_training_setup(job=job, settings=settings, plan=prepared_job.plan, world=world)
     setup.check_trainable()
-    if setup.update.scaler is not None:  # a low constant scale: after an overflow there is nothing to compare
+    if setup.update.scaler is not None:
         options = {"init_scale": loss_scale, "growth_interval": 1 << 30}
         setup.update.scaler = make_scaler(setup.optim_shards, world, **options)
     return setup

@@ -10,7 +10,7 @@ _PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in this type; a complex tensor in its complex type, an integer tensor unchanged."""
+    """Return the tensor cast to this type: complex values to the matching complex type, integers unchanged."""
     if tensor.is_complex():
         return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -24,7 +24,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         return model.to(dtype)
     cast_storages = {pointer: cast_tensor(storage, dtype) for pointer, storage in shared_storages.items()}
 
-    def cast_parameter(tensor: Tensor) -> Tensor:
+    def cast_keeping_sharing(tensor: Tensor) -> Tensor:
+        """Return the tensor cast; a tensor in a shared storage becomes a view of the cast storage."""
         cast_storage = cast_storages.get(_storage_pointer(tensor))
         if cast_storage is None:
             return cast_tensor(tensor, dtype)
@@ -36,10 +37,10 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             for _, parameter in module.named_parameters(recurse=False):
                 if id(parameter) not in cast_by_id:
                     cast_by_id[id(parameter)] = parameter
-                    parameter.data = cast_parameter(parameter.data)
+                    parameter.data = cast_keeping_sharing(parameter.data)
             for name, buffer in list(module.named_buffers(recurse=False)):
                 if id(buffer) not in cast_by_id:
-                    cast_by_id[id(buffer)] = cast_parameter(buffer)
+                    cast_by_id[id(buffer)] = cast_keeping_sharing(buffer)
                 setattr(module, name, cast_by_id[id(buffer)])
     return model
 

@@ -13,6 +13,7 @@ RECORDING_FLOOR = 1e-4  # the relative distance up to which tensors of two recor
 class RungResult:
     """The result of one rung. Its fields are plain JSON, so that rank 0 can share it with the other ranks.
 
+    `max_difference` and `noise_floor` are those of the tensor with the largest ratio of difference to floor.
     `left_out`: what the verdict does not cover, although the user would expect it. `by_micro`: the results may depend
     on how a batch is split into microbatches. `compared`: the number of compared tensors or metrics, by kind.
     """
@@ -28,7 +29,7 @@ class RungResult:
     compared: dict[str, int] = field(default_factory=dict)
 
     def record(self, verdict: str, *, difference: float = 0.0, floor: float = 0.0) -> None:
-        """Record a verdict, and store the distance that exceeds its floor the most."""
+        """Record the verdict on one tensor. Only the worst verdict and the largest ratio to the floor are stored."""
         self.verdict = max(self.verdict, verdict, key=VERDICTS.index)
         if _floor_ratio(difference, floor) > _floor_ratio(self.max_difference, self.noise_floor):
             self.max_difference, self.noise_floor = difference, floor
@@ -50,7 +51,7 @@ class RungResult:
 
 
 def judge_distance(distance: float, floor: float) -> str:
-    """Return the verdict on one distance; NaN is different from everything."""
+    """Return the verdict on one distance; NaN gives `different`."""
     if distance == 0.0:
         return BITWISE
     return ROUNDING if distance <= floor else DIFFERENT

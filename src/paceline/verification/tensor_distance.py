@@ -20,7 +20,7 @@ def euclidean_norm(value: Tensor) -> float:
 
 
 def euclidean_distance(one: Tensor, other: Tensor) -> float:
-    """Return the Euclidean norm of the difference. It is 0 where both are the same infinity or both NaN."""
+    """Return the Euclidean norm of the difference. The difference of equal infinities, or of two NaNs, is 0."""
     left, right = to_double(one), to_double(other)
     difference = left - right
     if not bool(torch.isfinite(difference).all()):

@@ -50,10 +50,11 @@ def verify_answer(
     compress: str = "none",
     micro_batch_size: int = 0,
 ) -> dict[str, Any]:
-    """Return the whole answer. Its verdict is the worst of all rungs, or undecided if none compared the layout."""
+    """Return the answer as JSON. Its verdict is the worst of all rungs, or undecided if none compared the layout."""
     results = [rung.result for rung in rungs]
     worst = max(results, key=lambda r: (VERDICTS.index(r.verdict), r.max_difference / (r.noise_floor or 1e-300)))
-    rule = update if update != "sync" else compress if compress != "none" else ""
+    rule = update if update != "sync" else compress if compress != "none" else ""  # what the reference does serially
+    # the first rung compares one process with itself, not with the layout
     is_decided = worst.verdict == DIFFERENT or any(rung.is_decided for rung in rungs[1:])
     answer = {
         "verdict": worst.verdict if is_decided else UNDECIDED,

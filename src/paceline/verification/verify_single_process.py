@@ -15,9 +15,9 @@ from paceline.verification.reference.sample_reader import num_rows
 from paceline.verification.rung_result import DIFFERENT, RungResult, judge_distance
 from paceline.verification.tensor_distance import euclidean_distance, euclidean_norm, to_double
 
-_SUM_TOLERANCE = 1e-4
-_SUM_TOLERANCE_EPS = 16
-_FACTOR_TOLERANCE = 0.5
+_SUM_TOLERANCE = 1e-4  # the gradients of two parts add up to that of the whole up to this relative distance
+_SUM_TOLERANCE_EPS = 16  # or up to this many machine epsilons, if that is more
+_FACTOR_TOLERANCE = 0.5  # how far from 2 a factor may be to count as "twice as much"
 _MAX_SPLIT_MICROBATCHES = 4
 _MAX_NAMES = 3
 _NOT_DETERMINISTIC = (
@@ -32,7 +32,7 @@ _START = RunPosition(steps_done=0, epoch=0, batch_start=0)
 
 
 def verify_single_process(make_reference: Callable[[], Reference]) -> RungResult:
-    """Run the same batch twice, then in halves, to test that the job is deterministic and its loss a sum."""
+    """Run a batch twice, then in halves, to test that the job is deterministic and its loss a sum over samples."""
     rung_result = RungResult(by_micro=True)
     _compare_repeated_batch(make_reference, rung_result)
     _compare_with_halves(make_reference(), rung_result)
@@ -73,7 +73,7 @@ def _compare_repeated_batch(make_reference: Callable[[], Reference], rung_result
 
 
 def _untrained_note(reference: Reference, microbatch: ReferenceMicrobatch) -> str:
-    """Return a note on parameters that receive a gradient but are not the model's, so that no optimizer trains them."""
+    """Return a note on parameters outside the model that receive a gradient; no optimizer trains them."""
     names = reference.foreign_parameters(microbatch)
     if not names:
         return ""
@@ -85,7 +85,7 @@ def _untrained_note(reference: Reference, microbatch: ReferenceMicrobatch) -> st
 
 
 def _dropped_rows_note(microbatches: Sequence[ReferenceMicrobatch]) -> str:
-    """Return a note about a collation that leaves samples out; one that packs all samples into one row is accepted."""
+    """Return a note if the collation seems to drop samples. A collation that packs all samples into one row is fine."""
     for index, microbatch in enumerate(microbatches):
         rows, samples = num_rows(microbatch.data), len(microbatch.samples)
         if 1 < rows < samples:
@@ -115,18 +115,19 @@ def _compare_gradients(
         name = max(distances, key=lambda key: distances[key])
         rung_result.record_difference(step=1, parameter=name, cause=_NOT_DETERMINISTIC)
         return
-    floor = measure_floors(reference, gradient, position=_START, microbatches=microbatches, start=start).gradients
-    for name in sorted(distances, key=lambda key: -distances[key] / max(floor.get(key, 0.0), 1e-300)):
-        verdict = judge_distance(distances[name], floor.get(name, 0.0))
-        rung_result.record(verdict, difference=distances[name], floor=floor.get(name, 0.0))
+    floors = measure_floors(reference, gradient, position=_START, microbatches=microbatches, start=start).gradients
+    for name in sorted(distances, key=lambda key: -distances[key] / max(floors.get(key, 0.0), 1e-300)):
+        verdict = judge_distance(distances[name], floors.get(name, 0.0))
+        rung_result.record(verdict, difference=distances[name], floor=floors.get(name, 0.0))
         if verdict == DIFFERENT:
             rung_result.record_difference(step=1, parameter=name, cause=_NOT_DETERMINISTIC)
 
 
 def _compare_with_halves(reference: Reference, rung_result: RungResult) -> None:
-    """Check that the gradients of a microbatch's two parts add up to its gradient, as they do for independent samples.
+    """Check that the gradients of two parts of a microbatch add up to the gradient of the whole microbatch.
 
-    Two halves may have equally many targets by chance, so a split after the first sample is tried too.
+    They do if the samples are independent. Two halves may have equally many targets by chance, so a split after the
+    first sample is tried too.
     """
     if rung_result.verdict == DIFFERENT:
         return
@@ -180,7 +181,10 @@ def _compare_with_halves(reference: Reference, rung_result: RungResult) -> None:
 def _explain_halves(
     reference: Reference, microbatch: ReferenceMicrobatch, *, factor: float, divides_by_samples: bool
 ) -> tuple[str, str]:
-    """Return why the gradients of the parts do not add up, and what the job could do about it."""
+    """Return why the gradients of the parts do not add up, and a hint. The reason is empty if it is not known.
+
+    `factor` and `divides_by_samples` are results of `_compare_split`.
+    """
     if reference.job.loss is None:
         return "", "give loss=(sum, count) instead of the model's own loss"
     if abs(factor - 2.0) < _FACTOR_TOLERANCE:
@@ -196,9 +200,11 @@ def _explain_halves(
 def _compare_split(
     reference: Reference, microbatch: ReferenceMicrobatch, split_index: int
 ) -> tuple[float, float, bool]:
-    """Return the relative distance of a microbatch's gradient from that of its two parts; NaN counts as infinite.
+    """Compare the gradient of two parts of a microbatch with the gradient of the whole.
 
-    Also return the factor between the two gradients, and whether the gradient is divided by the number of samples.
+    Return three values: the distance of the two, relative to the norm of the whole gradient (NaN counts as infinite);
+    the factor by which the parts' gradient is larger; and whether the divisor of the whole gradient is its number of
+    samples.
     """
     read = reference.reader.read
     parts = [
@@ -222,13 +228,16 @@ def _compare_split(
 
 
 def _draws_per_microbatch(reference: Reference) -> bool:
-    """Return whether a microbatch's random numbers depend on its index: in dropout, or anywhere in forward or loss."""
+    """Return True if forward or loss draws random numbers, which depend on the index of the microbatch."""
     microbatch = next(iter(reference.read_microbatches(_START)))
     return has_dropout(reference.model) or _rerun_distance(reference, microbatch, random_microbatch=1) > 0.0
 
 
 def _rerun_distance(reference: Reference, microbatch: ReferenceMicrobatch, *, random_microbatch: int) -> float:
-    """Return how much a gradient changes, relative to its norm, with the random numbers of `random_microbatch`."""
+    """Return how far the gradient moves, relative to its norm, if the microbatch is run a second time.
+
+    The second run draws the random numbers of the microbatch with index `random_microbatch`.
+    """
     gradient = reference.compute_gradient(_START, microbatches=[microbatch])
     repeated = reference.compute_gradient(
         _START, microbatches=[microbatch], random_microbatch=lambda _: random_microbatch

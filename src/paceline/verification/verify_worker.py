@@ -41,13 +41,14 @@ from paceline.verification.verify_answer import Rung, verify_answer
 from paceline.verification.verify_single_process import verify_single_process
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_GRID_STEP = 2.0**-24  # of exact mode's integers, relative to the largest element of a gradient
-_MIN_LOSS_SCALE, _LOSS_SCALE_HEADROOM = 2.0**-14, 16.0
+_GRID_STEP = 2.0**-24  # exact mode rounds a gradient to multiples of this, relative to its largest element
+_MIN_LOSS_SCALE = 2.0**-14
+_LOSS_SCALE_HEADROOM = 16.0  # a reduced loss scale is divided by this too, since later gradients may be larger
 _START = RunPosition(steps_done=0, epoch=0, batch_start=0)
 
 
 def verify(payload: Mapping[str, Any]) -> int:
-    """Run all rungs; rank 0 writes the answer."""
+    """Run all rungs of one `paceline verify`; rank 0 writes the answer. Return the exit status."""
     task = Task.from_json(payload)
     prepared_job = prepare(task)
     task = prepared_job.task
@@ -71,10 +72,10 @@ def run_all_rungs(prepared_job: PreparedJob, world: World, *, steps: int) -> dic
     loss_scale = _find_loss_scale(prepared_job, world)
     rules_out = "a job that is not deterministic, a loss that is not a sum"
     rungs = [_run_rung("one process", rules_out, lambda: _run_first_rung(prepared_job, world))]
-    verify_method = step_rule(prepared_job.plan.update_rule).traits.verify_mode
-    if rungs[0].result.verdict != DIFFERENT and verify_method == "replayed":
+    verify_mode = step_rule(prepared_job.plan.update_rule).traits.verify_mode
+    if rungs[0].result.verdict != DIFFERENT and verify_mode == "replayed":
         rungs += _replayed_rungs(prepared_job, world, steps, rungs[0].result, instructions)
-    elif rungs[0].result.verdict != DIFFERENT and (verify_method == "freely" or prepared_job.plan.compression.is_on):
+    elif rungs[0].result.verdict != DIFFERENT and (verify_mode == "freely" or prepared_job.plan.compression.is_on):
         rungs += _independent_rungs(prepared_job, world, steps, rungs[0].result, loss_scale)
     elif rungs[0].result.verdict != DIFFERENT:
         cursors = _steps_to_compare(prepared_job, world, steps, rungs[0].result)
@@ -119,7 +120,7 @@ def _replayed_rungs(
 def _independent_rungs(
     prepared_job: PreparedJob, world: World, steps: int, single_result: RungResult, loss_scale: float
 ) -> Iterator[Rung]:
-    """Yield free runs in each precision, for rules whose steps depend on earlier steps and cannot be compared alone."""
+    """Yield a free run in each precision, for rules whose steps depend on earlier steps: no lockstep is possible."""
     for dtype, name in _select_precisions(prepared_job, world, single_result):
         rules_out, drift = allowed_drift(prepared_job.plan, is_double=dtype is torch.float64)
         run = partial(_run_independently, prepared_job, world, steps, dtype=dtype, drift=drift, loss_scale=loss_scale)
@@ -164,7 +165,7 @@ def build_reference(
 
 
 def select_steps(prepared_job: PreparedJob, steps: int) -> list[Cursor]:
-    """Return cursors at the first steps of an epoch, and at its short final batch, if there is one."""
+    """Return `steps` cursors or fewer: the first steps of an epoch, and its short final batch if there is one."""
     size = prepared_job.plan.global_batch_size
     reader = build_reference(prepared_job, None).reader
     total = reader.num_samples(0)
@@ -183,7 +184,11 @@ def select_steps(prepared_job: PreparedJob, steps: int) -> list[Cursor]:
 
 
 def _steps_to_compare(prepared_job: PreparedJob, world: World, steps: int, single_result: RungResult) -> list[Cursor]:
-    """Return the steps to compare; the short final batch is included only if one process can run it."""
+    """Return cursors of the steps to compare, without a short final batch that one process can't run.
+
+    Raises:
+        JobError: the run would reach this batch.
+    """
     cursors = select_steps(prepared_job, steps)
     last, problem = cursors[-1], ""
     if world.is_main:
@@ -210,7 +215,7 @@ def _steps_to_compare(prepared_job: PreparedJob, world: World, steps: int, singl
 
 
 def _find_loss_scale(prepared_job: PreparedJob, world: World) -> float:
-    """Return the fp16 loss scale, reduced until the first step of one process does not overflow."""
+    """Return the fp16 loss scale. It is reduced if the first step of one process overflows."""
     if prepared_job.settings.train.precision != "fp16":
         return LOSS_SCALE
     scale = LOSS_SCALE
@@ -263,7 +268,7 @@ def _run_first_rung(prepared_job: PreparedJob, world: World) -> RungResult:
 def _select_precisions(
     prepared_job: PreparedJob, world: World, single_result: RungResult
 ) -> list[tuple[torch.dtype | None, str]]:
-    """Return the precisions to compare in: float64 first, if the model supports it, then the job's own."""
+    """Return the precisions to compare in, as (type, name): float64 if possible, then the job's own (None)."""
     problem = ""
     if world.is_main:
         try:
@@ -287,7 +292,7 @@ def _run_lockstep(
     cursors: Sequence[Cursor],
     loss_scale: float,
 ) -> RungResult:
-    """Compare each of these steps with one process; both sides start every step from equal weights."""
+    """Compare each of these steps with one process. Every step starts from equal weights."""
     with keep_float64(active=dtype is torch.float64):
         setup = build_in_precision(prepared_job, world, dtype, loss_scale=loss_scale)
         reference = build_reference(prepared_job, dtype, loss_scale=loss_scale) if world.is_main else None

@@ -90,7 +90,7 @@ FAULTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "only the last microbatch": ("only the last microbatch of each rank counts: gradients overwritten", "", {"micro": 3}),
     "not set to zero": ("it still contains the previous step's gradient", "", {}),
     "unused as zeros": ("its gradient is zeros on rank 0 but none in one process", "spare", {}),
-    "loss logged by rank 0 alone": ("reported loss is .* not global", r"\(loss\)", {}),
+    "loss logged by rank 0 alone": ("reported loss is .* not summed over all ranks", r"\(loss\)", {}),
     "a term's local count": (
         "loss term 'token': a mean of means: divided by each rank's own count", "", {"terms": True, "layer": "token"}
     ),

@@ -1,7 +1,7 @@
-"""Checkpoint folders: written to a staging folder, flushed, renamed, then named in `latest`.
+"""Checkpoint folders: list, open, check, mark and remove them.
 
-A folder `step-00000100` exists only once it is complete. Its manifest has a digest of every file and tensor, and of
-itself, so that no flipped bit loads silently.
+A checkpoint is written to a staging folder, which is renamed to `step-00000100` when it is complete. Its manifest has a
+digest of every file and tensor, and of itself, so that a flipped bit is detected.
 """
 
 import os
@@ -38,7 +38,7 @@ class OpenCheckpoint:
     files: dict[str, StoredTensors]
 
     def belongs_to(self, folder: Path) -> bool:
-        """Return whether this is one of a run's own checkpoints, and not one that a branch starts from."""
+        """Return whether this checkpoint is in `folder`. A branch starts from a checkpoint in another run's folder."""
         return self.path.resolve().parent == folder.resolve()
 
 
@@ -60,7 +60,7 @@ class UnusableCheckpoint:
 
 
 def step_name(step: int) -> str:
-    """Return the name of a step's folder."""
+    """Return the name of the checkpoint folder of a step."""
     return f"step-{step:08d}"
 
 
@@ -81,7 +81,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
 
 
 def check_checkpoint(path: Path) -> None:
-    """Read every byte once and compare it with its digest, keeping nothing in memory.
+    """Read every tensor of a checkpoint, a block at a time, and compare it with its digest.
 
     Raises:
         CheckpointError: anything is missing, truncated, changed or from another checkpoint.
@@ -90,10 +90,10 @@ def check_checkpoint(path: Path) -> None:
 
 
 def read_manifest(path: Path) -> ManifestSchema:
-    """Return the manifest's body after checking its digest, and its step against the folder's name.
+    """Return the manifest's body, after checking its digest and that the folder's name has the same step.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of another format or step.
+        CheckpointError: the manifest is missing, damaged, or of another format or step.
     """
     body = read_body(path)
     if parse_step(path) not in (body.step, -1):
@@ -107,7 +107,11 @@ def read_manifest(path: Path) -> ManifestSchema:
 
 
 def find_newest_usable(folder: Path) -> tuple[Path | None, list[UnusableCheckpoint]]:
-    """Return the newest intact checkpoint, and the newer ones that are not intact."""
+    """Return the newest intact checkpoint, or None, and the checkpoints that can't be used.
+
+    These are newer checkpoints that are damaged, the staging folders of interrupted saves, or if there is none of
+    these, a missing checkpoint that `latest` names.
+    """
     _restore_replaced(folder)
     refused = [
         UnusableCheckpoint(path=path, reason="the save was interrupted")
@@ -130,9 +134,10 @@ def find_newest_usable(folder: Path) -> tuple[Path | None, list[UnusableCheckpoi
 def no_usable_checkpoint(
     folder: Path, refused: Sequence[UnusableCheckpoint], *, alternative: str = ""
 ) -> CheckpointError:
-    """Return the error for a run without a usable checkpoint. Staging folders of interrupted saves do not count.
+    """Return the error for a run without a usable checkpoint.
 
-    `folder` contains the run's checkpoints. `alternative` is added to the hint.
+    `folder` contains the run's checkpoints. `refused` is from `find_newest_usable`; the message leaves out its staging
+    folders. `alternative` is added to the hint.
     """
     hint = f"paceline ckpt ls {folder.parent}" + (f", or {alternative}" if alternative else "")
     damaged = [checkpoint.reason for checkpoint in refused if not checkpoint.is_unfinished]
@@ -141,7 +146,7 @@ def no_usable_checkpoint(
 
 
 def has_saves(folder: Path) -> bool:
-    """Return whether a run has saved a checkpoint here, or has begun to."""
+    """Return whether a run has saved a checkpoint in `folder`, or has begun to save one."""
     return (folder / LATEST).exists() or any(folder.glob("step-*")) or any(folder.glob(f"{STAGING_PREFIX}*"))
 
 
@@ -161,18 +166,18 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def parse_step(path: Path) -> int:
-    """Return the step in a checkpoint folder's name; -1 if it names none."""
+    """Return the step in a checkpoint folder's name; -1 if the name has none."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
 def mark_best(folder: Path, path: Path) -> None:
-    """Record the best checkpoint by its name and the name's digest, so that one can repair damage to the other."""
+    """Write the name of the best checkpoint and the digest of this name. Either is enough to find the checkpoint."""
     write_text(folder / BEST, f"{path.name}\n{sha256_digest(path.name.encode())}\n")
 
 
 def resolve_mark(folder: Path, mark: str) -> Path | None:
-    """Return the checkpoint that `latest` or `best` points to, or None if it is not here."""
+    """Return the checkpoint that `latest` or `best` names, or None if there is no such checkpoint."""
     name = _read_mark(folder, mark)
     path = folder / name
     return path if name and path.is_dir() else None
@@ -184,7 +189,10 @@ def is_mark_broken(folder: Path, mark: str) -> bool:
 
 
 def _read_mark(folder: Path, mark: str) -> str:
-    """Return the step name in a mark, or an empty string; a digest of an existing step's name takes precedence."""
+    """Return the checkpoint name in a mark, or an empty string.
+
+    The digest in the mark takes precedence over the name, if it is the digest of an existing checkpoint's name.
+    """
     try:
         data = read_regular(folder / mark, max_bytes=_MAX_MARK_BYTES)
     except (OSError, ValueError):
@@ -197,9 +205,10 @@ def _read_mark(folder: Path, mark: str) -> str:
 
 
 def prune_checkpoints(folder: Path, *, keep: int) -> list[Path]:
-    """Remove all but the last `keep` and the best, and never the only intact one; return the removed paths.
+    """Remove all checkpoints except the newest `keep`, the latest and the best; return the removed paths.
 
-    If `best` can't be read, nothing is removed: any checkpoint may be the best. A symbolic link is kept.
+    Nothing is removed if none of the remaining checkpoints is intact, or if `best` can't be read: then any checkpoint
+    may be the best. Symbolic links are not removed.
     """
     steps = list_checkpoints(folder)
     retained = set(steps[-max(keep, 1) :]) | {resolve_mark(folder, BEST), resolve_mark(folder, LATEST)}
@@ -211,7 +220,7 @@ def prune_checkpoints(folder: Path, *, keep: int) -> list[Path]:
     removed: list[Path] = []
     for path in expired:
         trash = path.with_name(f"{STAGING_PREFIX}gone-{path.name}")
-        with suppress(FileNotFoundError):  # a run that trains at the same time removes its oldest too
+        with suppress(FileNotFoundError):  # a run that trains at the same time may have removed it
             path.rename(trash)
             removed.append(path)
         shutil.rmtree(trash, ignore_errors=True)

@@ -16,7 +16,7 @@ from paceline.checkpoint.files.safetensors_io import Writable, write_tensors
 from paceline.errors import CheckpointError
 from paceline.filesystem.atomic_files import open_regular, read_json, sync_folder, write_json
 
-WEIGHTS_RECORD = "weights.json"
+WEIGHTS_RECORD = "weights.json"  # the digests of a consolidated folder, in a file next to it
 MAX_FILE_BYTES = 5_000_000_000
 _DIGEST_KEY = "seal"  # fixed: a key in weights.json
 _FILE_STEM, _FILE_SUFFIX = "model", ".safetensors"
@@ -25,9 +25,10 @@ _FILE_STEM, _FILE_SUFFIX = "model", ".safetensors"
 def write_model_folder(
     folder: Path, tensors: Sequence[Writable], *, config: Any, max_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Write model files to a staging folder, then replace the model files in `folder`, or in the folder it links to.
+    """Write model files to a staging folder, and replace the model files in `folder` with them.
 
-    Other files there (a tokenizer, a README) stay. Tensors are created and written one after another.
+    If `folder` is a link, the files in its target are replaced. Other files in the folder (a tokenizer, a README) stay.
+    Tensors are created and written one after another.
     """
     folder = folder.resolve()
     staging, replaced = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.before")
@@ -52,7 +53,7 @@ def write_model_folder(
 
 
 def _keep_other_files(replaced: Path, folder: Path) -> None:
-    """Move the files of `replaced` that are not model files into `folder`, and remove the others."""
+    """Remove the model files in `replaced`, and move its other files into `folder`."""
     if not replaced.is_dir():
         return
     if not folder.exists():
@@ -63,7 +64,7 @@ def _keep_other_files(replaced: Path, folder: Path) -> None:
             path.unlink()
         elif not (folder / path.name).exists():
             path.rename(folder / path.name)
-    with contextlib.suppress(OSError):  # not empty if both folders have a file of the same name: the older file stays
+    with contextlib.suppress(OSError):  # not empty if both folders have a file of the same name
         replaced.rmdir()
 
 

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: it lists every file and tensor with a digest, and has a digest of itself.
 
-Format 1 has one file of each kind. In format 2 every rank writes a file with its shards
-(`model.rank-0003.safetensors`), and the manifest has an entry for each shard, with its offset and the full shape.
+Format 1 has one file of each kind, such as `model.safetensors`. In format 2 every rank writes a file with its shards,
+such as `model.rank-0003.safetensors`, and the manifest has an entry for each shard, with its offset and the full shape.
 """
 
 import json
@@ -28,8 +28,8 @@ _RANK_FILE = re.compile(r"(.+)\.rank-\d{4,}(\.safetensors)")
 _MANIFEST_PATTERN = re.compile(rb'\{"digest": "([0-9a-f]{64})", "body": (".*")\}', re.DOTALL)
 _MAX_BYTES = 1 << 29
 
-Files = Mapping[str, Sequence[Writable]]
-FileEntries = Mapping[str, Mapping[str, Any]]
+Files = Mapping[str, Sequence[Writable]]  # tensors by file name
+FileEntries = Mapping[str, Mapping[str, Any]]  # the manifest's entries by file name
 
 
 def rank_file(kind: str, rank: int) -> str:
@@ -39,7 +39,7 @@ def rank_file(kind: str, rank: int) -> str:
 
 
 def file_kind(file: str) -> str:
-    """Return the kind of a file, without the rank that wrote it."""
+    """Return the kind of a file: its name without a rank. It is the inverse of `rank_file`."""
     match = _RANK_FILE.fullmatch(file)
     return file if match is None else match[1] + match[2]
 
@@ -83,7 +83,7 @@ def update_state(path: Path, **changes: Any) -> None:
     """Replace parts of a checkpoint's state atomically: a reader sees either the old or the new manifest.
 
     Raises:
-        CheckpointError: its manifest can't be read.
+        CheckpointError: the manifest can't be read.
     """
     body = read_body(path)
     state = {**body.state, **changes}
@@ -99,8 +99,8 @@ def read_body(path: Path) -> ManifestSchema:
     """Return the manifest's body after checking its digest and the type of every part.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of another format.
-        MachineError: it exists, but can't be read now.
+        CheckpointError: the manifest is missing, damaged, or of another format.
+        MachineError: the manifest exists, but can't be read now.
     """
     try:
         text = _body_text(read_regular(path / MANIFEST, max_bytes=_MAX_BYTES))
@@ -147,7 +147,7 @@ def _unreadable_manifest_error(path: Path, error: OSError) -> CheckpointError | 
 
 
 def unreadable_file_error(file: Path, error: OSError) -> MachineError:
-    """Return the error for a file that exists and can't be read now, which says nothing about its content."""
+    """Return the error for a file that exists but can't be read now. Its content may be intact."""
     return MachineError(
         f"{file.parent.name}/{file.name} can't be read: {error.strerror}.",
         where=str(file),

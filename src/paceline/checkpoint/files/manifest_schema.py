@@ -1,6 +1,6 @@
 """The schema of a manifest: the required type of every part. A manifest with another structure can't be loaded.
 
-A digest shows that the text is the one that was written, not that a run can use it: an untrusted file, or one that was
+The manifest's digest is not enough. It shows that the text was not damaged, but an untrusted file, or a file that was
 edited together with its digest, has a valid digest too.
 """
 
@@ -17,7 +17,7 @@ Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
 class FileSchema(msgspec.Struct, kw_only=True):
-    """The manifest's entry for one file."""
+    """The manifest's entry for one file. `header` is the digest of the file's header, `bytes` the file's size."""
 
     header: str
     bytes: Count
@@ -25,7 +25,7 @@ class FileSchema(msgspec.Struct, kw_only=True):
 
 
 class CursorSchema(msgspec.Struct, kw_only=True):
-    """The run's position in its data."""
+    """The run's position in its data, from `Cursor`."""
 
     epoch: Count
     position: Count
@@ -53,12 +53,12 @@ class ProgressSchema(msgspec.Struct, kw_only=True):
 
 
 class StateSchema(msgspec.Struct, kw_only=True):
-    """The part of a run's state that a resume reads; parts that not every run has may be absent."""
+    """The part of a run's state that a resume reads. Fields with a default value may be absent."""
 
-    identity: dict[str, Any]
+    identity: dict[str, Any]  # what a resume compares with the current job; see `check_identity`
     cursor: CursorSchema
     feed: dict[str, Any]  # the state of the data loader
-    aliases: dict[str, str]
+    aliases: dict[str, str]  # other names of tied tensors, each with the name under which the tensor is stored
     optimizers: list[OptimizerSchema]
     schedules: list[dict[str, Any]]
     scaler: dict[str, Any] | None = None
@@ -82,7 +82,7 @@ def parse_manifest(text: str) -> ManifestSchema:
     """Return the body of a manifest.
 
     Raises:
-        ValueError: it does not match the schema.
+        ValueError: the text does not match the schema.
     """
     return msgspec.convert(parse_json(text), ManifestSchema)
 
@@ -91,7 +91,7 @@ def parse_files(file_entries: Mapping[str, Any]) -> dict[str, tuple[FileSchema, 
     """Return a manifest's entries for each file and its tensors.
 
     Raises:
-        ValueError: it does not match the schema, or sizes are inconsistent.
+        ValueError: an entry does not match the schema, or sizes are inconsistent.
     """
     files = msgspec.convert(file_entries, dict[str, FileSchema])
     return {name: (file, [TensorEntry.from_json(entry) for entry in file.tensors]) for name, file in files.items()}

@@ -26,7 +26,7 @@ BoxRead = tuple[Shape, Shape, Shape]  # offset in the full tensor, offset in the
 
 @dataclass(frozen=True, kw_only=True)
 class StoredShard:
-    """An entry of one file: a full tensor, or a box of it."""
+    """One tensor in a file: a full tensor, or a box of a larger tensor."""
 
     file: Path
     entry: TensorEntry
@@ -100,7 +100,7 @@ class StoredTensors(Mapping[str, TensorBytes]):
         return self._shards[name][0].full_shape
 
     def dtype(self, name: str) -> str:
-        """Return the tensor's type as the file names it."""
+        """Return the tensor's type as safetensors names it, such as `BF16`."""
         return self._shards[name][0].entry.dtype
 
     def shards(self, name: str) -> Sequence[StoredShard]:
@@ -112,7 +112,7 @@ class StoredTensors(Mapping[str, TensorBytes]):
         return chain.from_iterable(self._shards.values())
 
     def read_boxes(self, name: str, *, shape: Shape, boxes: Sequence[BoxRead]) -> TensorBytes:
-        """Return a tensor of `shape`, assembled from `boxes` of the full one; only shards that overlap them are read.
+        """Return a tensor of `shape`, assembled from boxes of the full tensor. Only shards that overlap a box are read.
 
         Raises:
             CheckpointError: a shard's bytes do not match their digest.
@@ -142,7 +142,7 @@ def check_coverage(name: str, entries: Sequence[TensorEntry]) -> None:
     """Check that the shards hold each element of the tensor exactly once.
 
     Raises:
-        CheckpointError: they do not; the message names the tensor.
+        CheckpointError: an element is in no shard, or in two; the message names the tensor.
     """
     if len(entries) == 1 and entries[0].at is None and entries[0].whole is None:
         return  # a full tensor in one file, the most common case
@@ -192,7 +192,10 @@ def copy_box(
     source_box: tuple[Shape, Shape],
     target_box: tuple[Shape, Shape],
 ) -> None:
-    """Copy `size` elements of `item_bytes` bytes; each side's box is the array's shape and the offset in it."""
+    """Copy a box of `size` elements, each of `item_bytes` bytes.
+
+    `source_box` and `target_box` are pairs: the shape of the source or target array, and the box's offset in it.
+    """
     dims = len(size)
     while dims and size[dims - 1] == source_box[0][dims - 1] == target_box[0][dims - 1]:
         dims -= 1  # full rows on both sides are contiguous
@@ -204,6 +207,7 @@ def copy_box(
 
 
 def _offset(box: tuple[Shape, Shape], index: Shape) -> int:
+    """Return the position, in the flat array, of the element at `index` in a box."""
     shape, start = box
     offset = 0
     for dim, (extent, begin) in enumerate(zip(shape, start, strict=True)):
@@ -224,6 +228,7 @@ def _intersect_box(shard: StoredShard, box: BoxRead) -> BoxRead | None:
 
 
 def _intersect(at: Shape, size: Shape, other_at: Shape, other_size: Shape) -> tuple[Shape, Shape] | None:
+    """Return the offset and the size of the overlap of two boxes; None if they do not overlap."""
     start = tuple(map(max, at, other_at))
     stop = tuple(min(a + s, b + n) for a, s, b, n in zip(at, size, other_at, other_size, strict=True))
     if any(end <= begin for begin, end in zip(start, stop, strict=True)):

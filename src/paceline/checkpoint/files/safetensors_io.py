@@ -26,9 +26,9 @@ ITEM_BYTES = {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8,
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100_000_000
-_ALIGNMENT = 64
-_MAX_INLINE_DIGEST_BYTES = 1 << 16
-_BLOCK_BYTES = 16 << 20
+_ALIGNMENT = 64  # the size of a header, in bytes, is a multiple of this
+_MAX_INLINE_DIGEST_BYTES = 1 << 16  # a larger tensor's digest is computed in another thread
+_BLOCK_BYTES = 16 << 20  # how much of a tensor is read at a time to check its digest
 
 Shape = tuple[int, ...]
 _Size = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -60,12 +60,12 @@ class TensorLayout:
 
     @property
     def key(self) -> str:
-        """The tensor's name in its file; a shard's name has its offset, so that nobody takes it for the full tensor."""
+        """The tensor's name in its file; a shard's name has its offset, so that it differs from the full tensor's."""
         return self.name if self.at is None else f"{self.name}@{'.'.join(map(str, self.at))}"
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of its elements."""
+        """The size of the elements in bytes."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def layout_fields(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ Writable = TensorBytes | LazyTensor
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry(TensorLayout):
-    """The manifest's entry for one tensor, or for one shard."""
+    """The manifest's entry for one tensor or shard, with the range of its bytes in the file."""
 
     start: int
     stop: int
@@ -135,7 +135,7 @@ class TensorEntry(TensorLayout):
 
 
 def sha256_digest(data: bytes | memoryview) -> str:
-    """Return the SHA-256, which processors compute in hardware."""
+    """Return the SHA-256 in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -238,12 +238,12 @@ def _digest_mismatch_error(path: Path, entry: TensorEntry) -> CheckpointError:
 
 
 def header_digest(path: Path) -> tuple[int, str]:
-    """Return the size of a file, and the digest of everything in front of its tensors.
+    """Return the size of a file, and the digest of its header, which is everything before the tensors.
 
     Raises:
-        OSError: it can't be read.
-        ValueError: it is not a regular file.
-        CheckpointError: it is shorter than its header should be.
+        OSError: the file can't be read.
+        ValueError: the file is not regular.
+        CheckpointError: the file is shorter than its header should be.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")

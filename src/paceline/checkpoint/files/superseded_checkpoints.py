@@ -1,4 +1,4 @@
-"""Superseded checkpoints: those after the one that a run resumes from are moved to a separate folder."""
+"""Superseded checkpoints: if a run resumes from an older checkpoint, newer ones are moved to a separate folder."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ from paceline.filesystem.atomic_files import sync_folder, write_text
 
 
 def move_superseded(folder: Path, *, start: Path) -> Path | None:
-    """Move the checkpoints after `start` into a separate folder; return it, or None if there are none.
+    """Move the checkpoints after `start` into a separate folder; return the folder, or None if nothing was moved.
 
-    They are moved newest first, so that a kill leaves a valid run. `best` moves with them if it names one of them,
-    because the best of the remaining ones is not known.
+    The newest is moved first, so that a kill leaves a valid run. If `best` names a moved checkpoint, it is moved too:
+    the best of the remaining checkpoints is not known.
     """
     later = [path for path in list_checkpoints(folder) if parse_step(path) > parse_step(start)]
     if not later:

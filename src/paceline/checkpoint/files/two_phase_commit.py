@@ -16,7 +16,7 @@ from paceline.errors import SaveError
 from paceline.filesystem.atomic_files import free_bytes, sync_folder, write_text
 from paceline.filesystem.disk_full import convert_to_save_error
 
-_SPARE_BYTES = 16 << 20
+_SPARE_BYTES = 16 << 20  # a save needs this much free space beyond its tensors
 
 
 def total_bytes(files: Files) -> int:
@@ -28,7 +28,7 @@ def create_staging_folder(folder: Path, *, step: int, num_bytes: int) -> Path:
     """Create the folder that the checkpoint of `step` is written into.
 
     Raises:
-        SaveError: less than `num_bytes` are free, or no permission.
+        SaveError: there is not enough space for `num_bytes`, or no permission.
     """
     staging = folder / f"{STAGING_PREFIX}{step_name(step)}-{os.getpid()}"
     with convert_to_save_error(f"step {step}", folder):
@@ -70,7 +70,7 @@ def _check_space(folder: Path, num_bytes: int) -> None:
     if free < needed:
         raise SaveError(
             f"a checkpoint needs {format_size(num_bytes)} and {format_size(_SPARE_BYTES)} to spare, "
-            f"{format_size(free)} are free.",
+            f"but {format_size(free)} are free.",
             where=str(folder),
             hint="free some space, or --run-dir on another disk; older checkpoints are unchanged",
         )

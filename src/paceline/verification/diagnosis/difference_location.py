@@ -1,4 +1,4 @@
-"""Text for messages that names the ranks on which a difference was found; empty if it was found on all."""
+"""Describe, at the end of a message, on which ranks a difference was found; an empty text means all ranks."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ from paceline.verification.tensor_distance import euclidean_distance
 
 
 def describe_owners(microbatches: Sequence[int], *, replicas: int, rank_names: RankNames | None) -> str:
-    """Return text that names the ranks that run these microbatches; empty if all do."""
+    """Return text that names the ranks that run these microbatches; empty if they are all ranks."""
     owners = sorted({index % max(replicas, 1) for index in microbatches})
     if not owners or len(owners) == replicas:
         return ""
@@ -25,7 +25,8 @@ def describe_gradient_ranks(
 ) -> str:
     """Return text that names the ranks whose gradients of `names` differ.
 
-    `wrong_copies` are the indices of the model's copies that differ; without a `case`, each rank has its own copy.
+    `wrong_copies` are the indices of the model's copies that differ, out of `copies`. If `case` is None, each rank has
+    its own copy.
     """
     if case is None or case.rank_names.has_only_replicas:
         return f", on rank {', '.join(map(str, wrong_copies))}" if len(wrong_copies) < copies else ""
@@ -54,6 +55,7 @@ def describe_weight_ranks(rank_names: RankNames, name: str, weight: Tensor, expe
         for r in ranks
         if not torch.equal(rank_names.rank_shard(name, weight, r), rank_names.rank_shard(name, expected, r))
     ]
+    # a rank with a tiny part of the difference is named only if no rank has more
     floor = 1e-3 * euclidean_distance(weight, expected)
     beyond_floor = [
         r
@@ -64,7 +66,10 @@ def describe_weight_ranks(rank_names: RankNames, name: str, weight: Tensor, expe
 
 
 def sort_by_severity(names_by_copy: Sequence[Sequence[str]]) -> list[str]:
-    """Return every name that differs in a copy, sorted by its position in the list of the first copy that has it."""
+    """Merge the lists of differing names of all copies, each sorted worst first, into one list.
+
+    A name is sorted by its position in the list of the first copy that has it.
+    """
     position_by_name = {name: number for names in reversed(names_by_copy) for number, name in enumerate(names)}
     order: Callable[[str], int] = position_by_name.__getitem__
     return sorted(position_by_name, key=order)

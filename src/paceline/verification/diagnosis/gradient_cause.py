@@ -1,11 +1,13 @@
-"""Find the likely cause of a wrong gradient from the shape of its error.
+"""Find the likely cause of a wrong gradient: a mistake that gives microbatches wrong weights in the sum.
 
-The reference knows each microbatch's contribution, g_j. A correct gradient is G = (1/C) * sum_j g_j. Every common
-mistake is a different weighting, G = (1/C) * sum_j w_j g_j, and is identified by w: all N, zero for the microbatches
-of other ranks, C / (R * c_r) for a mean of means. Each known weighting is tried; those that leave only noise explain
-the error, and other facts (do the ranks agree? are the samples right? one layer or all?) decide between them. If no
-known weighting fits, the weights are fitted by least squares: one for all, one per rank, one per microbatch, one per
-parameter.
+The reference knows the contribution g_j of microbatch j. The correct gradient is G = (1/C) * sum_j g_j, where C is the
+global count. Most mistakes weight the contributions: G = (1/C) * sum_j w_j g_j. The weights identify the mistake. On R
+ranks, for example, a sum instead of an average gives w_j = R. A missing reduction gives w_j = 0 for the microbatches of
+other ranks. A mean of means gives w_j = C / (R * c_r), where c_r is the count of the rank that runs microbatch j.
+
+The weights of every known mistake are tried. They explain the error if they leave only noise. If several do, other
+facts decide: whether the ranks agree, whether the samples are right, and whether all parameters are wrong. If no known
+weights fit, they are fitted by least squares: one for all, one per rank, one per microbatch, or one per parameter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,16 +31,17 @@ def explain_gradient(
     axes: Mapping[str, int] | None = None,
     replica_names: Sequence[str] = (),
 ) -> str | None:
-    """Return the cause whose weighting explains the wrong gradients; None if there is none.
+    """Return the mistake whose microbatch weights explain the wrong gradients; None if there is none.
 
-    `evidence` has the worst of the `num_differing` wrong gradients.
+    `evidence` has the worst of the `num_differing` wrong gradients. `counts` is the count of each microbatch, `samples`
+    the number of samples in the batch. The other arguments are those of `GradientFacts`.
     """
     differing = num_differing or len(evidence)
     facts = GradientFacts(
         counts=np.asarray(counts, dtype=np.float64),
         ranks=ranks,
         samples=samples,
-        ranks_agree=all(item.ranks_agree for item in evidence) if evidence[0].by_rank else None,
+        ranks_agree=all(item.ranks_agree for item in evidence) if evidence[0].by_copy else None,
         is_everywhere=differing == num_parameters,
         is_data_correct=is_data_correct,
         axes=axes or {},
@@ -62,7 +65,7 @@ def unexplained_gradient(
     num_differing: int | None = None,
     is_data_correct: bool | None = None,
 ) -> str:
-    """Return the remaining possible causes if no weighting fits."""
+    """Return the causes that remain possible if no microbatch weights explain the wrong gradients."""
     share = _describe_share(evidence, num_differing or len(evidence), num_parameters)
     inputs = "" if is_data_correct else "different inputs, "
     return (
@@ -81,14 +84,14 @@ def _describe_share(evidence: Sequence[GradientEvidence], differing: int, num_pa
 def _find_explanation(evidence: Sequence[GradientEvidence], facts: GradientFacts) -> str | None:
     matching = [guess for guess in list_hypotheses(facts) if _fits(guess.weights, evidence)]
     if matching:
-        return min(matching, key=lambda guess: guess.count_contradictions(facts)).cause
+        return min(matching, key=lambda guess: guess.contradiction_penalty(facts)).cause
     return (
         _find_added_direction(evidence) or explain_swapped(evidence, facts) or _describe_fitted_weights(evidence, facts)
     )
 
 
 def _fits(weights: Vector, evidence: Sequence[GradientEvidence]) -> bool:
-    """Return True if these weights leave only noise in every parameter. Noise grows with the weights."""
+    """Return True if these microbatch weights leave only noise in every parameter. Noise grows with the weights."""
     if np.allclose(weights, 1.0):
         return False
     amplification = max(1.0, float(np.max(np.abs(weights), initial=0.0)))
@@ -100,7 +103,7 @@ def _fits(weights: Vector, evidence: Sequence[GradientEvidence]) -> bool:
 
 
 def _find_added_direction(evidence: Sequence[GradientEvidence]) -> str | None:
-    """Return the fault if the previous step's gradient, or the weights, were added to the correct gradient."""
+    """Return the mistake that added a known vector, such as weight decay, to the correct gradient; None if none did."""
     for description in evidence[0].added_directions:
         if all(
             description in item.added_directions
@@ -119,7 +122,7 @@ def _is_multiple_of(error: Vector, direction: Vector, item: GradientEvidence) ->
 
 
 def _describe_fitted_weights(evidence: Sequence[GradientEvidence], facts: GradientFacts) -> str | None:
-    """Fit the fewest weights that explain all: one, one per rank, one per microbatch, one per parameter."""
+    """Describe the smallest set of fitted factors that explains the evidence; None if no set does."""
     num_microbatches = len(facts.counts)
     common = _fit_weights(evidence, np.ones((num_microbatches, 1)))
     if common is not None:
@@ -130,7 +133,8 @@ def _describe_fitted_weights(evidence: Sequence[GradientEvidence], facts: Gradie
         operation = "clipped" if np.all(by_rank < 1.0 + 1e-6) and np.all(by_rank > 0.0) else "scaled or divided"
         differing = np.flatnonzero(np.abs(by_rank - 1.0) > 1e-6)
         if len(differing) == 1:
-            operation = f"it is scaled only on {facts.rank_name(int(differing[0]))}, by a hook or a rank-dependent loss, or {operation}"
+            only_rank = facts.rank_name(int(differing[0]))
+            operation = f"it is scaled only on {only_rank}, by a hook or a rank-dependent loss, or {operation}"
         return f"each rank's share has its own factor ({shown}): {operation} per rank before the reduction"
     by_micro = _fit_weights(evidence, np.eye(num_microbatches))
     if by_micro is not None:
@@ -142,7 +146,7 @@ def _describe_fitted_weights(evidence: Sequence[GradientEvidence], facts: Gradie
 
 
 def _fit_weights(evidence: Sequence[GradientEvidence], pattern: Vector) -> Vector | None:
-    """Return x such that the weights `pattern @ x` fit best; None if x is not determined, or leaves more than noise."""
+    """Return x such that the weights `pattern @ x` fit best; None if x is not unique, or leaves more than noise."""
     num_unknowns = pattern.shape[1]
     if sum(item.observed.size for item in evidence) < 2 * num_unknowns:
         return None
@@ -161,7 +165,7 @@ def _fit_weights(evidence: Sequence[GradientEvidence], pattern: Vector) -> Vecto
 
 
 def data_cause(actual: Mapping[int, Sequence[int]], expected: Mapping[int, Sequence[int]]) -> str | None:
-    """Return the fault in the samples that were read, which are given by microbatch; None if they are right."""
+    """Return the fault in the samples that were read, by microbatch; None if they are the expected ones."""
     if {k: list(v) for k, v in actual.items()} == {k: list(v) for k, v in expected.items()}:
         return None
     actual_samples = [sample for samples in actual.values() for sample in samples]

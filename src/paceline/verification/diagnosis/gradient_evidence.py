@@ -7,23 +7,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
-_RESIDUAL_SHARE = 1e-3
-_MAX_RESIDUAL_SHARE = 0.25
+_RESIDUAL_SHARE = 1e-3  # an explanation may leave this share of the error
+_MAX_RESIDUAL_SHARE = 0.25  # or more, up to the noise floor, but at most this share
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientEvidence:
-    """The evidence about one parameter's gradient; all vectors are multiplied by the divisor of the gradient.
+    """The evidence about one parameter's gradient, before the gradient is divided by the count.
 
-    `contributions` has the shape `[num_micro, numel]`; `by_rank` is each rank's gradient; `added_directions` are
-    vectors that a mistake may have added, by description.
+    `observed` is the gradient in one copy of the model, and `by_copy` the gradient in each copy. `floor` is the noise
+    floor.
+    `contributions` are those of each microbatch in one process, with the shape `[num_micro, numel]`.
+    `added_directions` are vectors that a mistake may have added, by the description of the mistake.
     """
 
     name: str
     observed: Vector
     contributions: Vector
     floor: float
-    by_rank: Sequence[Vector] = ()
+    by_copy: Sequence[Vector] = ()
     added_directions: Mapping[str, Vector] = field(default_factory=dict)
 
     @property
@@ -34,11 +36,11 @@ class GradientEvidence:
 
     @property
     def max_residual(self) -> float:
-        """The norm of the error that an explanation may leave."""
+        """The largest norm that an explanation may leave unexplained."""
         error = float(np.linalg.norm(self.observed - self.expected))
         return max(_RESIDUAL_SHARE * error, min(self.floor, _MAX_RESIDUAL_SHARE * error))
 
     @property
     def ranks_agree(self) -> bool:
-        """True if every rank has the same gradient."""
-        return all(float(np.linalg.norm(other - self.observed)) <= self.floor for other in self.by_rank)
+        """True if every copy of the model has the same gradient, up to noise."""
+        return all(float(np.linalg.norm(other - self.observed)) <= self.floor for other in self.by_copy)

@@ -11,11 +11,12 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientFacts:
-    """The known facts about a wrong gradient besides its values. None: not known.
+    """Facts about a wrong gradient besides its values; None if a fact is not known.
 
-    `ranks` is the number of replicas, with `replica_names` if each is a group of ranks; `axes` are the degrees of the
-    axes that split layers. `is_everywhere`: every parameter's gradient is wrong. `ranks_agree`: all ranks have the same
-    gradient.
+    `counts` is the count of each microbatch, and `samples` the number of samples in the batch. `ranks` is the number of
+    replicas; if a replica is a group of ranks, `replica_names` has its name. `axes` are the degrees of the axes that
+    split layers. `is_everywhere`: every parameter's gradient is wrong. `ranks_agree`: all ranks have the same gradient.
+    `is_data_correct`: the ranks read the right samples.
     """
 
     counts: Vector
@@ -28,7 +29,7 @@ class GradientFacts:
     replica_names: Sequence[str] = ()
 
     def rank_name(self, rank: int) -> str:
-        """Return a rank's name."""
+        """Return the name of a rank, or of the replica if a replica is a group of ranks."""
         return self.replica_names[rank] if rank < len(self.replica_names) else f"rank {rank}"
 
     @property
@@ -45,7 +46,10 @@ class GradientFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Hypothesis:
-    """A weighting of the microbatches, the mistake that causes it, and the facts that the mistake predicts."""
+    """A mistake, the weights of the microbatches that it causes, and the facts that it predicts.
+
+    An `expects_...` that is None predicts nothing.
+    """
 
     cause: str
     weights: Vector
@@ -53,7 +57,7 @@ class Hypothesis:
     expects_everywhere: bool | None = None
     expects_wrong_data: bool = False
 
-    def count_contradictions(self, facts: GradientFacts) -> int:
+    def contradiction_penalty(self, facts: GradientFacts) -> int:
         """Return how strongly the known facts contradict the hypothesis."""
         penalty = 0
         if None not in (self.expects_agreement, facts.ranks_agree) and self.expects_agreement != facts.ranks_agree:
@@ -81,7 +85,7 @@ def list_hypotheses(facts: GradientFacts) -> list[Hypothesis]:
 
 
 def _factor_hypotheses(facts: GradientFacts) -> Iterator[Hypothesis]:
-    """Yield hypotheses with one factor for all microbatches; mistakes with the same factor share a hypothesis."""
+    """Yield hypotheses with one factor for all microbatches. Mistakes with an equal factor form one hypothesis."""
     ones, total = np.ones(len(facts.counts)), float(facts.counts.sum())
     ranks, per_rank, num_microbatches = facts.ranks, facts.microbatches_per_rank, len(facts.counts)
     meanings: dict[str, tuple[float, list[str]]] = {}
@@ -167,6 +171,7 @@ def _overwrite_hypotheses(facts: GradientFacts) -> Iterator[Hypothesis]:
 
 
 def _rank_hypotheses(facts: GradientFacts, rank: int) -> Iterator[Hypothesis]:
+    """Yield hypotheses in which this rank's gradient counts alone, twice or not at all."""
     owner, counts, ranks = facts.rank_of_microbatch, facts.counts, facts.ranks
     rank_weights = (owner == rank).astype(np.float64)
     rank_count = float(counts @ rank_weights)
@@ -214,6 +219,7 @@ def _rank_hypotheses(facts: GradientFacts, rank: int) -> Iterator[Hypothesis]:
 
 
 def _microbatch_hypotheses(facts: GradientFacts, index: int) -> Iterator[Hypothesis]:
+    """Yield hypotheses in which this microbatch is missing or counts twice."""
     ones = np.ones(len(facts.counts))
     indicator = np.zeros(len(facts.counts))
     indicator[index] = 1.0

@@ -1,7 +1,7 @@
 """Find where a wrong gradient arises: every rank runs its own microbatches again, without reduction.
 
-If a rank's local gradient is already wrong, the fault is in its forward or backward; if every rank's local gradients
-are right, the fault is in the reduction.
+If a rank's local gradient is already wrong, the fault is in this rank's forward or backward. If all local gradients are
+right, the fault is in the reduction.
 """
 
 import math
@@ -17,19 +17,19 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup
 from paceline.verification.diagnosis.rerun import ReferenceRerun, sample_elements
 from paceline.verification.reference.loss_terms import weighted_loss
 
-MAX_NAMES = 8
-# with this number of correct bits, a lower precision of the forward, or of the reduction, is a likely cause
+MAX_NAMES = 8  # the number of parameters that are examined
+# a number of correct bits in these ranges suggests a lower precision: of the forward, or of the reduction
 _LOW_PRECISION_BITS = (2.5, 14.0)
 _REDUCED_PRECISION_BITS = (5.0, 40.0)
 
-LocalGradients = Mapping[int, Tensor]
+LocalGradients = Mapping[int, Tensor]  # flat gradients by microbatch
 
 
 def can_run_locally(setup: TrainingSetup) -> bool:
     """Return True if every rank can run its own microbatches alone.
 
-    It can't if a forward communicates with other ranks, if a rank holds only a part of the model or of a sample, or if
-    the loss is scaled (fp16).
+    Return False if a forward communicates with other ranks, if a rank holds only a part of the model or of a sample, or
+    if the loss is scaled (fp16).
     """
     replica, all_ranks_are_replicas = setup.step.replica, setup.worlds.data.world_size == setup.world.world_size
     is_independent = not (
@@ -41,7 +41,7 @@ def can_run_locally(setup: TrainingSetup) -> bool:
 def compute_local_gradients(
     setup: TrainingSetup, step_input: StepInput, *, names: Sequence[str], global_counts: Mapping[str, float] | None
 ) -> dict[int, Tensor] | None:
-    """Return the gradients of `names` for each of this rank's microbatches, flat and concatenated.
+    """Return the gradients of the parameters `names`, as one flat tensor for each of this rank's microbatches.
 
     Return None if the model does not support gradients of single parameters, as under reentrant checkpointing.
     """
@@ -71,7 +71,10 @@ def compute_local_gradients(
 
 
 def flatten_gradients(gradients: Mapping[str, Tensor | None], like: Mapping[str, Tensor]) -> Tensor:
-    """Return the gradients as one flat tensor, in their order; a missing one as zeros with the shape in `like`."""
+    """Return the gradients as one flat tensor, in the order of the mapping.
+
+    A gradient of None becomes zeros of the shape in `like`. Of a large gradient, only a sample of elements is included.
+    """
     values = [torch.zeros_like(like[name]) if value is None else value for name, value in gradients.items()]
     return torch.cat([sample_elements(value) for value in values])
 
@@ -79,7 +82,7 @@ def flatten_gradients(gradients: Mapping[str, Tensor | None], like: Mapping[str,
 def gather_local_gradients(
     setup: TrainingSetup, local_gradients: LocalGradients, *, num_micro: int, size: int
 ) -> dict[int, Tensor]:
-    """Gather the local gradients of all microbatches on every rank."""
+    """Gather the local gradients of all `num_micro` microbatches on every rank; each has `size` elements."""
     world, gathered = setup.world, {}
     for index in range(num_micro):
         value = local_gradients.get(index, torch.zeros(size, dtype=torch.float64)).to(world.device)
@@ -90,7 +93,7 @@ def gather_local_gradients(
 def local_gradient_cause(
     rerun: ReferenceRerun, local_gradients: LocalGradients, *, names: Sequence[str], reduced: Tensor, ranks: int
 ) -> tuple[str, str]:
-    """Return the cause of a wrong gradient, and text on the ranks whose local gradient is wrong (empty if none is).
+    """Return the cause of a wrong gradient, and the names of the ranks whose local gradient is wrong (may be empty).
 
     `reduced` is the layout's gradient after the reduction, flattened and multiplied by the divisor.
     """
@@ -126,4 +129,5 @@ def local_gradient_cause(
 
 
 def _accurate_bits(error: float, size: float) -> float:
+    """Return the number of correct leading bits of a value with this error; 0 if it is not known."""
     return -math.log2(error / size) if error > 0.0 and size > 0.0 and math.isfinite(error) else 0.0

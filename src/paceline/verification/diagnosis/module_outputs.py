@@ -1,4 +1,4 @@
-"""Compare every module's output in one microbatch between the layout and one process, to find the first difference."""
+"""Compare every module's output between the layout and one process, to find the first module that differs."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,15 +18,19 @@ from paceline.verification.diagnosis.rank_names import RankNames
 from paceline.verification.diagnosis.rerun import ReferenceRerun
 from paceline.verification.tensor_distance import to_double
 
-_MAX_ELEMENTS = 1 << 24
-_TOLERANCE = 2e-3
+_MAX_ELEMENTS = 1 << 24  # recording stops after this many elements
+_TOLERANCE = 2e-3  # outputs are the same up to this relative distance
 _FACTOR_TOLERANCE = 1e-3
-Key = tuple[int, str, int]  # microbatch, module, index of the call
+Key = tuple[int, str, int]  # microbatch, name of the module, index of the module's call in the microbatch
 
 
 @dataclass(kw_only=True)
 class ModuleOutputs:
-    """The outputs of every module in the first microbatches, in the order of execution."""
+    """The outputs of every module in the first `microbatches` microbatches, in the order of execution.
+
+    `embedding_ids` are the inputs of embeddings. `_size` is the number of recorded elements; `_calls` counts the calls
+    of each module, by microbatch and name.
+    """
 
     microbatches: int
     outputs: dict[Key, Tensor] = field(default_factory=dict)
@@ -97,10 +101,11 @@ def record_layout_outputs(setup: TrainingSetup, step_input: StepInput, *, microb
 def first_differing_module(
     setup: TrainingSetup, local_outputs: ModuleOutputs, reference_outputs: ModuleOutputs | None
 ) -> dict[str, Any] | None:
-    """Return the first module, in one process's order, whose output differs, and the ranks with a wrong output.
+    """Return the first module, in one process's order of execution, whose output differs.
 
-    The entry `module` is empty if all outputs are right; the result is None if nothing could be compared. Every rank
-    must call this; only rank 0 has `reference_outputs`. Outputs without a counterpart are skipped.
+    The entry `module` has its name, or is empty if all outputs are right. The result is None if nothing could be
+    compared. `ranks` have a wrong output, out of the ranks in `of`; `before` is the last module with a right output;
+    `why` describes the error. Every rank must call this; only rank 0 has `reference_outputs`.
     """
     world = setup.world
     keys = world.share_json(
@@ -139,7 +144,7 @@ def first_differing_module(
 
 
 def _align_outputs(setup: TrainingSetup, local_output: Tensor, expected: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return this rank's output and the expected one; None if they can't be compared."""
+    """Return this rank's output and the same shard of the expected output; None if they can't be compared."""
     if isinstance(local_output, ShardPropagatingTensor):
         if local_output.full_shape != tuple(expected.shape):
             return None
@@ -160,7 +165,7 @@ def _is_same(local_output: Tensor, expected: Tensor) -> bool:
 
 
 def _describe_error(setup: TrainingSetup, name: str, local_output: Tensor, expected: Tensor, ids: Tensor | None) -> str:
-    """Describe the error: a factor, a bias that is added several times, or wrong rows that are all on one rank."""
+    """Describe the error: a factor, a bias that is added several times, or wrong rows of one rank; empty otherwise."""
     error, module = local_output - expected, setup.model.get_submodule(name)
     bias = getattr(module, "bias", None)
     if isinstance(bias, Tensor) and bias.shape == expected.shape[-1:]:
@@ -185,6 +190,7 @@ def _describe_error(setup: TrainingSetup, name: str, local_output: Tensor, expec
 
 
 def _fit_factor(actual: Tensor, expected: Tensor) -> float | None:
+    """Return the factor between two proportional tensors; None if they are not proportional."""
     size = float((expected * expected).sum())
     factor = float((actual * expected).sum()) / size if size else 0.0
     return (
@@ -215,7 +221,7 @@ def _take_sequence_shard(setup: TrainingSetup, local_output: Tensor, full_output
 def module_output_cause(
     difference: Mapping[str, Any], *, rank_names: RankNames | None, is_loss_wrong: bool, remat: bool, last_name: str
 ) -> str:
-    """Return the cause that the module outputs show, for a fault that no weighting of gradients explains."""
+    """Return the cause that the module outputs show. `last_name`: the last wrong parameter in the model's order."""
     if difference["module"]:
         preceding = f" {difference['before']} is right;" if difference["before"] else ""
         location = _describe_ranks(difference, rank_names)
@@ -249,7 +255,7 @@ def module_output_cause(
 def dropout_location(
     difference: Mapping[str, Any], *, rank_names: RankNames | None, is_loss_wrong: bool, remat: bool
 ) -> str:
-    """Return where different random numbers are drawn."""
+    """Return text on where the layout draws different random numbers; empty if that is not known."""
     if difference["module"]:
         return f"first at {difference['module']}{_describe_ranks(difference, rank_names)}"
     if remat and not is_loss_wrong:

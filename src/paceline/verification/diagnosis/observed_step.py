@@ -1,4 +1,4 @@
-"""The observed step of a layout, and the check that it read the same data as one process."""
+"""A step as the layout ran it, and a check that the layout read the same data as one process."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +14,11 @@ from paceline.verification.reference.sample_reader import num_rows
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedStep:
-    """The gradients and buffers of each copy of the model in the layout, and the data that was read, by microbatch.
+    """The gradients and buffers of each copy of the model, the loss on each rank, and the data that was read.
 
-    The microbatches are distributed over `replicas`; each replica has its own copy of
-    the model, unless replicas share a sharded copy.
+    By microbatch: `samples` are the indices of the samples, `contents` a checksum of the data, and `row_counts` the
+    number of rows. `executed_microbatches` lists the index of every microbatch that any replica ran. `replicas` is the
+    number of replicas; several replicas may share a sharded copy of the model.
     """
 
     gradients: Sequence[Tensors]

@@ -1,7 +1,7 @@
 """Find placement faults in a wrong gradient: partial sums, unequal copies, moved rows, a stage without gradients.
 
 A placement has invariants that hold for any samples: copies of one tensor along an axis are equal; partial sums on the
-ranks of an axis add up to the full sum; rows keep their positions. Each is checked against the observed gradients.
+ranks of an axis add up to the full sum; rows keep their positions. Each invariant is checked on the observed gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ from torch import Tensor
 from paceline.verification.diagnosis.rank_names import RankNames
 from paceline.verification.tensor_distance import euclidean_distance, to_double
 
-_RESIDUAL_SHARE = 1e-3
-_MAX_ROWS = 512
+_RESIDUAL_SHARE = 1e-3  # an explanation may leave this share of the error
+_MAX_ROWS = 512  # moved rows are looked for in tensors with at most this many
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCase:
-    """The gradients of one step: the expected ones, every copy's, the names that differ and their noise floors."""
+    """The gradients of one step: `expected` (one process) and of each copy of the model; and their noise floors."""
 
     rank_names: RankNames
     expected: Tensors
@@ -29,7 +29,7 @@ class GradientCase:
     floors: Mapping[str, float]
 
     def is_close(self, one: Tensor, other: Tensor, name: str, error: float) -> bool:
-        """Return True if the two differ by noise, or by little compared with the error to explain."""
+        """Return True if two tensors differ by noise, or by little compared with the error to explain (a norm)."""
         return euclidean_distance(one, other) <= max(self.floors.get(name, 0.0), _RESIDUAL_SHARE * error)
 
     def rank_shards(self, name: str) -> dict[int, Tensor]:
@@ -47,7 +47,7 @@ class GradientCase:
 
 
 def placement_cause(case: GradientCase) -> tuple[str, str] | None:
-    """Return the parameter to report and the fault that its placement shows; None if it shows no fault."""
+    """Return a parameter and the fault that the placement of its gradient shows; None if no fault is found."""
     names = [name for name in case.differing_names if name in case.expected]
     if not names:
         return None
@@ -60,7 +60,7 @@ def placement_cause(case: GradientCase) -> tuple[str, str] | None:
 
 
 def _find_missing_gradient(case: GradientCase, differing: Sequence[str]) -> tuple[str, str] | None:
-    """Find a block without a gradient, which was not run, or a stage without any gradient, which received none."""
+    """Find a block without a gradient, because it did not run, or a stage without gradients, because none came back."""
     rank_names = case.rank_names
     if rank_names.mesh.pp == 1:
         return None
@@ -82,10 +82,10 @@ def _find_missing_gradient(case: GradientCase, differing: Sequence[str]) -> tupl
 
 
 def _find_unsummed_axis(case: GradientCase, differing: Sequence[str]) -> tuple[str, str] | None:
-    """Find an axis whose ranks hold partial gradients of the same elements that add up to the right gradient.
+    """Find an axis whose ranks hold partial gradients of the same elements, which add up to the correct gradient.
 
-    If this is not true of all differing parameters, it may be true of the last one in the model's order, which is the
-    first wrong gradient in backward.
+    An axis that explains all differing parameters is preferred. Otherwise, an axis is enough that explains the last
+    differing parameter in the model's order, because its gradient is the first wrong one in backward.
     """
     last = next(name for name in reversed(list(case.expected)) if name in differing)
     for axis in case.rank_names.mesh.split_axes:
@@ -105,7 +105,7 @@ def _find_unsummed_axis(case: GradientCase, differing: Sequence[str]) -> tuple[s
 
 def _describe_partial(case: GradientCase, name: str, axis: str) -> str:
     group = case.rank_names.equal_shard_groups(name, axis)[0]
-    tied = ", which hold it both (tied)" if axis == "pp" else ""
+    tied = ", which both hold it (tied)" if axis == "pp" else ""
     return (
         f"its gradient is a part on each of {case.rank_names.describe_axis_group(axis, group)}{tied}, and the parts "
         f"add up to the right one: it was not summed over {axis if axis != 'pp' else 'the stages (pp)'}"
@@ -113,6 +113,7 @@ def _describe_partial(case: GradientCase, name: str, axis: str) -> str:
 
 
 def _adds_up(case: GradientCase, name: str, axis: str) -> bool:
+    """Return True if the gradients on the ranks along this axis add up to the correct gradient of the parameter."""
     groups = case.rank_names.equal_shard_groups(name, axis)
     if not groups:
         return False
@@ -140,7 +141,7 @@ def _find_unequal_copies(case: GradientCase, differing: Sequence[str]) -> tuple[
                         f"right on {case.rank_names.name_ranks(correct_ranks, all_ranks=holders)} but not on "
                         f"{case.rank_names.name_ranks(wrong_ranks, all_ranks=holders)}, which "
                         f"hold the same tensor{' (tied)' if axis == 'pp' else ''}: copies along {axis} must be equal; "
-                        "there its gradient was not summed, or not distributed"
+                        "on the wrong ranks, the gradient was not summed, or not distributed"
                     )
                     return name, f"{cause} ({len(differing)} of {len(case.expected)} parameters)"
                 if (
@@ -161,25 +162,25 @@ def _find_unequal_copies(case: GradientCase, differing: Sequence[str]) -> tuple[
 
 
 def _find_moved_rows(case: GradientCase, differing: Sequence[str]) -> tuple[str, str] | None:
-    """Find a rank's shard whose rows are the right ones in a different order."""
+    """Find a rank's shard that has the correct rows in a different order."""
     name, expected = differing[0], case.expected[differing[0]]
     wrong = case.wrong_ranks(name)
     if not wrong or len(differing) == len(case.expected) or expected.dim() == 0:
         return None
-    part = case.rank_shards(name)[wrong[0]]
-    expected_part = case.rank_names.rank_shard(name, expected, wrong[0])
-    rows = len(expected_part)
-    if rows < 2 or rows > _MAX_ROWS or part.shape != expected_part.shape:
+    shard = case.rank_shards(name)[wrong[0]]
+    expected_shard = case.rank_names.rank_shard(name, expected, wrong[0])
+    rows = len(expected_shard)
+    if rows < 2 or rows > _MAX_ROWS or shard.shape != expected_shard.shape:
         return None
     error, location = (
-        euclidean_distance(part, expected_part),
+        euclidean_distance(shard, expected_shard),
         case.rank_names.describe(wrong, all_ranks=case.rank_names.holders(name)),
     )
     for shift in [sign * size for size in range(1, min(4, rows)) for sign in (1, -1)]:
-        if case.is_close(part.roll(-shift, 0), expected_part, name, error):
+        if case.is_close(shard.roll(-shift, 0), expected_shard, name, error):
             text = f"its rows are the right ones shifted by {shift}: off by {'one' if abs(shift) == 1 else abs(shift)}"
             return name, f"{text}{location} ({len(differing)} of {len(case.expected)}: {', '.join(differing[:3])})"
-    flat, target = to_double(part).reshape(rows, -1), to_double(expected_part).reshape(rows, -1)
+    flat, target = to_double(shard).reshape(rows, -1), to_double(expected_shard).reshape(rows, -1)
     nearest = torch.cdist(flat, target).argmin(1)
     if len(set(nearest.tolist())) == rows and case.is_close(target[nearest], flat, name, error):
         moved = [row for row, other in enumerate(nearest.tolist()) if row != other]

@@ -16,7 +16,10 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class RankNames:
-    """The mesh, and the shards of each tensor that the ranks hold (for gradients: that their optimizers hold)."""
+    """Names of the ranks of a mesh, and each rank's shard of every tensor.
+
+    For gradients, `sharded` describes the shards in the ranks' optimizers.
+    """
 
     mesh: Mesh
     sharded: ShardedTensors
@@ -55,7 +58,10 @@ class RankNames:
         return sorted(group for group in groups if len(group) > 1)
 
     def describe(self, ranks: Collection[int], *, all_ranks: Collection[int]) -> str:
-        """Return text such as `, on tp rank 1 (ranks 1, 3)`; empty for all of `all_ranks` (with pp: all ranks)."""
+        """Return text such as `, on tp rank 1 (ranks 1, 3)`; empty if `ranks` has all of `all_ranks`.
+
+        With pp, the text is empty only if `ranks` has all ranks of the mesh.
+        """
         chosen = sorted(set(ranks))
         if not chosen:
             return ""
@@ -64,7 +70,7 @@ class RankNames:
         return ""
 
     def name_ranks(self, ranks: Sequence[int], *, all_ranks: Collection[int]) -> str:
-        """Return the mesh coordinate that these ranks and no others in `all_ranks` have, or the ranks themselves."""
+        """Return the mesh coordinate that only these ranks of `all_ranks` have; if there is none, list the ranks."""
         rank_list = _format_ranks(ranks)
         for axis in ("pp", "tp", "cp", *DATA_AXES):
             values = {self.mesh.coordinates(rank)[axis] for rank in ranks}
@@ -85,7 +91,7 @@ class RankNames:
         return f"rank {value}" if axis in DATA_AXES else f"{_axis_label(axis)} {value}"
 
     def replica_name(self, number: int) -> str:
-        """Return the name of a replica: the ranks that run the same samples."""
+        """Return the name of a replica, which is a rank or a group of ranks that run the same samples."""
         mesh = self.mesh
         if mesh.replicas == mesh.ranks:
             return f"rank {number}"
@@ -93,7 +99,7 @@ class RankNames:
         return f"replica {number} ({_format_ranks(replica_ranks)})"
 
     def norm_over_copies(self, tensors: Tensors) -> float | None:
-        """Return the joint norm with each tensor counted once per copy; None if all ranks are replicas."""
+        """Return the norm of all tensors together, each counted once per copy; None if all ranks are replicas."""
         if self.has_only_replicas:
             return None
         squares = {name: euclidean_norm(value) ** 2 for name, value in tensors.items()}

@@ -65,7 +65,7 @@ class ReferenceRerun:
 
     @cached_property
     def global_counts(self) -> dict[str, float] | None:
-        """The global counts, if the job gives them before the forward."""
+        """The global counts by loss term; None if the job does not give them before the forward."""
         return sum_target_counts(self._reference.job, [micro.data for micro in self.microbatches])
 
     @property
@@ -80,7 +80,11 @@ class ReferenceRerun:
     def explain(
         self, copies: Sequence[Tensors], names: Sequence[str], copy: int, is_data_correct: bool, replicas: int
     ) -> str:
-        """Return the likely cause of the wrong gradients `names` (worst first) in one of the copies of the model."""
+        """Return the likely cause of wrong gradients in one copy of the model.
+
+        `copies` are the gradients of every copy, `copy` the index of this copy, and `names` its wrong parameters, worst
+        first. `replicas` is the number of replicas.
+        """
         worst_names = list(names[:_MAX_PARAMETERS])
         detailed = self.compute_again(keep_contributions=worst_names)
         evidence = self._build_evidence(copies, worst_names, copy, detailed)
@@ -113,7 +117,7 @@ class ReferenceRerun:
         return explanation or unexplained_gradient(evidence, **parameter_counts, is_data_correct=is_data_correct)
 
     def _explain_by_dropout_keys(self, gradients: Tensors, names: Sequence[str], ranks: int) -> str | None:
-        """Rerun the step with common mistakes in dropout's keys, and return one that gives the layout's gradients."""
+        """Try common mistakes in dropout's keys; return the first that gives the layout's gradients, or None."""
         key_mistakes: dict[str, Callable[[int], int]] = {
             "by its number on its rank, so that all ranks draw equal numbers": lambda j: j // ranks,
             "as rank 0's microbatch at that time, so that all ranks draw equal numbers": lambda j: j // ranks * ranks,
@@ -137,7 +141,7 @@ class ReferenceRerun:
         term: str | None = None,
         random_microbatch: Callable[[int], int] = int,
     ) -> ReferenceGradient:
-        """Run the reference's step again from the same start."""
+        """Run the reference's step again from the same start; the model's state afterwards is as before the call."""
         state_after = ModelSnapshot(self._reference.model)
         self.start.restore()
         gradient = self._reference.compute_gradient(
@@ -158,6 +162,11 @@ class ReferenceRerun:
         detailed: ReferenceGradient,
         all_terms: ReferenceGradient | None = None,
     ) -> list[GradientEvidence]:
+        """Return the evidence about each of the gradients `names`.
+
+        `detailed` has the contributions of the microbatches. If it has one loss term only, `all_terms` has all of
+        them, and the other terms are subtracted from the layout's gradients.
+        """
         evidence = []
         weights = self.start.tensors
         for name in names:
@@ -184,7 +193,7 @@ class ReferenceRerun:
                     observed=observed[copy].numpy(),
                     contributions=contributions.numpy(),
                     floor=max(self.floor(name) * detailed.divisor, 1e-300),
-                    by_rank=[other.numpy() for other in observed],
+                    by_copy=[other.numpy() for other in observed],
                     added_directions={
                         text: sample_elements(value).numpy()
                         for text, value in added_directions.items()

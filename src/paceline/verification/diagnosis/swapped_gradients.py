@@ -11,7 +11,7 @@ from paceline.verification.diagnosis.hypotheses import GradientFacts
 
 
 def explain_swapped(evidence: Sequence[GradientEvidence], facts: GradientFacts) -> str | None:
-    """Return which pairs of equal size have swapped gradients, on one rank or all; None if other differences remain."""
+    """Return which pairs of parameters have each other's gradient; None if such swaps do not explain all evidence."""
     remaining = list(range(len(evidence)))
     descriptions: list[str] = []
     for first, second in combinations(range(len(evidence)), 2):
@@ -35,12 +35,14 @@ def explain_swapped(evidence: Sequence[GradientEvidence], facts: GradientFacts) 
 
 
 def _owner_masks(facts: GradientFacts) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+    """Yield pairs of text and mask: the name of a rank, or of all ranks, and which microbatches run there."""
     for rank in range(facts.ranks if facts.ranks > 1 else 0):
         yield f"on rank {rank}", facts.rank_of_microbatch == rank
     yield "on every rank", np.ones(len(facts.counts), dtype=np.bool_)
 
 
 def _fits(item: GradientEvidence, other: GradientEvidence, mask: NDArray[np.bool_]) -> bool:
+    """Return True if `item` has the gradient of `other` in the masked microbatches, and no other error."""
     swapped = other.contributions[mask].sum(axis=0) - item.contributions[mask].sum(axis=0)
     error = item.observed - item.expected
     return bool(np.any(error)) and float(np.linalg.norm(error - swapped)) <= item.max_residual

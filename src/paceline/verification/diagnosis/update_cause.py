@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
-_TOLERANCE = 1e-3
+_TOLERANCE = 1e-3  # an explanation may leave this share of the error
 
 
 def update_cause(*, before: Vector, actual: Vector, expected: Vector, num_differing: int, num_parameters: int) -> str:
@@ -14,9 +14,7 @@ def update_cause(*, before: Vector, actual: Vector, expected: Vector, num_differ
     share = "every parameter" if num_differing == num_parameters else f"{num_differing} of {num_parameters}"
     actual_step, expected_step = actual - before, expected - before
     if not np.any(actual_step):
-        return (
-            f"the optimizer does not update it: it holds parameters other than the model's (stale), or none ({share})"
-        )
+        return f"the optimizer does not update it: its groups hold stale parameters, not the model's, or none ({share})"
     if not np.any(expected_step):
         return f"it is updated but should not be: it is in the wrong group ({share})"
     stale_share = _stale_share(actual_step, expected_step)
@@ -45,7 +43,7 @@ def update_cause(*, before: Vector, actual: Vector, expected: Vector, num_differ
 
 
 def _stale_share(actual_step: Vector, expected_step: Vector) -> float | None:
-    """Return the share of elements that should move and don't, if all others moved correctly."""
+    """Return the share of elements that should move but don't; None if other elements are wrong too, or none moved."""
     unmoved = (actual_step == 0.0) & (expected_step != 0.0)
     unaffected = ~unmoved
     if not np.any(unmoved) or not np.any(actual_step[unaffected]) or actual_step.size < 4:
@@ -58,9 +56,10 @@ def _stale_share(actual_step: Vector, expected_step: Vector) -> float | None:
 
 
 def norm_cause(norms: Sequence[float | None], expected: float, *, norm_over_copies: float | None = None) -> str | None:
-    """Return why ranks with the same gradient would clip it differently; `norms` are those that the ranks measured.
+    """Return why a rank measured a wrong gradient norm for clipping; None if all norms are right.
 
-    `norm_over_copies` is the norm with every tensor counted once for each copy that ranks hold of it.
+    `norms` has the norm that each rank measured, or None. `norm_over_copies` is the norm that results if a tensor is
+    counted once for each copy.
     """
     differing = [
         rank for rank, norm in enumerate(norms) if norm is not None and abs(norm - expected) > _TOLERANCE * expected
@@ -76,12 +75,12 @@ def norm_cause(norms: Sequence[float | None], expected: float, *, norm_over_copi
         return (
             f"equal gradients, but their norm is measured as {first:.4g} instead of {expected:.4g}: "
             "tensors that several ranks "
-            "hold (replicated ones) are counted once per rank, so it is too large and clips too much"
+            "hold (replicated ones) are counted once per rank, so the norm is too large and clips too much"
         )
     return (
         f"equal gradients, but rank {differing[0]} measures their norm as {norms[differing[0]]:.4g} instead of "
-        f"{expected:.4g}: it clips "
-        f"by a part of the gradients, or by those before the reduction (on rank {', '.join(map(str, differing))})"
+        f"{expected:.4g}: the norm is of a part of the gradients, or of the gradients before the reduction "
+        f"(on rank {', '.join(map(str, differing))})"
     )
 
 
@@ -90,6 +89,7 @@ def _is_explained(residual: Vector, error: Vector) -> bool:
 
 
 def _fit_multiple(error: Vector, direction: Vector) -> float | None:
+    """Return the factor by which `error` is a multiple of `direction`; None if it is not a multiple."""
     size = float(direction @ direction)
     if size == 0.0 or error.size < 2:
         return None
@@ -100,7 +100,11 @@ def _fit_multiple(error: Vector, direction: Vector) -> float | None:
 def buffer_cause(
     *, buffers: Sequence[Vector], before: Vector, expected: Sequence[Vector], momentum: float | None
 ) -> str:
-    """Return why a buffer is wrong: `buffers` by rank, and `expected` after each microbatch in one process."""
+    """Return why a buffer is wrong.
+
+    `buffers` has its value in each copy of the model (in data parallelism, on each rank), and `before` its value before
+    the step. `expected` has its value after each microbatch in one process.
+    """
     ranks, actual = len(buffers), buffers[0]
     if any(_is_close(actual, other, expected[-1]) is False for other in buffers):
         prefix = "ranks hold different values: "
@@ -112,7 +116,7 @@ def buffer_cause(
         return f"buffers: {prefix}not finite, here or in one process"
     if momentum is None or len(expected) == 0:
         return (
-            f"buffers: {prefix}the forward changes it, and in one process it sees every microbatch; here it was "
+            f"buffers: {prefix}in one process, the forward of every microbatch changes this buffer; here it was "
             "updated a different number of times, or from one rank's microbatches only (rank 0's value is sent to all)"
         )
     statistics = _recover_statistics(before, expected, momentum)

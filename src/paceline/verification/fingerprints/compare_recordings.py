@@ -24,8 +24,8 @@ _FACTOR_TOLERANCE = 0.01
 class Comparison:
     """The verdict on two recordings; `first` is None if they differ by rounding at most.
 
-    `steps` is the number of steps that both have, `recorded` how many each has. `unjudged`: parameters whose gradient
-    is only rounding, so that they prove nothing.
+    `steps` is the number of steps in both recordings, and `recorded` the number in each. `unjudged`: parameters whose
+    gradient is only rounding, so that a difference proves nothing.
     """
 
     verdict: str
@@ -39,12 +39,13 @@ class Comparison:
 def compare_recordings(
     first_records: Sequence[Record], second_records: Sequence[Record], *, same_ranks: bool = True
 ) -> Comparison:
-    """Compare step by step: gradients before the update, then weights after it; step 0 is the start.
+    """Compare two recordings step by step: the gradients of a step, then the weights after its update.
 
-    If `same_ranks` is false, the ranks' batches differ by design and are not compared.
+    Step 0 has the initial weights. If `same_ranks` is false, the runs had different numbers of ranks, so the batches of
+    a rank differ by design and are not compared.
 
     Raises:
-        UsageError: no step is in both, except for a start that is equal.
+        UsageError: the initial weights are equal or missing, and no later step is in both recordings.
     """
     by_step = {(record.step, record.optimizer): record for record in second_records}
     pairs = [(r, by_step[r.step, r.optimizer]) for r in first_records if (r.step, r.optimizer) in by_step]
@@ -58,20 +59,20 @@ def compare_recordings(
         difference = _first_difference(first, second, check)
         if difference is not None:
             if difference["cause"] == "":  # a small difference, whose cause may lie in an earlier step
-                difference["cause"] = _small_difference_cause(pairs, difference, check.names)
+                difference["cause"] = _small_difference_cause(pairs, difference, check.unjudged)
             text = (
                 f"different: first at {_format_step(difference)}, {difference['kind']} of {difference['parameter']}: "
                 f"{difference['cause']}"
             )
             return Comparison(verdict="different", steps=steps, text=text, first=difference, recorded=recorded)
-        worst = max(worst, _max_distance(first, second, check.names))
+        worst = max(worst, _max_distance(first, second, check.unjudged))
     if not steps:
         raise UsageError(
             "the recordings have no step in common: no gradient was compared.",
             cause=f"the first has {_describe_steps(first_records)}, the other {_describe_steps(second_records)}",
             hint="record both from their first step on, with the same every=",
         )
-    unjudged = tuple(check.names)
+    unjudged = tuple(check.unjudged)
     verdict = "rounding" if worst or unjudged else "bitwise"
     text = (
         f"{verdict}: {plural(steps, 'step')}, differing by at most "
@@ -81,7 +82,7 @@ def compare_recordings(
 
 
 def first_rank_difference(ranks: Sequence[Sequence[Record]]) -> dict[str, Any] | None:
-    """Return where replicas of one run diverge: the first step, rank and parameter that differ from rank 0."""
+    """Return the step, rank and parameter at which a replica of a run first differs from rank 0; None if none does."""
     for rank, records in enumerate(ranks[1:], start=1):
         records_by_step = {(record.step, record.optimizer): record for record in records}
         for record in ranks[0]:
@@ -106,7 +107,7 @@ def _unjudged_note(names: Sequence[str]) -> str:
 
 
 def _num_steps(records: Sequence[Record]) -> int:
-    """Return the number of recorded steps, without the start."""
+    """Return the number of recorded steps, without step 0."""
     return len({record.step for record in records if record.step})
 
 
@@ -129,6 +130,7 @@ def _format_step(difference: Mapping[str, Any]) -> str:
 
 
 def _first_difference(first: Record, second: Record, check: IllConditionedCheck) -> dict[str, Any] | None:
+    """Return the largest difference in one step that is not rounding; None if there is none."""
     for kind, first_fingerprints, second_fingerprints, is_rounding in (
         ("gradient", first.gradients, second.gradients, check.is_gradient_rounding),
         ("weight", first.weights, second.weights, check.is_weight_rounding),
@@ -158,6 +160,7 @@ def _difference_cause(
     second_fingerprints: Mapping[str, Fingerprint],
     differing: Sequence[str],
 ) -> str:
+    """Return the cause of a difference; empty if it is small, so that the cause may lie in an earlier step."""
     share = f"{len(differing)} of {len(first_fingerprints)} parameters"
     if first.step == 0:
         return (
@@ -195,7 +198,7 @@ def _difference_cause(
 def _small_difference_cause(
     pairs: Sequence[tuple[Record, Record]], difference: Mapping[str, Any], unjudged: Collection[str]
 ) -> str:
-    """Return the cause of a small gradient difference: one element, weights that differed earlier, a small factor."""
+    """Return the cause of a small gradient difference: one element, an earlier difference of weights, or a factor."""
     size, name = difference["distance"], difference["parameter"]
     first, second = next(
         (left.gradients[name], right.gradients[name])
@@ -210,7 +213,7 @@ def _small_difference_cause(
         return (
             f"nearly equal: the gradients differ by {size:.1e} of their norm. Already after step {step} the weights "
             f"differed ({distance:.1e} in {weight}), after equal gradients: the optimizer's settings, such as weight "
-            "decay, its state, or rounding that it amplified"
+            "decay, the optimizer's state, or amplified rounding"
         )
     if has_factor(first, second):
         return f"a factor of {factor_between(first, second):.7g}: a slightly different scale of the loss or its count"
@@ -221,7 +224,7 @@ def _small_difference_cause(
 def _diverged_weights(
     pairs: Sequence[tuple[Record, Record]], unjudged: Collection[str]
 ) -> tuple[int, str, float] | None:
-    """Return the first step whose weights differ by more than rounding while all gradients so far did not."""
+    """Return step, name and distance of the first weight that differs after equal gradients; None if there is none."""
     for first, second in pairs:
         for kind, left, right in (
             ("gradient", first.gradients, second.gradients),
@@ -235,7 +238,7 @@ def _diverged_weights(
 
 
 def _is_one_element(first: Fingerprint, second: Fingerprint) -> bool:
-    """Return True if one element differs: then each projection differs by that element, with one sign or the other."""
+    """Return True if only one element differs: then all projections differ by the same amount, up to the sign."""
     sizes = [abs(a - b) for a, b in zip(first.projections, second.projections, strict=True)]
     return first.numel > 1 and max(sizes) - min(sizes) <= _FACTOR_TOLERANCE * max(sizes)
 

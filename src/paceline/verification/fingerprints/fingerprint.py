@@ -1,8 +1,8 @@
 """Fingerprints: a summary of a tensor from which two runs can be compared without storing the tensor.
 
-It has the norm, the largest magnitude, 16 projections on fixed random signs, and a digest of the bits. The projection
-of a sum of tensors is the sum of their projections, so a wrong combination of gradients can be recognized (Johnson and
-Lindenstrauss, 1984; signs: Achlioptas, 2003).
+A fingerprint has the norm, the largest magnitude, 16 projections on fixed random signs, and a digest of the bits. The
+projection of a sum of tensors is the sum of their projections, so a wrong combination of gradients can be recognized
+(Johnson and Lindenstrauss, 1984; signs: Achlioptas, 2003).
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from paceline.errors import UsageError
 from paceline.filesystem.atomic_files import parse_json, read_regular
 
-_FAINT_EPS, _FAINT_EPS_HALF = 256.0, 16.0
+_FAINT_EPS, _FAINT_EPS_HALF = 256.0, 16.0  # limits of rounding, in machine epsilons: float32, half precision
 NUM_PROJECTIONS = 16
 FLOAT32_EPS = 2.0**-23  # machine epsilon of float32; finer types are compared as float32
-_BLOCK = 4096
-FOLDER = "record"
+_BLOCK = 4096  # the number of elements in a block; see `projection_signs`
+FOLDER = "record"  # of a run folder
 _PARSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _MAX_BYTES = 1 << 32
 _RECORD_HINT = "record it again: pl.record(model, optimizer, path)"
@@ -33,8 +33,8 @@ Vector = NDArray[np.float64]
 class Fingerprint:
     """The fingerprint of one tensor.
 
-    `eps`: the machine epsilon of the type it was computed in. `faint_share`: the share of elements that are not zero,
-    but so small relative to the largest that they may be rounding only.
+    `eps`: the machine epsilon of the type in which the tensor was computed. `faint_share`: the share of elements that
+    are not zero, but so small relative to the largest element that they may be only rounding.
     """
 
     numel: int
@@ -96,7 +96,7 @@ class Record:
 
 
 def max_rounding(eps: float) -> float:
-    """Return how large rounding may be relative to the gradients around it.
+    """Return how large a gradient that is only rounding may be, relative to the gradients around it.
 
     Measured on convnets, attention and normalized weights: 1 to 30 machine epsilons. In half precision an epsilon is
     large, so the limit is fewer epsilons.
@@ -105,7 +105,10 @@ def max_rounding(eps: float) -> float:
 
 
 def projection_signs(numel: int) -> tuple[Vector, Vector]:
-    """Return two matrices of signs for a tensor of this size: a row per position in a block, and a row per block."""
+    """Return two matrices of random signs: a row for each position in a block, and a row for each block.
+
+    An element's sign in a projection is the product of the signs of its position and of its block.
+    """
     return _signs(_BLOCK, 1), _signs(-(-numel // _BLOCK), 2)
 
 
@@ -128,7 +131,7 @@ def has_recording(path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """The steps of a recording, in order. `is_torn`: its last line is incomplete and is left out."""
+    """The steps of a recording, in order. `is_torn`: the last line of the file is incomplete and was left out."""
 
     path: Path
     records: list[Record]
@@ -146,7 +149,7 @@ def read_recording(path: Path, *, rank: int = 0) -> Recording:
     """Read a recording of one rank.
 
     Raises:
-        UsageError: there is none, it has no complete line, or a line other than the last can't be read.
+        UsageError: there is no recording, it has no complete line, or a complete line can't be read.
     """
     path_of_rank = _recording_file(path, rank)
     if not path_of_rank.is_file():
@@ -176,7 +179,7 @@ def _recording_file(path: Path, rank: int = 0) -> Path:
 
 
 def _parse_records(file: Path) -> tuple[list[Record], bool]:
-    """Return the complete steps of a file, and whether its last line is torn: it has no line end and can't be read."""
+    """Return the complete steps of a file, and whether the last line is torn: unreadable and without a line end."""
     try:
         data = read_regular(file, max_bytes=_MAX_BYTES)
     except (OSError, ValueError) as error:

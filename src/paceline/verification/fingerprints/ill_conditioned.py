@@ -1,9 +1,9 @@
 """Find parameters whose gradient is only rounding, so that two recordings cannot be judged by them.
 
 Examples are a convolution's bias before BatchNorm, a key's bias in attention, the magnitude of a normalized weight. The
-true gradient is zero, and the computed one is rounding, which changes with the order of summation. It is as large as
-float32's rounding of the gradients around it, and has no direction. Adam takes full steps along it, so such weights
-diverge by the learning rate.
+true gradient is zero. The computed gradient is rounding, which changes with the order of summation; it is as large as
+the rounding errors of the gradients around it, and its direction is random. Adam takes full steps along it, so such
+weights diverge by the learning rate.
 """
 
 import math
@@ -15,14 +15,14 @@ from paceline.verification.fingerprints.fingerprint import Fingerprint, Record, 
 
 PROPORTIONAL_TOLERANCE = 1e-3
 _DIFFERENCE_EPS = 16.0  # machine epsilons by which rounding may change a small true gradient
-_HALF_PRECISION_EPS = 2.0**-20  # with a larger machine epsilon, rounding alone exceeds the floor
-_MOVEMENT_EPS = 16.0  # epsilons by which a weight's movement may differ if its gradient is in half precision
-_GRADIENT_EPS = 12.0  # epsilons by which a half-precision gradient may differ; models of four layers had 2 to 10
+_HALF_PRECISION_EPS = 2.0**-20  # larger machine epsilons are of half precision: rounding alone exceeds the floor
+_MOVEMENT_EPS = 16.0  # machine epsilons by which a weight's movement may differ after half-precision gradients
+_GRADIENT_EPS = 12.0  # machine epsilons by which a half-precision gradient may differ; measured: 2 to 10, four layers
 _MOVEMENT_MARGIN = 4.0  # the two runs may move in opposite directions, and both movements are estimates
-_MIN_SPREAD = 2.0  # fewer than about four elements may be proportional by chance
+_MIN_SPREAD = 2.0  # the norm over the largest element: with about four elements or fewer, a factor may be chance
 # rounding affects all gradients: of 2,900 differences in bfloat16, none was more than 4.4 times all others together
 _OUTLIER_RATIO = 8.0
-_ZERO_EPS = 1.0  # epsilons of the gradients around it: a smaller gradient may be rounded to zero
+_ZERO_EPS = 1.0  # a gradient below this many machine epsilons of the gradients around it may be rounded to zero
 
 Pair = tuple[Record, Record]
 Fingerprints = Mapping[str, Fingerprint]
@@ -40,6 +40,8 @@ class IllConditionedCheck:
                 for merged, record in zip(by_step.setdefault(pair[0].step, ({}, {})), pair, strict=True):
                     merged.update(getattr(record, kind))
         self._steps = sorted(self._weights)
+        # how far each weight may have diverged so far: because its gradient is only rounding, because of faint elements
+        # (see `add_step`), and because of half-precision gradients
         self._rounding_movement: dict[str, float] = {}
         self._faint_movement: dict[str, float] = {}
         self._coarse_movement: dict[str, float] = {}
@@ -47,12 +49,15 @@ class IllConditionedCheck:
         self._last_movements: tuple[int, dict[str, float]] = (-1, {})
 
     @property
-    def names(self) -> list[str]:
-        """The parameters that were in doubt at any step so far."""
+    def unjudged(self) -> list[str]:
+        """The parameters whose gradient was only rounding in a step so far. A difference in them proves nothing."""
         return sorted(self._rounding_movement)
 
     def is_gradient_rounding(self, name: str, step: int) -> bool:
-        """Return True if both gradients, or their difference, are as small as rounding and no factor relates them."""
+        """Return True if rounding explains the difference of a parameter's gradients in this step.
+
+        Both gradients, or their difference, are then as small as rounding, and no factor relates the two.
+        """
         first, second = (fingerprints[name] for fingerprints in self._gradients[step])
         eps = max(first.eps, second.eps)
         surrounding = min(_surrounding_rms(name, fingerprints) for fingerprints in self._gradients[step])
@@ -80,9 +85,9 @@ class IllConditionedCheck:
     def _is_outlier(self, name: str, step: int, eps: float) -> bool:
         """Return True if this gradient differs far more than all others together.
 
-        In half precision, 16 machine epsilons are an eighth of the gradients around it, and many true gradients are
-        smaller. But the same rounding affects the other gradients too. So a difference that is much larger than theirs
-        is a fault, if it is at least one epsilon of the norm of the whole gradient.
+        In half precision, 16 machine epsilons are an eighth of the surrounding gradients, and many true gradients are
+        smaller. But rounding affects the other gradients too. So a difference is a fault if it is much larger than the
+        differences of the others, and larger than one epsilon of the norm of the whole gradient.
         """
         distances, sizes = {}, []
         for key in self._gradients[step][0].keys() & self._gradients[step][1].keys():
@@ -93,7 +98,7 @@ class IllConditionedCheck:
         return distance > _OUTLIER_RATIO * math.hypot(*distances.values()) and distance > eps * math.hypot(*sizes)
 
     def is_weight_rounding(self, name: str, step: int) -> bool:
-        """Return True if optimizer steps along rounding-only gradients may explain the difference of a weight."""
+        """Return True if rounding of the gradients so far, or of the weight, explains the difference of the weight."""
         first, second = (fingerprints[name] for fingerprints in self._weights[step])
         movement = (
             self._rounding_movement.get(name, 0.0)
@@ -110,7 +115,7 @@ class IllConditionedCheck:
         """Add up how far weights may diverge in this step because of rounding in their gradients.
 
         Some elements of a tensor may have no true gradient, such as the middle of a fused query, key and value bias.
-        Adam moves these faint elements by full steps. In half precision all elements are as coarse as the epsilon.
+        Adam moves these faint elements by full steps. In half precision, every element has a large rounding error.
         """
         if step in self._computed_steps:
             return
@@ -144,7 +149,7 @@ class IllConditionedCheck:
 
 
 def factor_between(first: Fingerprint, second: Fingerprint) -> float | None:
-    """Return the factor between two proportional tensors, 0 if one is zero, or None if they are not proportional."""
+    """Return the factor `first / second` of two proportional tensors, 0 if one is zero, None if not proportional."""
     a, b = np.asarray(first.projections), np.asarray(second.projections)
     if _is_zero(first) or _is_zero(second):
         return 0.0
@@ -176,9 +181,9 @@ def _proportional_tolerance(first: Fingerprint, second: Fingerprint) -> float:
 
 
 def _is_scaled(first: Fingerprint, second: Fingerprint, *, surrounding: float) -> bool:
-    """Return True if one gradient is a multiple of the other, by a factor that rounding alone does not give.
+    """Return True if one gradient is a multiple of the other, by a factor that rounding does not explain.
 
-    The factor is not 1, and may be -1, or 0 if the other gradient is too large to be rounded to zero.
+    A factor of 1 is explained. A factor of 0 is explained if the other gradient is so small that it may become zero.
     """
     factor = factor_between(first, second)
     spread_norm = min(p.norm - _MIN_SPREAD * p.largest for p in (first, second))
@@ -190,7 +195,10 @@ def _is_scaled(first: Fingerprint, second: Fingerprint, *, surrounding: float) -
 
 
 def _surrounding_rms(name: str, fingerprints: Fingerprints) -> float:
-    """Return the largest RMS gradient in the module around its own, or in the next outer one with other parameters."""
+    """Return the largest RMS of the other gradients in the parent of the parameter's module.
+
+    If the parent has no other parameters, its nearest ancestor that has some is used.
+    """
     prefix = name.rpartition(".")[0].rpartition(".")[0]
     while True:
         other_rms = [

@@ -27,7 +27,7 @@ Optimizers = Optimizer | Iterable[Optimizer]
 
 
 class Recorder:
-    """Writes a line for each optimizer step, with fingerprints of the gradients before it and the weights after it."""
+    """A writer of one line for each optimizer step: fingerprints of the gradients before and the weights after it."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizers, path: str | Path, *, every: int = 1) -> None:
         if every < 1:
@@ -61,7 +61,7 @@ class Recorder:
         self._optimizer_hooks = []
 
     def _record_precision(self, *_: object) -> None:
-        """Record the autocast precision, because under autocast gradients are as coarse as its type."""
+        """Store the machine epsilon of the autocast type, because it gives the rounding of the gradients."""
         dtypes = [torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
         self._eps = max([FLOAT32_EPS, *(torch.finfo(dtype).eps for dtype in dtypes)])
 
@@ -80,7 +80,7 @@ class Recorder:
         return (step - 1) % self._every == 0
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the currently trainable parameters: layers may thaw, and wrappers may replace parameters."""
+        """Return the currently trainable parameters. Unfreezing and wrappers may change them."""
         return [(strip_wrapper_names(name), p) for name, p in self._model.named_parameters() if p.requires_grad]
 
     def write(
@@ -97,7 +97,7 @@ class Recorder:
 
 
 class _OptimizerHooks:
-    """The hooks on one optimizer, which record its parameters; the first also records parameters without optimizer."""
+    """The hooks that record one optimizer's parameters; those of optimizer 0 also record unassigned parameters."""
 
     def __init__(
         self, recorder: Recorder, optimizer_index: int, optimizer: Optimizer, all_optimizers: list[Optimizer]
@@ -198,7 +198,7 @@ def _rank() -> int:
 def fingerprint_tensor(tensor: Tensor, *, eps: float = FLOAT32_EPS) -> Fingerprint:
     """Return the fingerprint of a tensor on any device. A sharded tensor is gathered, so all its ranks must call this.
 
-    Its machine epsilon is the larger of `eps` and that of the tensor's type.
+    The fingerprint's machine epsilon is the larger of `eps` and the epsilon of the tensor's type.
     """
     full_tensor: Any = tensor.detach()
     if hasattr(full_tensor, "full_tensor"):

@@ -20,12 +20,12 @@ from paceline.parallel.compression.powersgd import make_first_basis
 from paceline.verification.reference.reference import Reference, ReferenceGradient, ReferenceMicrobatch, RunPosition
 
 Tensors = dict[str, Tensor]
-_MIN_EXPONENT, _MAX_EXPONENT = -126, 127  # exponents of a float32 scale; values below its steps are sent as zero
+_MIN_EXPONENT, _MAX_EXPONENT = -126, 127  # limits of the exponent of a scale, which is a float32
 
 
 @dataclass
 class CompressionState:
-    """The error-feedback memory of each replica, and the bases that all replicas share."""
+    """The error-feedback memory of each replica and, for PowerSGD, the bases that all replicas share."""
 
     errors: list[Tensors]
     bases: Tensors = field(default_factory=dict)
@@ -38,9 +38,9 @@ class CompressedReference(Reference):
         super().__init__(**arguments)
         self._compression, self._replicas = compression, replicas
         self._state = CompressionState(errors=[{} for _ in range(replicas)])
-        self._next_state = self._state
+        self._next_state = self._state  # the state after `update`
         self._replica_gradients: list[Tensors] = []
-        self._replica = 0
+        self._replica = 0  # the replica of the microbatch that is run
 
     @override
     def with_config(self, **changes: Any) -> "CompressedReference":
@@ -63,7 +63,7 @@ class CompressedReference(Reference):
     def compute_gradient(
         self, position: RunPosition, *, microbatches: Sequence[ReferenceMicrobatch] | None = None, **options: Any
     ) -> ReferenceGradient:
-        """Return the decompressed sum that every replica receives; the error feedback is changed by `update` only."""
+        """Return the decompressed sum that every replica receives. Only `update` changes the error feedback."""
         self._replica_gradients = [{} for _ in range(self._replicas)]
         uncompressed = super().compute_gradient(position, microbatches=microbatches, **options)
         self._next_state = CompressionState(
@@ -76,7 +76,7 @@ class CompressedReference(Reference):
 
     @override
     def update(self, gradient: Any) -> None:
-        """Step, and store the error feedback of this step."""
+        """Step the optimizers, and store the error feedback of this step."""
         super().update(gradient)
         self._state = self._next_state
 
@@ -96,6 +96,7 @@ class CompressedReference(Reference):
                 replica_gradient[name] = replica_gradient[name] + value if name in replica_gradient else value.clone()
 
     def _combine_replicas(self, name: str, like: Tensor, divisor: float) -> Tensor:
+        """Return one parameter's gradient as every replica receives it: the sum of compressed gradients."""
         gradients = [tensors.get(name, torch.zeros_like(like)) for tensors in self._replica_gradients]
         gradients = [value.float() if value.dtype.itemsize < 4 else value for value in gradients]
         if not self._compression.has_error_feedback:
@@ -117,7 +118,7 @@ class CompressedReference(Reference):
         return sum(sent, torch.zeros_like(gradients[0])).to(like.dtype)
 
     def _project_low_rank(self, name: str, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return each matrix projected on the column space that one power iteration of their sum gives."""
+        """Return each gradient matrix projected on the column space that one power iteration of their sum gives."""
         shape = gradients[0].shape
         rows, columns = (
             (shape[0], gradients[0].numel() // shape[0]) if len(shape) > 1 and shape[0] else (1, shape.numel())
@@ -138,7 +139,7 @@ class CompressedReference(Reference):
 
 
 def refuse_compression_with_sync_bn(compression: Compression, *, buffers: str) -> None:
-    """Raise if gradients are compressed and one process has no separate gradient of each replica (sync_bn).
+    """Raise if gradients are compressed under sync_bn: one process then has no separate gradient of each replica.
 
     Raises:
         UsageError
@@ -173,7 +174,7 @@ def compress_once(value: Tensor, compression: Compression) -> Tensor:
 
 
 def keep_largest(value: Tensor, compression: Compression) -> Tensor:
-    """Keep the elements of largest magnitude, the first among equal ones, and set the others to zero."""
+    """Return the tensor with only its largest elements (of equal ones, the first); the others are set to zero."""
     flat = value.reshape(-1)
     indices = np.argsort(-flat.abs().cpu().numpy(), kind="stable")[: compression.num_selected(flat.numel())]
     positions = torch.from_numpy(indices.copy()).to(value.device)

@@ -25,7 +25,7 @@ _DROPOUT_FUNCTIONS = (
 
 
 class NoDropout(NoAttentionDropout):
-    """A mode in which dropout functions that a forward calls directly drop nothing."""
+    """A torch function mode in which dropout functions that a forward calls directly drop nothing."""
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:

@@ -39,7 +39,7 @@ def keep_float64(*, active: bool = True) -> Iterator[None]:
 
 
 def _wrap_for_float64(original: Callable[..., Any], *, is_float_cast: bool) -> Callable[..., Any]:
-    @wraps(original)  # sharded tensors look up their rules by this name
+    @wraps(original)  # sharded tensors find the rule of a function by its name
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(first, Tensor) or first.dtype is not torch.float64:
             return original(first, *args, **kwargs)

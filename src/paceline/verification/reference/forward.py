@@ -1,4 +1,4 @@
-"""Forward and loss of a job, written a second time from their definition for the reference."""
+"""Forward and loss of a job, written for the reference from their definition, without the trainer's code."""
 
 import inspect
 import math
@@ -26,6 +26,7 @@ class ReferenceForward:
         takes_divisor = (
             job.loss is None and job.forward is None and (accepts_kwargs or "num_items_in_batch" in parameters)
         )
+        # does the loss become a sum over targets if the divisor `num_items_in_batch` is 1? None: not tested yet
         self._sums_with_divisor: bool | None = None if takes_divisor else False
 
     def compute_output(self, data: Any) -> Any:
@@ -45,7 +46,7 @@ class ReferenceForward:
         return self._model(**inputs, **({"num_items_in_batch": 1} if self._sums_with_divisor else {}))
 
     def model_loss(self, output: Any, data: Any, num_samples: int) -> Any:
-        """Return the model's own loss with its count: of targets if labels are classes, else of samples.
+        """Return the model's own loss as a sum, and its count: of targets if labels are classes, else of samples.
 
         Raises:
             JobError: the output has no loss.
@@ -69,7 +70,7 @@ class ReferenceForward:
         return int((labels != _IGNORED).sum())
 
     def _test_divisor(self, inputs: dict[str, Any]) -> bool | None:
-        """Return whether `num_items_in_batch=1` makes the loss a sum; None if the batch has too few targets."""
+        """Return whether `num_items_in_batch=1` makes the loss a sum; None if the batch has fewer than two targets."""
         count = self._count_targets(inputs)
         if count is None or count < 2:
             return None if count is not None else False

@@ -30,7 +30,7 @@ class SyncRule:
     replicas_per_site: int
 
     def microbatches_of_site(self, site: int, num_micro: int) -> list[int]:
-        """Return the microbatches of a site. All replicas get microbatches in turn; a site is a block of replicas."""
+        """Return the microbatches of a site. Replicas get microbatches in turn; a site has consecutive replicas."""
         num_replicas = self.sites * self.replicas_per_site
         return [index for index in range(num_micro) if index % num_replicas // self.replicas_per_site == site]
 
@@ -46,7 +46,8 @@ class _Site:
 class _OuterState:
     """The state that all sites share.
 
-    `pending` holds outer gradients that are sent and not yet applied, each with the update after which it is applied.
+    `pending` holds outer gradients that are sent and not yet applied, as pairs: the number of the update after which
+    they are applied, and the outer gradients by name.
     """
 
     global_weights: NamedTensors
@@ -88,7 +89,7 @@ class LocalSgdReference(Reference):
     def compute_gradient(
         self, position: RunPosition, *, microbatches: Sequence[ReferenceMicrobatch] | None = None, **options: Any
     ) -> ReferenceGradient:
-        """Return each site's gradient of its own samples, as `site/FQN`.
+        """Return each site's gradient of its own samples. The name of a parameter is `site/FQN`.
 
         Before the first update, all sites start at the current model.
         """

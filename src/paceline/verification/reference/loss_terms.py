@@ -51,6 +51,6 @@ def sum_target_counts(job: Job, data: Sequence[Any]) -> dict[str, float] | None:
 
 
 def nonzero_counts(job: Job, data: Sequence[Any]) -> dict[str, float] | None:
-    """Return the counts of one share or site; a count of 0 becomes 1, so that its term can be divided by it."""
+    """Return the counts of one share or site, by loss term; 0 becomes 1, because a term is divided by its count."""
     counts = sum_target_counts(job, data)
     return None if counts is None else {name: count or 1.0 for name, count in counts.items()}

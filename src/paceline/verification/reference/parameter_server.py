@@ -1,7 +1,7 @@
 """A replay of a parameter server's run in one process: the same shares, weight versions and order of updates.
 
 It is the reference of `--update ps` with a staleness above 0, written naively: it keeps the full model after every
-update. It uses only the record of the run's updates.
+update. Of the run it uses only the record of the updates.
 """
 
 import time
@@ -55,7 +55,7 @@ class WorkerInstructions:
         self._number = 0
 
     def begin_rung(self, dtype: torch.dtype | None) -> World:
-        """Announce the next rung, and return the servers' world for it, which workers join again."""
+        """Announce the next rung to the workers, and return the servers' world for it, which the workers then join."""
         self._send(_FLOAT64 if dtype is torch.float64 else _JOB_PRECISION)
         endpoint = self._world.worker_endpoint
         assert endpoint is not None
@@ -108,7 +108,7 @@ class ParameterServerReference(Reference):
 
     compute_counts = staticmethod(nonzero_counts)
     server_of: Mapping[str, int] = MappingProxyType({})
-    """The server of each parameter; parameters that are not named belong to the first."""
+    """The server of each parameter, by name; a parameter without an entry belongs to server 0."""
 
     @override
     def with_config(self, **changes: Any) -> "ParameterServerReference":
@@ -119,8 +119,9 @@ class ParameterServerReference(Reference):
         return other
 
     def replay(self, record: Sequence[AppliedUpdate], *, reverse_order: bool) -> float:
-        """Replay the record and return the loss of the last share. `reverse_order`: microbatches in reverse order."""
-        history, positions, remaining_shares = [self._copy_weights()], [_START], dict[int, int]()
+        """Replay the recorded updates, and return the last share's loss. `reverse_order`: see `compute_gradient`."""
+        history, positions = [self._copy_weights()], [_START]  # weights by version, positions by step
+        remaining_shares: dict[int, int] = {}  # how many shares of a step are still to come, by step
         loss = float("nan")
         for applied in record:
             share = applied.share
@@ -191,7 +192,7 @@ def server_of_parameters(setup: TrainingSetup) -> dict[str, int]:
 def compare_parameter_server_run(
     setup: TrainingSetup, *, reference: Reference | None, steps: int, report_progress: ReportProgress
 ) -> RungResult:
-    """Run the layout freely, then replay its updates in one process; the drift of a perturbed replay is the floor."""
+    """Run the layout freely, and compare its weights with a one-process replay of its recorded updates."""
     rung_result, step = RungResult(), setup.step
     assert isinstance(step, ServerStep)
     step.record = []

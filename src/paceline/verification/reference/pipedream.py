@@ -37,8 +37,8 @@ class PipeDreamReference(Reference):
         super().__init__(**arguments)
         self._rule = rule
         self._batches = BatchBoundaries()
-        self._first_microbatch = 0
-        self._history = [self._copy_weights()]
+        self._first_microbatch = 0  # of the current batch, counted per replica from the start of the run
+        self._history = [self._copy_weights()]  # the weights by version
 
     @override
     def with_config(self, **changes: Any) -> "PipeDreamReference":
@@ -76,6 +76,7 @@ class PipeDreamReference(Reference):
 
     @override
     def _seed_microbatch(self, step: int, microbatch: int) -> None:
+        """Load the weight version that each stage uses for this microbatch, and seed the generators."""
         replica_microbatch = self._first_microbatch + microbatch // self._rule.replicas
         stages = range(self._rule.version_rule.stages)
         versions = [

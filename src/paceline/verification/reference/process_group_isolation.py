@@ -19,7 +19,7 @@ _SIZE_VARIABLES = (
 
 @contextmanager
 def single_process() -> Iterator[None]:
-    """Hide the process group and set a world size of one, in `torch.distributed` and in the launchers' variables."""
+    """Hide the process group: `torch.distributed` and the launchers' variables show a world of one rank."""
     values = {**dict.fromkeys(_RANK_VARIABLES, "0"), **dict.fromkeys(_SIZE_VARIABLES, "1")}
     saved = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update({name: values[name] for name in saved})

@@ -1,7 +1,7 @@
-"""The reference: a naive one-process run that every layout is compared with.
+"""The reference: a naive one-process run with which every layout is compared.
 
-It shares no code with the loader, the step or the parallelism, only definitions: the order of samples and the keys of
-the random streams.
+It shares no code with the loader, the step or the parallelism. It shares only two definitions: the order of samples,
+and the keys of the random streams.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -81,9 +81,10 @@ class ReferenceMicrobatch:
 class ReferenceGradient:
     """The gradient of one step.
 
-    `contributions` (if requested) and `buffers` are those of each microbatch: its gradients before the division by
-    `divisor`, and the buffers after the microbatch. If the counts are known before backward (`count=`, or a loss over
-    the batch), the contributions are already divided by them, and `divisor` is 1.
+    `counts` and `samples` are by microbatch. If requested, `contributions` has the gradients of each microbatch before
+    the division by `divisor`, and `buffers` the buffers after each microbatch. If the global counts are known before
+    backward (`count=`, or a loss over the batch), contributions are already divided by them, and `divisor` is 1.
+    `max_abs`, for exact mode, is the largest element of a microbatch's gradient, by parameter.
     """
 
     total: dict[str, Tensor]
@@ -101,7 +102,7 @@ class ReferenceGradient:
 
     @property
     def counts_text(self) -> str:
-        """The count of the step, or of each of its terms, in words."""
+        """Text with the count of the step, or of each of its loss terms."""
         if len(self.term_counts) < 2:
             return f"its count is {sum(self.counts):g}"
         return "its counts are " + ", ".join(f"{sum(counts):g} of {name}" for name, counts in self.term_counts.items())
@@ -110,7 +111,9 @@ class ReferenceGradient:
 class Reference:
     """The one-process training run."""
 
-    compute_counts, _microbatch_seed = staticmethod(sum_target_counts), 0
+    compute_counts = staticmethod(sum_target_counts)
+    """The function that returns the counts of the step, or None if they are not known before the forward."""
+    _microbatch_seed = 0
 
     @single_process()
     def __init__(self, *, job: Job, config: ReferenceConfig, cast: Callable[[Any], Any]) -> None:
@@ -171,7 +174,7 @@ class Reference:
     def merge_for_normalization(
         self, microbatches: Sequence[ReferenceMicrobatch], *, epoch: int
     ) -> list[ReferenceMicrobatch]:
-        """Merge the microbatches that normalisation sees as one: under sync_bn, those that replicas run together."""
+        """Merge each group of microbatches that normalisation sees as one; without sync_bn, a group has only one."""
         group_size = self.config.merged_microbatches
         merged = []
         for start in range(0, len(microbatches), group_size):
@@ -196,10 +199,10 @@ class Reference:
         reverse_order: bool = False,
         random_microbatch: Callable[[int], int] = int,
     ) -> ReferenceGradient:
-        """Run forward and backward of each microbatch in turn; `reverse_order` starts with the last one.
+        """Run forward and backward of each microbatch in turn; `reverse_order` starts with the last microbatch.
 
-        `keep_contributions` names the parameters whose gradients are also returned by microbatch, `term` the only loss
-        term to differentiate. `random_microbatch(i)` is the microbatch whose random numbers microbatch i draws.
+        `keep_contributions` are the parameters whose gradients are also returned by microbatch. `term` is the loss term
+        to differentiate (None: all). Microbatch i draws the random numbers of microbatch `random_microbatch(i)`.
         """
         merged = self.merge_for_normalization(
             self.read_microbatches(position) if microbatches is None else microbatches, epoch=position.epoch
@@ -212,7 +215,7 @@ class Reference:
         counts, losses = [0.0] * len(merged), [0.0] * len(merged)
         term_counts, sums, max_abs = dict[str, list[float]](), dict[str, float](), dict[str, float]()
         is_batch_loss = self.job.loss_over == "batch"
-        num_passes = len(merged) if is_batch_loss else 1  # each pass of such a loss gives the loss of the whole batch
+        num_passes = len(merged) if is_batch_loss else 1  # each pass then gives the loss of the whole batch
         order = range(len(merged))[:: -1 if reverse_order else 1]
         for index, terms in self._run_passes(
             merged, order, lambda i: self._seed_microbatch(step, random_microbatch(i))
@@ -248,7 +251,7 @@ class Reference:
         )
 
     def copy_statistics(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the running statistics of all normalisation layers, each buffer with a copy of its value."""
+        """Return the running statistics of all normalisation layers, as pairs of a buffer and a copy of it."""
         norms = [module for _, module in norms_with_statistics(self.model)]
         return [(buffer, buffer.clone()) for module in norms for buffer in module.buffers(recurse=False)]
 
@@ -330,7 +333,7 @@ class Reference:
     def _run_passes(
         self, microbatches: Sequence[ReferenceMicrobatch], order: Sequence[int], seed: Callable[[int], None]
     ) -> Iterator[tuple[int, dict[str, tuple[Tensor, Any]]]]:
-        """Yield the loss terms of each microbatch.
+        """Yield the index and the loss terms of each microbatch. A term is a pair of a sum and a count.
 
         For a loss over the batch, each pass yields the terms of the whole batch, with gradients of one microbatch only.
         """

@@ -1,6 +1,6 @@
 """A naive reader of a batch's samples, without loader, workers or cursor.
 
-Only the definitions are shared with the loader: the order of samples, and the keys of the random streams.
+It shares only two definitions with the loader: the order of samples, and the keys of the random streams.
 """
 
 import random
@@ -41,7 +41,10 @@ class _ReiterableStream:
 
 
 class SampleReader:
-    """The samples of a job's training data, read by position."""
+    """The samples of a job's training data, read by position.
+
+    `sample_seeds` and `shards` are settings (`data.sample_seeds`, `data.shards`); `batch` is the global batch size.
+    """
 
     def __init__(
         self, *, job: Job, seed: int, drop_last: bool, sample_seeds: str, batch: int = 1, shards: int | None = None
@@ -63,6 +66,7 @@ class SampleReader:
         self._drop_last = drop_last
         is_stream = isinstance(data, IterableDataset)
         self.is_indexed = not is_stream and hasattr(data, "__getitem__") and hasattr(data, "__len__")
+        # the random generators are seeded before each sample, or else before each microbatch
         self._seeds_samples = sample_seeds == "always" or (
             sample_seeds == "auto" and (not self.is_indexed or self._draws_random_numbers())
         )
@@ -78,7 +82,7 @@ class SampleReader:
 
     @single_process()
     def batch(self, *, epoch: int, position: int, size: int) -> list[int]:
-        """Return the samples of the batch at this position; none past the end of the epoch."""
+        """Return the indices of the samples of the batch at this position; empty past the end of the epoch."""
         indices = self._indices(epoch, position, position + size)
         return [] if self._drop_last and len(indices) < size else indices
 
@@ -135,7 +139,7 @@ class SampleReader:
                 self._set_dataset_epoch(inner, epoch)
 
     def _draws_random_numbers(self) -> bool:
-        """Return True if reading the first or the middle sample moves a global generator."""
+        """Return True if reading the first or the middle sample draws from a global generator."""
         for index in {0, len(self._data) // 2}:
             generator_states = _get_generator_states()
             self._data[index]
@@ -145,7 +149,7 @@ class SampleReader:
 
 
 class SampleReaderProcess:
-    """A `SampleReader` in its own process: if data workers are forked, the forking process must not read the data."""
+    """A `SampleReader` in a separate process: a process that forks data workers must not read the data itself."""
 
     def __init__(self, *, job: Job, workers: int, **options: Any) -> None:
         source = read_source(job.train_data, collate=job.collate, order=job.order, workers=workers, name="train_data")
@@ -172,7 +176,10 @@ def open_sample_reader(*, job: Job, workers: int, **options: Any) -> "SampleRead
 
 
 class ShardedStream:
-    """The samples of a stream in the order of its definition: each epoch is read from the start of all its shards."""
+    """The samples of a stream in their defined order. Every read starts at the beginning of all shards of the epoch.
+
+    With a `seed`, the random generators are seeded before each sample.
+    """
 
     def __init__(self, data: Any, *, seed: int | None, batch: int, shards: int | None) -> None:
         self._data, self._seed, self._batch = data, seed, batch
@@ -198,20 +205,20 @@ class ShardedStream:
         return samples
 
     def open_shard(self, number: int, epoch: int) -> Any:
-        """Return one shard, or the stream itself if it is not sharded."""
+        """Return the shard with this number, or the stream itself if it has no shards."""
         SampleReader._set_epoch(self._data, epoch)
         shard = self._data.shard(num_shards=self._num_shards, index=number) if self._is_resumable else self._data
         SampleReader._set_epoch(shard, epoch)
         return shard
 
     def seed_sample(self, epoch: int, number: int, index: int) -> None:
-        """Seed the generators before a sample is read."""
+        """Seed the generators before sample `index` of shard `number` is read."""
         if self._seed is not None:
             seed_all(stream_key(self._seed, "shard", epoch, number, index))
 
 
 class _StreamShard:
-    """A shard that is read from its start."""
+    """A shard that is read from its start. `rows` are the samples that are read but not yet taken."""
 
     def __init__(self, stream: ShardedStream, number: int, epoch: int) -> None:
         self._stream, self._number, self._epoch = stream, number, epoch
@@ -240,6 +247,7 @@ def num_rows(batch: Any) -> int:
 
 
 def _sampler_order(sampler: Any) -> Any:
+    """Return the order that replaces a standard sampler (None: Paceline's shuffle), or the sampler itself."""
     if isinstance(sampler, SequentialSampler):
         return "sequential"
     if isinstance(sampler, RandomSampler) and not sampler.replacement:

@@ -1,4 +1,4 @@
-"""The table of one-process references: how `verify` compares the runs of each update rule, or of compression."""
+"""The one-process reference of each update rule and of compression, and how `verify` compares a run with it."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,7 +19,7 @@ from paceline.verification.reference.pipedream import PipeDreamReference, PipeDr
 from paceline.verification.reference.reference import Reference
 from paceline.verification.rung_result import RungResult
 
-_FLOAT64_DRIFT = 1e-6  # for float64, in which an element is seldom rounded differently
+_FLOAT64_DRIFT = 1e-6  # the allowed `WeightDrift.fraction` in float64, where rounding seldom changes an element
 _COMPRESSION_FAULTS = (
     "a different selection, scale or factor, error feedback lost or counted twice, samples, loss, evaluation"
 )
@@ -28,7 +28,7 @@ _COMPRESSION_FAULTS = (
 class RuleReference:
     """The comparison of one update rule's runs with one process. The defaults are those of the synchronous rule.
 
-    `rules_out` names the errors that a comparison of independent runs would show.
+    `rules_out` lists the errors that a comparison of independent runs would find.
     """
 
     rules_out: ClassVar[str] = "different weights for a microbatch than the rule's, gradients, loss, or evaluation"

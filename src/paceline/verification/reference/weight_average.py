@@ -1,11 +1,11 @@
-"""The moving average of a job's weights (`ema=`), one tensor at a time: the reference of the layout's average."""
+"""The moving average of a job's weights (`ema=`) for the reference, computed one tensor at a time."""
 
 import torch
 from torch import Tensor, nn
 
 
 class WeightAverage:
-    """The average of every floating parameter; empty if the job has none."""
+    """The average of every floating-point parameter; empty if the job has no `ema=`."""
 
     def __init__(self, model: nn.Module, *, decay: float | None) -> None:
         self._decay = 0.0 if decay is None else decay

@@ -18,7 +18,7 @@ Merge = Callable[[Sequence[Any]], Any]
 
 
 def merge_with_one_attached(values: Sequence[Any], *, attached_index: int, sizes: Sequence[int]) -> Any:
-    """Merge the outputs (or batches) of all microbatches; only those of one microbatch stay attached to autograd."""
+    """Merge the outputs (or data) of all microbatches. Only microbatch `attached_index` stays attached to autograd."""
 
     def merge_tensors(parts: Sequence[Tensor]) -> Tensor:
         attached = parts[attached_index]
@@ -35,7 +35,7 @@ def merge_with_one_attached(values: Sequence[Any], *, attached_index: int, sizes
 
 
 def merge_microbatches(parts: Sequence[Any], sizes: Sequence[int], collate_again: Callable[[], Any]) -> Any:
-    """Merge microbatches for layers that see all replicas at once; collate again if they can't be merged."""
+    """Merge microbatches for layers that see all replicas at once; if that fails, return `collate_again()`."""
     try:
         return parts[0] if len(parts) == 1 else _merge(parts, sizes, _MERGE_FUNCTIONS)
     except (TypeError, RuntimeError):
@@ -78,6 +78,7 @@ def _concatenate(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _require_equal(parts: Sequence[Any]) -> Any:
+    """Return the value that all parts have; raise a TypeError if they differ, so that they are collated again."""
     if any(type(part) is not type(parts[0]) or checksum(part, 0) != checksum(parts[0], 0) for part in parts):
         raise TypeError(type(parts[0]).__name__)
     return parts[0]
