@@ -1,7 +1,7 @@
 """Links that leave docs/: to pages that show the other files of the repository, inside the site.
 
-The pages link to files as GitHub and similar sites need it (`../examples/text.py`). The site has a page for each file that is linked, under
-`files/`, so no link depends on where the repository is.
+The pages link to files as GitHub and similar sites need it (`../examples/text.py`). The site has a page for each linked
+file, under `files/`, so no link depends on where the repository is.
 """
 
 import re

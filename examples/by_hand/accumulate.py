@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 2 examples/by_hand/accumulate.py [--save WEIGHTS.pt]
 
 Three mistakes are common in such loops. A loop with one of them still trains, but not as well or not as fast:
-- A loop without `no_sync`. DDP then sends every gradient in every backward. With `no_sync`, only the last backward sends
-  the sums. A rank without microbatches still runs one microbatch, with weight zero. Otherwise the other ranks would
-  wait for its gradients forever.
+- A loop without `no_sync`. DDP then sends every gradient in every backward. With `no_sync`, only the last backward
+  sends the sums. A rank without microbatches still runs one microbatch, with weight zero. Otherwise the other ranks
+  would wait for its gradients forever.
 - The mean over ranks, which DDP computes. Here the sum is needed, so the loss is multiplied by the number of ranks.
 - A mean of means, such as `loss.mean() / ACCUMULATE`. Here sums are added, and divided once, by the global count.
 
