@@ -1,5 +1,5 @@
 #!/bin/sh
-# The main job on real data: train on two processes, check that it is the same training, write the page.
+# Train the text example on two processes, check that this is the same training as in one process, and write the report.
 set -eu
 paceline new text >/dev/null
 paceline train text.py --ranks 2 --run-dir runs/demo --evaluate-first --job.steps "${STEPS:-500}"

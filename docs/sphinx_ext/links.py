@@ -1,7 +1,7 @@
 """Links that leave docs/: to pages that show the other files of the repository, inside the site.
 
-The pages link as a code host needs it (`../examples/text.py`). The site has a page for each file that is linked, under
-`files/`, so no link depends on where the repository is.
+The pages link to files as GitHub and similar sites need it (`../examples/text.py`). The site has a page for each linked
+file, under `files/`, so no link depends on where the repository is.
 """
 
 import re
@@ -128,7 +128,7 @@ def file_page(file: Path, *, files: Iterable[Path]) -> tuple[str, dict[str, Any]
 
 
 def _with_id(heading: re.Match[str]) -> str:
-    """Return a heading with the anchor that a code host gives it."""
+    """Return a heading with the anchor that GitHub gives it."""
     slug = re.sub(r"[^\w\- ]", "", re.sub(r"<[^>]*>", "", heading[2]).lower()).replace(" ", "-")
     return f'<h{heading[1]} id="{slug}">{heading[2]}</h{heading[1]}>'
 

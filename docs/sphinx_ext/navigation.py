@@ -1,6 +1,6 @@
 """The order of the pages, read from the lists of links in the navigation pages.
 
-A navigation page is plain Markdown, readable on a code host. Each item of its lists is one entry of its toctree:
+A navigation page is plain Markdown, so it is also readable on GitHub. Each list item is one entry of its toctree:
 
     - [Quick start](quickstart.md): One sentence.
 

@@ -1,6 +1,6 @@
 """A page as Sphinx reads it, and the same page as plain Markdown for programs that read text.
 
-HTML comments in a page are instructions to the builder; on a code host they are invisible:
+HTML comments in a page are instructions to the builder. On GitHub they are invisible:
 
     <!-- include: ../CHANGELOG.md -->     this file is the page
     <!-- build: commands -->              what `generated_reference` makes; also `settings`

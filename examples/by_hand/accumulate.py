@@ -2,14 +2,15 @@
 
     torchrun --standalone --nproc-per-node 2 examples/by_hand/accumulate.py [--save WEIGHTS.pt]
 
-Three mistakes are common in such loops, and a loop with one of them still trains:
-- DDP sends every gradient in every backward. `no_sync` delays this: the last backward sends the sums. A rank without
-  microbatches still runs one, which counts zero. Otherwise the other ranks would wait for its gradients forever.
-- DDP takes the mean over ranks. Here the sum is needed, so the loss is multiplied by the number of ranks.
-- `loss.mean() / ACCUMULATE` is a mean of means. Sums are added here, and divided once, by the global count.
+Three mistakes are common in such loops. A loop with one of them still trains, but not as well or not as fast:
+- A loop without `no_sync`. DDP then sends every gradient in every backward. With `no_sync`, only the last backward
+  sends the sums. A rank without microbatches still runs one microbatch, with weight zero. Otherwise the other ranks
+  would wait for its gradients forever.
+- The mean over ranks, which DDP computes. Here the sum is needed, so the loss is multiplied by the number of ranks.
+- A mean of means, such as `loss.mean() / ACCUMULATE`. Here sums are added, and divided once, by the global count.
 
-Messages: every gradient once a step, and one count. Memory: as DDP. Waiting: communication overlaps only with the last
-backward.
+Messages: every gradient once a step, and one count. Memory: as under DDP. Waiting: communication overlaps only with the
+last backward.
 """
 
 import os

@@ -3,7 +3,7 @@
     python examples/by_hand/fsdp.py
 
 Each layer is one flat vector, cut into as many shards as there are ranks. A rank keeps its shard of the weights, of
-the gradients and of the optimizer state. Every rank has samples of its own, as under `ddp.py`.
+the gradients and of the optimizer state. Every rank has its own samples, as in `ddp.py`.
 - forward: all-gather the layer's shards, compute, free the whole layer;
 - backward: all-gather them again, compute, and reduce-scatter the gradient: each rank gets its shard of the sum;
 - optimizer: each rank updates its shard. This needs no message: the update of a number needs only its own gradient.
@@ -34,7 +34,7 @@ def make_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD, because Adam would hide a gradient that is too large by a factor."""
+    """Return SGD, because Adam would hide a gradient that is too large by a factor."""
     return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
 
 

@@ -1,6 +1,6 @@
 """Helpers of the programs with several processes: start ranks, choose devices, compare with one process.
 
-`run_ranks(work, ranks)` calls `work(rank, ranks)` in that many processes and returns the results.
+`run_ranks(work, ranks)` starts `ranks` processes, calls `work(rank, ranks)` in each, and returns the results.
 `compare` prints a table and returns an exit code. No program needs `torchrun`, a free port or a network.
 """
 
@@ -33,7 +33,10 @@ def choose_device(rank: int, ranks: int) -> torch.device:
 
 
 def run_ranks(work: Callable[[int, int], Any], ranks: int) -> list[Any]:
-    """Run `work` in `ranks` processes. Raise if one of them fails or the time is over, and end all of them."""
+    """Run `work(rank, ranks)` in each of `ranks` processes, and return the results by rank.
+
+    If a process fails or the time limit is over, end all processes and raise an error.
+    """
     # The first optimizer imports the compiler: import it once here, not in each rank.
     torch.optim.SGD([torch.zeros(())])
     # A forked process has the parent's imports, but a process that uses CUDA must be spawned.

@@ -3,11 +3,12 @@
     python examples/by_hand/pipeline.py
 
 The model is cut into stages, one on each rank, as in `naive.py`. The batch is cut into m microbatches: while stage 1
-computes the first, stage 0 computes the second. With p equal stages the pipeline fills and drains in p - 1 turns, in
-which some stages wait: the *bubble* is (p - 1) / (m + p - 1) of the time. Two orders of the same work:
+computes the first, stage 0 computes the second. With p equal stages, a step takes m + p - 1 turns. Each stage waits in
+p - 1 of them, while the pipeline fills and drains. So the *bubble* is (p - 1) / (m + p - 1) of the time. The program
+runs two orders of the same work:
 - GPipe: all forwards, then all backwards. A stage keeps the activations of all m microbatches.
-- 1F1B: a stage begins with backward as soon as it can, then alternates. It keeps the activations of at
-  most p - stage microbatches. The bubble is the same: 1F1B saves memory, not time.
+- 1F1B: a stage runs its first backward as soon as it can, and then alternates forward and backward. Stage s keeps the
+  activations of at most p - s microbatches. The bubble is the same: 1F1B saves memory, not time.
 
 Messages: an activation and its gradient, for each microbatch and each cut. Memory: one stage, and the activations
 above. Waiting: for the previous stage in forward, for the next stage in backward.
@@ -98,7 +99,7 @@ class Stage:
             self.send(inputs.grad, self.stage - 1)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send without waiting: two neighbours that both wait until the other receives would wait forever."""
+        """Send without waiting. If two neighbours both waited until the other receives, they would wait forever."""
         self.sent.append((dist.isend(tensor, to), tensor))  # the tensor must outlive the message
 
     def note(self, start: float, seconds: float) -> None:

@@ -2,8 +2,9 @@
 
     python examples/by_hand/send.py
 
-Every parallel layout uses these operations. Rank r begins with the numbers 10r, 10r + 1, 10r + 2, one for each rank.
-Next to each operation is the same computation in one process on all ranks' numbers; the results are compared.
+Each parallel layout uses some of these operations. Rank r begins with the numbers 10r, 10r + 1, 10r + 2, one for each
+rank. `OPERATIONS` lists each operation next to the same computation in one process, on the numbers of all ranks. The
+program compares the two results.
 
 A collective is called by all ranks of a group, in the same order. If one rank does not call it, the others wait until
 the timeout. Most hangs begin this way.

@@ -28,7 +28,7 @@ def loss_sum(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD, because Adam would hide a gradient that is twice too large."""
+    """Return SGD, because Adam would hide a gradient that is too large by a factor of 2."""
     return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
 
 

@@ -58,11 +58,11 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A whole linear layer, then an MLP with a residual connection."""
+    """A linear layer that is not split, then an MLP with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.before = nn.Linear(WIDTH, WIDTH)  # on every rank: its gradient is right only if `CopyToRanks` adds
+        self.before = nn.Linear(WIDTH, WIDTH)  # on every rank; its gradient needs the sum of `CopyToRanks`
         self.up = nn.Linear(WIDTH, HIDDEN)
         self.down = nn.Linear(HIDDEN, WIDTH)
 
@@ -90,7 +90,10 @@ class ParallelBlock(nn.Module):
 
 
 def train(model: nn.Module, device: torch.device) -> Tensor:
-    """Train either model with SGD. Every rank of a tensor-parallel group gets the same samples."""
+    """Train a `Block` or a `ParallelBlock` with SGD, and return the losses.
+
+    Every rank of a tensor-parallel group gets the same samples.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     losses = []
     for step in range(STEPS):

@@ -12,7 +12,7 @@ REFUSALS = ROOT / "docs" / "refusals.md"
 _SAME = {"bitwise": "bitwise", "rounding": "rounding"}
 _HEAD = """# The matrix: models × layouts
 
-On this page you can look up which models train under which [layouts](layouts.md), and how closely each run equals one process.
+On this page you can look up which models train under which [layouts](layouts.md), and how closely each training equals that in one process.
 
 Each cell is one job of `tests/zoo.py` under one layout, run in real processes over gloo on CPU. Each step starts from equal
 weights and is compared with one process: the gradients of every parameter, the loss, the buffers, and then the weights
@@ -21,10 +21,12 @@ after the update. Each run has two steps. The second step is the short last batc
 The precision is {dtypes}.
 
 - **bitwise**: all bits are equal.
-- **rounding**: every difference is below the noise floor of its tensor. To measure the floor, one process runs again
-  with its weights moved by one unit in the last place, and with its microbatches added in reverse order. Which
-  cells are bitwise depends on the processor too, because its kernels choose the order of additions.
-- a number: refused before the first step, with the message listed at the end. The reasons are in [refusals](refusals.md).
+- **rounding**: every difference is below the noise floor of its tensor. To measure the floor, the training in one
+  process is repeated: once with each weight changed by one unit in the last place, and once with the microbatches added
+  in reverse order. Which cells are bitwise depends on the processor too, because its kernels choose the order of
+  additions.
+- a number: refused before the first step. The message is under this number in the list at the end of the page, and the reason is in
+  [refusals](refusals.md).
 - empty: not run for this page.
 
 The models from `transformers` are unmodified and built from their configs (four blocks, width 32, four heads). `text`,

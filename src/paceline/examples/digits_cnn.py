@@ -1,4 +1,4 @@
-"""A small ConvNet with BatchNorm on scikit-learn's handwritten digits: mixed precision, snapshots, early stopping.
+"""A small ConvNet with BatchNorm on scikit-learn's handwritten digits: bf16 on GPUs, a best checkpoint, early stopping.
 
 paceline train digits_cnn.py --ranks 2
 """

@@ -1,4 +1,4 @@
-"""A Hugging Face Llama from a config, with the model's own loss, on the standard library's source text.
+"""A Hugging Face Llama from a config, with the model's own loss, on the source text of Python's standard library.
 
 pip install paceline[hf]
 paceline train hf_llama.py --ranks 2

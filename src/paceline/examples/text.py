@@ -1,4 +1,4 @@
-"""A byte-level GPT on the source text of Python's own standard library, which is always there.
+"""A byte-level GPT on the source text of Python's standard library, which needs no download.
 
 paceline train text.py --ranks 2
 """
@@ -35,7 +35,7 @@ def read_text(held_out: bool) -> Tensor:
 
 
 class Windows(Dataset):
-    """Windows of `length` bytes and the bytes that follow each."""
+    """Windows of `length` bytes. The targets of a window are the same bytes shifted by one position."""
 
     def __init__(self, text: Tensor, length: int, max_windows: int | None = None):
         self.text, self.length = text, length
