@@ -219,6 +219,6 @@ class ServerState:
         if not self.lock.wait_for(lambda: condition() or self.failure is not None, timeout=self.timeout_seconds):
             raise RunError(
                 f"this server did not receive its part of a gradient within {self.timeout_seconds:g} s.",
-                cause="a worker was lost after it had sent the first server's part, or a slow link",
+                cause="a worker was lost while it sent its gradient to the servers, or a link is slow",
                 hint="--train.timeout_seconds with more seconds",
             )

@@ -67,29 +67,31 @@ from paceline.trainer.train_mode import set_train_mode
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """The model, optimizers and step of one rank. `models` are this process's replicas; `model` is the first of them.
-
-    `site` is the world of the ranks that train one set of weights: under local SGD a site, otherwise all ranks.
-    `weights` describes how the model's parameters and buffers are sharded. `optim_shards` describes how the parameters
-    in the optimizers are sharded. `named_parameters` are this rank's parameters, or its shards of them. `grid` is exact
-    mode's fixed-point grid. `initial_options` are the optimizers' options before an LR scheduler changed them.
-    """
+    """The model, optimizers and step of one rank."""
 
     job: Job
     settings: Settings
     plan: ExecutionPlan
     worlds: MeshGroups
     site: World
+    """The world of the ranks that train one set of weights: under local SGD a site, otherwise all ranks."""
     model: nn.Module
+    """The first of `models`."""
     models: Sequence[nn.Module]
+    """The replicas of this process."""
     named_parameters: Sequence[NamedParameter]
+    """This rank's parameters, or its shards of them."""
     weights: ShardedTensors
+    """How the model's parameters and buffers are sharded."""
     optim_shards: ShardedTensors
+    """How the parameters in the optimizers are sharded."""
     parallelized_model: ParallelizedModel
     step: SynchronousStep
     grid: FixedPointGrid | None
+    """The fixed-point grid of exact mode; None without it."""
     notes: tuple[str, ...]
     initial_options: Options
+    """The options of the optimizers before an LR scheduler changed them."""
     nonpersistent_buffers: NonPersistentBuffers
     data: JobData
 

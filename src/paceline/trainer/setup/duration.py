@@ -59,20 +59,22 @@ class Length:
 
 @dataclass
 class Progress:
-    """The loop's state that is saved with the cursor. The names of the fields are keys of checkpoints.
-
-    `best` is the best value for `Job(best=)`, and `rule_best` is the best value for early stopping. `best_of` and
-    `rule_of` name the metrics and modes of these values, such as `loss:min`. `waited` counts the evaluations since
-    `rule_best`. `unjudged` is True if an evaluation was due but its outcome is not recorded yet.
-    """
+    """The loop's state that is saved with the cursor. The names of the fields are keys of checkpoints."""
 
     tokens: float = 0.0
+    """The tokens trained so far."""
     best: float | None = None
+    """The best value for `Job(best=)`; None before the first evaluation."""
     best_of: str = ""
+    """The metric and the mode of `best`, such as `loss:min`."""
     waited: int = 0
+    """The number of evaluations since `rule_best`."""
     rule_best: float | None = None
+    """The best value for early stopping; None before the first evaluation."""
     rule_of: str = ""
+    """The metric and the mode of `rule_best`."""
     unjudged: bool = False
+    """Whether an evaluation was due whose outcome is not recorded yet."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the progress as JSON for a checkpoint."""

@@ -11,22 +11,24 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientFacts:
-    """Facts about a wrong gradient besides its values; None if a fact is not known.
-
-    `counts` is the count of each microbatch, and `samples` the number of samples in the batch. `ranks` is the number of
-    replicas; if a replica is a group of ranks, `replica_names` has its name. `axes` are the degrees of the axes that
-    split layers. `is_everywhere`: every parameter's gradient is wrong. `ranks_agree`: all ranks have the same gradient.
-    `is_data_correct`: the ranks read the right samples.
-    """
+    """Facts about a wrong gradient besides its values; None if a fact is not known."""
 
     counts: Vector
+    """The count of each microbatch."""
     ranks: int
+    """The number of replicas."""
     samples: int | None = None
+    """The number of samples in the batch."""
     ranks_agree: bool | None = None
+    """Whether all ranks have the same gradient."""
     is_everywhere: bool | None = None
+    """Whether the gradient of every parameter is wrong."""
     is_data_correct: bool | None = None
+    """Whether the ranks read the right samples."""
     axes: Mapping[str, int] = field(default_factory=dict)
+    """The sizes of the axes that split layers."""
     replica_names: Sequence[str] = ()
+    """The names of the replicas if each is a group of ranks; otherwise empty."""
 
     def rank_name(self, rank: int) -> str:
         """Return the name of a rank, or of the replica if a replica is a group of ranks."""

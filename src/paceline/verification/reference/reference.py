@@ -26,15 +26,7 @@ from paceline.verification.reference.whole_batch import merge_microbatches, merg
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """The properties of the run that the reference depends on.
-
-    `merged_microbatches`: how many microbatches normalisation sees as one. `grid_step`: the step of exact mode's
-    integers, relative to the largest element of a gradient.
-    `is_sliced`: the layout computes a microbatch in slices (tp, cp, ep, sync_bn), each of which is rounded separately.
-    `uses_other_kernels`: attention or normalisation uses a different formula than in one process (cp, sync_bn).
-    `loss_scale`: the factor of the loss in backward, so that fp16 can represent small gradients.
-    `on_empty`: the effect of a loss term without a target: `stop`, or `zero`, which adds nothing to loss and gradient.
-    """
+    """The properties of the run that the reference depends on."""
 
     seed: int
     global_batch_size: int
@@ -44,15 +36,21 @@ class ReferenceConfig:
     autocast: torch.dtype | None = None
     sample_seeds: str = "auto"
     merged_microbatches: int = 1
+    """How many microbatches normalisation treats as one."""
     lr_factor: float = 1.0
     device: str = "cpu"
     grid_step: float = 0.0
+    """The step of exact mode's integers, relative to the largest element of a gradient; 0 without exact mode."""
     shards: int | None = None
     loss_scale: float = 1.0
+    """The factor of the loss in backward, which keeps small gradients above fp16's smallest number."""
     workers: int = 0
     is_sliced: bool = False
+    """Whether the layout computes a microbatch in slices that are rounded separately (tp, cp, ep, sync_bn)."""
     uses_other_kernels: bool = False
+    """Whether attention or normalisation uses another formula than one process does (cp, sync_bn)."""
     on_empty: str = "stop"
+    """The effect of a loss term without a target: `stop`, or `zero`, which adds nothing to loss and gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
