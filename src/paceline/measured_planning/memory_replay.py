@@ -116,7 +116,7 @@ def _replay_stage(
             model=setup.model,
             optimizers=optimizers,
             updated_tensors=updated_tensors,
-            other_storages=storage_tracker.storages(),
+            other_storages=storage_tracker.finish(),
             operator_bytes=partial(peak_operator_bytes, threads=plan.threads),
             extra_bytes=lambda: fake_mode.copied_bytes + omitted_bytes,
             on_operation=None if timeline is None else timeline.record,

@@ -70,7 +70,7 @@ def _measure_blocks(
             [parameter for parameter in model.parameters() if id(parameter) not in block_parameters]
         ),
     ):
-        return measure(hold_block=lambda block: deferred_model.temporary_values(block.parameters()))
+        return measure(materialize_block=lambda block: deferred_model.temporary_values(block.parameters()))
 
 
 def _scalar(terms: Any) -> Tensor:
