@@ -41,7 +41,7 @@ class Fusion:
         return num_bytes
 
     def end_chain(self, next_inputs: Iterable[Tensor]) -> float:
-        """End the current chain. Return the bytes that it must write for the next operation, which has `next_inputs`."""
+        """End the current chain. Return the bytes that it must write because `next_inputs` are read after it."""
         self._chain_results.clear()
         self._chain_inputs.clear()
         return float(sum(self._unwritten_bytes.pop(_key(tensor), 0) for tensor in next_inputs))

@@ -135,7 +135,7 @@ class FakeExecutionMode(DispatchMode):
         return self._fake_results(func, args, kwargs)
 
     def _fake_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the collective on empty tensors, so that ranks still wait for each other. Its results are in `args[0]`."""
+        """Run the collective on empty tensors, so that ranks still wait for each other. `args[0]` has its results."""
         has_split_sizes = op_name(func) == "c10d::alltoall_base_"  # the lists among its arguments are split sizes
         arguments = [[] if has_split_sizes and isinstance(arg, list) else arg for arg in args]
         empty_arguments = _map_tensors(arguments, lambda tensor: tensor.new_empty(0))

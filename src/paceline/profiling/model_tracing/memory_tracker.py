@@ -127,8 +127,8 @@ class MemoryTracker(DispatchMode):
     """A tracker of this rank's peak memory and its composition, for one kind of device.
 
     Every result of an operation is tracked until its memory is freed. Storages that `fully_shard` resizes are tracked
-    too. Use it around a step that is not the first, because the optimizer's state must exist. `updated_tensors` are those
-    of `memory_at_rest`; the ones with memory of their own count as optimizer state. `other_storages` exist already and
+    too. Use it around a step that is not the first, because the optimizer's state must exist. `updated_tensors` are as
+    in `memory_at_rest`; the ones with memory of their own count as optimizer state. `other_storages` exist already and
     count as activations.
 
     `operator_bytes` returns the peak bytes of an operation while it runs, including its results. `extra_bytes` returns
