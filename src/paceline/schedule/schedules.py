@@ -1,8 +1,8 @@
 """Build the compute orders of the built-in schedules: each function returns one order per rank, without messages.
 
 To add a schedule, write a function here and add an entry to `SCHEDULES` in `registry.py`. Sends, checks, bubble, memory
-use, picture and runtime are derived from the orders. There are `micro` microbatches, and each rank has `virtual` stages.
-By default, stage s is on rank s mod ranks.
+use, picture and runtime are derived from the orders. There are `micro` microbatches. Each rank has `virtual` stages. By
+default, stage s is on rank s mod ranks.
 """
 
 from collections import Counter
