@@ -49,7 +49,7 @@ class DepthExtrapolation:
 
     @cached_property
     def is_representative(self) -> bool:
-        """Whether a few blocks of the model represent all of its blocks."""
+        """True if a few blocks of the model represent all of its blocks."""
         try:
             return are_blocks_representative(self.job, self.settings)
         except Exception as error:  # the replay of the whole model reports the error

@@ -1,6 +1,7 @@
 """The calibration store of a machine: stored plans, timed steps, and the ratios of measured runs to their forecasts.
 
-The ratios have two kinds: `longer` is measured over forecast step time, `fuller` is measured over forecast memory.
+There are two kinds of ratios: `longer` is the measured step time divided by its forecast, and `fuller` is the measured
+memory divided by its forecast.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.planner.hardware.benchmark_results import MachineFingerprint
 from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, cache_folder
 
-_MAX_RUNS = 5  # per family and kind: the last ones are stored
+_MAX_RUNS = 5  # per family and kind; older ones are dropped
 _OTHER_FAMILIES = ""  # the key of the ratio for families without runs
 
 
@@ -56,7 +57,7 @@ def read_timings(key: str) -> Any:
 def record_forecast_ratio(
     machine: MachineFingerprint, family: str, *, longer: float | None, fuller: float | None
 ) -> None:
-    """Record the ratios of a run's step time and memory to their forecasts; None if unknown."""
+    """Record the ratios of a run's step time and memory to their forecasts. A ratio that is not known is None."""
     file = _ratios_file(machine)
     ratios = _valid_ratios(_read(file))
     for kind, ratio in (("longer", longer), ("fuller", fuller)):

@@ -20,7 +20,7 @@ _WORK_FIELDS = ("user", "nice", "system", "steal")
 
 @dataclass(frozen=True, kw_only=True)
 class CpuTimes:
-    """CPU seconds: since boot if read from the system, or of a period if they are a difference.
+    """CPU seconds so far or, as a difference of two readings, in a period.
 
     `work` and `idle` are sums over the usable cores of `machine`. `own` are those of this process and its children.
     """
@@ -63,8 +63,8 @@ def _process_seconds() -> float:
 def cpu_contention(ranks: Sequence[CpuTimes]) -> float:
     """Return the fraction of the cores that other programs used, on the most disturbed machine.
 
-    `ranks` has the CPU seconds of each rank in the same period. The fraction counts as 0.0 if more than 20% of the
-    cores' time was idle, or if the period was too short to tell.
+    `ranks` has the CPU seconds of each rank in the same period. Return 0.0 if the fraction is below 10%, if more than
+    20% of the cores' time was idle, or if the period was too short to tell.
     """
     contention = 0.0
     for machine in {times.machine for times in ranks}:

@@ -58,7 +58,7 @@ def environment(job: str = "") -> dict[str, Any]:
 
 
 def code_facts(job: str) -> dict[str, Any]:
-    """Return the code that defines a job's training: its file, the user's loaded modules, and library versions."""
+    """Return facts about the code of a job's training: the job's file, the user's loaded modules, library versions."""
     versions = {
         name: found for name in _PACKAGES if name not in _LOGGING_PACKAGES and (found := _version(name)) is not None
     }

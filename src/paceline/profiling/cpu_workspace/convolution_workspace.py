@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from paceline.profiling.cpu_workspace.bf16_convolution_workspace import Bf16ConvolutionCall
 from paceline.profiling.cpu_workspace.im2col_workspace import Im2colCall
 
-_BLOCK_CHANNELS, _HALF_BLOCK_CHANNELS, _FEW_CHANNELS = 16, 8, 3
+_BLOCK_CHANNELS, _HALF_BLOCK_CHANNELS = 16, 8  # of a block with AVX-512, and half of it
+_FEW_CHANNELS = 3  # images with at most so many channels are not padded to a block
 _SMALL_ELEMENTS = 20480  # torch uses its own im2col for a single image of at most so many elements
 _ROW_ELEMENTS = 32  # bfloat16 rows are padded to a multiple of this when they are transposed
 _FLOAT_BYTES = 4
 _MAX_TRANSPOSED_BYTES = 600_000  # of input and output image together; larger images are transposed in parts
 _ADDRESS_BYTES = 30_000  # of the list of operand addresses that the matmul kernel gets
-_FLOAT_SUM_BYTES = 70_000  # rows of sums in float32
+_FLOAT_SUM_BYTES = 70_000  # of a thread's rows of sums in float32
 _MAX_ONEDNN_KERNEL = 14  # the weight gradients of wider kernels use im2col, one image at a time
 
 
@@ -36,6 +37,7 @@ class Convolution:
     in_channels: int
     out_channels: int
     input_size: tuple[int, ...]
+    """The spatial size of the input images."""
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -78,7 +80,7 @@ class Convolution:
         return max(extra + sums + padded_input + self._padded_weight_bytes() + padded_result, padded_result + result)
 
     def backward_bytes(self, *, source: bool, weight: bool, bias: bool) -> int:
-        """Return the peak bytes of the backward. The flags say which gradients it computes; `source` is the input."""
+        """Return the peak bytes of a backward that computes the gradients of input (`source`), weight or bias."""
         if self._uses_16bit_im2col:
             return self._im2col_call.backward_bytes(source=source, weight=weight, bias=bias)
         results = self._image_bytes(self.in_channels, self.input_size) if source else 0

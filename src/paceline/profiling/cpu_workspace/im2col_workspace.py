@@ -20,7 +20,9 @@ class Im2colCall:
     in_channels: int
     out_channels: int
     input_size: tuple[int, ...]
+    """The spatial size of the input images."""
     output_size: tuple[int, ...]
+    """The spatial size of the output images."""
     kernel: tuple[int, ...]
     is_plain: bool
     """Whether strides are 1 and padding is 0. A kernel of one element then reads the images in place."""
@@ -40,7 +42,7 @@ class Im2colCall:
         return max(working, 2 * result) if self.groups > 1 else working
 
     def backward_bytes(self, *, source: bool, weight: bool, bias: bool) -> int:
-        """Return the peak bytes of the backward. The flags say which gradients it computes; `source` is the input."""
+        """Return the peak bytes of a backward that computes the gradients of input (`source`), weight or bias."""
         input_gradient = self._image_bytes(self.in_channels, self.input_size) if source else 0
         weight_gradient = (
             self.in_channels * self.out_channels // self.groups * math.prod(self.kernel) * self.item_bytes

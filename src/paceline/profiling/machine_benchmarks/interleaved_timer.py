@@ -20,7 +20,7 @@ _SHORT_SECONDS = 3e-3  # a call that takes less is timed _SHORT_REPEATS times wh
 _SHORT_REPEATS = 5
 _MIN_SIZES = 3  # of a family
 _FIRST_SIZES_FACTOR = 4  # multiplies the limit of a call for the first _MIN_SIZES: few small sizes predict little
-_FIRST_FAMILIES_SHARE = 0.3  # of the time for selecting sizes: all families may use it, in their order
+_FIRST_FAMILIES_SHARE = 0.3  # of the time for selecting sizes: the first families may use it in addition to their share
 _MIN_TURN_SECONDS = 1e-3
 _PART_SECONDS = 5e-4  # of a part of a turn: shorter than the time slice of the system's scheduler
 _MIN_SECONDS = 1e-9
@@ -48,7 +48,7 @@ class BenchmarkFamily:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedCall:
-    """A call to time. `seconds` is the approximate time of one call, equal on all ranks."""
+    """A call that is timed. `seconds` is the approximate time of one call, equal on all ranks."""
 
     key: Key
     size: BenchmarkSize
