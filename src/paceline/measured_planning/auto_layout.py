@@ -50,7 +50,7 @@ def refuse_auto_options(*, update: str, compress: str) -> None:
     problems: list[PacelineError] = []
     if not parse_update(update).has_cost_model:
         cause = "plans cover synchronous updates only"
-        message = f"--layout auto with --update {update}: its step time can't be forecast."
+        message = f"--layout auto with --update {update}: the step time of this update rule can't be forecast."
         hint = f"leave out --layout auto: --update {update} chooses the layout itself"
         problems.append(LayoutError(message, cause=cause, hint=hint))
     if str(parse_compress(compress)) != "none":
@@ -62,17 +62,17 @@ def refuse_auto_options(*, update: str, compress: str) -> None:
             UsageError(
                 f"--layout auto in a world that {joined.kind} started: the ranks exist before the plan.",
                 cause="a plan is made in one process before the ranks start",
-                hint=f"paceline plan JOB --ranks {joined.world_size}, then --layout with its recommendation",
+                hint=f"paceline plan JOB --ranks {joined.world_size}, then --layout with the recommended layout",
             )
         )
     raise_all(problems)
 
 
 def resolve_auto_layout(task: Task, *, quiet: bool = False) -> tuple[Task, LaunchOutcome | None]:
-    """Return the task with a layout, and None. Print the layout.
+    """Choose the layout of a task, and print it.
 
-    It is the layout of the resumed run if that run had as many ranks, else a planned one. If planning fails, return the
-    task without a layout, and the outcome of the planning process.
+    It is the layout of the resumed run if that run had as many ranks, else a planned one. Return the task with this
+    layout, and None. If planning fails, return the task unchanged, and the outcome of the planning process.
     """
     resumed = restore_auto_layout(task, quiet=quiet)
     if resumed is not None:
@@ -116,7 +116,9 @@ def print_choice(task: Task, answer: Mapping[str, Any], machine: LocalMachine, *
     if fallback_layouts[0].source == TIMED:
         cost += "; paceline plan timed its steps here"
     elif fallback_layouts[0].longer != 1:
-        cost += f"; times are corrected by steps timed here, {fallback_layouts[0].longer:.2f} times the estimate"
+        cost += (
+            f"; its step time is corrected: steps timed here took {fallback_layouts[0].longer:.2f} times the estimate"
+        )
     else:
         cost += "; its step time is an estimate: paceline plan measures it"
     replay_note = f", NOT REPLAYED ({answer['unreplayed']})" if answer.get("unreplayed") else ""
@@ -189,9 +191,9 @@ def _print_lines(lines: Sequence[str], *, quiet: bool) -> None:
 
 
 def restore_auto_layout(task: Task, *, quiet: bool = False) -> Task | None:
-    """Return the task with the layout of the run that it resumes. Return None if it can't have this layout.
+    """Return the task with the layout of the run that it resumes, and print this layout.
 
-    It can if the resumed run had as many ranks.
+    Return None if the task resumes no run, or a run with another number of ranks.
     """
     if (folder := _resumed_folder(task)) is None:
         return None

@@ -20,7 +20,7 @@ from paceline.planner.search.shortlist import RejectedLayout, apply_measured_tim
 
 _PROFILED_SAMPLES = 3  # the profile traced microbatches up to this size
 _MAX_MISFITS = 3  # if so many layouts of a family do not fit, no more of its layouts are replayed for comparison
-_MAX_REASONS = 3  # if so many layouts with a part are refused, all layouts with this part are
+_MAX_REASONS = 3  # after so many refusals with a part, all layouts with this part are removed
 _MAX_REFUSALS = 12  # after so many and after the time limit, the next layout is recommended without a replay
 
 
@@ -67,7 +67,7 @@ def choose_layout(
     for candidate, rejection in sorted((rejected or {}).items(), key=lambda item: _has_model_axes(item[0])):
         if _is_allowed(candidate, selection.forecast):  # an earlier refusal may have removed it
             selection.remove_after_timing(candidate, rejection)
-    case = None
+    case = None  # of the first advice, before any refusal
     while True:
         advice = selection.make_advice()
         case = case or advice.case
@@ -155,9 +155,11 @@ class _Selection:
         candidate = row.estimate.candidate
         if str(candidate) in self.replays or not row.fits or self._misfits[candidate.family] >= _MAX_MISFITS:
             return False
-        seconds_per_block = max((done.seconds / max(1, done.work) for done in self.replays.values()), default=0.0)
-        work = self._checker.work(candidate, row.estimate.stages, self.forecast)
-        return seconds_per_block * work < deadline - time.monotonic()
+        seconds_per_block = max(
+            (replay.seconds / max(1, replay.num_blocks) for replay in self.replays.values()), default=0.0
+        )
+        num_blocks = self._checker.count_replayed_blocks(candidate, row.estimate.stages, self.forecast)
+        return seconds_per_block * num_blocks < deadline - time.monotonic()
 
     def run_replay(self, estimate: Estimate) -> CheckedCandidate:
         """Replay a candidate. If the job's code fails because of its microbatch size, record this size as refused."""

@@ -14,7 +14,7 @@ from paceline.parallel.initialization.pretrained import PretrainedModel
 from paceline.planner.layout.bucket_sizes import LARGE_PARAMETER_BYTES
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.pipeline_options import is_schedule_file
-from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline, extrapolate, extrapolate_peak
+from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline, extrapolate_peak, extrapolate_timeline
 from paceline.profiling.model_tracing.memory_tracker import MemoryByKind
 from paceline.schedule.registry import find_schedule
 
@@ -124,8 +124,8 @@ class DepthExtrapolation:
 def are_blocks_representative(job: Job, settings: Settings) -> bool:
     """Return whether extrapolation from few blocks gives the exact memory of the whole model at every operation.
 
-    This is tested with one microbatch in one process. It is false if blocks differ by their position (another
-    activation, some without gradients), or if outputs grow from block to block.
+    The test is one microbatch in one process. It fails if blocks differ by their position (another activation, some
+    without gradients), or if outputs grow from block to block.
     """
     single_plan = make_profiling_plan(settings, "single", 1, samples=FEW_SAMPLES)
     shorter, longer = set_num_blocks(job, _MIN_BLOCKS), set_num_blocks(job, _MIN_BLOCKS + 1)
@@ -135,7 +135,7 @@ def are_blocks_representative(job: Job, settings: Settings) -> bool:
     for replayed_job in (shorter[0], longer[0], job):
         timelines.append(MemoryTimeline())
         replay(replayed_job, _set_stage_depths(settings, ()), single_plan, timelines=timelines[-1:], warm_up=False)
-    extrapolated = extrapolate(timelines[0], timelines[1], shorter[1] - _MIN_BLOCKS)
+    extrapolated = extrapolate_timeline(timelines[0], timelines[1], shorter[1] - _MIN_BLOCKS)
     return extrapolated is not None and extrapolated.parts == timelines[2].parts
 
 

@@ -29,7 +29,8 @@ class CheckedCandidate:
     """The result of a candidate's replay: the memory of the stage with the highest peak, or the `error` of a refusal.
 
     `parts` are the bytes of the peak by kind. `is_job_error` says whether the job's code raised the error. `seconds` is
-    the duration of the replay. `work` is the number of blocks that the replay ran, times the microbatches.
+    the duration of the replay. `num_blocks` is the number of blocks that the replay ran, times the
+    microbatches.
     """
 
     layout: str
@@ -38,7 +39,7 @@ class CheckedCandidate:
     error: str = ""
     is_job_error: bool = False
     seconds: float = 0.0
-    work: int = 0
+    num_blocks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ class CandidateChecker:
         """Return whether the error means that the model is split wrongly by cp and ep, whatever else the layout has."""
         return bool(error) and self.split_errors.get((candidate.cp, candidate.ep)) == error
 
-    def work(self, candidate: Candidate, stage_blocks: tuple[int, ...], forecast: CostModel) -> int:
+    def count_replayed_blocks(self, candidate: Candidate, stage_blocks: tuple[int, ...], forecast: CostModel) -> int:
         """Return how many blocks the candidate's replay runs: the sum over stages, times the microbatches."""
         plan = shorten_plan(make_candidate_plan(candidate, forecast.profile, forecast.cluster.device.kind))
         blocks = _blocks_per_stage(candidate, stage_blocks, forecast.profile)
@@ -111,7 +112,7 @@ class CandidateChecker:
             peak_bytes=fullest.peak.total,
             parts=fullest.peak.as_json(),
             seconds=time.monotonic() - start_time,
-            work=self.work(candidate, stage_blocks, forecast),
+            num_blocks=self.count_replayed_blocks(candidate, stage_blocks, forecast),
         )
 
     def _check_split_model(self, candidate: Candidate, profile: ModelProfile) -> None:

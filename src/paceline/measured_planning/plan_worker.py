@@ -181,11 +181,8 @@ def _is_offloaded(rows: Sequence[PlanRow]) -> bool:
 def _contention_lines(other_share: float) -> Iterator[str]:
     """Yield the lines of a note if other programs used the cores while layouts were timed."""
     if other_share:
-        yield (
-            f"note: other programs used {other_share:.0%} of the cores while layouts were timed: "
-            "without them steps may be"
-        )
-        yield "  shorter, and a different layout may be the fastest"
+        yield f"note: other programs used {other_share:.0%} of the cores while layouts were timed"
+        yield "  without these programs, steps may be shorter, and another layout may be the fastest"
         yield "  to do: plan again after they have ended"
 
 
@@ -198,8 +195,8 @@ def _unverified_lines(rows: Sequence[PlanRow], profile: ModelProfile) -> Iterato
         yield f"note: {best.estimate.layout} was not replayed: its memory is an estimate"
     parts = " and ".join(axis for axis in ("cp", "ep") if getattr(best.estimate.candidate, axis) > 1)
     if parts and not is_small_enough(profile.parameters) and not best.estimate.measured_time:
-        yield f"note: a model of this size is not run with real values here, and {parts} may change its results"
-        yield f"  to do: paceline verify JOB --layout {parts.split()[0]}=2 with a smaller model of its kind"
+        yield f"note: the model is too large to be checked here with real values, and {parts} may change its results"
+        yield f"  to do: paceline verify JOB --layout {parts.split()[0]}=2 with a smaller model of the same kind"
 
 
 def _rejected_layout_line(name: str, replay: CheckedCandidate, cluster: Cluster) -> str:

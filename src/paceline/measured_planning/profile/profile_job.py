@@ -92,6 +92,7 @@ def _profile_truncated(job: Job, settings: Settings, *, max_ranks: int) -> Model
 
 
 def _profile_model(job: Job, settings: Settings, *, max_ranks: int) -> ModelProfile:
+    """Return the profile of a model, all of whose blocks are traced."""
     length = sequence_length(job, settings)
     few, more = (_trace_forward(job, settings, "single", 1, samples=n) for n in (FEW_SAMPLES, MORE_SAMPLES))
     shorter = [
@@ -134,16 +135,16 @@ def _profile_model(job: Job, settings: Settings, *, max_ranks: int) -> ModelProf
     )
 
 
-def _try_or_refuse(call: Callable[[], Any], refused: dict[str, str], axis: str) -> Any:
-    """Return the result of `call`. If it fails, record the reason for `axis` in `refused`, and return None."""
+def _try_or_refuse(call: Callable[[], Any], refused: dict[str, str], part: str) -> Any:
+    """Return the result of `call`. If it fails, record the reason for a part of layouts in `refused`, return None."""
     try:
         return call()
     except PacelineError as error:
-        refused[axis] = error.what
-    except Exception as error:  # an error in the job's own code: other axes may work
+        refused[part] = error.what
+    except Exception as error:  # an error in the job's own code: layouts without this part may work
         if is_out_of_memory(error):
             raise
-        refused[axis] = one_line_message(error)
+        refused[part] = one_line_message(error)
     return None
 
 
@@ -178,6 +179,7 @@ def _trace_forward(
 def _run_forward(
     job: Job, settings: Settings, layout: str, ranks: int, *, samples: int, length: int | None
 ) -> _TracedForward:
+    """Trace one forward of the first rank. In one process at full length, also run an update to measure its state."""
     plan = make_profiling_plan(settings, layout, ranks, samples=samples)
     simulated_ranks = SimulatedRanks(mesh=plan.mesh)
     is_single = ranks == 1

@@ -36,10 +36,11 @@ _TURN_SECONDS, _MAX_STEPS_PER_TURN = 0.15, 5
 _LONG_STEP_SECONDS = 0.2  # a longer step does not depend on warm caches
 _CONSECUTIVE_STEPS = 4  # in a turn on several machines, because pipeline stages overlap two steps
 _SHORTER_DIVISOR, _LONGER_DIVISOR = 12, 3  # a deep model is timed with 1/12 and with 1/3 of its blocks
-_TOO_SLOW_RATIOS = (4.0, 2.5)  # to the fastest layout; one with a slower first or second step gets no more steps
+# a layout whose first (or second) step takes longer than this multiple of the fastest layout's gets no more steps
+_TOO_SLOW_RATIOS = (4.0, 2.5)
 _EARLY_END_SHARE, _ENOUGH_STEPS = 2 / 3, 24  # if each layout has so many steps, timing ends at this share of the limit
-_DROP_RATIOS = (1.8, 1.5, 1.4, 1.3, 1.2)  # to the fastest layout, by round; a slower one gets no more turns
-_SECOND_TURN_RATIO = 1.2  # to the best forecast of the active layouts; a dropped one below it gets a second turn
+_DROP_RATIOS = (1.8, 1.5, 1.4, 1.3, 1.2)  # by round: a layout slower than this multiple of the fastest is dropped
+_SECOND_TURN_RATIO = 1.2  # a dropped layout below this multiple of the best forecast gets a second turn
 
 
 @dataclass(kw_only=True)

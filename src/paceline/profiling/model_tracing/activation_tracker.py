@@ -43,8 +43,9 @@ class ActivationTracker:
         self._part = BEFORE_BLOCKS
         # by id of the storage: its bytes, the part that created it, and a reference
         self._live: dict[int, tuple[int, str, weakref.ref[UntypedStorage]]] = {}
-        self._bytes = 0
-        self._part_start_bytes = 0
+        self._bytes = 0  # of all live storages
+        self._part_start_bytes = 0  # of all live storages when the running part began
+        # after the forward: the bytes that a part and all earlier parts keep
         self._kept_up_to_part: dict[str, float] | None = None
         self._forward_peaks = dict.fromkeys(self._order, 0.0)
         self.usage = {name: ActivationUsage() for name in self._order}

@@ -48,7 +48,7 @@ _FRESH_BYTES = 64 << 20  # allocations of at least this size come from the syste
 _META = torch.device("meta")
 _VIEWS = {"aten::detach", "aten::alias", "aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
 _RESIZING_OPERATIONS = ("aten::resize_", "aten::set_")
-_EXECUTED_PREFIXES = ("c10d::", "profiler::", "prim::")
+_EXECUTED_PREFIXES = ("c10d::", "profiler::", "prim::")  # operations that are always run
 _TensorForm = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
 
@@ -150,6 +150,8 @@ class FakeExecutionMode(DispatchMode):
         )
 
     def _pending_collective(self, num_bytes: int, kept_tensors: Any) -> Any:
+        """Return a collective that references tensors, and has copies of `num_bytes`, until it is waited for."""
+
         def on_completion() -> None:
             self.copied_bytes -= num_bytes
 
@@ -175,9 +177,9 @@ class FakeExecutionMode(DispatchMode):
 
     @property
     def _max_computed_elements(self) -> int:
-        """The elements of the largest tensor whose values are computed: more while a model is built, than in a step.
+        """The number of elements up to which a tensor's values are computed.
 
-        Constructors may test small matrices.
+        It is larger while a model is built, because constructors may test small matrices.
         """
         return SMALL_ELEMENTS if self.comparisons_hold else _SMALL_ELEMENTS_IN_BUILD
 
@@ -186,6 +188,7 @@ class FakeExecutionMode(DispatchMode):
         return tensor.is_floating_point() and tensor.numel() > max_elements
 
     def _fake_write(self, func: Any, args: Any, kwargs: Any, targets: Sequence[Tensor]) -> Any:
+        """Mark the written numbers as unknown, or fill them if they are integers. Return the operation's result."""
         for tensor in targets:
             if tensor.is_floating_point() or tensor.is_complex():
                 self._fake_storages.add(tensor)
@@ -197,6 +200,7 @@ class FakeExecutionMode(DispatchMode):
         return result if func._schema.returns else None
 
     def _fake_results(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return new tensors with the shapes of the operation's results."""
         if op_name(func) == "aten::masked_select":
             return self._create_results(func, args, _masked_select_form(*args))
         if op_name(func) in PACKED_SEQUENCE_OPERATIONS:
@@ -229,6 +233,7 @@ class FakeExecutionMode(DispatchMode):
         return False
 
     def _meta_results(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the operation's results on meta tensors, which have shapes only."""
         meta_kwargs = {**kwargs, "device": _META} if any(a.name == "device" for a in func._schema.arguments) else kwargs
         try:
             with hide_from_modes():

@@ -64,6 +64,7 @@ def _is_infinite(value: Any) -> bool:
 
 
 def _fill_with_positions_in_order(tensor: Tensor, args: Any) -> None:
+    """Fill with 0, 1, 2, ... up to the size of the dimension that the operation reduces or sorts, repeatedly."""
     source: Tensor = args[0]
     integers = [arg for arg in args[1:] if isinstance(arg, int) and not isinstance(arg, bool)]
     dim = integers[-1] if integers and -source.dim() <= integers[-1] < source.dim() else -1
@@ -83,12 +84,14 @@ def unknown_result_error(func: Any, error: Exception) -> JobError:
     return JobError(
         f"the result of {name} is unknown without real values.",
         where=str(current_user_line() or ""),
-        cause="the size of its result depends on values" if sizes else f"it has no shape rule: {_first_line(error)}",
-        hint="an operation whose result size depends on operand sizes only, such as torch.where with three arguments"
+        cause="the size of the result depends on values"
         if sizes
-        else "name a layout, which needs no plan: --layout ddp"
+        else f"the operation has no shape rule: {_first_line(error)}",
+        hint="use an operation whose result size depends on operand sizes only: torch.where with three arguments"
+        if sizes
+        else "name a layout, so that no plan is needed: --layout ddp"
         if name.startswith("aten::")
-        else f'@torch.library.register_fake("{name}"), a function that returns empty results of the right sizes',
+        else f'@torch.library.register_fake("{name}") on a function that returns empty results of the right sizes',
     )
 
 

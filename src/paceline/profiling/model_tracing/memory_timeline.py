@@ -16,7 +16,7 @@ from paceline.profiling.model_tracing.memory_tracker import KINDS, MemoryByKind
 
 Bytes = tuple[int, ...]  # of each kind in `memory_tracker.KINDS`
 Part = list[tuple[str, Bytes]]  # the name of each operation, and the bytes at this operation
-ExtraIteration = tuple[int, int]  # its position in the shorter timeline, and its number of operations
+ExtraIteration = tuple[int, int]  # of a loop: its position in the shorter part, and its number of operations
 
 
 @dataclass
@@ -58,7 +58,7 @@ def extrapolate_peak(base: MemoryTimeline, longer: Sequence[tuple[MemoryTimeline
     return MemoryByKind(**dict(zip(KINDS, peak, strict=False)))
 
 
-def extrapolate(base: MemoryTimeline, longer: MemoryTimeline, blocks: int) -> MemoryTimeline | None:
+def extrapolate_timeline(base: MemoryTimeline, longer: MemoryTimeline, blocks: int) -> MemoryTimeline | None:
     """Return the timeline with `blocks` more blocks than `base`, or None if it can't be extrapolated.
 
     `longer` is the timeline with one more block. It may differ from `base` only in the operations of this block.
@@ -124,7 +124,7 @@ def _find_extra_iterations(short_part: Part, longer_part: Part) -> list[ExtraIte
     """
     names, longer_names = [name for name, _ in short_part], [name for name, _ in longer_part]
     iterations: list[ExtraIteration] = []
-    matched = num_extra = 0
+    matched = num_extra = 0  # equal operations in both parts so far, and operations of extra iterations so far
     while num_extra < len(longer_names) - len(names):
         stop = matched + _common_length(names, longer_names, matched, matched + num_extra)
         remaining = len(longer_names) - len(names) - num_extra
