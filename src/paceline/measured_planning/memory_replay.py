@@ -1,6 +1,7 @@
 """Memory replay: run a step of a layout on fake tensors and simulated ranks, and measure the memory of each stage.
 
-Here a stage is the first rank of each pipeline position, with all the pipeline stages that this rank has.
+In this module, a stage is a position in the pipeline. Its first rank represents it, with all the pipeline stages that
+this rank has.
 """
 
 import gc
@@ -55,7 +56,7 @@ def replay(
 ) -> list[StageMemory]:
     """Run two steps of every stage, and return the memory of the second step.
 
-    `timelines` has one timeline per stage to which the second step is recorded, or is empty. With one stage,
+    `timelines` is empty, or has one timeline for each stage, which records the second step. With one stage,
     `warm_up=False` omits the first step. The only step then creates gradients and optimizer state.
 
     Raises:
@@ -165,7 +166,7 @@ def _omitted_bytes(step_inputs: Sequence[StepInput], full_plan: ExecutionPlan, s
     microbatch_bytes = element_bytes(
         [t for t in tensor_leaves([micro.data for micro in step_inputs[-1].micro[-1:]]) if t.layout is torch.strided]
     )
-    batches = len(step_inputs)
+    batches = len(step_inputs)  # in memory at the same time
     return microbatch_bytes * max(
         0, batches * (full_rounds - short_rounds) if full_plan.device == "cpu" else full_rounds - batches * short_rounds
     )

@@ -1,9 +1,8 @@
 """Simulated ranks: one process simulates all ranks of a run, so that a step of thousands of ranks can be inspected.
 
-Only the first rank of each pipeline position runs, each in a thread of its own. The threads exchange messages. Along
-the other axes, collectives act as if all ranks had the values of the first rank.
-
-In this module, a stage is a pipeline position, with all the pipeline stages that its ranks have.
+In this module, a stage is a position in the pipeline. Its ranks may have several pipeline stages. Only the first rank
+of each stage runs, in a thread of its own. The threads exchange messages. Collectives act as if all ranks of a stage
+had the values of its first rank.
 """
 
 import json
@@ -26,7 +25,7 @@ from paceline.planner.layout.mesh import Mesh
 from paceline.profiling.model_tracing.fake_execution import FakeStorages
 from paceline.torch_internals.dispatch_modes import hide_from_modes
 
-_COPIED_BYTES = 1 << 16  # of a message: enough for the header; the values of a fake tensor are not needed
+_COPIED_ELEMENTS = 1 << 16  # of a message: enough for the header; the values of a fake tensor are not needed
 _TIMEOUT_SECONDS = 3600.0
 _POLL_SECONDS = 0.2
 
@@ -39,7 +38,9 @@ class SimulatedRanks:
     fake_storages: FakeStorages = field(default_factory=FakeStorages)
     rendezvous_by_stages: dict[tuple[int, ...], ThreadRendezvous] = field(default_factory=dict)
     queues: "dict[tuple[Any, ...], SimpleQueue[_Message]]" = field(default_factory=lambda: defaultdict(SimpleQueue))
+    """Messages in flight, by sending stage, receiving stage and tag."""
     groups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
+    """Fake process groups, by size."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     run_lock: threading.Lock = field(default_factory=threading.Lock)
     """The lock that the running stage has. Only one stage runs at a time, because a step uses global state."""
@@ -115,7 +116,10 @@ class SimulatedRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedWorld(World):
-    """A world in which one rank of each of its `stages` runs. This rank is that of `stage`."""
+    """A world in which only one rank of each stage runs.
+
+    `stages` are the stages that have ranks in this world, and `stage` is that of this rank.
+    """
 
     simulated_ranks: SimulatedRanks = field(repr=False)
     stages: tuple[int, ...] = (0,)
@@ -179,7 +183,7 @@ class SimulatedWorld(World):
             message = self.simulated_ranks.receive_message(queue)
             sent = message.tensor
             with hide_from_modes(), torch.no_grad():
-                tensor.view(-1)[:_COPIED_BYTES].copy_(sent.reshape(-1)[:_COPIED_BYTES])
+                tensor.view(-1)[:_COPIED_ELEMENTS].copy_(sent.reshape(-1)[:_COPIED_ELEMENTS])
             if self.simulated_ranks.fake_storages.has(sent):
                 self.simulated_ranks.fake_storages.add(tensor)
             message.is_received.set()

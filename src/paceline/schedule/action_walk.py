@@ -7,7 +7,7 @@ from functools import cached_property
 from paceline.schedule.program import Action, Op, Program
 from paceline.schedule.timeline import Span
 
-PerStage = float | Sequence[float]
+PerStage = float | Sequence[float]  # one value for all stages, or one for each stage
 FinishedAction = tuple[int, int, float, float]  # rank, index in the rank's actions, start and stop in seconds
 # receiving rank, sending rank, whether it is an activation (else a gradient), sending stage, microbatch
 _MessageKey = tuple[int, int | None, bool, int, int]
@@ -95,12 +95,12 @@ class _ProgramWalk:
         self.program = program
         self.costs = costs
         self.finished: list[FinishedAction] = []
-        self.num_finished = [0] * program.num_ranks
-        self.times = [0.0] * program.num_ranks
+        self.num_finished = [0] * program.num_ranks  # actions, by rank
+        self.times = [0.0] * program.num_ranks  # by rank: when it finished its last action
         self.ready_time, self.transfer_seconds = _lookup(costs.ready), _lookup(costs.transfer)
-        self.compute_seconds: dict[tuple[Op, int], float] = {}
+        self.compute_seconds: dict[tuple[Op, int], float] = {}  # by operation and stage
         self.arrival_times: dict[_MessageKey, float] = {}
-        self.link_free_times: dict[tuple[int, int | None], float] = {}
+        self.link_free_times: dict[tuple[int, int | None], float] = {}  # by sending and receiving rank
 
     def advance(self) -> bool:
         """Advance each rank as far as possible, and return True if any rank advanced."""
@@ -152,6 +152,7 @@ _SEND_F, _SEND_B, _RECV_F, _RECV_B = Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B
 
 
 def _lookup(value: PerStage) -> Callable[[int], float]:
+    """Return a function from a stage to its value. It is faster than `value_for_stage`."""
     return value.__getitem__ if isinstance(value, Sequence) else lambda _: value
 
 

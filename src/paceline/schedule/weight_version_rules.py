@@ -44,7 +44,7 @@ class VersionRule:
         return self.stages - 1 - stage
 
     def needs_no_stash(self, stage: int) -> bool:
-        """Return True if the backward of each microbatch in this stage is before the next update of its weights."""
+        """Return True if the stage has no update between the forward and the backward of any microbatch."""
         return self.rule is Rule.NEWEST and not self.num_warmup_forwards(stage)
 
     def version(self, *, stage: int, microbatch: int, batches: "BatchBoundaries") -> int:
@@ -102,7 +102,7 @@ class BatchBoundaries:
 class StageProgress:
     """The progress of a stage through the batches. It yields the stage's computes.
 
-    `num_forwards` and `num_backwards` count those that were yielded.
+    `num_forwards` and `num_backwards` count the forwards and backwards that were yielded.
     """
 
     version_rule: VersionRule
@@ -205,7 +205,7 @@ def _stage_version_use(
     for index, action in enumerate(row):
         if action.op is Op.FORWARD and versions[action.microbatch] > num_updates:
             raise ValueError(
-                f"{action} needs update {versions[action.microbatch]}, but the stage has taken {num_updates}"
+                f"{action} needs update {versions[action.microbatch]}, but the stage has run {num_updates} updates"
             )
         if action.op is Op.BACKWARD:
             last_use[versions[action.microbatch]] = index

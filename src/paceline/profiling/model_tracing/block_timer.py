@@ -28,7 +28,7 @@ class BlockTimes:
     last: tuple[float, float]
 
     @property
-    def total(self) -> tuple[float, ...]:
+    def block_seconds(self) -> tuple[float, ...]:
         """The seconds of each block, forward plus backward."""
         return tuple(forward + backward for forward, backward in zip(self.forward, self.backward, strict=True))
 
@@ -44,8 +44,8 @@ def time_blocks(
     """Time a forward and backward block by block. `blocks` are in the order of the forward.
 
     `call` runs the forward and returns a scalar. `materialize_block` returns a context in which a block's parameters
-    have memory; each block is timed in its own. Each block runs on inputs detached from the graph, so that its backward
-    is timed separately. Parameters get no gradient. Buffers and random streams advance as in any forward.
+    have memory, and in which the block is timed. Each block runs on inputs detached from the graph, so that its
+    backward is timed separately. Parameters get no gradient. Buffers and random streams advance as in any forward.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     rounds = [_Round(model, blocks, device, materialize_block).run(call) for _ in range(repeats + 1)][1:]
@@ -61,7 +61,7 @@ def time_blocks(
 
 
 class _Round:
-    """One timed forward, in which each block's backward runs right after its forward."""
+    """One timed forward of the model. The backward of each block runs right after the forward of this block."""
 
     def __init__(
         self,

@@ -10,9 +10,10 @@ from torch import Tensor
 
 
 class Fusion:
-    """A model of fusion. It receives a block's operations in order, and each method returns the bytes moved by them."""
+    """A model of fusion. It receives the operations of a block in order. Each method returns moved bytes."""
 
     def __init__(self) -> None:
+        # by storage id: the bytes of results that are not written to memory
         self._unwritten_bytes: dict[int, int] = {}
         self._chain_results: set[int] = set()
         self._chain_inputs: set[int] = set()
