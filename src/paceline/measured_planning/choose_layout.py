@@ -115,7 +115,7 @@ def choose_named_layouts(
 
 
 def _next_row(advice: Advice, selection: "_Selection", *, deadline: float, replay_others: bool) -> PlanRow | None:
-    """Return the next row to replay: the recommended one, then others while there is time. None if there is no more."""
+    """Return the next row to replay: the recommended one, then others while time allows. Return None at the end."""
     first, *other_rows = advice.rows
     if str(first.estimate.candidate) not in selection.replays:
         is_time_over = selection.num_refused >= _MAX_REFUSALS and time.monotonic() > deadline
@@ -218,7 +218,7 @@ class _Selection:
     def _refused_parts(self, tested: Mapping[str, Candidate], parts: Mapping[str, Candidate]) -> dict[str, str]:
         """Return the `tested` parts of a layout that are refused even without its other parts, with reasons.
 
-        `tested` and `parts` are by name; the values are candidates with only this part.
+        `tested` and `parts` map the name of a part to a candidate with only this part.
         """
         if len(parts) == 1:
             return {}

@@ -133,7 +133,7 @@ def _oversized_allocation_line(forecast: CostModel, candidate: Candidate, failur
 def _limit_to_available_memory(forecast: CostModel, candidate: Candidate, failure: Failure) -> CostModel:
     """Return the cost model with the memory that is available here as limit.
 
-    If more memory was in use than forecast, the limit is reduced by this ratio.
+    If the rank used more memory than forecast, the limit is divided by the ratio of used to forecast memory.
     """
     reserve = forecast.cluster.device.reserve_bytes
     forecast_bytes = forecast.estimate(candidate).peak_bytes - reserve
@@ -158,7 +158,7 @@ def _breakdown_lines(forecast: CostModel, candidate: Candidate, failure: Failure
     if "parameters" in (failure.said.get("held") or {}):
         return
     parts = forecast.estimate(candidate).memory.parts
-    yield "forecast for the rank that needs the most memory, because it could not be measured any more:"
+    yield "forecast for the rank that needs the most memory (the failed rank could not be measured any more):"
     yield from (f"  {name}: {value / 2**20:,.1f} MiB" for name, value in parts.items() if value)
 
 

@@ -1,4 +1,4 @@
-"""Check with real values that a model split by `cp` or `ep` computes the same as the whole model, before a run."""
+"""Check with real values, before a run, that a model split by `cp` or `ep` computes the results of the whole model."""
 
 import torch
 

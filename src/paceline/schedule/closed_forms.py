@@ -45,7 +45,10 @@ def one_f_one_b_makespan(case: PipelineCase) -> float | None:
 
 
 def zero_bubble_makespan(case: PipelineCase) -> float | None:
-    """Return the makespan of ZB-H1, which is idle for (p - 1) (F + I - W); None unless m >= p, W <= F and W <= I."""
+    """Return the makespan of ZB-H1, in which a rank is idle for (p - 1) (F + I - W).
+
+    It is known for m >= p, W <= F and W <= I. Return None otherwise.
+    """
     if case.micro < case.ranks or case.backward_weight > min(case.forward, case.backward_input):
         return None
     idle = (case.ranks - 1) * (case.forward + case.backward_input - case.backward_weight)
@@ -53,7 +56,10 @@ def zero_bubble_makespan(case: PipelineCase) -> float | None:
 
 
 def zbv_makespan(case: PipelineCase) -> float | None:
-    """Return the makespan of ZB-V, which is idle for (p - 1) F; None unless F = I = W and m >= 2 (p - 1)."""
+    """Return the makespan of ZB-V, in which a rank is idle for (p - 1) F.
+
+    It is known for F = I = W and m >= 2 (p - 1). Return None otherwise.
+    """
     if case.micro < 2 * (case.ranks - 1) or not case.forward == case.backward_input == case.backward_weight:
         return None
     return case.micro * case.virtual * case.microbatch_seconds + (case.ranks - 1) * case.forward

@@ -102,7 +102,7 @@ def _add_requirement(
 ) -> None:
     """Add a compute with the message that it sends and the action that it needs.
 
-    It needs the message with its input, or the one of `local_inputs` that is on this rank.
+    The compute needs the message with its input or, without a message, those of `local_inputs` that run on this rank.
     """
     receive, send = find_messages(action, rank_of_stage=rank_of_stage)
     requirements[action] = [predecessor for predecessor in local_inputs if rank_of_stage[predecessor.stage] == rank]

@@ -3,8 +3,8 @@
 The program assumes this transport:
 
 - A send never waits for its receiver.
-- A receive waits until its message has arrived. In the program it is right before the compute that needs the message,
-  because the rank waits there. The runtime should post it earlier.
+- A receive waits until its message has arrived. In the program, a receive is right before the compute that needs
+  the message, because the rank waits there. The runtime should post the receive earlier.
 - Messages between two ranks are identified by `Action.message` (kind, stage, microbatch). A transport that can only
   match messages by order must post the receives from a peer in the order of `Program.receives_by_peer`.
 

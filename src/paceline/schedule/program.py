@@ -28,7 +28,7 @@ class Op(StrEnum):
 
     @property
     def is_compute(self) -> bool:
-        """Return True if the action computes; all other actions are messages."""
+        """Return True if the action computes, and False if it sends or receives a message."""
         return self in COMPUTE_OPS
 
     @property
@@ -128,7 +128,7 @@ class Program:
         return sum(len(row) for row in self.actions)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that a rank holds, in the model's order."""
+        """Return the stages on a rank, in the order of the model."""
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
     def compute_actions(self, rank: int) -> Actions:

@@ -52,7 +52,7 @@ class ScheduleError(LayoutError):
 
 
 def draw_schedule_text(program: Program, *, marked_positions: Mapping[int, int]) -> str:
-    """Draw the computes that can run, and after them those that can't. Each takes one tick.
+    """Draw the computes that can run, and after them those that can't, with one tick for each.
 
     `marked_positions[rank]` is the index of the action to underline.
     """

@@ -288,8 +288,8 @@ def _layer_profile(
 ) -> LayerProfile:
     """Return the profile of one part.
 
-    `few`, `more` and `shorter` are traces of `FEW_SAMPLES`, `MORE_SAMPLES` and shorter sequences; `tp_run` is the trace
-    at tp=2. `experts` are the elements of the part's experts.
+    `few`, `more` and `shorter` are traces of `FEW_SAMPLES`, `MORE_SAMPLES` and shorter sequences. `tp_run` is the trace
+    with tp=2, if it works. `experts` is the number of elements of the part's experts.
     """
 
     def amount(field: str) -> BatchScaling:

@@ -174,7 +174,7 @@ def _run_microbatch(
     tracker: ActivationTracker | None,
     active_trackers: list[ActivationTracker],
 ) -> None:
-    """Run forward and backward of a microbatch. `tracker`, if given, is in `active_trackers` meanwhile."""
+    """Run forward and backward of a microbatch. `tracker`, if given, is active during them."""
     active_trackers += [tracker] if tracker is not None else []
     local_batch = replica.slice_microbatch(batch)
     terms = forward(replica, local_batch, step=0, index=0, num_samples=samples)

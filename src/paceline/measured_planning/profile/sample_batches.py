@@ -66,8 +66,8 @@ def fit_batch_scaling(values: Sequence[float], length: int | None) -> BatchScali
     """Return a cost as a function of samples and length, fitted to measured values.
 
     `values` are the cost of few samples, of more samples, and of few samples of half and of a quarter of the length.
-    The function has no term for a cost that all samples share and that grows with the length. For such a cost, it is
-    exact at this length only.
+    The function has no term for a cost that all samples share and that grows with the length. For such a cost, the
+    function is exact at this length only.
     """
     per_sample = (values[1] - values[0]) / (MORE_SAMPLES - FEW_SAMPLES)
     fixed = values[0] - FEW_SAMPLES * per_sample

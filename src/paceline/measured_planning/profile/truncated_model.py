@@ -82,7 +82,7 @@ def truncate_depth(job: Job) -> tuple[Job, list[int]]:
 def set_num_blocks(job: Job, count: int) -> tuple[Job, int] | None:
     """Return the job with `count` blocks in its only list of equal blocks, and the original length of the list.
 
-    Return None if the model does not have exactly one such list, or is not longer than `count`, or can't be copied.
+    Return None if the model can't be copied, or does not have exactly one list of more than `count` equal blocks.
     """
     model, depths = _truncated_model(job, count)
     truncated = _with_copied_model(job, model)
@@ -146,7 +146,7 @@ def _are_equal(blocks: Sequence[nn.Module]) -> bool:
 
 
 def named_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks that follow each other in the model, by name; empty if there are none."""
+    """Return the model's chain of blocks, which run one after another, by name; empty if it has no chain."""
     if not has_blocks(model):
         return {}
     try:

@@ -43,7 +43,7 @@ def time_layout(payload: Mapping[str, Any]) -> int:
 
 
 def _observe_step(session: Session, batch: Any) -> dict[str, Any]:
-    """Return this rank's peak memory and sent bytes in one step. With thread replicas, it is memory between steps."""
+    """Return this rank's peak memory and sent bytes in one step. With thread replicas, measure between steps."""
     setup = session.setup
     with ExitStack() as stack:
         communication = stack.enter_context(CommunicationCounter())

@@ -206,8 +206,8 @@ def _take_turns(
 ) -> dict[str, MeasuredTime | RejectedLayout]:
     """Time the trials in rounds, until the time is over or there are enough steps. Return the trials that fail.
 
-    In a round, each active trial has a turn. A trial that is much slower than the fastest is not active, unless the
-    active ones have enough steps. A trial that is slow in the first round, but whose forecast is close to the best,
+    In a round, each active trial has a turn. A trial that is much slower than the fastest is not active, until the
+    active trials have enough steps. A trial that is slow in the first round, but whose forecast is close to the best,
     gets a second turn that replaces the first, because the machine may have been busy.
     """
     rejected: dict[str, MeasuredTime | RejectedLayout] = {}

@@ -67,7 +67,7 @@ def store_timings(
 ) -> None:
     """Store the timed options of a plan, and the refusals in the profile of `forecast`.
 
-    `disturbed` says that other programs used the cores meanwhile. Disturbed times do not replace stored times.
+    `disturbed` says that other programs used the cores during timing. Disturbed times do not replace stored times.
     """
     timed, launch_info = (
         {str(estimate.candidate): estimate.measured_time for estimate in options if estimate.measured_time is not None},

@@ -35,7 +35,7 @@ class Bf16ConvolutionCall:
     threads: int
 
     def forward_bytes(self) -> int:
-        """Return the bytes of the sums of one image per thread. They exist for kernels of one element only; else 0."""
+        """Return the bytes of the sums of one image per thread; 0 unless the kernel has one element."""
         if max(self.kernel) > 1:
             return 0
         (_, in_channels, _), (_, out_channels, output_size) = self.source, self.result

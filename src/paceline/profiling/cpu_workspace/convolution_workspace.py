@@ -31,7 +31,7 @@ _MAX_ONEDNN_KERNEL = 14  # the weight gradients of wider kernels use im2col, one
 
 @dataclass(frozen=True, kw_only=True)
 class Convolution:
-    """A convolution call. `channels_last` is whether its input has this memory format; `threads` is their number."""
+    """A convolution call with `threads` threads. `channels_last` says whether its input has this memory format."""
 
     batch_size: int
     in_channels: int
@@ -105,7 +105,7 @@ class Convolution:
 
     @property
     def uses_im2col(self) -> bool:
-        """Return whether torch computes a float32 convolution by its own im2col, without oneDNN."""
+        """Return whether torch computes this convolution in float32 without oneDNN, by im2col."""
         if self.item_bytes != _FLOAT_BYTES:
             return False
         is_plain = not (self.is_strided or any(size != 1 for size in self.dilation))
@@ -155,7 +155,7 @@ class Convolution:
         return self.in_channels < _BLOCK_CHANNELS and self.groups == 1 and not self.transposed
 
     def _copies_channels_last(self, *, grows: bool) -> bool:
-        """Return whether the algorithm is *channels last copy*. `grows`: its results are larger images."""
+        """Return whether the algorithm is *channels last copy*. `grows`: results are larger images than operands."""
         if self.item_bytes != _FLOAT_BYTES and self.has_tiles:
             return self.groups != self.in_channels or self.groups == 1
         return grows and self.is_strided and (self.groups == 1 or self.block_channels < _BLOCK_CHANNELS)

@@ -1,6 +1,6 @@
 """Workspace of CPU operators: the memory that they use in addition to their tensors. The formulas are measured.
 
-oneDNN converts the operands of a convolution into a memory layout of its own, and the results back. gloo copies the
+oneDNN converts the operands of a convolution into its internal memory layout, and the results back. gloo copies the
 tensors that it gathers and reduces. On a GPU no formula is needed: plans reserve memory on each device, which covers
 the workspace of convolutions, and nccl copies nothing.
 """
@@ -70,10 +70,9 @@ def _is_channels_last(source: Tensor) -> bool:
 
 
 def gloo_copies(func: Any, args: Any) -> tuple[int, Any]:
-    """Return the bytes that gloo copies for a collective, and the tensors that it references meanwhile.
+    """Return the bytes that gloo copies for a collective, and the tensors that gloo references until it is waited for.
 
-    gloo references all arguments of a collective. The exception is the input of a reduce-scatter, of which it
-    references only its own copy.
+    gloo references all arguments of a collective. The exception is the input of a reduce-scatter, which gloo copies.
     """
     name = op_name(func)
     if name == "c10d::_allgather_base_":

@@ -125,7 +125,7 @@ def _measure_rates(
     """Return the compute rates for each number of busy ranks per machine, and append to `cpu_readings`.
 
     Each machine has `ranks_per_node` consecutive ranks. The first ranks of a machine are busy, and the others wait. So
-    rank 0 is always busy and has all rates; other ranks return only the rates for which they were busy.
+    rank 0 is always busy and returns all rates. Another rank returns only the rates for which it was busy.
     """
     world, rates = budget.world, []
     ranks_per_node, levels = world.share_json(

@@ -48,7 +48,7 @@ def group_sizes(ranks: int) -> tuple[int, ...]:
 
 
 def neighbor_groups(ranks: int, *, size: int) -> list[list[int]]:
-    """Divide the ranks into as many groups of `size` adjacent ranks as possible; a remaining rank is a group of one."""
+    """Divide the ranks into groups of `size` adjacent ranks. Each remaining rank is a group of one."""
     num_grouped = ranks // size * size
     groups = [list(range(start, start + size)) for start in range(0, num_grouped, size)]
     return groups + [[rank] for rank in range(num_grouped, ranks)]

@@ -12,7 +12,7 @@ from paceline.comm.process_group import World
 from paceline.planner.hardware.timing_curve import Point, TimingCurve
 
 Call = Callable[[], object]
-Key = tuple[str, ...]
+Key = tuple[str, ...]  # of a benchmark family: its kind and further properties
 ROUNDS = 5  # planned; the number of calls in a turn is chosen accordingly
 _MAX_ROUNDS = 25
 _MAX_CALLS = 2000  # in one turn
@@ -87,7 +87,7 @@ def time_families(
     """Return the timing curve of each family that works on this device. All ranks of `world` call this.
 
     The first half of `seconds` is for selecting sizes, and each family has a share of it. A family ends before the
-    first size whose call would take more than `max_call_seconds`; the limit is higher for the second and third size. A
+    first size whose call would take more than `max_call_seconds`. For its second and third size, the limit is higher. A
     family that has used its share gets no more than three sizes.
 
     The second half is for rounds. In each round every selected size has a turn of several timed calls. With
@@ -202,6 +202,7 @@ def _time_rounds(
 
 
 def _time_calls(call: Call, calls: int, ranks: SynchronizedRanks) -> float:
+    """Return the seconds of this number of calls."""
     start_time = ranks.read_clock()
     for _ in range(calls):
         call()
@@ -209,6 +210,7 @@ def _time_calls(call: Call, calls: int, ranks: SynchronizedRanks) -> float:
 
 
 def _curve_point(size: BenchmarkSize, rounds: Sequence[float]) -> Point:
+    """Return the median and the spread of the seconds in each round."""
     median_seconds = max(median(rounds), _MIN_SECONDS)
     return Point(
         amount=size.amount,

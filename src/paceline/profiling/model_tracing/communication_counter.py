@@ -65,7 +65,7 @@ class CommunicationCounter(DispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count the operation and run it; distributed tensors are unwrapped to local operations first."""
+        """Count the operation and run it. For distributed tensors, count the local operations instead."""
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):

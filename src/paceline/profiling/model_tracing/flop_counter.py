@@ -25,7 +25,7 @@ class LayerCounts:
     """The counts of one part.
 
     A multiply-add is two FLOPs. `masked_flops` are those that attention skips because of a causal mask. `moved_bytes`
-    are read and written by operations other than matmuls; `fused_bytes` are those that remain after a compiler fuses
+    are read and written by operations other than matmuls. `fused_bytes` are those that remain after a compiler fuses
     these operations. `matmul_result_bytes` are created by matmuls, `saved_bytes` are saved for backward, and
     `output_bytes` are the output to the next part. `largest_bytes` is the largest result of one operation.
     `reduced_bytes` and `reduced_calls` count all-reduces, and `exchanged_bytes` the inputs of all-to-alls.

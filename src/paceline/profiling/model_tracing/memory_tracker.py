@@ -128,8 +128,8 @@ class MemoryTracker(DispatchMode):
 
     Every result of an operation is tracked until its memory is freed. Storages that `fully_shard` resizes are tracked
     too. Use it around a step that is not the first, because the optimizer's state must exist. `updated_tensors` are as
-    in `memory_at_rest`; the ones with memory of their own count as optimizer state. `other_storages` exist already and
-    count as activations.
+    in `memory_at_rest`. Those that do not share memory with parameters count as optimizer state. `other_storages` exist
+    already and count as activations.
 
     `operator_bytes` returns the peak bytes of an operation while it runs, including its results. `extra_bytes` returns
     the bytes that exist in addition to tensors. `on_operation` gets each operation's name and the bytes of each kind at
