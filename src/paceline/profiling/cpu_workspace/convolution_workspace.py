@@ -20,7 +20,8 @@ from paceline.profiling.cpu_workspace.im2col_workspace import Im2colCall
 
 _BLOCK_CHANNELS, _HALF_BLOCK_CHANNELS = 16, 8  # of a block with AVX-512, and half of it
 _FEW_CHANNELS = 3  # images with at most so many channels are not padded to a block
-_SMALL_ELEMENTS = 20480  # torch uses its own im2col for a single image of at most so many elements
+_SMALL_KERNEL = 3
+_SMALL_ELEMENTS = 20480  # torch uses its own im2col for a small kernel on a single image of at most so many elements
 _ROW_ELEMENTS = 32  # bfloat16 rows are padded to a multiple of this when they are transposed
 _FLOAT_BYTES = 4
 _MAX_TRANSPOSED_BYTES = 600_000  # of input and output image together; larger images are transposed in parts
@@ -113,7 +114,7 @@ class Convolution:
             is_plain and self.batch_size < _BLOCK_CHANNELS and set(self.kernel[-2:]) == {1} and self.threads == 1
         )
         elements = self.batch_size * self.in_channels * math.prod(self.input_size)
-        is_small = self.batch_size == 1 and elements <= _SMALL_ELEMENTS and min(self.kernel[-2:]) <= _FEW_CHANNELS
+        is_small = self.batch_size == 1 and elements <= _SMALL_ELEMENTS and min(self.kernel[-2:]) <= _SMALL_KERNEL
         return is_pointwise or (self.groups == 1 and is_small)
 
     @property

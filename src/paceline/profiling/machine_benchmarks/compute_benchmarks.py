@@ -44,7 +44,7 @@ _STREAM_BYTES_GPU = (2**12, 2**16, _MIB, 16 * _MIB, 64 * _MIB, 512 * _MIB)
 def measure_compute(world: World, *, num_busy: int, threads: int, seconds: float, shares_cores: bool = False) -> Rates:
     """Return the rates of `num_busy` ranks that compute at the same time with `threads` threads each.
 
-    Each of these ranks calls this. `shares_cores` says that their threads are more than the cores.
+    Each of these ranks calls this. `shares_cores` says that the ranks have more threads than there are cores.
     """
     torch.set_num_threads(threads)
     limit = min(_MAX_CALL_SECONDS, seconds / _CALLS_IN_BUDGET)
