@@ -83,7 +83,7 @@ EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     "auto where layouts are named": (("compare", "job.py", "--layouts", "auto", "ddp"), "auto can't be combined"),
     "auto and an update rule": (
         ("train", "job.py", "--layout", "auto", "--update", "2bw"),
-        "its step time can't be forecast",
+        "the step time of this update rule can't be forecast",
     ),
     "auto and compression": (
         ("train", "job.py", "--layout", "auto", "--compress", "bf16"),

@@ -110,9 +110,9 @@ def test_an_allocation_that_no_layout_explains_brings_no_other_layout(auto: Shop
         ),
     )
     failed = train(auto, "--layout", "ddp")
-    assert failed.code == 1 and "No other layout is suggested: this allocation alone (262144.0 GiB)" in failed.err, (
-        failed.text
-    )
+    assert (
+        failed.code == 1 and "No other layout is suggested, because this allocation alone (262144.0 GiB)" in failed.err
+    ), failed.text
     resume = failed.err.split("Resume: ")[1]
     assert "The cheapest changes" not in failed.err and "micro_batch_size" not in resume and "--layout tp" not in resume
 

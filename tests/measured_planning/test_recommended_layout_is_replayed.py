@@ -35,7 +35,7 @@ class Replays:
     def refusal_reason(self, candidate: Candidate, forecast: CostModel) -> str:
         return self.alone(candidate)
 
-    def work(self, candidate: Candidate, cut: tuple[int, ...], forecast: CostModel) -> int:
+    def count_replayed_blocks(self, candidate: Candidate, cut: tuple[int, ...], forecast: CostModel) -> int:
         return 1
 
     def is_split_error(self, candidate: Candidate, error: str) -> bool:

@@ -161,7 +161,7 @@ def test_what_was_there_before_counts_where_it_is_told() -> None:
         scratch, gone = torch.zeros(1 << 20), torch.zeros(1 << 10)
         del gone
         model = nn.Linear(2, 2)
-        with MemoryTracker(model=model, other_storages=made.storages()) as watch:
+        with MemoryTracker(model=model, other_storages=made.finish()) as watch:
             model(torch.ones(1, 2))
     assert scratch.nbytes <= watch.peak.activations < scratch.nbytes + 4096
 
@@ -184,12 +184,12 @@ def test_a_journey_keeps_what_it_was_given_until_it_is_waited_for() -> None:
     journey = PendingCollective(lambda: arrived.append(1), inputs=[kept])
     journey.start()
     del kept, storage
-    assert len(made.storages()) == 1
+    assert len(made.finish()) == 1
     assert not journey.is_completed()
     assert journey.wait()
     assert journey.wait()
     assert journey.is_completed()
-    assert (arrived, made.storages()) == ([1], [])
+    assert (arrived, made.finish()) == ([1], [])
 
 
 def test_what_is_hidden_from_modes_has_numbers() -> None:

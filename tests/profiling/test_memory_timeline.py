@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline, extrapolate, extrapolate_peak
+from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline, extrapolate_peak, extrapolate_timeline
 
 Amounts = dict[str, list[int]]
 
@@ -54,7 +54,7 @@ def test_what_a_deep_step_holds_is_found_from_two_that_are_less_deep(seed: int) 
 @pytest.mark.parametrize("seed", range(0, 40, 5))
 def test_every_operation_of_a_deep_step_is_found(seed: int) -> None:
     amounts, deep = drawn(seed), 5 + seed
-    found = extrapolate(journal(amounts, 4), journal(amounts, 5), deep - 4)
+    found = extrapolate_timeline(journal(amounts, 4), journal(amounts, 5), deep - 4)
     assert found == journal(amounts, deep)
 
 
@@ -72,7 +72,7 @@ def test_a_block_that_holds_more_than_its_like_is_seen(place: int) -> None:
             found.parts[0][at] = (name, (*held[:4], held[4] + 5000))
         return found
 
-    assert extrapolate(odd(4), odd(5), 8) != odd(12)
+    assert extrapolate_timeline(odd(4), odd(5), 8) != odd(12)
 
 
 def test_two_chains_grow_each_by_itself() -> None:

@@ -63,7 +63,7 @@ def test_a_file_with_comments_and_lines_that_go_on(tmp_path: Path) -> None:
         ("rank 0: F0 B0\nrank 0: F1 B1", "mine:2:1", "appears twice"),
         ("\n\nrang 0: F0", "mine:3:1", "is not a line of a schedule"),
         ("  F0 B0", "mine:1:1", "continues no line"),
-        ("rank 0: F0>1 B0", "mine:1:9", "a send says >RANK"),
+        ("rank 0: F0>1 B0", "mine:1:9", "only a send ends with >RANK"),
         ("rank 0: F0 B0\nrank 1: F1.0 F0.0", "mine:2:14", "is on rank 0"),
         ("rank 0: SF0<1", "mine:1:9", "is not an action"),
     ],

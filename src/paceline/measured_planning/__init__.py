@@ -1,1 +1,1 @@
-"""Planning by measurement on this machine: profile the user's job, replay layouts, time the finalists."""
+"""Plan by measurement on this machine: profile the user's job, replay layouts, and time the finalists."""

@@ -1,6 +1,6 @@
-"""Automatic layouts (`--layout auto`): a plan for a run's machine, made before its workers start, with fallbacks.
+"""Automatic layouts (`--layout auto`): choose a layout and fallbacks for this machine before a run's workers start.
 
-This module needs no torch: `auto_worker` makes the plan, in a process of its own or in the script that opens a
+This module does not import torch. `auto_worker` makes the plan: in a process of its own, or in the script that opens a
 `pl.Run`.
 """
 
@@ -35,23 +35,24 @@ ENTRY = "paceline.measured_planning.auto_worker:write_choice"
 CHOICE_FILE = "auto.json"
 PLANNING_SECONDS = 20.0
 ORIGIN = "auto"  # the origin of settings that a plan has chosen
-MICRO_BATCH_ALLOWANCE = "micro_batch_size"  # the name to pass to `--allow`
+MICRO_BATCH_ALLOWANCE = "micro_batch_size"  # the value of `--allow` with which a resumed run may change this setting
 _MICRO_BATCH_SETTING = f"train.{MICRO_BATCH_ALLOWANCE}"
 
 
 def refuse_auto_options(*, update: str, compress: str) -> None:
-    """Refuse options that the cost model does not cover.
+    """Refuse options for which `--layout auto` can't plan.
 
     Raises:
-        UsageError, LayoutError, Problems
+        LayoutError: the cost model does not cover an option.
+        UsageError: a launcher has started the ranks already.
+        Problems: there are several such errors.
     """
     problems: list[PacelineError] = []
     if not parse_update(update).has_cost_model:
         cause = "plans cover synchronous updates only"
-        message = f"--layout auto with --update {update}: its step time can't be forecast."
-        problems.append(
-            LayoutError(message, cause=cause, hint=f"use --update {update} alone, which chooses its layout")
-        )
+        message = f"--layout auto with --update {update}: the step time of this update rule can't be forecast."
+        hint = f"leave out --layout auto: --update {update} chooses the layout itself"
+        problems.append(LayoutError(message, cause=cause, hint=hint))
     if str(parse_compress(compress)) != "none":
         message = f"--layout auto with --compress {compress}: compression needs ddp."
         problems.append(LayoutError(message, hint=f"--layout ddp --compress {compress}"))
@@ -61,16 +62,17 @@ def refuse_auto_options(*, update: str, compress: str) -> None:
             UsageError(
                 f"--layout auto in a world that {joined.kind} started: the ranks exist before the plan.",
                 cause="a plan is made in one process before the ranks start",
-                hint=f"paceline plan JOB --ranks {joined.world_size}, then --layout with its recommendation",
+                hint=f"paceline plan JOB --ranks {joined.world_size}, then --layout with the recommended layout",
             )
         )
     raise_all(problems)
 
 
 def resolve_auto_layout(task: Task, *, quiet: bool = False) -> tuple[Task, LaunchOutcome | None]:
-    """Return the task with a layout: the resumed run's if that run had as many ranks, else the planned one.
+    """Choose the layout of a task, and print it.
 
-    The planned layout is printed. If planning failed, the outcome of its process is returned too.
+    It is the layout of the resumed run if that run had as many ranks, else a planned one. Return the task with this
+    layout, and None. If planning fails, return the task unchanged, and the outcome of the planning process.
     """
     resumed = restore_auto_layout(task, quiet=quiet)
     if resumed is not None:
@@ -95,7 +97,7 @@ def resolve_auto_layout(task: Task, *, quiet: bool = False) -> tuple[Task, Launc
 
 
 def make_planning_task(task: Task) -> Task:
-    """Return the task for planning in one process; a resumed run keeps its microbatch size."""
+    """Return the task of the planning process. If it resumes a run, it has that run's microbatch size."""
     settings = {**task.settings}
     if (earlier_folder := _resumed_folder(task)) is not None:
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -104,14 +106,19 @@ def make_planning_task(task: Task) -> Task:
 
 
 def print_choice(task: Task, answer: Mapping[str, Any], machine: LocalMachine, *, quiet: bool = False) -> Task:
-    """Print three lines about the chosen layout, and return the task with it."""
+    """Print three lines about the chosen layout, and return the task with this layout and the fallbacks.
+
+    `answer` is the result of `choose_layouts_to_try`.
+    """
     fallback_layouts = [FallbackLayout(**fallback) for fallback in answer["rungs"]]
     cost = f"planned in {format_duration(answer['seconds'])}"
     cost += f", after {format_duration(machine.seconds)} of measuring this machine" if machine.seconds else ""
     if fallback_layouts[0].source == TIMED:
         cost += "; paceline plan timed its steps here"
     elif fallback_layouts[0].longer != 1:
-        cost += f"; times are corrected by steps timed here, {fallback_layouts[0].longer:.2f} times the estimate"
+        cost += (
+            f"; its step time is corrected: steps timed here took {fallback_layouts[0].longer:.2f} times the estimate"
+        )
     else:
         cost += "; its step time is an estimate: paceline plan measures it"
     replay_note = f", NOT REPLAYED ({answer['unreplayed']})" if answer.get("unreplayed") else ""
@@ -126,7 +133,7 @@ def print_choice(task: Task, answer: Mapping[str, Any], machine: LocalMachine, *
 
 
 def apply_layout(task: Task, layouts: Sequence[FallbackLayout]) -> Task:
-    """Return the task with the first of these layouts in place of its own, and with the others as fallbacks."""
+    """Return the task with the first of these layouts, instead of its current layout, and the others as fallbacks."""
     first, *fallbacks = layouts
     layout_settings = settings_from_text(first.settings)
     overridden = {name for name in task.settings if task.origins.get(name) == ORIGIN} | set(layout_settings)
@@ -148,10 +155,10 @@ def _layout_options(first: FallbackLayout, fallbacks: Sequence[FallbackLayout]) 
 
 
 def next_fallback_task(task: Task, failure: Failure | None) -> Task | None:
-    """Return the task with its next fallback layout after out-of-memory, to resume from its newest checkpoint.
+    """Return the task with its next fallback layout, to resume from the run's newest checkpoint.
 
-    The fallback also replaces a refused layout that was recommended without a replay. Return None if no
-    fallback is left, or if the failure has another cause.
+    A fallback is used after out-of-memory, and after the refusal of a layout that was recommended without a replay.
+    Return None if no fallback is left, or if the failure has another cause.
     """
     fallbacks = [FallbackLayout(**fallback) for fallback in task.options.get("rungs", ())]
     if failure is None or not fallbacks:
@@ -161,7 +168,7 @@ def next_fallback_task(task: Task, failure: Failure | None) -> Task | None:
         return None
     first, run = fallbacks[0], RunFolder(Path(task.run))
     failed_bytes = task.options["forecast"]["peak_bytes"]
-    if failure.requested_bytes > failed_bytes:  # no layout explains this allocation
+    if failure.requested_bytes > failed_bytes:  # another layout would not make this allocation fit
         return None
     newest = resolve_mark(run.checkpoints, LATEST)
     resume_text = f"from {newest.name}" if newest is not None else "from the first step (nothing had been saved)"
@@ -179,12 +186,15 @@ def next_fallback_task(task: Task, failure: Failure | None) -> Task | None:
 
 
 def _print_lines(lines: Sequence[str], *, quiet: bool) -> None:
-    """Print to standard output, or to standard error if standard output belongs to a script."""
+    """Print to standard output, or with `quiet` to standard error."""
     print_line("\n".join(lines), sys.stderr if quiet else None)
 
 
 def restore_auto_layout(task: Task, *, quiet: bool = False) -> Task | None:
-    """Return the task with the layout of the run that it resumes, if that run had as many ranks; else None."""
+    """Return the task with the layout of the run that it resumes, and print this layout.
+
+    Return None if the task resumes no run, or a run with another number of ranks.
+    """
     if (folder := _resumed_folder(task)) is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The planning process of `--layout auto`: it finds a layout and its fallbacks before the workers start."""
+"""The planning process of `--layout auto`: choose a layout and its fallbacks before the workers start."""
 
 import time
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ from paceline.trainer.setup.prepare import PreparedJob, prepare
 
 
 def write_choice(payload: Mapping[str, Any]) -> int:
-    """Plan the task's job, and write the layouts to try into the task's run folder."""
+    """Write the result of `choose_layouts_to_try` for the task's job into the task's run folder."""
     task = Task.from_json(payload)
     cluster, seconds = cluster_from_json(task.options["fleet"]), float(task.options["seconds"])
     write_json(Path(task.run) / CHOICE_FILE, choose_layouts_to_try(prepare(task), cluster, seconds=seconds))
@@ -51,12 +51,15 @@ def write_model_profile(payload: Mapping[str, Any]) -> int:
 
 
 def compute_model_profile(prepared_job: PreparedJob, *, max_ranks: int) -> dict[str, Any]:
-    """Return the model's profile, computed in this process."""
+    """Return the model's profile as JSON under the key `facts`. Compute it in this process."""
     return {"facts": profile_for_plan(prepared_job, max_ranks=max_ranks).profile.as_json()}
 
 
 def plan_script_task(task: Task, *, job: Job) -> Task:
-    """Return the task of a `pl.Run` with a layout, planned here because only this process has the script's job."""
+    """Return the task of a `pl.Run` with a layout: that of the resumed run, else one that is planned in this process.
+
+    No other process can plan it, because only the script has the job.
+    """
     resumed = restore_auto_layout(task)
     if resumed is not None:
         return resumed
@@ -69,11 +72,13 @@ def plan_script_task(task: Task, *, job: Job) -> Task:
 
 
 def choose_layouts_to_try(prepared_job: PreparedJob, cluster: Cluster, *, seconds: float) -> dict[str, Any]:
-    """Return the layouts to try in order, the recommended one first, with reasons; replays stop after `seconds`.
+    """Return the layouts to try as `rungs`, the recommended one first, with the explanations to print.
+
+    Except for the recommended layout, no replay starts after `seconds`.
 
     Raises:
         LayoutError: nothing fits.
-        UsageError: the job's settings exclude a choice.
+        UsageError: a setting excludes automatic layouts.
     """
     start_time = time.monotonic()
     grid = make_search_space(prepared_job.settings, command="--layout auto")
@@ -102,7 +107,7 @@ def choose_layouts_to_try(prepared_job: PreparedJob, cluster: Cluster, *, second
 
 
 def _second_choice_text(advice: Advice, layouts: list[FallbackLayout]) -> str:
-    """Return the best layout of another family, with its step time; else a fallback that needs less memory."""
+    """Return a text about the best layout of another family or, without one, about the first fallback."""
     other_families = [row for row in advice.rows[1:] if row.estimate.fits]
     if other_families:
         return f"{other_families[0].estimate.candidate}, {other_families[0].time_explanation}"

@@ -1,4 +1,4 @@
-"""Depth extrapolation: compute a deep model's memory exactly, from faster replays with few blocks per stage."""
+"""Depth extrapolation: compute a deep model's memory exactly from replays with few blocks per stage, to save time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -14,18 +14,22 @@ from paceline.parallel.initialization.pretrained import PretrainedModel
 from paceline.planner.layout.bucket_sizes import LARGE_PARAMETER_BYTES
 from paceline.planner.layout.execution_plan import ExecutionPlan
 from paceline.planner.layout.pipeline_options import is_schedule_file
-from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline, extrapolate, extrapolate_peak
+from paceline.profiling.model_tracing.memory_timeline import MemoryTimeline, extrapolate_peak, extrapolate_timeline
 from paceline.profiling.model_tracing.memory_tracker import MemoryByKind
 from paceline.schedule.registry import find_schedule
 
-_MIN_BLOCKS = 4  # blocks of a stage: the two at each end may depend on the layers before and after the blocks
-_MAX_REPLAYED_SHARE = 0.7  # share of all blocks: above it, a replay of the whole model is as fast
-_Run = tuple[list[MemoryTimeline], list[StageMemory]]  # by pipeline rank
+_MIN_BLOCKS = 4  # in a stage: its first two and last two blocks may depend on the layers before and after them
+_MAX_REPLAYED_SHARE = 0.7  # of all blocks: if more are replayed, a replay of the whole model is as fast
+_Run = tuple[list[MemoryTimeline], list[StageMemory]]  # the results of one replay; both lists are by pipeline rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ExtrapolationPlan:
-    """A plan of replays: one with few blocks, and one for each group of pipeline stages that get one more block."""
+    """The replays from which to extrapolate: one with few blocks in each stage, and one for each group of stages.
+
+    In the replay of a group, each stage of the group has one more block. `groups` has the stages of each group, and
+    `stages_by_rank` the stages on each pipeline rank.
+    """
 
     stages_by_rank: tuple[tuple[int, ...], ...]
     groups: tuple[tuple[int, ...], ...]
@@ -33,19 +37,19 @@ class _ExtrapolationPlan:
 
 @dataclass(frozen=True, eq=False)
 class DepthExtrapolation:
-    """The extrapolation for one job, whose model is built on fake tensors (`build_once`); results are cached."""
+    """The extrapolation for one job, whose model is built on fake tensors (`build_once`). Its properties are cached."""
 
     job: Job
     settings: Settings
 
     @cached_property
     def largest_tensor_per_block(self) -> int:
-        """The elements of the largest tensor that each block trains; 0 if the blocks are not equal and in one list."""
+        """The elements of the largest trainable tensor of a block; 0 if the model is not one list of equal blocks."""
         return 0 if isinstance(self.job.model, PretrainedModel) else largest_tensor_per_block(self.job, _MIN_BLOCKS)
 
     @cached_property
     def is_representative(self) -> bool:
-        """Return whether a few blocks of the model represent all of them."""
+        """True if a few blocks of the model represent all of its blocks."""
         try:
             return are_blocks_representative(self.job, self.settings)
         except Exception as error:  # the replay of the whole model reports the error
@@ -54,7 +58,9 @@ class DepthExtrapolation:
             return False
 
     def replay(self, settings: Settings, plan: ExecutionPlan, blocks: Sequence[int]) -> list[StageMemory]:
-        """Return the result of `replay` for these blocks per stage, extrapolated if that is exact and faster.
+        """Return the result of `memory_replay.replay`, extrapolated if the extrapolation is exact and faster.
+
+        `blocks` has the number of blocks of each stage.
 
         Raises:
             PacelineError: the run itself would be refused.
@@ -76,8 +82,8 @@ class DepthExtrapolation:
     def plan_extrapolation(
         self, settings: Settings, plan: ExecutionPlan, blocks: Sequence[int]
     ) -> _ExtrapolationPlan | None:
-        """Return the extrapolation plan; None if the whole model is replayed."""
-        extrapolation = _plan_extrapolation(settings, plan, blocks)
+        """Return the replays from which to extrapolate; None if the whole model must be replayed."""
+        extrapolation = _plan_for_settings(settings, plan, blocks)
         return (
             extrapolation
             if extrapolation is not None
@@ -89,14 +95,17 @@ class DepthExtrapolation:
     def _extrapolate(
         self, settings: Settings, plan: ExecutionPlan, blocks: Sequence[int], extrapolation: _ExtrapolationPlan
     ) -> list[StageMemory] | None:
-        """Return the extrapolated result; None if few blocks are not enough."""
+        """Return the extrapolated memory of each pipeline rank; None if the replays do not allow it."""
         runs = self.replay_depths(settings, plan, _depth_lists(extrapolation))
         return _combine_runs([run for run in runs if run], blocks, extrapolation) if all(runs) else None
 
     def replay_depths(
         self, settings: Settings, plan: ExecutionPlan, depth_lists: Sequence[tuple[int, ...]]
     ) -> list[_Run | None]:
-        """Return a replay for each list of blocks per stage; None if the job can't be truncated to these depths."""
+        """Run a replay for each element of `depth_lists`, which has the number of blocks of each stage.
+
+        An element of the result is None if the job can't be truncated to these numbers.
+        """
         runs: list[_Run | None] = []
         for depths in depth_lists:
             truncated, timelines = (
@@ -113,10 +122,10 @@ class DepthExtrapolation:
 
 
 def are_blocks_representative(job: Job, settings: Settings) -> bool:
-    """Return whether few blocks represent all blocks in every operation of one microbatch in one process.
+    """Return whether extrapolation from few blocks gives the exact memory of the whole model at every operation.
 
-    They do not if blocks differ by their position (another activation, some without gradients), or if the outputs grow
-    from block to block.
+    The test is one microbatch in one process. It fails if blocks differ by their position (another activation, some
+    without gradients), or if outputs grow from block to block.
     """
     single_plan = make_profiling_plan(settings, "single", 1, samples=FEW_SAMPLES)
     shorter, longer = set_num_blocks(job, _MIN_BLOCKS), set_num_blocks(job, _MIN_BLOCKS + 1)
@@ -126,11 +135,12 @@ def are_blocks_representative(job: Job, settings: Settings) -> bool:
     for replayed_job in (shorter[0], longer[0], job):
         timelines.append(MemoryTimeline())
         replay(replayed_job, _set_stage_depths(settings, ()), single_plan, timelines=timelines[-1:], warm_up=False)
-    extrapolated = extrapolate(timelines[0], timelines[1], shorter[1] - _MIN_BLOCKS)
+    extrapolated = extrapolate_timeline(timelines[0], timelines[1], shorter[1] - _MIN_BLOCKS)
     return extrapolated is not None and extrapolated.parts == timelines[2].parts
 
 
-def _plan_extrapolation(settings: Settings, plan: ExecutionPlan, blocks: Sequence[int]) -> _ExtrapolationPlan | None:
+def _plan_for_settings(settings: Settings, plan: ExecutionPlan, blocks: Sequence[int]) -> _ExtrapolationPlan | None:
+    """Return the replays from which to extrapolate. None if the settings exclude it, or if it would not save time."""
     ranks, place_settings = plan.mesh.pp, settings.place
     if (
         not plan.update_rule.has_cost_model
@@ -139,7 +149,7 @@ def _plan_extrapolation(settings: Settings, plan: ExecutionPlan, blocks: Sequenc
         or is_schedule_file(plan.asked.schedule)
     ):
         return None
-    if plan.asked.remat.startswith("every"):  # among so few blocks, none or all might be recomputed
+    if plan.asked.remat.startswith("every"):  # with so few blocks, none or all of them might be recomputed
         return None
     owners: tuple[int, ...] = (0,)
     if ranks > 1:
@@ -157,7 +167,7 @@ def _plan_extrapolation(settings: Settings, plan: ExecutionPlan, blocks: Sequenc
 
 
 def _depth_lists(extrapolation: _ExtrapolationPlan) -> list[tuple[int, ...]]:
-    """Return the blocks in each stage, for every replay."""
+    """Return the number of blocks of each stage, for every replay."""
     stages = range(sum(map(len, extrapolation.stages_by_rank)))
     return [tuple(_MIN_BLOCKS + (stage in group) for stage in stages) for group in ((), *extrapolation.groups)]
 
@@ -165,6 +175,7 @@ def _depth_lists(extrapolation: _ExtrapolationPlan) -> list[tuple[int, ...]]:
 def _combine_runs(
     runs: Sequence[_Run], blocks: Sequence[int], extrapolation: _ExtrapolationPlan
 ) -> list[StageMemory] | None:
+    """Return the memory of each pipeline rank with `blocks` per stage, extrapolated from the runs, or None."""
     stages = []
     for rank, rank_stages in enumerate(extrapolation.stages_by_rank):
         base, *longer_runs = [(timelines[rank], memories[rank]) for timelines, memories in runs]
@@ -186,13 +197,16 @@ def _combine_runs(
 
 
 def _max_bucketed_elements(plan: ExecutionPlan) -> int:
-    """Return the number of elements above which a tensor gets its own bucket, so that no bucket spans two blocks."""
+    """Return the number of elements above which a tensor gets its own bucket.
+
+    If each block has a tensor above it, no bucket has gradients of two blocks.
+    """
     item_bytes = 2 if plan.asked.params == "bf16" else 4
     return LARGE_PARAMETER_BYTES // item_bytes * plan.mesh.tp * plan.mesh.ep
 
 
 def _set_stage_depths(settings: Settings, depths: tuple[int, ...]) -> Settings:
-    """Return the settings with these blocks in each stage."""
+    """Return the settings with these numbers of blocks in the stages. One stage has all blocks without a setting."""
     stages = depths if len(depths) > 1 else ()
     return replace(settings, place=replace(settings.place, stages=stages))
 

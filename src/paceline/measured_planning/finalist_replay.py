@@ -1,4 +1,4 @@
-"""Check a plan's finalists: replay the run's step on fake tensors, and run the checks that need real values."""
+"""Check a plan's finalists: replay a step of the run on fake tensors, and run the checks that need real values."""
 
 import time
 from collections.abc import Mapping
@@ -26,10 +26,11 @@ from paceline.trainer.setup.prepare import PreparedJob
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedCandidate:
-    """The result of a candidate's replay: the stage with the highest peak, or the `error` with which it is refused.
+    """The result of a candidate's replay: the memory of the stage with the highest peak, or the `error` of a refusal.
 
-    `is_job_error` is true if the job's code raised the error. `work` is the number of blocks that the replay ran,
-    counted once per microbatch.
+    `parts` are the bytes of the peak by kind. `is_job_error` says whether the job's code raised the error. `seconds` is
+    the duration of the replay. `num_blocks` is the number of blocks that the replay ran, times the
+    microbatches.
     """
 
     layout: str
@@ -38,14 +39,15 @@ class CheckedCandidate:
     error: str = ""
     is_job_error: bool = False
     seconds: float = 0.0
-    work: int = 0
+    num_blocks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateChecker:
     """A checker that replays candidates and caches the results.
 
-    `ready` is the job with a model on fake tensors, `original` is the user's job.
+    `ready` is the job prepared for replays, with a model on fake tensors. `original` is the user's job. `split_errors`
+    has, by the sizes of cp and ep, the error of a wrong split, or "" if the split is correct.
     """
 
     ready: PreparedJob
@@ -55,10 +57,11 @@ class CandidateChecker:
 
     @cached_property
     def depth_extrapolation(self) -> DepthExtrapolation:
+        """The replays of the job, extrapolated from fewer blocks where possible."""
         return DepthExtrapolation(self.ready.job, self.ready.settings)
 
     def replay(self, estimate: Estimate, forecast: CostModel) -> CheckedCandidate:
-        """Return the replay of this estimate on a device of the forecast's machines."""
+        """Return the replay of the estimate's candidate on a device of the forecast's cluster."""
         name = f"{estimate.candidate} {estimate.stages}"
         if name not in self.replays:
             self.replays[name] = self._run_replay(
@@ -67,15 +70,15 @@ class CandidateChecker:
         return self.replays[name]
 
     def refusal_reason(self, candidate: Candidate, forecast: CostModel) -> str:
-        """Return the reason why the candidate is refused, or an empty string."""
+        """Replay a candidate, and return the reason why it is refused, or an empty string."""
         return self._run_replay(candidate, (), forecast, False).error
 
     def is_split_error(self, candidate: Candidate, error: str) -> bool:
-        """Return whether cp and ep alone cause this error, in any microbatch size and layout."""
+        """Return whether the error means that the model is split wrongly by cp and ep, whatever else the layout has."""
         return bool(error) and self.split_errors.get((candidate.cp, candidate.ep)) == error
 
-    def work(self, candidate: Candidate, stage_blocks: tuple[int, ...], forecast: CostModel) -> int:
-        """Return how many blocks the candidate's replay runs, over all stages and microbatches."""
+    def count_replayed_blocks(self, candidate: Candidate, stage_blocks: tuple[int, ...], forecast: CostModel) -> int:
+        """Return how many blocks the candidate's replay runs: the sum over stages, times the microbatches."""
         plan = shorten_plan(make_candidate_plan(candidate, forecast.profile, forecast.cluster.device.kind))
         blocks = _blocks_per_stage(candidate, stage_blocks, forecast.profile)
         return (
@@ -109,14 +112,14 @@ class CandidateChecker:
             peak_bytes=fullest.peak.total,
             parts=fullest.peak.as_json(),
             seconds=time.monotonic() - start_time,
-            work=self.work(candidate, stage_blocks, forecast),
+            num_blocks=self.count_replayed_blocks(candidate, stage_blocks, forecast),
         )
 
     def _check_split_model(self, candidate: Candidate, profile: ModelProfile) -> None:
         """Check that the model split by cp and ep computes the same as the whole model.
 
         Raises:
-            LayoutError: it gives a different result.
+            LayoutError: the split model computes a different result.
         """
         key = (candidate.cp, candidate.ep)
         if key == (1, 1):
@@ -132,7 +135,10 @@ class CandidateChecker:
 
 
 def apply_replay(row: PlanRow, replays: Mapping[str, CheckedCandidate], device: Device) -> PlanRow:
-    """Return the row with the memory of its replay instead of the forecast, or with the reason for its refusal."""
+    """Return the row with replayed instead of forecast memory, or with the reason for a refusal.
+
+    Return the row itself if its candidate was not replayed.
+    """
     replay = replays.get(str(row.estimate.candidate))
     if replay is None:
         return row
@@ -160,12 +166,12 @@ def make_candidate_plan(candidate: Candidate, profile: ModelProfile, device: str
 
 
 def _blocks_per_stage(candidate: Candidate, stage_blocks: tuple[int, ...], profile: ModelProfile) -> tuple[int, ...]:
-    """Return the blocks in each stage: those of the forecast, or an equal split."""
+    """Return the number of blocks of each stage: `stage_blocks`, or an equal split if that is empty."""
     stages = candidate.pp * candidate.virtual
     quotient, remainder = divmod(len(profile.blocks), stages)
     return stage_blocks or tuple(quotient + (stage < remainder) for stage in range(stages))
 
 
 def set_stages(settings: Settings, stages: tuple[int, ...]) -> Settings:
-    """Return the settings with the forecast's blocks in each stage, unless all stages are equal."""
+    """Return the settings with these numbers of blocks in the stages. If they are equal, no setting is needed."""
     return settings if len(set(stages)) < 2 else replace(settings, place=replace(settings.place, stages=stages))

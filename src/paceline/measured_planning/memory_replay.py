@@ -1,4 +1,8 @@
-"""Memory replay: run the step of a layout on fake tensors and simulated ranks, and return the memory of each stage."""
+"""Memory replay: run a step of a layout on fake tensors and simulated ranks, and measure the memory of each stage.
+
+In this module, a stage is a position in the pipeline. Its first rank represents it, with all the pipeline stages that
+this rank has.
+"""
 
 import gc
 from collections.abc import Sequence
@@ -36,12 +40,12 @@ from paceline.torch_internals.rng import preserve_rng
 from paceline.trainer.setup.build_training_setup import TrainingSetup, build_training_setup
 from paceline.trainer.setup.job_data import build_partition, read_first
 
-_MAX_MICROBATCHES = 2  # microbatches without a pipeline: all after the first are equal
+_MAX_MICROBATCHES = 2  # per replica without a pipeline: all microbatches after the first need equal memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """The memory of one stage: between steps, and at its peak."""
+    """The memory of one stage: between steps, and at the peak of a step."""
 
     between_steps: MemoryByKind
     peak: MemoryByKind
@@ -50,9 +54,10 @@ class StageMemory:
 def replay(
     job: Job, settings: Settings, plan: ExecutionPlan, *, timelines: Sequence[MemoryTimeline] = (), warm_up: bool = True
 ) -> list[StageMemory]:
-    """Run two steps of every stage and return the memory of the second; `timelines` has one per stage, or is empty.
+    """Run two steps of every stage, and return the memory of the second step.
 
-    With one stage, `warm_up=False` omits the first step; the recorded step then creates gradients and optimizer state.
+    `timelines` is empty, or has one timeline for each stage, which records the second step. With one stage,
+    `warm_up=False` omits the first step. The only step then creates gradients and optimizer state.
 
     Raises:
         PacelineError: the run itself would be refused.
@@ -111,12 +116,12 @@ def _replay_stage(
         if warm_up:
             setup.step.run(step_inputs[-2] if warm_up_plan is None else _read_batches(setup, warm_up_plan, 1)[0])
         omitted_bytes = _omitted_bytes(step_inputs, full_plan, plan)
-        gc.collect()  # garbage in cycles is not part of the step
+        gc.collect()  # garbage of the first step must not count
         tracker = MemoryTracker(
             model=setup.model,
             optimizers=optimizers,
             updated_tensors=updated_tensors,
-            other_storages=storage_tracker.storages(),
+            other_storages=storage_tracker.finish(),
             operator_bytes=partial(peak_operator_bytes, threads=plan.threads),
             extra_bytes=lambda: fake_mode.copied_bytes + omitted_bytes,
             on_operation=None if timeline is None else timeline.record,
@@ -136,7 +141,7 @@ def _read_batches(setup: TrainingSetup, plan: ExecutionPlan, count: int) -> list
 
 
 def _record_parts(setup: TrainingSetup, timeline: MemoryTimeline | None) -> AbstractContextManager[None]:
-    """Return a context that starts a new part of the timeline after each action of a pipeline stage."""
+    """Return a context in which the timeline starts a new part after each action of a pipeline schedule."""
     forward_backward = setup.step.forward_backward
     if timeline is None or not isinstance(forward_backward, PipelineForwardBackward):
         return nullcontext()
@@ -144,28 +149,31 @@ def _record_parts(setup: TrainingSetup, timeline: MemoryTimeline | None) -> Abst
 
 
 def _warm_up_plan(plan: ExecutionPlan) -> ExecutionPlan | None:
-    """Return a plan of one microbatch per replica, for a step that creates gradients and optimizer state.
+    """Return a plan of one microbatch per replica, for the first step, which creates gradients and optimizer state.
 
-    Return None if the step must be as long as the others: gloo keeps the tensors that it sent, and asynchronous update
-    rules end in the middle of a step.
+    Return None if the first step needs all microbatches: with gloo, which references the tensors that it has sent, and
+    with asynchronous update rules, whose updates are not at the end of a step.
     """
     return None if plan.backend == "gloo" or not plan.update_rule.is_synchronous else _set_rounds(plan, 1)
 
 
 def _omitted_bytes(step_inputs: Sequence[StepInput], full_plan: ExecutionPlan, short_plan: ExecutionPlan) -> int:
-    """Return the bytes of data of omitted microbatches: on a CPU of all batches in memory, on a GPU of one batch."""
+    """Return the bytes of the data of the microbatches that the replay omits.
+
+    On a CPU all batches in memory count. On a GPU only one batch is on the device.
+    """
     short_rounds, full_rounds = (-(-plan.num_micro // plan.replicas) for plan in (short_plan, full_plan))
     microbatch_bytes = element_bytes(
         [t for t in tensor_leaves([micro.data for micro in step_inputs[-1].micro[-1:]]) if t.layout is torch.strided]
     )
-    batches = len(step_inputs)
+    batches = len(step_inputs)  # in memory at the same time
     return microbatch_bytes * max(
         0, batches * (full_rounds - short_rounds) if full_plan.device == "cpu" else full_rounds - batches * short_rounds
     )
 
 
 def shorten_plan(plan: ExecutionPlan) -> ExecutionPlan:
-    """Return the plan with the fewest microbatches that leave the peak memory unchanged."""
+    """Return the plan with as few microbatches as possible without a change of the peak memory."""
     rounds = -(-plan.num_micro // plan.replicas)
     return _set_rounds(
         plan, min(_MAX_MICROBATCHES, rounds) if plan.mesh.pp == 1 else _rounds_to_fill_pipeline(plan, rounds)
@@ -173,14 +181,14 @@ def shorten_plan(plan: ExecutionPlan) -> ExecutionPlan:
 
 
 def _set_rounds(plan: ExecutionPlan, rounds: int) -> ExecutionPlan:
-    """Return the plan with this number of rounds: microbatches per replica."""
+    """Return the plan with this number of rounds, which are microbatches per replica."""
     num_micro = rounds * plan.replicas
     return replace(plan, num_micro=num_micro, global_batch_size=num_micro * plan.micro_batch_size)
 
 
 def _rounds_to_fill_pipeline(plan: ExecutionPlan, rounds: int) -> int:
-    """Return how many microbatches fill the pipeline: more of them do not change any rank's peak."""
-    if is_schedule_file(plan.asked.schedule) or plan.backend == "gloo":  # gloo keeps sent tensors until the step ends
+    """Return how many microbatches fill the pipeline, so that more do not change the peak of any rank."""
+    if is_schedule_file(plan.asked.schedule) or plan.backend == "gloo":  # gloo frees sent tensors after the step
         return rounds
     rule, ranks = find_schedule(plan.asked.schedule), plan.mesh.pp
     virtual = plan.asked.virtual or rule.virtual

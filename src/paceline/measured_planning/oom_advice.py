@@ -1,4 +1,4 @@
-"""Advice after out-of-memory: layouts that need less memory, with their cost in time and the command to type."""
+"""Advice after out-of-memory: layouts that need less memory, with their additional time and the command to type."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,9 +31,9 @@ from paceline.profiling.machine_benchmarks.this_machine import cached_local_clus
 from paceline.run_folder.run_folder import RunFolder
 
 PROFILE_ENTRY = "paceline.measured_planning.auto_worker:write_model_profile"
-_USABLE_SHARE = 0.9  # share of the available memory that a restart may need
-_LIBRARIES_BYTES = 64 << 20  # needed by training itself: stacks of threads, buffers of libraries
-_TYPICAL_DEVICE = Device(  # one core: only the ratios of its rates matter, and the advice says that it is typical
+_USABLE_SHARE = 0.9  # of the available memory, which the forecast of a suggested layout may use
+_LIBRARIES_BYTES = 64 << 20  # of stacks of threads and buffers of libraries, which no layout reduces
+_TYPICAL_DEVICE = Device(  # one core: the advice uses only ratios of its times, and says that they are typical
     name="a typical processor", kind="cpu", memory_bytes=1e15, flops_per_second={"fp32": 5e10}, bytes_per_second=5e9
 )
 _TYPICAL_LINK = Link(name="memory", latency_seconds=1e-4, bytes_per_second=2e9)
@@ -41,22 +41,23 @@ _TYPICAL_LINK = Link(name="memory", latency_seconds=1e-4, bytes_per_second=2e9)
 
 @dataclass(frozen=True, kw_only=True)
 class OomAdvice:
-    """Lines about the three cheapest changes after which the run would fit; `first_layout` is the cheapest one."""
+    """Lines about the three fastest changes with which the run would fit, and the layout of the fastest one."""
 
     lines: tuple[str, ...] = ()
     first_layout: FallbackLayout | None = None
 
 
-def cheaper_layouts(
+def advise_after_oom(
     task: Task,
     failure: Failure,
     *,
     profile_model: Callable[[Task], Mapping[str, Any]],
     command_for: Callable[[FallbackLayout], str],
 ) -> OomAdvice:
-    """Return advice for a run that ran out of memory; empty if its model can't be profiled.
+    """Return advice for a run that ran out of memory. It is empty if the run's model can't be profiled.
 
-    `command_for` returns the command to type for a layout.
+    `profile_model` returns the model's profile under the key `facts`. `command_for` returns the command to type for a
+    layout.
     """
     if not parse_update(task.update).has_cost_model:
         return OomAdvice()
@@ -80,7 +81,7 @@ def cheaper_layouts(
 
 
 def model_profile_of_run(task: Task) -> Mapping[str, Any]:
-    """Return the model's profile: from the run's own plan, else from a new process."""
+    """Return the model's profile under the key `facts`: from the run's automatic plan, else from a new process."""
     folder = RunFolder(Path(task.run) / "auto")
     with suppress(OSError, ValueError):
         return dict(read_json(folder.path / CHOICE_FILE))
@@ -101,6 +102,7 @@ def model_profile_of_run(task: Task) -> Mapping[str, Any]:
 
 
 def _candidate(task: Task, profile: ModelProfile) -> Candidate:
+    """Return the candidate of the layout that ran out of memory."""
     layout = parse_layout(task.layout)
     mesh = resolve_mesh(layout, ranks=task.ranks, problems=[])
     requested = task.settings.get("train.micro_batch_size")
@@ -114,19 +116,25 @@ def _candidate(task: Task, profile: ModelProfile) -> Candidate:
 
 
 def _oversized_allocation_line(forecast: CostModel, candidate: Candidate, failure: Failure) -> str | None:
-    """Return a line if the failed allocation is larger than the whole rank's forecast, which no layout explains."""
+    """Return a line if the failed allocation alone is larger than the forecast of a rank's memory, else None.
+
+    Such an allocation does not depend on the layout.
+    """
     forecast_bytes = forecast.estimate(candidate).peak_bytes
     if failure.requested_bytes <= forecast_bytes:
         return None
     allocation = format_size(failure.requested_bytes)
     return (
-        f"No other layout is suggested: this allocation alone ({allocation}) is larger than everything that a rank "
-        f"holds by forecast ({format_size(round(forecast_bytes))})."
+        f"No other layout is suggested, because this allocation alone ({allocation}) is larger than the forecast of a "
+        f"rank's total memory ({format_size(round(forecast_bytes))})."
     )
 
 
 def _limit_to_available_memory(forecast: CostModel, candidate: Candidate, failure: Failure) -> CostModel:
-    """Return the forecast for devices with the memory that is available here, reduced by the forecast's own error."""
+    """Return the cost model with the memory that is available here as limit.
+
+    If the rank used more memory than forecast, the limit is divided by the ratio of used to forecast memory.
+    """
     reserve = forecast.cluster.device.reserve_bytes
     forecast_bytes = forecast.estimate(candidate).peak_bytes - reserve
     held_bytes: Mapping[str, int] = failure.said.get("held") or {}
@@ -146,11 +154,11 @@ def _limit_to_available_memory(forecast: CostModel, candidate: Candidate, failur
 
 
 def _breakdown_lines(forecast: CostModel, candidate: Candidate, failure: Failure) -> Iterator[str]:
-    """Yield the forecast memory breakdown, if the process could not report its own."""
+    """Yield the forecast memory breakdown if the failed process could not report the measured one."""
     if "parameters" in (failure.said.get("held") or {}):
         return
     parts = forecast.estimate(candidate).memory.parts
-    yield "forecast for the rank that needs the most memory, because it could not be measured any more:"
+    yield "forecast for the rank that needs the most memory (the failed rank could not be measured any more):"
     yield from (f"  {name}: {value / 2**20:,.1f} MiB" for name, value in parts.items() if value)
 
 
@@ -164,7 +172,7 @@ def _advice_lines(
 ) -> Iterator[str]:
     current = forecast.estimate(candidate)
     if not changes:
-        yield f"No layout of {plural(forecast.cluster.ranks, 'rank')} within two changes would fit."
+        yield f"No layout of {plural(forecast.cluster.ranks, 'rank')} with at most two changes would fit."
         return
     note = "" if cluster is not None else " (times are for a typical machine: this one was not measured yet)"
     yield f"The cheapest changes, by forecast{note}:"

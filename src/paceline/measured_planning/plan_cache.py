@@ -1,4 +1,4 @@
-"""A cache of plans by job: a planner writes it, and the job's runs read it as a forecast of their layout."""
+"""A cache of plans by job. A planner stores its plan, and runs of the job read it to forecast their layout."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,7 +18,7 @@ from paceline.trainer.diagnostics.forecast_lookup import stored_plan_key
 from paceline.trainer.setup.prepare import PreparedJob
 
 SOURCE = "plan"
-ReplayedBytes = tuple[int, Mapping[str, int]]  # the peak, and its bytes by kind
+ReplayedBytes = tuple[int, Mapping[str, int]]  # the peak bytes, and the bytes at the peak by kind
 
 
 def store_plan(
@@ -33,9 +33,10 @@ def store_plan(
 
 
 def estimate_for_run(stored: Mapping[str, Any], prepared_job: PreparedJob, *, parameters: int) -> FallbackLayout | None:
-    """Return the estimate for a run's layout, on this machine if it is benchmarked, else on the planned cluster.
+    """Return the forecast for a run's layout from the stored plan of its job; None if the plan does not apply.
 
-    Steps that were timed here replace forecast times.
+    The forecast is for this machine if it is benchmarked, else for the cluster of the plan. If the layout was timed on
+    this machine, the timed seconds replace the forecast ones. `parameters` is the run's number of trainable elements.
     """
     plan, profile, cluster = (
         prepared_job.plan,

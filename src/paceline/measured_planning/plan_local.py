@@ -1,4 +1,4 @@
-"""Plan for the machines of this process's ranks, with a machine benchmark and timed steps."""
+"""Plan for the machines on which these ranks run, with a machine benchmark and timed steps."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -38,9 +38,10 @@ from paceline.trainer.setup.prepare import PreparedJob, join_world
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMachineRequest:
-    """The time limit for timing layouts, and the machines: a `Cluster` as JSON, or the benchmark that is still needed.
+    """The input of `plan_local_layouts` besides the job.
 
-    The benchmark is described by its time limit, `ranks_per_node`, and the memory of a node or of each GPU in bytes.
+    `seconds` is the time limit for timing layouts, 0 for no timing. `fleet` is a `Cluster` as JSON. If it is None, the
+    machines are benchmarked for `probe_seconds`. `node_bytes` is the memory of a node or, with GPUs, of each GPU.
     """
 
     seconds: float
@@ -52,9 +53,10 @@ class LocalMachineRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledJob:
-    """A job as it is (`original`) and prepared for replays (`ready`), with its profile.
+    """A job as the user wrote it (`original`) and prepared for replays (`ready`), with the profile of its model.
 
-    `depths` are the lengths of its lists of equal blocks, `notes` are lines to print.
+    `depths` are the lengths of the model's lists of equal blocks, empty if they can't be truncated. `notes` are lines
+    to print.
     """
 
     original: PreparedJob
@@ -66,10 +68,10 @@ class ProfiledJob:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayouts:
-    """The forecast of a job, and the layouts to choose from (`options`), all of which fit by forecast.
+    """The cost model of a job (`forecast`), and the layouts to choose from (`options`), which fit by forecast.
 
-    `rejected` are the layouts that were refused during timing, with reasons; `other_cpu_share` is the share of the
-    cores that other programs used meanwhile.
+    `grid` is the search space if no option is left. `rejected` are the layouts that were refused during timing, with
+    reasons. `other_cpu_share` is the fraction of the cores that other programs used during timing.
     """
 
     profiled_job: ProfiledJob
@@ -82,7 +84,7 @@ class PlannedLayouts:
 
 @freeze_existing_objects()
 def profile_for_plan(prepared_job: PreparedJob, *, max_ranks: int) -> ProfiledJob:
-    """Return the job's profile; this needs no device and no memory for the model.
+    """Return the job with its profile. Profiling needs no device, and no memory for the model.
 
     Raises:
         PacelineError: the job can't be traced.
@@ -111,22 +113,22 @@ def _profiling_error(error: Exception) -> JobError:
     return JobError(
         f"the job can't be profiled without real values: {one_line_message(error)}",
         where=str(user_line(error) or ""),
-        cause="a plan runs it on fake tensors, where every comparison is true and every number is 1; "
-        "or it fails with real values too",
-        hint="name a layout, which needs no plan: paceline train JOB --layout ddp",
+        cause="a plan runs the job on fake tensors, where every comparison is true and every number is 1; "
+        "or the job fails with real values too",
+        hint="name a layout, so that no plan is needed: paceline train JOB --layout ddp",
     )
 
 
 def plan_local_layouts(
     prepared_job: PreparedJob, request: LocalMachineRequest, *, layouts: Sequence[str] = ()
 ) -> PlannedLayouts | None:
-    """Time the best or the named layouts, and return them with the profile on rank 0; None on other ranks.
+    """Time the named layouts, or the best ones if none is named. Return them with the profile on rank 0, else None.
 
-    Every rank calls this. Rank 0 profiles the job on tensors without memory, before the process group is created.
+    Every rank calls this. Before the process group is created, rank 0 profiles the job on tensors without memory.
     """
     launch_info, grid = LaunchInfo.read(os.environ), make_search_space(prepared_job.settings, command="paceline plan")
     profiled_job = profile_for_plan(prepared_job, max_ranks=launch_info.world_size) if launch_info.rank == 0 else None
-    world = join_world(prepared_job)  # not closed after an error: others would report this first
+    world = join_world(prepared_job)  # not closed after an error: other ranks would report closed connections first
     cluster = _measure_cluster(prepared_job, request, world)
     planned = None
     if profiled_job is None:
@@ -154,7 +156,7 @@ def plan_local_layouts(
 
 
 def _named_estimates(prepared_job: PreparedJob, forecast: CostModel, layouts: Sequence[str]) -> list[Estimate]:
-    """Return the named layouts that use all ranks and fit."""
+    """Return the estimates of the named layouts that use all ranks and fit."""
     named_layouts = evaluate_named_layouts(
         forecast, layouts, micro_batch_size=prepared_job.settings.train.micro_batch_size
     )
@@ -177,7 +179,10 @@ def _measure_cluster(prepared_job: PreparedJob, request: LocalMachineRequest, wo
 def _time_options(
     prepared_job: PreparedJob, options: Sequence[Estimate], depths: Sequence[int], *, world: World, seconds: float
 ) -> tuple[list[Estimate], dict[Candidate, RejectedLayout], float]:
-    """Return rank 0's options with their timed steps, the refused options, and the CPU share of other programs."""
+    """Time the options of rank 0. Every rank calls this, but only rank 0 passes options.
+
+    Return the accepted options with their measured times, the rejected ones, and the CPU share of other programs.
+    """
     trials, depths = world.share_json(
         [[timing_trial(estimate).as_json() for estimate in timing_order(options)], list(depths)]
     )

@@ -1,4 +1,4 @@
-"""The planning process of `plan`: it profiles the job, searches layouts, and replays the finalists."""
+"""The planning process of `paceline plan`: profile the job, search layouts, and replay the finalists."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,12 +34,15 @@ from paceline.run_folder.run_folder import RunFolder
 from paceline.trainer.checks.parallel_checks import is_small_enough
 from paceline.trainer.setup.prepare import PreparedJob, prepare
 
-_REPLAY_SECONDS = 30.0  # for the profile and replays; a started replay of the recommended layout is finished
-_NAMED_REPLAY_SECONDS = 15.0  # the minimum for replays of named layouts
+_REPLAY_SECONDS = 30.0  # for profile and replays; the replay of the recommended layout may take longer
+_NAMED_REPLAY_SECONDS = 15.0  # for replays of named layouts, however long the profile took
 
 
 def plan(payload: Mapping[str, Any]) -> int:
-    """Write the plan to the run folder. If the plan is for this process's own ranks, every rank calls this."""
+    """Write the plan to the run folder.
+
+    If the task's option `here` is set, the plan is for the machines of these ranks, and every rank calls this.
+    """
     task = Task.from_json(payload)
     prepared_job = prepare(task)
     _write_plan(task, prepared_job)
@@ -91,7 +94,10 @@ def write_job_profile(payload: Mapping[str, Any]) -> int:
 def _choose_from_search(
     planned: PlannedLayouts, *, deadline: float
 ) -> tuple[PlannedLayouts, Advice, dict[str, CheckedCandidate]]:
-    """Replay the recommended layout, which fits, and as many other rows as time allows."""
+    """Choose the best of the options or of all layouts. Replay it, and as many other rows as time allows.
+
+    Return the planned layouts with refusals added to their profile, the advice, and the replays by candidate.
+    """
     checker = CandidateChecker(ready=planned.profiled_job.ready, original=planned.profiled_job.original)
     choice = choose_layout(
         checker,
@@ -112,7 +118,10 @@ def _choose_from_search(
 def _choose_from_named(
     planned: PlannedLayouts, *, layouts: Sequence[str], deadline: float
 ) -> tuple[PlannedLayouts, NamedLayouts, dict[str, CheckedCandidate]]:
-    """Return the named layouts with their timings; the recommended one is replayed, and others as time allows."""
+    """Choose the best of the named layouts. Replay it, and as many others as time allows.
+
+    Return the planned layouts, the named layouts with their forecasts or timings, and the replays by candidate.
+    """
     prepared_job = planned.profiled_job.ready
     named_layouts, replays = choose_named_layouts(
         CandidateChecker(ready=prepared_job, original=planned.profiled_job.original),
@@ -126,7 +135,7 @@ def _choose_from_named(
 
 
 def _timing_as_json(estimate: Estimate) -> dict[str, Any]:
-    """Return the record of one layout that was timed here, whether or not it is the best of its family."""
+    """Return the record of a timed layout for the answer's list `timed`."""
     assert estimate.measured_time is not None
     return {
         "layout": estimate.layout,
@@ -141,7 +150,7 @@ def _build_answer(
 ) -> dict[str, Any]:
     forecast, profile, cluster = planned.forecast, planned.forecast.profile, planned.forecast.cluster
     rows = [apply_replay(row, replays, cluster.device) for row in advice.rows]
-    if isinstance(advice, Advice):  # named layouts keep their order
+    if isinstance(advice, Advice):  # named layouts stay in the order of the command
         rows.sort(key=lambda row: (not row.fits, bool(row.refused)))
     advice = replace(advice, rows=tuple(rows))
     lines = [f"{profile.parameters:,} parameters, global batch {profile.global_batch_size}, on {cluster}"]
@@ -170,18 +179,15 @@ def _is_offloaded(rows: Sequence[PlanRow]) -> bool:
 
 
 def _contention_lines(other_share: float) -> Iterator[str]:
-    """Yield a note if other programs used the cores while layouts were timed."""
+    """Yield the lines of a note if other programs used the cores while layouts were timed."""
     if other_share:
-        yield (
-            f"note: other programs used {other_share:.0%} of the cores while layouts were timed: "
-            "without them steps may be"
-        )
-        yield "  shorter, and a different layout may be the fastest"
+        yield f"note: other programs used {other_share:.0%} of the cores while layouts were timed"
+        yield "  without these programs, steps may be shorter, and another layout may be the fastest"
         yield "  to do: plan again after they have ended"
 
 
 def _unverified_lines(rows: Sequence[PlanRow], profile: ModelProfile) -> Iterator[str]:
-    """Yield notes on properties of the recommended layout that are not verified."""
+    """Yield notes on properties of the recommended layout that the plan did not check."""
     best = next((row for row in rows if row.fits), None)
     if best is None:
         return
@@ -189,12 +195,12 @@ def _unverified_lines(rows: Sequence[PlanRow], profile: ModelProfile) -> Iterato
         yield f"note: {best.estimate.layout} was not replayed: its memory is an estimate"
     parts = " and ".join(axis for axis in ("cp", "ep") if getattr(best.estimate.candidate, axis) > 1)
     if parts and not is_small_enough(profile.parameters) and not best.estimate.measured_time:
-        yield f"note: a model of this size is not run with real values here, and {parts} may change its results"
-        yield f"  to do: paceline verify JOB --layout {parts.split()[0]}=2 with a smaller model of its kind"
+        yield f"note: the model is too large to be checked here with real values, and {parts} may change its results"
+        yield f"  to do: paceline verify JOB --layout {parts.split()[0]}=2 with a smaller model of the same kind"
 
 
 def _rejected_layout_line(name: str, replay: CheckedCandidate, cluster: Cluster) -> str:
-    """Return a line about a layout that was rejected on the way to the recommended one."""
+    """Return a line about a layout that was replayed and is not in the table: why it is not recommended."""
     if replay.error:
         return f"  {name} is not possible: {replay.error}"
     needed, limit = (

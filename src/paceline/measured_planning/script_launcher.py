@@ -10,7 +10,7 @@ from paceline.job import Job
 from paceline.launch.launcher import LaunchOutcome, LaunchRequest, start
 from paceline.measured_planning.auto_layout import make_planning_task, next_fallback_task
 from paceline.measured_planning.auto_worker import compute_model_profile
-from paceline.measured_planning.oom_advice import cheaper_layouts
+from paceline.measured_planning.oom_advice import advise_after_oom
 from paceline.planner.search.layout_with_forecast import FallbackLayout
 from paceline.plugins import START_FOLDER
 from paceline.reporting.sinks.log_tail import LogTail
@@ -20,7 +20,10 @@ from paceline.trainer.setup.prepare import prepare
 
 
 def start_scripts(task: Task, script: list[str], *, exact: bool, job: Job) -> tuple[LaunchOutcome, tuple[str, ...]]:
-    """Start the ranks and wait; return the last outcome and, after out-of-memory, advice on layouts that need less."""
+    """Start the ranks and wait for them. Start them again with a fallback layout after out-of-memory.
+
+    Return the last outcome. If no fallback was left after out-of-memory, also return lines of advice.
+    """
     outcome = _start_ranks(task, script, exact=exact)
     while (fallback := next_fallback_task(task, outcome.failure)) is not None:
         task = fallback
@@ -29,7 +32,7 @@ def start_scripts(task: Task, script: list[str], *, exact: bool, job: Job) -> tu
 
 
 def _oom_advice_lines(task: Task, outcome: LaunchOutcome, job: Job) -> tuple[str, ...]:
-    """Return the advice as lines for a `pl.Run`."""
+    """Return lines of advice on layouts that need less memory; empty unless memory ran out."""
     failure = outcome.failure
     if failure is None or not failure.is_short_of_memory:
         return ()
@@ -41,7 +44,7 @@ def _oom_advice_lines(task: Task, outcome: LaunchOutcome, job: Job) -> tuple[str
         settings = {name: int(value) if value.isdigit() else value for name, value in fallback.settings.items()}
         return f"pl.Run(..., layout={fallback.layout!r}, settings={settings})"
 
-    return cheaper_layouts(task, failure, profile_model=profile_model, command_for=python_line).lines
+    return advise_after_oom(task, failure, profile_model=profile_model, command_for=python_line).lines
 
 
 def _start_ranks(task: Task, script: list[str], *, exact: bool) -> LaunchOutcome:

@@ -1,7 +1,8 @@
-"""Simulated ranks: one process simulates all of them, so that a step of thousands of ranks can be inspected.
+"""Simulated ranks: one process simulates all ranks of a run, so that a step of thousands of ranks can be inspected.
 
-Along every axis but the pipeline's, only the first rank runs, and collectives use its values for all ranks. Each stage
-of a pipeline runs in a thread, and the threads exchange messages.
+In this module, a stage is a position in the pipeline. Its ranks may have several pipeline stages. Only the first rank
+of each stage runs, in a thread of its own. The threads exchange messages. Collectives act as if all ranks of a stage
+had the values of its first rank.
 """
 
 import json
@@ -24,23 +25,25 @@ from paceline.planner.layout.mesh import Mesh
 from paceline.profiling.model_tracing.fake_execution import FakeStorages
 from paceline.torch_internals.dispatch_modes import hide_from_modes
 
-_COPIED_BYTES = 1 << 16  # of a message: enough for its header; the values of a fake tensor do not matter
+_COPIED_ELEMENTS = 1 << 16  # of a message: enough for the header; the values of a fake tensor are not needed
 _TIMEOUT_SECONDS = 3600.0
 _POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRanks:
-    """The shared state of the stages of one simulated run."""
+    """The state that the stages of one simulated run share."""
 
     mesh: Mesh
     fake_storages: FakeStorages = field(default_factory=FakeStorages)
     rendezvous_by_stages: dict[tuple[int, ...], ThreadRendezvous] = field(default_factory=dict)
     queues: "dict[tuple[Any, ...], SimpleQueue[_Message]]" = field(default_factory=lambda: defaultdict(SimpleQueue))
+    """Messages in flight, by sending stage, receiving stage and tag."""
     groups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
+    """Fake process groups, by size."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     run_lock: threading.Lock = field(default_factory=threading.Lock)
-    """The lock of the one stage that runs: much of a step's state is global to the process."""
+    """The lock that the running stage has. Only one stage runs at a time, because a step uses global state."""
     has_failed: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -72,7 +75,7 @@ class SimulatedRanks:
             return self.groups[size]
 
     def rendezvous(self, stages: tuple[int, ...]) -> ThreadRendezvous:
-        """Return the rendezvous of these stages."""
+        """Return the rendezvous at which these stages exchange values."""
         with self.lock:
             if stages not in self.rendezvous_by_stages:
                 self.rendezvous_by_stages[stages] = ThreadRendezvous(
@@ -96,7 +99,7 @@ class SimulatedRanks:
 
     @contextmanager
     def let_other_stages_run(self) -> Iterator[None]:
-        """Release the run lock inside the `with` block, so that other stages run."""
+        """Release the run lock inside the `with` block, so that other stages can run."""
         self.run_lock.release()
         try:
             yield
@@ -104,7 +107,7 @@ class SimulatedRanks:
             self.run_lock.acquire()
 
     def abort(self) -> None:
-        """Signal that one stage has failed, so that no other stage waits for it."""
+        """Signal that one stage has failed, so that the other stages stop waiting for it."""
         self.has_failed.set()
         with self.lock:
             for rendezvous in self.rendezvous_by_stages.values():
@@ -113,7 +116,10 @@ class SimulatedRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedWorld(World):
-    """A world in which only this rank exists and, with `stages`, one rank of each stage."""
+    """A world in which only one rank of each stage runs.
+
+    `stages` are the stages that have ranks in this world, and `stage` is that of this rank.
+    """
 
     simulated_ranks: SimulatedRanks = field(repr=False)
     stages: tuple[int, ...] = (0,)
@@ -121,7 +127,7 @@ class SimulatedWorld(World):
 
     @override
     def subgroup(self, groups: Sequence[Sequence[int]]) -> World:
-        """Return this rank's group, like `World.subgroup`; the group has equally many ranks in each of its stages."""
+        """Return this rank's group, like `World.subgroup`. A group must have equally many ranks in each stage."""
         group_ranks = next(list(ranks) for ranks in groups if self.rank in ranks)
         if len(group_ranks) == self.world_size:
             return self
@@ -138,7 +144,7 @@ class SimulatedWorld(World):
 
     @override
     def all_reduce(self, tensor: Tensor, *, op: Op = "sum") -> Tensor:
-        """Reduce over the stages, as if the other ranks of each stage had the value of its first rank."""
+        """Reduce the tensor as if all ranks of a stage had the value of the stage's first rank."""
         if self.group is not None:
             super().all_reduce(tensor, op=op)
             self._reduce_over_stages(tensor, op)
@@ -154,7 +160,7 @@ class SimulatedWorld(World):
 
     @override
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
-        """Broadcast the value of the source's stage."""
+        """Broadcast the value of the stage that the source rank is in."""
         if self.group is not None and len(self.stages) > 1:
             values = self._exchange(tensor)
             tensor.copy_(values[self._stage_index(source)])
@@ -162,7 +168,7 @@ class SimulatedWorld(World):
 
     @override
     def start_send(self, tensor: Tensor, *, to: int, tag: int) -> "_Message":
-        """Send a tensor to another stage."""
+        """Send a tensor to the stage of rank `to`. The message arrives at once."""
         self.count_sent_bytes("send", tensor)
         message = _Message(tensor=tensor, reports_completion=self.backend != "gloo")
         self.simulated_ranks.queues[self.stage, self.stages[to], tag].put(message)
@@ -170,14 +176,14 @@ class SimulatedWorld(World):
 
     @override
     def start_receive(self, tensor: Tensor, *, source: int, tag: int) -> "_PendingReceive":
-        """Receive a tensor from another stage."""
+        """Return a pending receive from the stage of rank `source`. `wait` copies the start of the message."""
         queue = self.simulated_ranks.queues[self.stages[source], self.stage, tag]
 
         def wait() -> None:
             message = self.simulated_ranks.receive_message(queue)
             sent = message.tensor
             with hide_from_modes(), torch.no_grad():
-                tensor.view(-1)[:_COPIED_BYTES].copy_(sent.reshape(-1)[:_COPIED_BYTES])
+                tensor.view(-1)[:_COPIED_ELEMENTS].copy_(sent.reshape(-1)[:_COPIED_ELEMENTS])
             if self.simulated_ranks.fake_storages.has(sent):
                 self.simulated_ranks.fake_storages.add(tensor)
             message.is_received.set()
@@ -186,7 +192,7 @@ class SimulatedWorld(World):
 
     @override
     def gather_json(self, value: Any) -> list[Any]:
-        """Return every rank's value; the ranks of a stage have equal values."""
+        """Return every rank's value, as if all ranks of a stage had the value of its first rank."""
         if self.group is None:
             return [value]
         stage_values = self._exchange(value) if len(self.stages) > 1 else [value]
@@ -195,11 +201,12 @@ class SimulatedWorld(World):
 
     @override
     def share_json(self, value: Any, *, source: int = 0) -> Any:
-        """Return the value of the source's stage."""
+        """Return the value of the stage that the source rank is in."""
         stage_values = self._exchange(value) if self.group is not None and len(self.stages) > 1 else [value]
         return stage_values[self._stage_index(source)] if len(stage_values) > 1 else value
 
     def _stage_index(self, rank: int) -> int:
+        """Return the index in `stages` of the stage that a rank is in."""
         return rank // (self.world_size // len(self.stages))
 
     def _reduce_over_stages(self, tensor: Tensor, op: Op) -> None:
@@ -212,13 +219,17 @@ class SimulatedWorld(World):
             tensor.mul_(self.world_size // len(self.stages))
 
     def _exchange(self, value: Any) -> list[Any]:
+        """Return the values that all stages of this world pass, in their order. Each stage calls this."""
         replica = self.stages.index(self.stage)
         return self.simulated_ranks.rendezvous(self.stages).post(value, replica=replica)()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Message:
-    """A message in flight until the other stage has received it; with gloo, `is_completed` stays False."""
+    """A message that is in flight until the other stage has received it.
+
+    With gloo, `is_completed` is always False, because gloo references a sent tensor until the end of the step.
+    """
 
     tensor: Tensor
     reports_completion: bool
@@ -233,6 +244,8 @@ class _Message:
 
 @dataclass(frozen=True)
 class _PendingReceive:
+    """A receive that is complete when `wait` returns."""
+
     wait: Callable[[], object]
 
     def is_completed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Check with real values, before a run, that a model split by `cp` or `ep` computes the same as the whole model."""
+"""Check with real values, before a run, that a model split by `cp` or `ep` computes the results of the whole model."""
 
 import torch
 
@@ -14,10 +14,12 @@ from paceline.trainer.setup.prepare import PreparedJob
 
 
 def check_split_model(prepared_job: PreparedJob, *, cp: int, ep: int, elements: int) -> None:
-    """Run the checks that a run makes at its start, in this process, on few samples; large models are not checked.
+    """Run the checks of cp and ep that a run makes at its start, but in this process. They use few samples.
+
+    A model with too many `elements` is not checked.
 
     Raises:
-        LayoutError: the split model gives a different result.
+        LayoutError: the split model computes a different result.
     """
     if not is_small_enough(elements):
         return

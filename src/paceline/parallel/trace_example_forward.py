@@ -48,7 +48,7 @@ def make_block_timer(
     def measure(blocks: Mapping[str, nn.Module]) -> list[float]:
         times = None
         if world.is_main:
-            times = list(_measure_blocks(model, blocks, example_run, deferred_model).total)
+            times = list(_measure_blocks(model, blocks, example_run, deferred_model).block_seconds)
         return list(world.share_json(times))
 
     return measure
@@ -70,7 +70,7 @@ def _measure_blocks(
             [parameter for parameter in model.parameters() if id(parameter) not in block_parameters]
         ),
     ):
-        return measure(hold_block=lambda block: deferred_model.temporary_values(block.parameters()))
+        return measure(materialize_block=lambda block: deferred_model.temporary_values(block.parameters()))
 
 
 def _scalar(terms: Any) -> Tensor:

@@ -1,1 +1,1 @@
-"""Measure machines, and what models compute, hold and send."""
+"""Measure machines, and trace what a model computes, stores and communicates."""

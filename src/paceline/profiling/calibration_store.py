@@ -1,4 +1,8 @@
-"""The calibration store of a machine: plans of jobs, timed steps, and the ratios of runs to their forecasts."""
+"""The calibration store of a machine: stored plans, timed steps, and the ratios of measured runs to their forecasts.
+
+There are two kinds of ratios: `longer` is the measured step time divided by its forecast, and `fuller` is the measured
+memory divided by its forecast.
+"""
 
 import hashlib
 import json
@@ -13,15 +17,14 @@ from paceline.filesystem.atomic_files import read_json, write_json
 from paceline.planner.hardware.benchmark_results import MachineFingerprint
 from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, cache_folder
 
-_MAX_RUNS = 5  # runs of a family
-_ALL_FAMILIES = ""
-# the ratios are stored as `longer` (seconds) and `fuller` (bytes)
+_MAX_RUNS = 5  # per family and kind; older ones are dropped
+_OTHER_FAMILIES = ""  # the key of the ratio for families without runs
 
 
 def plan_key(
     job: str, *, settings: Mapping[str, Any], precision: str, global_batch_size: int, compiles: bool = False
 ) -> str:
-    """Return a key from the job's file (or module name), its parameters, and the settings that change its profile."""
+    """Return a hash of the job's file (or module name), its parameters, and the settings that change its profile."""
     ref = parse_jobref(job)
     text = ref.path.read_bytes() if ref.path is not None else str(ref.module).encode()
     job_settings = {name: str(value) for name, value in sorted(settings.items()) if name.startswith("job.")}
@@ -32,7 +35,7 @@ def plan_key(
 
 
 def save_plan(key: str, plan: Mapping[str, Any]) -> None:
-    """Store a plan for runs of the job; nothing is stored if the folder can't be written."""
+    """Store a plan for later runs of the job. Store nothing if the folder can't be written."""
     _write(_plan_file(key), plan)
 
 
@@ -42,19 +45,19 @@ def read_stored_plan(key: str) -> Any:
 
 
 def save_timings(key: str, timings: Mapping[str, Any]) -> None:
-    """Store steps that were timed on this machine; nothing is stored if the folder can't be written."""
-    _write(_timed_file(key), timings)
+    """Store the timings of layouts on this machine. Store nothing if the folder can't be written."""
+    _write(_timings_file(key), timings)
 
 
 def read_timings(key: str) -> Any:
     """Return the stored timings, or None."""
-    return _read(_timed_file(key))
+    return _read(_timings_file(key))
 
 
 def record_forecast_ratio(
     machine: MachineFingerprint, family: str, *, longer: float | None, fuller: float | None
 ) -> None:
-    """Record a run's seconds and bytes as multiples of their forecast, if known."""
+    """Record the ratios of a run's step time and memory to their forecasts. A ratio that is not known is None."""
     file = _ratios_file(machine)
     ratios = _valid_ratios(_read(file))
     for kind, ratio in (("longer", longer), ("fuller", fuller)):
@@ -66,9 +69,10 @@ def record_forecast_ratio(
 
 
 def median_forecast_ratios(machine: MachineFingerprint) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the seconds and bytes of runs as multiples of their forecast, by family: the median of the last runs.
+    """Return the `longer` and the `fuller` ratio of each family: the median of its last runs.
 
-    A family without runs gets the median of all others, because most of the error is in the model's costs.
+    The key "" has the median over these families. It is for families without runs, because most of the forecast error
+    is in the model's costs, which all families share.
     """
     ratios = _valid_ratios(_read(_ratios_file(machine)))
     return _medians(ratios.get("longer", {})), _medians(ratios.get("fuller", {}))
@@ -78,7 +82,7 @@ def _plan_file(key: str) -> Path:
     return cache_folder() / f"plan-{key}.json"
 
 
-def _timed_file(key: str) -> Path:
+def _timings_file(key: str) -> Path:
     return cache_folder() / f"timed-{key}.json"
 
 
@@ -89,11 +93,11 @@ def _ratios_file(machine: MachineFingerprint) -> Path:
 
 def _medians(ratios_by_family: Mapping[str, list[float]]) -> dict[str, float]:
     medians = {family: median(runs) for family, runs in ratios_by_family.items() if runs}
-    return {**medians, _ALL_FAMILIES: median(medians.values())} if medians else {}
+    return {**medians, _OTHER_FAMILIES: median(medians.values())} if medians else {}
 
 
 def _valid_ratios(stored: Any) -> dict[str, dict[str, list[float]]]:
-    """Return the valid part of the stored ratios."""
+    """Return the valid part of the stored ratios: for each kind, the ratios of each family's runs."""
     if not isinstance(stored, dict):
         return {}
     kinds = {kind: stored[kind] for kind in ("longer", "fuller") if isinstance(stored.get(kind), dict)}

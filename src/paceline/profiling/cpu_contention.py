@@ -1,4 +1,4 @@
-"""CPU contention: detect whether other programs used the cores while this run's ranks were timing steps."""
+"""Detect CPU contention: whether other programs used the cores while this run's ranks measured something."""
 
 import os
 import socket
@@ -11,14 +11,19 @@ import psutil
 
 from paceline.comm.process_group import World
 
-_MIN_OTHER_SHARE, _MAX_IDLE_SHARE = 0.1, 0.2  # of the cores: others disturb if they use more and less is idle
-_MIN_SECONDS = 0.2  # over all cores: shorter readings are too coarse, because the kernel counts hundredths
-_WORK_FIELDS = ("user", "nice", "system", "steal")  # without interrupts, which the ranks' own messages cause
+# of the cores: other programs disturb if they use at least the first fraction, and at most the second is idle
+_MIN_OTHER_SHARE, _MAX_IDLE_SHARE = 0.1, 0.2
+_MIN_SECONDS = 0.2  # summed over the cores: shorter periods are too coarse, as the kernel counts in 10 ms steps
+# of psutil.cpu_times(); interrupts are left out, because the ranks' own messages cause them
+_WORK_FIELDS = ("user", "nice", "system", "steal")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuTimes:
-    """Seconds so far: `work` and `idle` of the usable cores of `machine`, `own` of this process and its children."""
+    """CPU seconds so far or, as a difference of two readings, in a period.
+
+    `work` and `idle` are sums over the usable cores of `machine`. `own` are those of this process and its children.
+    """
 
     machine: str
     work: float
@@ -26,13 +31,13 @@ class CpuTimes:
     own: float
 
     def difference_from(self, earlier: "CpuTimes") -> "CpuTimes":
-        """Return the difference to an earlier reading."""
+        """Return the CPU seconds between an earlier reading and this one."""
         work, idle, own = self.work - earlier.work, self.idle - earlier.idle, self.own - earlier.own
         return CpuTimes(machine=self.machine, work=work, idle=idle, own=own)
 
 
 def read_cpu_times() -> CpuTimes:
-    """Return the current CPU times."""
+    """Return the CPU seconds until now."""
     all_cores = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(all_cores))
     cores = [all_cores[core] for core in usable if core < len(all_cores)]
@@ -45,20 +50,21 @@ def read_cpu_times() -> CpuTimes:
 
 
 def _process_seconds() -> float:
+    """Return the CPU seconds of this process and all its children, running and ended."""
     current, seconds = psutil.Process(), 0.0
     for process in (current, *current.children(recursive=True)):
         with suppress(psutil.Error):
             times = process.cpu_times()
             seconds += float(times.user + times.system)
-    ended = current.cpu_times()
-    return seconds + float(ended.children_user + ended.children_system)
+    own_times = current.cpu_times()  # its `children_` fields count the children that have ended
+    return seconds + float(own_times.children_user + own_times.children_system)
 
 
 def cpu_contention(ranks: Sequence[CpuTimes]) -> float:
-    """Return the share of the cores that other programs used, on the most disturbed machine.
+    """Return the fraction of the cores that other programs used, on the most disturbed machine.
 
-    Each rank contributes its reading of the same period. The share is 0.0 if enough of the cores was idle, or if the
-    period was too short.
+    `ranks` has the CPU seconds of each rank in the same period. Return 0.0 if the fraction is below 10%, if more than
+    20% of the cores' time was idle, or if the period was too short to tell.
     """
     contention = 0.0
     for machine in {times.machine for times in ranks}:
@@ -73,10 +79,10 @@ def cpu_contention(ranks: Sequence[CpuTimes]) -> float:
 
 
 def max_cpu_contention(readings: Sequence[CpuTimes], world: World) -> float:
-    """Return the largest `cpu_contention` over the periods between successive readings, as many on every rank.
+    """Return the largest `cpu_contention` over the periods between successive readings.
 
-    Every rank calls this.
+    Every rank calls this, with the same number of readings.
     """
     differences = world.gather_json([vars(after.difference_from(before)) for before, after in pairwise(readings)])
-    periods = [[CpuTimes(**times) for times in of_ranks] for of_ranks in zip(*differences, strict=True)]
+    periods = [[CpuTimes(**times) for times in rank_times] for rank_times in zip(*differences, strict=True)]
     return max(map(cpu_contention, periods), default=0.0)

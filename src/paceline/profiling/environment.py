@@ -36,9 +36,9 @@ _INSTALLED_PREFIXES = (
 
 
 def environment(job: str = "") -> dict[str, Any]:
-    """Return versions, processor, memory, the job's file and commit, and the few variables that change results.
+    """Return versions, hardware, the job's file and commit, and the few environment variables that change results.
 
-    No other variable is recorded, because they may contain keys and passwords.
+    Other environment variables are not recorded, because they may contain keys and passwords.
     """
     versions = {name: _version(name) for name in _PACKAGES}
     return {
@@ -58,7 +58,7 @@ def environment(job: str = "") -> dict[str, Any]:
 
 
 def code_facts(job: str) -> dict[str, Any]:
-    """Return what defines a job's training besides settings: its file, the loaded modules, and libraries."""
+    """Return facts about the code of a job's training: the job's file, the user's loaded modules, library versions."""
     versions = {
         name: found for name in _PACKAGES if name not in _LOGGING_PACKAGES and (found := _version(name)) is not None
     }
@@ -66,7 +66,7 @@ def code_facts(job: str) -> dict[str, Any]:
 
 
 def loaded_modules() -> dict[str, str]:
-    """Return the digests of the files of the user's loaded modules, which belong to no package."""
+    """Return the file digests of the user's loaded modules: those outside Python, Paceline and installed packages."""
     digests = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -77,12 +77,12 @@ def loaded_modules() -> dict[str, str]:
 
 
 def _is_installed(file: str) -> bool:
-    """Return whether a file belongs to Python, Paceline or a package, wherever that was installed."""
+    """Return whether a file belongs to Python, Paceline or an installed package."""
     return file.startswith(_INSTALLED_PREFIXES) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def job_facts(job: str) -> dict[str, Any]:
-    """Return a job's file, its digest, the commit of its folder, and whether files were changed since."""
+    """Return a job's file, its digest, the git commit of its folder, and whether files differ from that commit."""
     file = _job_file(job)
     folder = file.parent if file is not None else Path.cwd()
     commit = _git(folder, "rev-parse", "HEAD")
@@ -96,7 +96,7 @@ def job_facts(job: str) -> dict[str, Any]:
 
 
 def _job_file(job: str) -> Path | None:
-    """Return a job's file; for a script that runs by itself, the script."""
+    """Return a job's file, or the script that was started if there is no job file. Return None if neither exists."""
     try:
         ref = parse_jobref(job)
         spec = find_spec(ref.module) if ref.module else None
@@ -110,7 +110,7 @@ def _job_file(job: str) -> Path | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return git's output, or None if git is missing, does not know the folder, or is slow."""
+    """Return git's output, or None if git is missing or slow, or the folder is not in a repository."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         completed = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
@@ -125,7 +125,7 @@ def torch_build() -> str:
 
 
 def gpu_names() -> list[str]:
-    """Return the names of the GPUs, if CUDA is initialised."""
+    """Return the names of the GPUs; empty if CUDA is not initialised."""
     if not torch.cuda.is_initialized():
         return []
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

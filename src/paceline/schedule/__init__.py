@@ -1,4 +1,4 @@
-"""Build, read, check, simulate and draw pipeline schedules, as data and without torch."""
+"""Build, read, check, simulate and draw pipeline schedules. They are data, and need no torch."""
 
 from paceline.schedule.action_walk import Costs
 from paceline.schedule.lowering import forward_only, lower

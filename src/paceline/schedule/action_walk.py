@@ -1,4 +1,4 @@
-"""Walk through a program in virtual time: each rank runs its actions in order and waits only at receives."""
+"""Run a program in virtual time: each rank runs its actions in order, and waits only at receives."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,18 +7,19 @@ from functools import cached_property
 from paceline.schedule.program import Action, Op, Program
 from paceline.schedule.timeline import Span
 
-PerStage = float | Sequence[float]
-FinishedAction = tuple[int, int, float, float]  # rank, index in the rank's actions, start, stop
-_MessageKey = tuple[int, int | None, bool, int, int]  # receiver, sender, is an activation, sending stage, microbatch
+PerStage = float | Sequence[float]  # one value for all stages, or one for each stage
+FinishedAction = tuple[int, int, float, float]  # rank, index in the rank's actions, start and stop in seconds
+# receiving rank, sending rank, whether it is an activation (else a gradient), sending stage, microbatch
+_MessageKey = tuple[int, int | None, bool, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """The seconds of each operation: one value for all stages, or one for each stage.
 
-    `backward` defaults to `backward_input + backward_weight`. A message occupies its link for `transfer` seconds (one
-    link per ordered pair of ranks; `transfer[s]` is for messages between stages s and s + 1) and arrives `latency`
-    seconds later. No compute of a stage begins before `ready`.
+    `backward` is B, and defaults to `backward_input + backward_weight`. A message occupies its link for `transfer`
+    seconds and arrives `latency` seconds later. `transfer[s]` is for messages between stages s and s + 1. There is one
+    link per ordered pair of ranks. `ready` is the earliest time at which a compute of a stage can begin.
     """
 
     forward: PerStage = 1.0
@@ -31,7 +32,7 @@ class Costs:
     ready: PerStage = 0.0
 
     def seconds(self, action: Action) -> float:
-        """Return the seconds of a compute."""
+        """Return the seconds of a compute action."""
         if action.op is Op.FORWARD:
             return value_for_stage(self.forward, action.stage)
         if action.op is Op.BACKWARD and self.backward is not None:
@@ -47,10 +48,10 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class WalkResult:
-    """The result of a walk: each `finished` action, in the order of the walk (by time within a rank, not over ranks).
+    """The result of running a program in virtual time.
 
-    `num_finished[rank]` is the number of actions that the rank finished; `end_times[rank]` is the time at which it
-    finished the last of them.
+    `finished` has each rank's actions in order of time, but is not sorted by time over the ranks. `num_finished[rank]`
+    is the number of actions that the rank finished, and `end_times[rank]` is when it finished the last one.
     """
 
     program: Program
@@ -75,7 +76,7 @@ class WalkResult:
 
 
 def walk_actions(program: Program, *, costs: Costs) -> WalkResult:
-    """Walk through a program until no rank can continue; the program may be invalid."""
+    """Run a program in virtual time until no rank can continue. An invalid program may end before all its actions."""
     walk = _ProgramWalk(program, costs)
     while walk.advance():
         pass
@@ -88,18 +89,18 @@ def walk_actions(program: Program, *, costs: Costs) -> WalkResult:
 
 
 class _ProgramWalk:
-    """The state of a walk. Messages have tuples as keys, for speed: there may be hundreds of thousands of messages."""
+    """The state of `walk_actions`. Keys of messages are tuples, not `Message` objects, because tuples are faster."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program = program
         self.costs = costs
         self.finished: list[FinishedAction] = []
-        self.num_finished = [0] * program.num_ranks
-        self.times = [0.0] * program.num_ranks
+        self.num_finished = [0] * program.num_ranks  # actions, by rank
+        self.times = [0.0] * program.num_ranks  # by rank: when it finished its last action
         self.ready_time, self.transfer_seconds = _lookup(costs.ready), _lookup(costs.transfer)
-        self.compute_seconds: dict[tuple[Op, int], float] = {}
+        self.compute_seconds: dict[tuple[Op, int], float] = {}  # by operation and stage
         self.arrival_times: dict[_MessageKey, float] = {}
-        self.link_free_times: dict[tuple[int, int | None], float] = {}
+        self.link_free_times: dict[tuple[int, int | None], float] = {}  # by sending and receiving rank
 
     def advance(self) -> bool:
         """Advance each rank as far as possible, and return True if any rank advanced."""
@@ -151,9 +152,10 @@ _SEND_F, _SEND_B, _RECV_F, _RECV_B = Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B
 
 
 def _lookup(value: PerStage) -> Callable[[int], float]:
+    """Return a function from a stage to its value. It is faster than `value_for_stage`."""
     return value.__getitem__ if isinstance(value, Sequence) else lambda _: value
 
 
 def value_for_stage(value: PerStage, stage: int) -> float:
-    """Return the value for a stage."""
+    """Return the value for a stage: an element of the sequence, or the one value for all stages."""
     return value[stage] if isinstance(value, Sequence) else value

@@ -1,4 +1,4 @@
-"""Check the dependencies between the actions of one rank, which need no knowledge of the other ranks."""
+"""Check the actions of one rank without those of other ranks: they are complete and after their inputs."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,11 +7,11 @@ from paceline.schedule.lowering import find_messages
 from paceline.schedule.program import Action, Op, Program
 from paceline.schedule.schedule_error import ScheduleFault
 
-Requirements = dict[Action, list[Action]]
+Requirements = dict[Action, list[Action]]  # each action, with the actions of its rank that must run before it
 
 
 def find_rank_faults(program: Program, rank: int) -> Iterator[ScheduleFault]:
-    """Yield one rank's faults: foreign or duplicate actions, then missing ones, then those before their inputs."""
+    """Yield one rank's faults: foreign or duplicate actions, then missing ones, then actions before their inputs."""
     row = program.actions[rank]
     requirements = find_requirements(program, rank)
     positions: dict[Action, int] = {}
@@ -59,7 +59,7 @@ def _first_uses(requirements: Requirements, positions: dict[Action, int]) -> dic
 
 
 def find_requirements(program: Program, rank: int) -> Requirements:
-    """Return every action that a rank must run, each with the actions of the same rank that must come before it."""
+    """Return every action that a rank must run, each with the actions of this rank that must come before it."""
     rank_of_stage = program.rank_of_stage
     backward = _backward_actions(program, rank)
     requirements: Requirements = {}
@@ -100,7 +100,10 @@ def _update_requirements(program: Program, *, stage: int, backward: dict[tuple[i
 def _add_requirement(
     requirements: Requirements, action: Action, *, local_inputs: list[Action], rank_of_stage: tuple[int, ...], rank: int
 ) -> None:
-    """Add a compute, its input (a message, or `local_inputs` of the same rank), and the message that it sends."""
+    """Add a compute with the message that it sends and the action that it needs.
+
+    The compute needs the message with its input or, without a message, those of `local_inputs` that run on this rank.
+    """
     receive, send = find_messages(action, rank_of_stage=rank_of_stage)
     requirements[action] = [predecessor for predecessor in local_inputs if rank_of_stage[predecessor.stage] == rank]
     if receive is not None:
@@ -111,7 +114,10 @@ def _add_requirement(
 
 
 def _backward_actions(program: Program, rank: int) -> dict[tuple[int, int], Action]:
-    """Return the backward of each stage and microbatch: B, or I if the rank splits it; empty without backward."""
+    """Return the backward of each (stage, microbatch): B, or I if the rank splits it.
+
+    Return an empty dictionary for a program without backward.
+    """
     if not program.has_backward:
         return {}
     row = program.actions[rank]
@@ -129,9 +135,9 @@ def _backward_actions(program: Program, rank: int) -> dict[tuple[int, int], Acti
 _MISSING_CAUSES = {
     Op.FORWARD: "every microbatch goes forward through every stage once",
     Op.BACKWARD: "every microbatch goes backward through every stage once, as B or as I and later W",
-    Op.BACKWARD_INPUT: "W completes what I left",
-    Op.BACKWARD_WEIGHT: "without it the stage's weights get no gradient from this microbatch",
-    Op.UPDATE: "every stage takes every step; otherwise the stages would have different weight versions",
+    Op.BACKWARD_INPUT: "W computes the weight gradients after I",
+    Op.BACKWARD_WEIGHT: "without W the stage's weights get no gradient from this microbatch",
+    Op.UPDATE: "every stage runs every update; otherwise the stages would have different weight versions",
     Op.SEND_F: "the next stage waits for this stage's output",
     Op.RECV_F: "the stage computes on the output of the previous stage",
     Op.SEND_B: "the previous stage waits for the gradient of its output",

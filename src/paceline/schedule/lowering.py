@@ -2,14 +2,13 @@
 
 The program assumes this transport:
 
-- a send is posted and never waits for its receiver;
-- a receive waits until its message has arrived. In the program it is right before the compute that needs the message,
-  where the rank waits; the runtime should post it earlier;
-- messages between two ranks are identified by `Action.message` (kind, stage, microbatch). If a transport can only
-  match by order, post the receives from a peer in the order of `Program.receives_by_peer`, which is the order of the
-  peer's sends.
+- A send never waits for its receiver.
+- A receive waits until its message has arrived. In the program, a receive is right before the compute that needs
+  the message, because the rank waits there. The runtime should post the receive earlier.
+- Messages between two ranks are identified by `Action.message` (kind, stage, microbatch). A transport that can only
+  match messages by order must post the receives from a peer in the order of `Program.receives_by_peer`.
 
-With such a transport, messages add no deadlock and no delay, since a rank waits only for values that its next compute
+With this transport, messages add no deadlock and no delay, because a rank waits only for values that its next compute
 needs. Any deadlock comes from the compute orders.
 """
 
@@ -19,7 +18,7 @@ from paceline.schedule.program import Action, Op, Program
 
 
 def lower(orders: Sequence[Sequence[Action]], *, name: str, rank_of_stage: Sequence[int], num_micro: int) -> Program:
-    """Return the program of these compute orders, one per rank, with its sends and receives."""
+    """Return the program of these compute orders, one per rank, with sends and receives added."""
     return Program(
         name=name,
         num_ranks=len(orders),
@@ -31,7 +30,10 @@ def lower(orders: Sequence[Sequence[Action]], *, name: str, rank_of_stage: Seque
 
 
 def find_messages(action: Action, *, rank_of_stage: Sequence[int]) -> tuple[Action | None, Action | None]:
-    """Return the receive before a compute and the send after it; None where the neighbour is on the same rank."""
+    """Return the receive before a compute and the send after it.
+
+    Each is None if there is no such message: the neighbouring stage is on the same rank, or does not exist.
+    """
     if action.op is Op.FORWARD:
         return _message(Op.RECV_F, action, -1, rank_of_stage), _message(Op.SEND_F, action, 1, rank_of_stage)
     if action.op.computes_input_gradient:
@@ -40,7 +42,7 @@ def find_messages(action: Action, *, rank_of_stage: Sequence[int]) -> tuple[Acti
 
 
 def add_messages(order: Iterable[Action], *, rank_of_stage: Sequence[int]) -> Iterator[Action]:
-    """Yield one rank's computes, each between its receive and its send."""
+    """Yield one rank's computes, each after its receive and before its send, if it has these."""
     for action in order:
         receive, send = find_messages(action, rank_of_stage=rank_of_stage)
         yield from (a for a in (receive, action, send) if a is not None)
@@ -56,7 +58,7 @@ def _message(op: Op, action: Action, stage_offset: int, rank_of_stage: Sequence[
 def forward_only(*, rank_of_stage: Sequence[int], micro: int) -> Program:
     """Return a program of forwards only, for `micro` microbatches.
 
-    At every tick, each rank runs the last of its stages that has an input, so that microbatches finish early.
+    At every tick, a rank runs the last one of its stages whose input exists, so that microbatches finish early.
     """
     ranks, stages = max(rank_of_stage) + 1, range(len(rank_of_stage))
     stages_by_rank = [[s for s in reversed(stages) if rank_of_stage[s] == rank] for rank in range(ranks)]

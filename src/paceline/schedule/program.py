@@ -1,8 +1,8 @@
 """A pipeline schedule as data: the ordered actions of each rank, shared by the runtime, the planner and the drawings.
 
-The model is a chain of `num_stages` stages; `rank_of_stage` maps each stage to its rank, and a rank may hold several.
-The stage of an action is one of its own rank: `SEND_F` of stage 2 sends the output of stage 2, `RECV_F` of stage 3
-receives the input of stage 3. Neighbouring stages on the same rank need no messages.
+The model is a chain of `num_stages` stages. `rank_of_stage` maps each stage to its rank, and a rank may have several
+stages. The stage of an action is always on the rank that runs the action: `SEND_F` of stage 2 sends the output of stage
+2, and `RECV_F` of stage 3 receives the input of stage 3. Neighbouring stages on the same rank need no messages.
 """
 
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from typing_extensions import override
 
 
 class Op(StrEnum):
-    """The kind of an action; the value is its spelling in texts and pictures."""
+    """The kind of an action. The value is its letter in texts and pictures."""
 
     FORWARD = "F"
     BACKWARD = "B"  # the gradients of input and weights together
     BACKWARD_INPUT = "I"  # the gradient of the stage's input only
-    BACKWARD_WEIGHT = "W"  # the gradients of its weights only, any time after I
-    UPDATE = "U"  # an optimizer step with the gradients up to this microbatch, while later ones are in flight
+    BACKWARD_WEIGHT = "W"  # the gradients of the stage's weights only, any time after I
+    UPDATE = "U"  # an optimizer step with the gradients up to this microbatch, while later microbatches are in flight
     SEND_F = "SF"  # this stage's output, to the next stage
     RECV_F = "RF"  # this stage's input, from the stage before
     SEND_B = "SB"  # the gradient of this stage's input, to the stage before
@@ -28,7 +28,7 @@ class Op(StrEnum):
 
     @property
     def is_compute(self) -> bool:
-        """Return True if the action computes; all other actions are messages."""
+        """Return True if the action computes, and False if it sends or receives a message."""
         return self in COMPUTE_OPS
 
     @property
@@ -64,7 +64,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """An operation of a rank for one microbatch in one of its stages; `peer` is the other rank of a message."""
+    """An operation of a rank for one microbatch in one of the rank's stages. `peer` is the other rank of a message."""
 
     op: Op
     stage: int
@@ -78,7 +78,7 @@ class Action:
 
     @property
     def message(self) -> Message:
-        """Return the message that the action sends or receives; it is equal on both ranks."""
+        """Return the message that the action sends or receives. It is equal for the send and its receive."""
         kind, stage_offset = _MESSAGE_KINDS[self.op]
         return Message(kind=kind, stage=self.stage + stage_offset, microbatch=self.microbatch)
 
@@ -111,21 +111,24 @@ class Program:
 
     @cached_property
     def has_backward(self) -> bool:
-        """Return True if the program computes gradients; otherwise it is for evaluation or generation."""
+        """Return True if the program computes gradients, and False if it is for evaluation or generation."""
         return any(a.op.is_compute and a.op is not Op.FORWARD for row in self.actions for a in row)
 
     @cached_property
     def update_microbatches(self) -> tuple[int, ...]:
-        """Return the microbatches after whose backward the stages update; empty if the only update is at the end."""
+        """Return the microbatches after whose backward the stages update.
+
+        Empty if the program has no updates: the training then updates after the program.
+        """
         return tuple(sorted({a.microbatch for row in self.actions for a in row if a.op is Op.UPDATE}))
 
     @property
     def num_actions(self) -> int:
-        """Return the number of actions of all ranks, messages included."""
+        """Return the number of actions of all ranks, including messages."""
         return sum(len(row) for row in self.actions)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that a rank holds, in the model's order."""
+        """Return the stages on a rank, in the order of the model."""
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
     def compute_actions(self, rank: int) -> Actions:
@@ -133,9 +136,9 @@ class Program:
         return tuple(action for action in self.actions[rank] if action.op.is_compute)
 
     def receives_by_peer(self, rank: int) -> dict[int, Actions]:
-        """Return this rank's receives from each peer, in the order in which that peer *sends* the messages.
+        """Return this rank's receives from each peer, in the order in which the peer *sends* the messages.
 
-        A transport that matches messages by order, not by name, must post the receives in this order.
+        A transport that matches messages by order, not by their identity, must post the receives in this order.
         """
         receives = {(a.peer, a.message): a for a in self.actions[rank] if a.op.is_receive}
         in_send_order: dict[int, list[Action]] = {}

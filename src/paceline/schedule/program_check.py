@@ -1,4 +1,4 @@
-"""Check that a program is complete, in order and free of deadlock."""
+"""Check that a program is complete, that each action comes after its inputs, and that there is no deadlock."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,8 @@ def check(program: Program) -> Program:
     """Return the program if it can be run.
 
     Raises:
-        ScheduleError: the program has a fault; the error has its position and the timeline.
+        ScheduleError: the program has a fault. The error has the fault's position and the timeline.
+        LayoutError: the numbers of stages, ranks and microbatches contradict each other.
     """
     _check_sizes(program)
     faults = [fault for rank in range(program.num_ranks) for fault in find_rank_faults(program, rank)]
@@ -47,9 +48,10 @@ def _check_sizes(program: Program) -> None:
 
 
 def _deadlock_fault(program: Program, walk: WalkResult) -> ScheduleFault:
-    """Return the fault of a deadlock: a cycle of ranks that wait for each other.
+    """Return a fault that describes a deadlock: a cycle of ranks that wait for each other.
 
-    Each rank waits at a receive, and the next rank of the cycle sends that message only after its own receive.
+    Each rank of the cycle waits at a receive. The next rank would send this message only after the receive at which it
+    waits itself.
     """
     cycle = list(_find_wait_cycle(program, walk))
     waiting = {rank: program.actions[rank][walk.num_finished[rank]] for rank in cycle}
@@ -73,6 +75,7 @@ def _deadlock_fault(program: Program, walk: WalkResult) -> ScheduleFault:
 
 
 def _find_wait_cycle(program: Program, walk: WalkResult) -> Iterator[int]:
+    """Yield the ranks of a cycle in which each rank waits for a message from the next."""
     rank = next(r for r, row in enumerate(program.actions) if walk.num_finished[r] < len(row))
     visited: list[int] = []
     while rank not in visited:
@@ -82,5 +85,6 @@ def _find_wait_cycle(program: Program, walk: WalkResult) -> Iterator[int]:
 
 
 def _find_send(program: Program, receive: Action) -> int:
+    """Return the index of the send among the actions of its rank, for a receive."""
     row = program.actions[receive.peer or 0]
     return next(index for index, a in enumerate(row) if a.op.is_send and a.message == receive.message)

@@ -1,4 +1,4 @@
-"""Simulate a program in virtual time, after a check that it can be run."""
+"""Check a program, then simulate it in virtual time."""
 
 from paceline.schedule.action_walk import Costs, walk_actions
 from paceline.schedule.program import Program
@@ -7,7 +7,7 @@ from paceline.schedule.timeline import Timeline
 
 
 def simulate(program: Program, *, costs: Costs | None = None) -> Timeline:
-    """Return the timeline of a program with the given costs; by default F, I and W take 1 second each, and B takes 2.
+    """Return the timeline of a program with these costs. By default F, I and W take 1 second each, and B takes 2.
 
     Raises:
         ScheduleError: the program is incomplete or deadlocks.

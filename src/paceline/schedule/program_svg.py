@@ -1,4 +1,4 @@
-"""Draw timelines as one self-contained SVG, readable on light and dark backgrounds and without colours."""
+"""Draw timelines as one self-contained SVG. It is readable on light and dark backgrounds, and in black and white."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from paceline.schedule.text_timeline import needs_stage_labels
 from paceline.schedule.timeline import Span, Timeline
 
 _LEFT, _RIGHT = 58, 128  # pixels for the text left and right of the plot
-_TITLE, _ROW, _CELL, _FOOT = 34, 32, 28, 52  # heights in pixels
+_TITLE, _ROW, _CELL, _FOOT = 34, 32, 28, 52  # heights in pixels; _FOOT has the axis and the legend
 _OP_LABELS = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
@@ -22,10 +22,11 @@ _OP_LABELS = {
 
 
 def draw(timeline: Timeline, *, measured: Timeline | None = None, unit: str = "") -> str:
-    """Return the SVG of a timeline, and of a measured one below it on the same axis; `unit` labels the axis.
+    """Return the SVG of a timeline, with the measured timeline below it if given. They share the axis.
 
-    Each compute shows its letter (F, B, I, W; with the stage if a rank has several) above its microbatch. On the right
-    are the idle fraction of each rank and its peak number of stage activations.
+    Each compute shows its letter (F, B, I, W or U) above its microbatch. The letter is followed by the stage if a rank
+    has several. On the right are the idle fraction of each rank and its peak number of stage activations. `unit` is the
+    unit of time on the axis.
     """
     panels = [timeline] if measured is None else [timeline, measured]
     scale = _Scale.for_panels(panels)
@@ -45,7 +46,7 @@ def draw(timeline: Timeline, *, measured: Timeline | None = None, unit: str = ""
 
 @dataclass(frozen=True, kw_only=True)
 class _Scale:
-    """The scale from seconds to pixels, the same for all panels."""
+    """The scale from seconds to pixels, which all panels (one for each timeline) share."""
 
     total_seconds: float
     pixels_per_second: float
@@ -123,7 +124,7 @@ def _axis(scale: _Scale, unit: str) -> str:
 
 
 def _round_step(step: float) -> float:
-    """Return the next of 1, 2, 5 times a power of ten."""
+    """Return the smallest number that is at least `step` and is 1, 2 or 5 times a power of ten."""
     power = 10.0 ** floor(log10(step))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * 0.999)
 
@@ -143,7 +144,8 @@ def _legend(ops: Sequence[Op], *, with_stage: bool) -> str:
 
 
 _DARK_TEXT, _WHITE = "#14181c", "#fff"
-_COLORS = {  # the letters show the same information
+# fill and text colour of each operation, in two shades: the first for a rank's first, third, ... stage
+_COLORS = {
     Op.FORWARD: (("#0b62a4", _WHITE), ("#8cc4ea", _DARK_TEXT)),
     Op.BACKWARD: (("#b34d00", _WHITE), ("#f3b48c", _DARK_TEXT)),
     Op.BACKWARD_INPUT: (("#e0a100", _DARK_TEXT), ("#f4da96", _DARK_TEXT)),

@@ -1,6 +1,6 @@
-"""Find and build schedules by name, from a table with the properties of each.
+"""Find and build schedules by name. `SCHEDULES` has the properties of each.
 
-To add a schedule, write its function in `schedules.py` and add a row here.
+To add a schedule, write its function in `schedules.py` and add an entry to `SCHEDULES`.
 """
 
 from collections.abc import Callable
@@ -25,16 +25,17 @@ from paceline.schedule.schedules import (
 
 
 def loop_placement(*, ranks: int, virtual: int) -> tuple[int, ...]:
-    """Return the rank of each stage; for 4 ranks with 2 stages each: 0 1 2 3 0 1 2 3."""
+    """Return the rank of each stage, e.g. 0 1 2 3 0 1 2 3 for 4 ranks with 2 stages each."""
     return tuple(range(ranks)) * virtual
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A pipeline schedule: `orders(ranks=, micro=, virtual=)` returns the compute order of each rank.
+    """A pipeline schedule.
 
-    `makespan` is its closed form; `virtual` is the default number of stages per rank, and `any_virtual` allows other
-    numbers; `placement(ranks=, virtual=)` returns the rank of each stage.
+    `orders(ranks=, micro=, virtual=)` returns the compute order of each rank. `makespan` is the closed form of the step
+    time. `virtual` is the default number of stages per rank, and `any_virtual` says whether other numbers are possible.
+    `placement(ranks=, virtual=)` returns the rank of each stage. `torch_names` are the names in `torch.distributed`.
     """
 
     name: str
@@ -135,9 +136,9 @@ _SCHEDULES_BY_NAME = {
 
 
 def find_schedule(name: str) -> Schedule:
-    """Return the schedule of this name, ignoring case, `-` and `_`.
+    """Return the schedule of this name. Case, `-` and `_` are ignored.
 
-    It also accepts torch's spellings (`Interleaved1F1B`, `ScheduleGPipe`).
+    Torch's names are accepted too (`Interleaved1F1B`, `ScheduleGPipe`).
 
     Raises:
         LayoutError: no schedule has that name.
@@ -155,7 +156,7 @@ def find_schedule(name: str) -> Schedule:
 def build(name: str, *, ranks: int, micro: int, virtual: int | None = None) -> Program:
     """Return the program of schedule `name` on `ranks` ranks for any number `micro` of microbatches.
 
-    Each rank holds `virtual` stages; the default is that of the schedule.
+    Each rank has `virtual` stages. If None, use the schedule's default.
 
     Raises:
         LayoutError: the schedule does not exist, or does not support these numbers.

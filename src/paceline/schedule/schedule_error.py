@@ -1,4 +1,4 @@
-"""Raise an error for a fault in a program, with its position and a picture of the timeline."""
+"""The error for a program with a fault. It has the position of the fault and a picture of the timeline."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from paceline.schedule.text_timeline import draw_marked_panel
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleFault:
-    """A fault in a program; `position` is the index in the rank's actions, or `len(actions)` for a fault at the end."""
+    """A fault in a program. `position` is an index in the rank's actions, or their number for a fault at the end."""
 
     rank: int
     position: int
-    action: Action  # the action that is duplicate, missing, too early, waiting, or that does not belong to this rank
+    action: Action  # is duplicate, missing, too early or waiting, or does not belong to this rank
     message: str
     cause: str = ""
-    severity: int = 0  # the fault with the lowest value is reported: 0 extra action, 1 missing, 2 too early
+    severity: int = 0  # 0: extra action, 1: missing, 2: too early; of several faults, the lowest is reported
     other_positions: tuple[tuple[int, int], ...] = ()  # further (rank, position) pairs to mark
 
 
 class ScheduleError(LayoutError):
-    """The error for a pipeline program that cannot be run: incomplete, out of order, or deadlocking."""
+    """The error for a pipeline program that can't be run: it is incomplete, out of order, or deadlocks."""
 
     def __init__(self, program: Program, fault: ScheduleFault, *, num_more: int = 0) -> None:
         row = program.actions[fault.rank] if fault.rank < len(program.actions) else ()
@@ -52,7 +52,10 @@ class ScheduleError(LayoutError):
 
 
 def draw_schedule_text(program: Program, *, marked_positions: Mapping[int, int]) -> str:
-    """Draw the computes that can run, one tick each, then the others; `marked_positions[rank]` is one to underline."""
+    """Draw the computes that can run, and after them those that can't, with one tick for each.
+
+    `marked_positions[rank]` is the index of the action to underline.
+    """
     walk = walk_actions(program, costs=Costs(backward=1.0, update=1.0))
     order: dict[int, list[tuple[int, Action]]] = {}
     marked_computes: dict[int, int] = {}
@@ -73,7 +76,10 @@ def _count_computes(actions: Sequence[Action]) -> int:
 
 
 def find_compute_index(row: Sequence[Action], *, position: int) -> int:
-    """Return the index of an action among the computes of its rank; for a message, that of its compute."""
+    """Return the index, among the computes of a rank, of the action at `position`.
+
+    For a message, use the compute that sends or needs it. For a position at the end, use the last compute.
+    """
     if position >= len(row):
         return max(0, _count_computes(row) - 1)
     if not (action := row[position]).op.is_compute:

@@ -1,7 +1,8 @@
 """Build the compute orders of the built-in schedules: each function returns one order per rank, without messages.
 
-To add a schedule, write a function here and add a row in `registry.py`. Sends, checks, bubble, memory, picture and
-runtime follow from it. Each rank has `virtual` stages; by default, stage s is on rank s mod ranks.
+To add a schedule, write a function here and add an entry to `SCHEDULES` in `registry.py`. Sends, checks, bubble, memory
+use, picture and runtime are derived from the orders. There are `micro` microbatches. Each rank has `virtual` stages. By
+default, stage s is on rank s mod ranks.
 """
 
 from collections import Counter
@@ -9,11 +10,11 @@ from collections.abc import Sequence
 
 from paceline.schedule.program import Action, Op
 
-Order = list[Action]
+Order = list[Action]  # the computes of one rank
 
 
 def naive(*, ranks: int, micro: int, virtual: int) -> list[Order]:
-    """Run one microbatch at a time through all forwards and backwards: model parallelism without a pipeline."""
+    """Run all forwards and backwards of one microbatch before those of the next: no two ranks compute at once."""
     return [
         [
             Action(op=op, stage=stage, microbatch=m)
@@ -31,7 +32,10 @@ def gpipe(*, ranks: int, micro: int, virtual: int) -> list[Order]:
 
 
 def breadth_first(*, ranks: int, micro: int, virtual: int) -> list[Order]:
-    """Run all microbatches through a rank's first stage, then its second; backwards alike (arXiv 2211.05953)."""
+    """Run all microbatches in a rank's first stage, then all in its second stage, and so on (arXiv 2211.05953).
+
+    The backwards follow in the same way, from the last stage to the first.
+    """
     orders = []
     for rank in range(ranks):
         forwards, backwards = _forwards_and_backwards(rank, groups=[micro], ranks=ranks, virtual=virtual)
@@ -40,15 +44,15 @@ def breadth_first(*, ranks: int, micro: int, virtual: int) -> list[Order]:
 
 
 def one_f_one_b(*, ranks: int, micro: int, virtual: int) -> list[Order]:
-    """Run each backward as soon as possible, to hold few activations (PipeDream-Flush, arXiv 2006.09503)."""
+    """Run each backward as soon as possible, so that few activations exist (PipeDream-Flush, arXiv 2006.09503)."""
     return interleaved(ranks=ranks, micro=micro, virtual=virtual)
 
 
 def interleaved(*, ranks: int, micro: int, virtual: int) -> list[Order]:
     """Run 1F1B over several stages per rank, one group of microbatches at a time (Narayanan et al., arXiv 2104.04473).
 
-    The paper (2021) requires groups of exactly `ranks` microbatches; here groups may be larger, so that any number of
-    microbatches works.
+    The paper (2021) requires groups of exactly `ranks` microbatches. Here a group may have more, so that any number of
+    microbatches is possible.
     """
     groups = _groups(micro, ranks=ranks)
     orders = []
@@ -60,10 +64,10 @@ def interleaved(*, ranks: int, micro: int, virtual: int) -> list[Order]:
 
 
 def zero_bubble(*, ranks: int, micro: int, virtual: int) -> list[Order]:
-    """Run (interleaved) 1F1B with delayed weight gradients that fill the gaps: ZB-H1.
+    """Run 1F1B or interleaved 1F1B with delayed weight gradients, which fill the gaps: ZB-H1.
 
-    Qi et al. 2023, arXiv 2401.10241. Rank r delays them by r microbatches, so no rank holds more than 1F1B's first
-    rank.
+    Qi et al. 2023, arXiv 2401.10241. Rank r delays weight gradients by r microbatches. So no rank has more activations
+    than the first rank of 1F1B.
     """
     orders = interleaved(ranks=ranks, micro=micro, virtual=virtual)
     return [_delay_weight_gradients(order, delay=rank) for rank, order in enumerate(orders)]
@@ -75,14 +79,17 @@ def _stages(rank: int, *, ranks: int, virtual: int, op: Op) -> list[int]:
 
 
 def _groups(micro: int, *, ranks: int) -> list[int]:
-    """Return the group sizes, larger groups first, because in 1F1B a group waits for the previous one."""
+    """Return the sizes of the groups of microbatches.
+
+    Larger groups are first, because in 1F1B a group waits for the previous one.
+    """
     rounds = max(1, micro // ranks)
     group_size, remainder = divmod(micro, rounds)
     return [group_size + (index < remainder) for index in range(rounds)]
 
 
 def _forwards_and_backwards(rank: int, *, groups: Sequence[int], ranks: int, virtual: int) -> tuple[Order, Order]:
-    """Return a rank's forwards and backwards. Each group of microbatches passes all stages of the rank in turn."""
+    """Return a rank's forwards and backwards. Each group of microbatches passes all stages of the rank in order."""
     orders: dict[Op, Order] = {Op.FORWARD: [], Op.BACKWARD: []}
     for op, order in orders.items():
         start = 0
@@ -94,7 +101,7 @@ def _forwards_and_backwards(rank: int, *, groups: Sequence[int], ranks: int, vir
 
 
 def _alternate(forwards: Order, backwards: Order, *, num_warmup: int) -> Order:
-    """Return `num_warmup` forwards, then forwards and backwards in turn, then the remaining backwards."""
+    """Return `num_warmup` forwards, then forwards and backwards alternately, then the remaining backwards."""
     order = forwards[:num_warmup]
     for index, backward in enumerate(backwards):
         order += forwards[num_warmup + index : num_warmup + index + 1]
@@ -103,6 +110,7 @@ def _alternate(forwards: Order, backwards: Order, *, num_warmup: int) -> Order:
 
 
 def _delay_weight_gradients(order: Order, *, delay: int) -> Order:
+    """Split each backward into I and W, with W after the I of `delay` later backwards."""
     delayed: Order = []
     pending: list[Action] = []
     for action in order:
@@ -117,27 +125,29 @@ def _delay_weight_gradients(order: Order, *, delay: int) -> Order:
 
 
 def v_placement(*, ranks: int, virtual: int) -> tuple[int, ...]:
-    """Return the rank of each stage; for 4 ranks: 0 1 2 3 3 2 1 0."""
+    """Return the rank of each stage, e.g. 0 1 2 3 3 2 1 0 for 4 ranks."""
     assert virtual == 2
     return (*range(ranks), *reversed(range(ranks)))
 
 
 def zbv(*, ranks: int, micro: int, virtual: int) -> list[Order]:
-    """Run zero-bubble V, after the figure of Qi et al. 2024 (arXiv 2405.15362): a fixed pattern, no search.
+    """Run zero-bubble V by a fixed pattern, without a search, as in the figure of Qi et al. 2024 (arXiv 2405.15362).
 
-    No rank holds more than `2 * ranks` activations of its half-size stages, which is as much as the first rank of 1F1B.
-    An activation is held until its weight gradients are computed; the paper frees a part of it after I. If F, I and W
-    take the same time and `micro >= 2 * (ranks - 1)`, each rank is idle for only `ranks - 1` times that time.
+    No rank has more than `2 * ranks` activations. A stage has half the layers of a 1F1B stage, so this is as much as on
+    the first rank of 1F1B. An activation is kept until its weight gradients are computed; the paper frees a part of it
+    after I. If F, I and W take the same time t and `micro >= 2 * (ranks - 1)`, each rank is idle for only
+    `(ranks - 1) * t`.
     """
     return [_zbv_order(rank, ranks=ranks, micro=micro) for rank in range(ranks)]
 
 
 def _zbv_order(rank: int, *, ranks: int, micro: int) -> Order:
-    """Return one rank's order. `F0` is a forward in the rank's first stage, `W1` a weight gradient in its second."""
+    """Return one rank's order. In its pattern, `F0` is F in the rank's first stage, and `W1` is W in its second."""
     num_done: Counter[str] = Counter()
     order: Order = []
 
     def append(words: str, times: int) -> None:
+        """Append these actions `times` times, each for its next microbatch. Skip those without one."""
         for word in words.split() * times:
             if num_done[word] < micro:
                 stage = rank if word.endswith("0") else 2 * ranks - 1 - rank

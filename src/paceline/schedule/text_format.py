@@ -5,9 +5,9 @@
     rank 0: F0 F1 F2 B0 F3 B1 B2 B3
     rank 1: F0 B0 F1 B1 F2 B2 F3 B3
 
-`F1` is the forward of microbatch 1 in the rank's stage; if a rank has several stages, `F2.1` is that in stage 2. The
-letters are those of `Op`. A line that begins with a space continues the previous one. Sends and receives are derived; a
-file that names any of them (`SF0.1>1`, `RB0.1<1`) must name all.
+The letters are those of `Op`. `F1` is the forward of microbatch 1 in the rank's stage. If a rank has several stages,
+`F2.1` is the forward of microbatch 1 in stage 2. A line that begins with a space continues the previous one. Sends and
+receives are derived. But a file that has any of them (`SF0.1>1`, `RB0.1<1`) must have all.
 """
 
 import re
@@ -23,13 +23,13 @@ from paceline.schedule.program_check import check
 from paceline.schedule.schedule_error import ScheduleError, find_compute_index
 from paceline.schedule.text_timeline import needs_stage_labels
 
-_ACTION = re.compile(r"(?P<op>SF|RF|SB|RB|[FBIWU])(?:(?P<stage>\d+)\.)?(?P<micro>\d+)(?:(?P<way>[<>])(?P<peer>\d+))?")
+_ACTION = re.compile(r"(?P<op>SF|RF|SB|RB|[FBIWU])(?:(?P<stage>\d+)\.)?(?P<micro>\d+)(?:(?P<arrow>[<>])(?P<peer>\d+))?")
 _LINE = re.compile(r"(?P<key>name|rank\s+(?P<rank>\d+))\s*:(?P<rest>.*)", re.I | re.S)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Word:
-    """A word of the text, with its position."""
+    """A word of the text. Its line and column are counted from 1."""
 
     text: str
     line: int
@@ -37,10 +37,12 @@ class _Word:
 
 
 def parse(text: str, *, file: str = "schedule", name: str = "") -> Program:
-    """Return the checked program of a text; `file` is its name in errors.
+    """Return the checked program of a text. `file` is the name of the text in errors.
+
+    `name` is the schedule's name if the text has none.
 
     Raises:
-        UsageError: a line cannot be parsed; the error has its number and column.
+        UsageError: a line can't be parsed. The error has its line number and column.
         ScheduleError: the program is incomplete, out of order, or deadlocks.
     """
     rows: dict[int, list[_Word]] = {}
@@ -71,7 +73,7 @@ def parse(text: str, *, file: str = "schedule", name: str = "") -> Program:
 
 
 def read(path: Path | str) -> Program:
-    """Read a file with `parse`; the file's stem is the schedule's name if the text has none."""
+    """Read a file with `parse`. If the text has no name, the schedule is named after the file, without its suffix."""
     text = read_user_text(
         Path(path), expected="a schedule", hint="rank 0: F0 F1 B0 B1, one line per rank: docs/schedules.md"
     )
@@ -79,7 +81,7 @@ def read(path: Path | str) -> Program:
 
 
 def write(program: Program) -> str:
-    """Return the text of a program for `parse`. It names messages only if they differ from the derived ones."""
+    """Return the text of a program for `parse`. It has messages only if they differ from the derived ones."""
     orders = [program.compute_actions(rank) for rank in range(program.num_ranks)]
     derived = lower(orders, name=program.name, rank_of_stage=program.rank_of_stage, num_micro=program.num_micro)
     rows: Sequence[Sequence[Action]] = orders if derived == program else program.actions
@@ -94,7 +96,10 @@ def write(program: Program) -> str:
 
 
 def _logical_lines(text: str, file: str) -> Iterator[tuple[int, str]]:
-    """Yield lines without comments, joined with their continuation lines by newlines, so that columns stay correct."""
+    """Yield (line number, text) of each line with its continuation lines, without comments.
+
+    The parts of the text are joined by as many newlines as in the file, so that lines and columns stay correct.
+    """
     start, pending = 0, ""
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.split("#")[0].rstrip()
@@ -156,15 +161,15 @@ def _parse_action(word: _Word, *, rank: int, file: str) -> Action:
     if match is None:
         raise _parse_error(file, word, "is not an action")
     op = Op(match["op"])
-    if op.is_compute == bool(match["way"]) or (match["way"] is not None and (match["way"] == ">") != op.is_send):
-        raise _parse_error(file, word, "is not an action: a send says >RANK, a receive <RANK, a compute neither")
+    if op.is_compute == bool(match["arrow"]) or (match["arrow"] is not None and (match["arrow"] == ">") != op.is_send):
+        raise _parse_error(file, word, "is not an action: only a send ends with >RANK, only a receive with <RANK")
     stage = rank if match["stage"] is None else int(match["stage"])
     peer = None if match["peer"] is None else int(match["peer"])
     return Action(op=op, stage=stage, microbatch=int(match["micro"]), peer=peer)
 
 
 def _find_rank_of_stage(parsed: list[list[tuple[_Word, Action]]], *, file: str) -> tuple[int, ...]:
-    """Return the rank of each stage: the rank whose line has the computes of the stage."""
+    """Return the rank of each stage: the rank whose line has the actions of the stage."""
     rank_of_stage: dict[int, int] = {}
     for rank, row in enumerate(parsed):
         for word, action in row:

@@ -1,4 +1,7 @@
-"""Draw timelines as text, for terminals and errors: one line per rank, one column per tick."""
+"""Draw timelines as text, for terminals and errors, with one line per rank and one column per tick.
+
+A tick is the unit of time of a picture. A panel is a picture of as many ticks as fit into the width.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +12,7 @@ from paceline.schedule.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A compute in a rank's row, from `tick` for `num_ticks` ticks; if `is_marked`, it is underlined with ^."""
+    """A compute in a rank's line that starts at `tick` and lasts `num_ticks`. If `is_marked`, ^ underlines it."""
 
     tick: int
     label: str
@@ -18,7 +21,7 @@ class Cell:
 
 
 def action_label(action: Action, *, with_stage: bool) -> str:
-    """Return `F3` or, with the stage, `F2.3`."""
+    """Return e.g. `F3` for the forward of microbatch 3, or `F2.3` with its stage 2."""
     return f"{action.op}{action.stage}.{action.microbatch}" if with_stage else f"{action.op}{action.microbatch}"
 
 
@@ -30,7 +33,7 @@ def needs_stage_labels(actions: Sequence[Sequence[Action]]) -> bool:
 def draw_text(timeline: Timeline, *, width: int = 120) -> str:
     """Return the timeline as panels of `width` characters, followed by the bubble fraction.
 
-    A tick is the shortest compute; a longer one is drawn with `-`, idle ticks with `.`.
+    A tick has the length of the shortest compute. A longer compute is continued with `-`, and `.` is an idle tick.
     """
     rows: list[list[Action]] = [
         [s.action for s in timeline.compute_spans if s.rank == r] for r in range(timeline.num_ranks)
@@ -55,7 +58,7 @@ def draw_text(timeline: Timeline, *, width: int = 120) -> str:
 
 
 def draw_panel(lines: Sequence[Sequence[Cell]], *, first: int, last: int) -> str:
-    """Draw ticks `first` to `last` of every rank as text."""
+    """Draw the ticks of every rank from `first` up to, but not including, `last`."""
     cell_width = _cell_width(lines)
     rows = []
     for rank, line in enumerate(lines):
@@ -69,7 +72,10 @@ def draw_panel(lines: Sequence[Sequence[Cell]], *, first: int, last: int) -> str
 def draw_marked_panel(
     program: Program, *, order: Mapping[int, Sequence[tuple[int, Action]]], marks: Mapping[int, int], width: int = 118
 ) -> str:
-    """Draw the timeline around its marks: `order[rank]` has (tick, compute) pairs, `marks[rank]` is an index in it."""
+    """Draw the part of the timeline around the first marked compute.
+
+    `order[rank]` has (tick, compute) pairs. `marks[rank]` is the index of the marked pair.
+    """
     with_stage = needs_stage_labels([[action for _, action in row] for row in order.values()])
     lines = [
         [
@@ -93,6 +99,7 @@ def _cell_width(lines: Sequence[Sequence[Cell]]) -> int:
 
 
 def _draw_line(line: Sequence[Cell], *, first: int, last: int, cell_width: int) -> tuple[str, str]:
+    """Return the text of a rank's line, and the line of marks below it."""
     last_tick = min(last, max((cell.tick + cell.num_ticks for cell in line), default=first))
     texts = [".".ljust(cell_width)] * max(0, last_tick - first)
     marks = [" " * cell_width] * len(texts)

@@ -1,4 +1,4 @@
-"""Describe when each rank ran its actions, in the same form for simulated and measured runs."""
+"""Timelines of simulated and measured programs: when each rank ran its actions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from paceline.schedule.program import Action, Op
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """The start and stop of one action of a rank, in seconds; a receive lasts while the rank waits for it."""
+    """The start and stop of one action of a rank, in seconds. A receive lasts while the rank waits for the message."""
 
     rank: int
     action: Action
@@ -18,7 +18,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Return the duration."""
+        """Return the duration of the action."""
         return self.stop - self.start
 
 
@@ -42,7 +42,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Return the seconds from the first compute's start to the last one's end."""
+        """Return the seconds from the start of the first compute to the end of the last compute."""
         return max((span.stop for span in self.compute_spans), default=0.0) - self.start
 
     @cached_property
@@ -55,7 +55,7 @@ class Timeline:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """Return the fraction of the makespan in which each rank did not compute, 0 to 1."""
+        """Return, for each rank, the fraction of the makespan (0 to 1) in which it did not compute."""
         return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy_seconds)
 
     @property
@@ -64,9 +64,9 @@ class Timeline:
         return sum(self.bubbles) / self.num_ranks
 
     def peak_activations(self, *, stage_sizes: Sequence[float] | None = None) -> tuple[float, ...]:
-        """Return each rank's peak of stage activations, which it holds from the start of F to the end of B or W.
+        """Return each rank's peak of stage activations. An activation exists from the start of F to the end of B or W.
 
-        `stage_sizes[stage]` are the bytes of one activation; the default is 1. A program without backward holds none.
+        `stage_sizes[stage]` is the size of one activation, by default 1. The peak is 0 for a program without backward.
         """
         changes: list[list[tuple[float, float]]] = [[] for _ in range(self.num_ranks)]
         if any(span.action.op is not Op.FORWARD for span in self.compute_spans):
@@ -80,7 +80,7 @@ class Timeline:
 
 
 def _highest_sum(changes: list[tuple[float, float]]) -> float:
-    """Return the highest running sum of (time, change) pairs; at equal times, ends are counted before starts."""
+    """Return the highest running sum of (time, change) pairs. At equal times, negative changes come first."""
     level = highest = 0.0
     for _, change in sorted(changes):
         level += change

@@ -1,15 +1,15 @@
-"""Decide by a rule which weight version each microbatch uses, in pipelines that are never flushed.
+"""Determine by a rule which weight version each microbatch uses, in pipelines that are never flushed.
 
-A stage updates after each batch, while later batches are in flight. A *rule*, not timing, must therefore determine the
-weights that a microbatch's forward and backward use. A rule counts updates, so pausing, saving and resuming a pipeline
-change no weight. In 1F1B, the stages after a stage hold d microbatches in flight, where d = stages - 1 - stage.
+A stage updates after each batch, while later batches are in flight. So a *rule*, not the timing, must determine the
+weights that a microbatch's forward and backward use. A rule counts updates, so that pausing, saving and resuming a
+pipeline change no weight. In 1F1B, d = stages - 1 - stage microbatches are in flight in the stages after a stage.
 
-- `NEWEST`: before the forward of microbatch k, 1F1B has run the backwards of the first k - d microbatches. The forward
-  uses the weights after every batch that is complete by then, the newest that exist: weight stashing (Narayanan et
-  al., "PipeDream", SOSP 2019). Early stages use older weights than late ones.
-- `ENTRY`: every stage uses the version that the first stage uses: PipeDream with vertical sync.
-- `DOUBLE`: every stage uses the weights of one batch earlier, so that two versions suffice (Narayanan et al.,
-  "PipeDream-2BW", ICML 2021).
+- `NEWEST` is weight stashing (Narayanan et al., "PipeDream", SOSP 2019). Before the forward of microbatch k, 1F1B has
+  run the backwards of the first k - d microbatches. The forward uses the newest weights of this time: those after the
+  last complete batch. Early stages use older weights than late stages.
+- `ENTRY` is PipeDream with vertical sync. Every stage uses the version that the first stage uses.
+- `DOUBLE` is PipeDream-2BW (Narayanan et al., ICML 2021). Every stage uses the weights before the previous batch's
+  update, so that two versions suffice.
 """
 
 from bisect import bisect_right
@@ -34,21 +34,21 @@ _PROGRAM_NAMES = {Rule.NEWEST: "pipedream", Rule.ENTRY: "pipedream,vertical", Ru
 
 @dataclass(frozen=True, kw_only=True)
 class VersionRule:
-    """A weight-version rule for a pipeline with this number of stages, one on each rank."""
+    """A weight-version rule for a pipeline of `stages` stages, one on each rank."""
 
     stages: int
     rule: Rule
 
     def num_warmup_forwards(self, stage: int) -> int:
-        """Return the number of warm-up forwards of a stage in 1F1B, before its forwards and backwards alternate."""
+        """Return the number of forwards of a stage in 1F1B before its forwards and backwards alternate."""
         return self.stages - 1 - stage
 
     def needs_no_stash(self, stage: int) -> bool:
-        """Return True if each microbatch finishes before the weights that it uses change."""
+        """Return True if the stage has no update between the forward and the backward of any microbatch."""
         return self.rule is Rule.NEWEST and not self.num_warmup_forwards(stage)
 
     def version(self, *, stage: int, microbatch: int, batches: "BatchBoundaries") -> int:
-        """Return the number of updates in the weights that a microbatch uses in a stage."""
+        """Return the version of the weights that a microbatch uses in a stage: the number of updates in them."""
         if self.rule is Rule.DOUBLE:
             return max(0, batches.batch_of(microbatch) - 1)
         num_in_flight = self.num_warmup_forwards(stage if self.rule is Rule.NEWEST else 0)
@@ -57,9 +57,9 @@ class VersionRule:
 
 @dataclass(kw_only=True)
 class BatchBoundaries:
-    """The batches of a run: the end of each batch, counted in microbatches of one replica since the start.
+    """The ends of a run's batches, counted in microbatches of one replica since the start.
 
-    `ends` omits the first `num_dropped` batches.
+    The first `num_dropped` batches are not in `ends`.
     """
 
     ends: list[int] = field(default_factory=list)
@@ -84,7 +84,7 @@ class BatchBoundaries:
         return self.num_dropped + bisect_right(self.ends, microbatches)
 
     def batch_of(self, microbatch: int) -> int:
-        """Return the batch that a microbatch belongs to."""
+        """Return the index of the batch that a microbatch belongs to."""
         return self.num_dropped + bisect_right(self.ends, microbatch)
 
     def is_end(self, microbatch: int) -> bool:
@@ -93,14 +93,17 @@ class BatchBoundaries:
         return index < len(self.ends) and self.ends[index] == microbatch + 1
 
     def drop_old_batches(self, *, num_kept: int) -> None:
-        """Drop all but the last `num_kept` batches, since earlier ones are no longer needed."""
+        """Drop all but the last `num_kept` batches."""
         num_excess = max(0, len(self.ends) - num_kept)
         self.ends, self.num_dropped = self.ends[num_excess:], self.num_dropped + num_excess
 
 
 @dataclass(kw_only=True)
 class StageProgress:
-    """The progress of a stage: its finished forwards and backwards. It yields the computes for each batch."""
+    """The progress of a stage through the batches. It yields the stage's computes.
+
+    `num_forwards` and `num_backwards` count the forwards and backwards that were yielded.
+    """
 
     version_rule: VersionRule
     stage: int
@@ -109,10 +112,10 @@ class StageProgress:
     num_backwards: int = 0
 
     def batch_actions(self) -> Iterator[Action]:
-        """Yield the computes for the last added batch: each forward, then the backward that 1F1B runs after it.
+        """Yield the computes until all forwards of the last added batch have run, in the order of 1F1B.
 
-        If a forward needs an update that 1F1B reaches later (the batch is shorter than the pipeline), the backwards for
-        that update come first.
+        If the batch is shorter than the pipeline, a forward may need an update that 1F1B runs later. The backwards for
+        this update then come before the forward.
         """
         num_warmup = self.version_rule.num_warmup_forwards(self.stage)
         while self.num_forwards < self.batches.num_microbatches:
@@ -149,9 +152,9 @@ class StageProgress:
 def build_continuous_program(
     version_rule: VersionRule, *, sizes: Sequence[int], drained_after: Sequence[int] = ()
 ) -> Program:
-    """Return the program of batches of these sizes, counted in microbatches of one replica.
+    """Return the program of several batches. `sizes` are in microbatches of one replica.
 
-    The pipeline is drained after the batches in `drained_after`.
+    After the batches with the indices `drained_after`, the pipeline runs all its remaining backwards.
     """
     orders = []
     for stage in range(version_rule.stages):
@@ -170,9 +173,9 @@ def build_continuous_program(
 class WeightVersionUse:
     """The weight versions that a program uses in one stage.
 
-    `versions[k]` is the number of updates in the weights of microbatch k; `staleness[k]` is the number of updates
-    between that version and the update of its own batch; `num_versions` is the largest number of versions that the
-    stage holds at once, including the newest.
+    `versions[k]` is the number of updates in the weights that microbatch k uses. `staleness[k]` is the number of
+    updates between this version and the update of the microbatch's batch. `num_versions` is the largest number of
+    versions that exist at once, including the newest.
     """
 
     stage: int
@@ -182,7 +185,7 @@ class WeightVersionUse:
 
 
 def weight_versions_used(program: Program, version_rule: VersionRule) -> tuple[WeightVersionUse, ...]:
-    """Return the weight versions that each stage uses, by counting the updates among the actions of its rank.
+    """Return the weight versions that each stage uses. They are counted from the updates among the stage's actions.
 
     Raises:
         ValueError: a microbatch needs weights that its stage has not computed yet.
@@ -202,7 +205,7 @@ def _stage_version_use(
     for index, action in enumerate(row):
         if action.op is Op.FORWARD and versions[action.microbatch] > num_updates:
             raise ValueError(
-                f"{action} needs update {versions[action.microbatch]}, but the stage has taken {num_updates}"
+                f"{action} needs update {versions[action.microbatch]}, but the stage has run {num_updates} updates"
             )
         if action.op is Op.BACKWARD:
             last_use[versions[action.microbatch]] = index
@@ -216,7 +219,10 @@ def _stage_version_use(
 
 
 def _max_versions_held(row: Sequence[Action], last_use: dict[int, int]) -> int:
-    """Return the largest number of versions held at once: the newest, and those that microbatches still need."""
+    """Return the largest number of versions that exist at once: the newest, and those that microbatches still need.
+
+    `last_use` has the index in `row` of the last backward that needs each version.
+    """
     newest = max_versions = 0
     for index, action in enumerate(row):
         newest += action.op is Op.UPDATE

@@ -271,9 +271,9 @@ def command_outcome(task: Task, launch_outcome: LaunchOutcome) -> CommandOutcome
     extra_lines: tuple[str, ...] = ()
     if resume_command and launch_outcome.failure is not None and launch_outcome.failure.is_short_of_memory:
         from paceline.measured_planning.auto_layout import apply_layout
-        from paceline.measured_planning.oom_advice import cheaper_layouts, model_profile_of_run
+        from paceline.measured_planning.oom_advice import advise_after_oom, model_profile_of_run
 
-        advice = cheaper_layouts(
+        advice = advise_after_oom(
             task,
             launch_outcome.failure,
             profile_model=model_profile_of_run,

@@ -1,1 +1,1 @@
-"""Profile a job's model: its compute and its memory, from a few traced batches."""
+"""Profile a job's model: trace a few batches to learn its compute and memory."""

@@ -22,15 +22,15 @@ from paceline.trainer.setup.job_data import JobData
 from paceline.trainer.setup.prepare import PreparedJob
 
 _MAX_EXAMINED = 32  # samples whose sizes are read
-_MAX_INDICES = 1 << 20  # indices of an epoch; no epoch is read completely
+_MAX_INDICES = 1 << 20  # of an epoch in profiling, which reads far fewer samples
 _BATCHNORM_NOTE = (
     "BatchNorm: the samples of a microbatch interact, so a different microbatch size changes the training; "
-    "--train.micro_batch_size keeps it"
+    "--train.micro_batch_size fixes the size"
 )
 
 
 def prepare_for_profiling(prepared_job: PreparedJob) -> tuple[PreparedJob, tuple[str, ...]]:
-    """Return the job prepared for profiling, and notes to print."""
+    """Return the job prepared for profiling and replays, and notes to print."""
     job, note = use_largest_sample(prepared_job.job, prepared_job.settings)
     prepared = replace(prepared_job, job=build_once(job, seed=prepared_job.settings.seed))
     notes = [note] if note else []
@@ -42,24 +42,25 @@ def prepare_for_profiling(prepared_job: PreparedJob) -> tuple[PreparedJob, tuple
 
 
 def make_search_space(settings: Settings, *, command: str) -> SearchSpace:
-    """Return the search space of layouts: with the requested microbatch size, or any.
+    """Return the search space of layouts, with the requested microbatch size or, without one, with any size.
 
     Raises:
-        UsageError: the settings exclude the choice that `command` makes.
+        UsageError: a setting excludes the choice that `command` makes.
     """
     if settings.train.gradient_accumulation_steps is not None:
         raise UsageError(
             f"{command} with train.gradient_accumulation_steps: each layout would have different microbatches.",
             cause=f"{command.split()[-1]} also chooses how a batch is split",
-            hint="leave it out, or set --train.micro_batch_size",
+            hint="leave out train.gradient_accumulation_steps, or set --train.micro_batch_size instead",
         )
     return SearchSpace(micro_batch_size=settings.train.micro_batch_size)
 
 
 def use_largest_sample(job: Job, settings: Settings) -> tuple[Job, str]:
-    """Return the job with every sample replaced by the largest of a few examined ones, and a note to print.
+    """Return the job with every sample replaced by the largest of up to 32 examined samples, and a note to print.
 
-    Streams do not change. A sample that can't be read is reported when it is read next.
+    Return the job itself if its samples have equal sizes, are a stream without indices, or can't be read. Profiling
+    then reads them and reports the error.
     """
     source = JobData(job, settings).train
     if not source.is_indexed:
@@ -77,7 +78,7 @@ def use_largest_sample(job: Job, settings: Settings) -> tuple[Job, str]:
 
 
 def _sample_sizes(source: Source, seed: int) -> dict[int, int]:
-    """Return the element counts of some samples by index; empty if one can't be read."""
+    """Return the numbers of elements of some samples by index; empty if one of them can't be read."""
     total = read_length(source.data, name="train_data")
     last, num_examined = total - 1, min(_MAX_EXAMINED, total)
     fetcher = Fetcher(data=source.data, collate=source.collate, seed=seed, seed_samples=False)

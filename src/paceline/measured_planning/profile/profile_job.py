@@ -1,4 +1,4 @@
-"""Profile a job's model for the planner, by tracing it on fake tensors."""
+"""Profile a job's model for the planner: trace it on fake tensors."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -48,10 +48,11 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup, build_tra
 
 @dataclass(frozen=True, kw_only=True)
 class _TracedForward:
-    """The costs and parameters of one traced forward under a layout, by part of the model.
+    """The costs of one traced forward on a rank of a layout, and the parameters, by part of the model.
 
-    `tensors` are the sizes of the parameters. `frozen` and `lookups` are the numbers of frozen and of embedding
-    elements.
+    `parameters` are numbers of elements, and `tensors` are the numbers of elements of each tensor. `frozen` and
+    `lookups` are the elements of frozen parameters and of embedding tables. `buffer_bytes` and `state_bytes` (optimizer
+    state) are those of the whole model.
     """
 
     costs: dict[str, LayerCounts]
@@ -64,7 +65,9 @@ class _TracedForward:
 
 
 def profile_model(job: Job, settings: Settings, *, max_ranks: int) -> ModelProfile:
-    """Return the profile for the planner. Three blocks of each list of equal blocks are traced, without compilation.
+    """Return the profile for the planner.
+
+    Only three blocks of each list of equal blocks are traced. The effect of compilation is estimated afterwards.
 
     Raises:
         PacelineError: the job can't be traced.
@@ -75,7 +78,7 @@ def profile_model(job: Job, settings: Settings, *, max_ranks: int) -> ModelProfi
 
 
 def _profile_truncated(job: Job, settings: Settings, *, max_ranks: int) -> ModelProfile:
-    """Return the profile from a truncated model if that is sufficient, else from the whole one."""
+    """Return the profile of the truncated model with its blocks repeated, or of the whole model if truncation fails."""
     truncated, depths = truncate_depth(job)
     try:
         profile = _profile_model(truncated, settings, max_ranks=max_ranks)
@@ -89,6 +92,7 @@ def _profile_truncated(job: Job, settings: Settings, *, max_ranks: int) -> Model
 
 
 def _profile_model(job: Job, settings: Settings, *, max_ranks: int) -> ModelProfile:
+    """Return the profile of a model, all of whose blocks are traced."""
     length = sequence_length(job, settings)
     few, more = (_trace_forward(job, settings, "single", 1, samples=n) for n in (FEW_SAMPLES, MORE_SAMPLES))
     shorter = [
@@ -131,22 +135,23 @@ def _profile_model(job: Job, settings: Settings, *, max_ranks: int) -> ModelProf
     )
 
 
-def _try_or_refuse(call: Callable[[], Any], refused: dict[str, str], axis: str) -> Any:
+def _try_or_refuse(call: Callable[[], Any], refused: dict[str, str], part: str) -> Any:
+    """Return the result of `call`. If it fails, record the reason for a part of layouts in `refused`, return None."""
     try:
         return call()
     except PacelineError as error:
-        refused[axis] = error.what
-    except Exception as error:  # an error in the job's own code: other axes may work
+        refused[part] = error.what
+    except Exception as error:  # an error in the job's own code: layouts without this part may work
         if is_out_of_memory(error):
             raise
-        refused[axis] = one_line_message(error)
+        refused[part] = one_line_message(error)
     return None
 
 
 def _parameters_by_tp_size(
     job: Job, settings: Settings, tp_run: _TracedForward, max_ranks: int
 ) -> dict[int, dict[str, int]]:
-    """Return a rank's parameters for each tp size that works: powers of two, up to the first that fails."""
+    """Return a rank's parameters by tp size, then by part. Sizes are powers of two, up to the first that fails."""
     parameters = {2: tp_run.parameters} if max_ranks > 1 else {}
     for size in _powers_of_two(max_ranks)[1:]:
         run = _try_or_refuse(partial(_trace_forward, job, settings, "tp", size, samples=FEW_SAMPLES), {}, "tp")
@@ -157,15 +162,16 @@ def _parameters_by_tp_size(
 
 
 def _powers_of_two(limit: int) -> tuple[int, ...]:
+    """Return the powers of two from 2 to `limit`."""
     return tuple(1 << n for n in range(1, max(1, limit).bit_length()) if 1 << n <= limit)
 
 
 def _trace_forward(
     job: Job, settings: Settings, layout: str, ranks: int, *, samples: int, length: int | None = None
 ) -> _TracedForward:
-    """Trace one forward of a few samples."""
+    """Trace one forward of a few samples, and free its memory."""
     run = _run_forward(job, settings, layout, ranks, samples=samples, length=length)
-    gc.collect()  # a graph has reference cycles, and its integer tensors are real memory
+    gc.collect()  # the autograd graph has reference cycles, and its integer tensors need real memory
     trim_heap()
     return run
 
@@ -173,6 +179,7 @@ def _trace_forward(
 def _run_forward(
     job: Job, settings: Settings, layout: str, ranks: int, *, samples: int, length: int | None
 ) -> _TracedForward:
+    """Trace one forward of the first rank. In one process at full length, also run an update to measure its state."""
     plan = make_profiling_plan(settings, layout, ranks, samples=samples)
     simulated_ranks = SimulatedRanks(mesh=plan.mesh)
     is_single = ranks == 1
@@ -219,7 +226,7 @@ def _run_forward(
 
 
 def _state_bytes(setup: TrainingSetup, terms: Any) -> int:
-    """Return the bytes of optimizer state after an update."""
+    """Run the backward and an update, and return the bytes of optimizer state. `terms` is the result of `forward`."""
     replica = setup.step.replica
     backward(replica, torch.stack([total for total, _ in terms.values()]).sum(), last=True)
     replica.reducer.finish(divisor=1.0)
@@ -229,7 +236,7 @@ def _state_bytes(setup: TrainingSetup, terms: Any) -> int:
 
 
 def _parameters_by_part(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Return the parameters of each part; a tied parameter belongs to its first part."""
+    """Return the parameters by part. A tied parameter belongs to the first part that has it."""
     blocks = list(named_blocks(model))
     parameters: dict[str, list[nn.Parameter]] = {name: [] for name in (BEFORE_BLOCKS, *blocks, AFTER_BLOCKS)}
     has_seen_block = False
@@ -241,7 +248,10 @@ def _parameters_by_part(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def _lookup_parameters(model: nn.Module, by_part: Mapping[str, Sequence[nn.Parameter]]) -> dict[str, int]:
-    """Return the elements of each part's embedding tables, without tables that are tied to a head (a matmul)."""
+    """Return the elements of the embedding tables by part.
+
+    A table that is tied to another layer does not count, because that layer uses it in a matmul.
+    """
     tables, others = set[int](), set[int]()
     for module in model.modules():
         target = tables if isinstance(module, nn.Embedding | nn.EmbeddingBag) else others
@@ -250,7 +260,7 @@ def _lookup_parameters(model: nn.Module, by_part: Mapping[str, Sequence[nn.Param
 
 
 def _expert_parameters(job: Job, settings: Settings) -> dict[str, int]:
-    """Return the number of elements of the experts by block, and the number of experts as `count`."""
+    """Return the elements of the experts by block, and the number of experts of one layer as `count`."""
     with FakeExecutionMode() as fake_mode, preserve_rng():
         fake_mode.comparisons_hold = False
         model = job.model()
@@ -276,6 +286,12 @@ def _layer_profile(
     recompute: Mapping[str, RecomputeProfile],
     tp_parameters: Mapping[int, Mapping[str, int]],
 ) -> LayerProfile:
+    """Return the profile of one part.
+
+    `few`, `more` and `shorter` are traces of `FEW_SAMPLES`, `MORE_SAMPLES` and shorter sequences. `tp_run` is the trace
+    with tp=2, if it works. `experts` is the number of elements of the part's experts.
+    """
+
     def amount(field: str) -> BatchScaling:
         values = [getattr(run.costs[name], field) for run in (few, more, *shorter)]
         return fit_batch_scaling(values, length)

@@ -1,4 +1,4 @@
-"""Profile the activation memory of a model's parts under each checkpointing policy and tp size, on fake tensors."""
+"""Profile the activation memory of each part of a model, by policy of activation checkpointing and tp size."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -32,16 +32,19 @@ from paceline.trainer.setup.build_training_setup import build_training_setup
 
 _RANKS_PER_NODE = 8
 REMAT_POLICIES = ("none", "selective", "full")
-_UsageByPart = Mapping[str, ActivationUsage]
+_UsageByPart = Mapping[str, ActivationUsage]  # by part of the model: a block, or the layers before or after the blocks
 
 
 def recompute_profiles(
     job: Job, settings: Settings, *, tp_sizes: Sequence[int]
 ) -> dict[str, dict[str, RecomputeProfile]]:
-    """Return the profiles by part, then by `remat`; policies that the model does not support are omitted."""
+    """Return the profiles by part of the model, then by value of `remat`.
+
+    Policies that the model does not support are omitted.
+    """
     length, profiles = sequence_length(job, settings), dict[str, dict[str, RecomputeProfile]]()
     for remat in REMAT_POLICIES:
-        with skip_unsupported():  # an unsupported policy is refused when it is requested
+        with skip_unsupported():  # a run with an unsupported policy reports it
             layout = "single" if remat == "none" else f"dp=1,remat={remat}"
             sizes = [
                 (FEW_SAMPLES, None),
@@ -59,7 +62,7 @@ def recompute_profiles(
 
 @contextmanager
 def skip_unsupported() -> Iterator[None]:
-    """Suppress an error in the block, unless memory ran out."""
+    """Suppress any error of the `with` block except out-of-memory."""
     try:
         yield
     except Exception as error:
@@ -70,7 +73,10 @@ def skip_unsupported() -> Iterator[None]:
 def _trace_tp(
     job: Job, settings: Settings, remat: str, tp_sizes: Sequence[int], *, sequence: bool
 ) -> dict[int, _UsageByPart]:
-    """Return the traces at the smallest tp size, and at the largest one within a typical node, if they work."""
+    """Trace the smallest tp size, and the largest one within a typical node. Return the usage by tp size.
+
+    A size that fails is omitted.
+    """
     usages = {}
     for size in sorted({min(tp_sizes), max(n for n in tp_sizes if n <= _RANKS_PER_NODE)} if tp_sizes else ()):
         with skip_unsupported():
@@ -82,6 +88,8 @@ def _trace_tp(
 def _recompute_profile(
     usages: Sequence[ActivationUsage], tp_usages: Sequence[Mapping[int, ActivationUsage]], length: int | None
 ) -> RecomputeProfile:
+    """Return the profile of one part. `usages` are by batch size, and `tp_usages` without and with sequence=true."""
+
     def fit_activation_bytes(field: str) -> ActivationBytes:
         values = [getattr(usage, field) for usage in usages]
         (whole, cut), (sequence_whole, sequence_cut) = (
@@ -99,7 +107,10 @@ def _recompute_profile(
 
 
 def _replicated_and_divided(remaining: Mapping[int, float]) -> tuple[float, float]:
-    """Return which fraction of the bytes tp replicates and which it divides, from a rank's fraction by tp size."""
+    """Return the fraction of a part's bytes that every tp rank has, and the fraction that is divided among the ranks.
+
+    `remaining` has, by tp size, a rank's bytes as a fraction of the bytes without tp.
+    """
     if not remaining:
         return 1.0, 0.0
     few, more = min(remaining), max(remaining)
@@ -114,7 +125,10 @@ def _replicated_and_divided(remaining: Mapping[int, float]) -> tuple[float, floa
 def _trace_activations(
     job: Job, settings: Settings, layout: str, ranks: int, *, sizes: Sequence[tuple[int, int | None]]
 ) -> list[_UsageByPart]:
-    """Trace a microbatch of each number of samples and length, after a first microbatch that creates the gradients."""
+    """Return the activation usage of a microbatch of each size: a number of samples and, if shortened, a length.
+
+    A first microbatch, which is not measured, creates the gradients.
+    """
     plan = make_profiling_plan(settings, layout, ranks, samples=FEW_SAMPLES)
     simulated_ranks = SimulatedRanks(mesh=plan.mesh)
     active_trackers: list[ActivationTracker] = []
@@ -160,6 +174,7 @@ def _run_microbatch(
     tracker: ActivationTracker | None,
     active_trackers: list[ActivationTracker],
 ) -> None:
+    """Run forward and backward of a microbatch. `tracker`, if given, is active during them."""
     active_trackers += [tracker] if tracker is not None else []
     local_batch = replica.slice_microbatch(batch)
     terms = forward(replica, local_batch, step=0, index=0, num_samples=samples)

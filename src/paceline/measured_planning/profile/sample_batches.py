@@ -1,4 +1,4 @@
-"""Read sample batches for profiling a model, and fit the scaling of a cost from these to any other batch."""
+"""Read sample batches for profiling a model, and fit how a cost depends on the size of a batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,13 +15,13 @@ from paceline.planner.model_costs.model_profile import BatchScaling
 from paceline.torch_internals.pytree import map_tensors
 from paceline.trainer.setup.job_data import JobData, read_first
 
-FEW_SAMPLES, MORE_SAMPLES = 2, 3  # a single sample may take another path through the model
-_MIN_RELATIVE_SIZE = 1e-3  # a term that is a smaller share of the cost is rounding
+FEW_SAMPLES, MORE_SAMPLES = 2, 3  # not 1: a model may have other code for a single sample
+_MIN_RELATIVE_SIZE = 1e-3  # a smaller fraction of the cost is taken for a rounding error
 _TOKENS_KEY = "input_ids"
 
 
 def sequence_length(job: Job, settings: Settings) -> int | None:
-    """Return the length of the job's sequences: of its `sequence` dimension, or of `input_ids`; None if unknown."""
+    """Return the length of the job's sequences: that of its `sequence` dimension or of `input_ids`, or None."""
     batch = read_samples(job, settings, samples=1).micro[0].data
     if job.sequence is not None:
         lengths = [(batch[n] if isinstance(batch, dict) else batch[int(n)]).shape[d] for n, d in job.sequence.items()]
@@ -31,18 +31,18 @@ def sequence_length(job: Job, settings: Settings) -> int | None:
 
 
 def shorter_lengths(length: int | None) -> tuple[int, ...]:
-    """Return the shorter lengths to profile: half and a quarter of the length; none if it is short or unknown."""
+    """Return the shorter lengths to profile: half and a quarter of `length`; empty if it is below 8 or unknown."""
     return () if length is None or length < 8 else (length // 2, length // 4)
 
 
 def read_samples(job: Job, settings: Settings, *, samples: int) -> StepInput:
-    """Return the first batch, of one microbatch with this number of samples."""
+    """Return the first batch of the job, as one microbatch with this number of samples."""
     partition = BatchPartition(global_batch_size=samples, micro_batch_size=samples)
     return read_first(JobData(job, settings), settings, partition=partition)[0]
 
 
 def make_profiling_plan(settings: Settings, layout: str, ranks: int, *, samples: int) -> ExecutionPlan:
-    """Return the execution plan of one microbatch with this number of samples."""
+    """Return the execution plan of a step of one microbatch with this number of samples."""
     return make_execution_plan(
         layout=parse_layout(layout),
         update=parse_update("sync"),
@@ -52,7 +52,7 @@ def make_profiling_plan(settings: Settings, layout: str, ranks: int, *, samples:
 
 
 def shorten_batch(batch: Any, full_length: int | None, length: int) -> Any:
-    """Return the first positions of every tensor that is as long as the sequence."""
+    """Return the batch with every tensor cut to `length` positions whose second dimension is `full_length`."""
 
     def shorten(tensor: Tensor) -> Tensor:
         return (
@@ -63,10 +63,11 @@ def shorten_batch(batch: Any, full_length: int | None, length: int) -> Any:
 
 
 def fit_batch_scaling(values: Sequence[float], length: int | None) -> BatchScaling:
-    """Fit a scaling to the values for few samples, more samples, and few samples of half and a quarter of the length.
+    """Return a cost as a function of samples and length, fitted to measured values.
 
-    The fit has no term for a cost that all samples share and that grows with their length: for such a cost, it is exact
-    at this length only.
+    `values` are the cost of few samples, of more samples, and of few samples of half and of a quarter of the length.
+    The function has no term for a cost that all samples share and that grows with the length. For such a cost, the
+    function is exact at this length only.
     """
     per_sample = (values[1] - values[0]) / (MORE_SAMPLES - FEW_SAMPLES)
     fixed = values[0] - FEW_SAMPLES * per_sample

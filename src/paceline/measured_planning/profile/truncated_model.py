@@ -1,4 +1,4 @@
-"""Truncate models for profiling: a model is built once, and three of its equal blocks are kept."""
+"""Truncate models for profiling: build a model once, and keep few of its equal blocks."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -16,11 +16,11 @@ from paceline.profiling.model_tracing.fake_execution import FakeExecutionMode
 from paceline.torch_internals.rng import preserve_rng
 from paceline.trainer.setup.build_training_setup import build_model
 
-KEPT_BLOCKS = 3  # of a list of equal blocks
+KEPT_BLOCKS = 3  # of each list of equal blocks, in a profile
 
 
 def build_once(job: Job, *, seed: int) -> Job:
-    """Return the job with a model factory that copies a model, which is built once on fake tensors."""
+    """Build the job's model once, on fake tensors. Return the job with a factory that copies this model."""
     if isinstance(job.model, PretrainedModel):
         return job
     with FakeExecutionMode() as fake_mode, preserve_rng():
@@ -30,7 +30,7 @@ def build_once(job: Job, *, seed: int) -> Job:
 
 
 class ModelCopies:
-    """A factory that copies a model, with the results that hold for all copies."""
+    """A factory that copies a model. Callers store results that are valid for all copies in `shared_results`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -42,7 +42,7 @@ class ModelCopies:
 
 
 def _with_copied_model(job: Job, model: nn.Module) -> Job:
-    """Return the job with copies of the model; the job itself if its model can't be copied."""
+    """Return the job with a factory that copies `model`, or the job itself if the model can't be copied."""
     copies = ModelCopies(model)
     try:
         with FakeExecutionMode():
@@ -53,7 +53,10 @@ def _with_copied_model(job: Job, model: nn.Module) -> Job:
 
 
 def restore_depth(blocks: Sequence[LayerProfile], depths: Sequence[int]) -> Iterator[LayerProfile]:
-    """Yield the profiles of all blocks: the middle one of the kept blocks of a list represents the omitted ones."""
+    """Yield the profiles of all blocks, from those of the kept blocks. `depths` are the original lengths of the lists.
+
+    In each list, the middle one of the kept blocks represents the omitted blocks.
+    """
     remaining = list(blocks)
     for depth in depths:
         kept, remaining = remaining[: min(depth, KEPT_BLOCKS)], remaining[min(depth, KEPT_BLOCKS) :]
@@ -63,7 +66,10 @@ def restore_depth(blocks: Sequence[LayerProfile], depths: Sequence[int]) -> Iter
 
 
 def truncate_depth(job: Job) -> tuple[Job, list[int]]:
-    """Return the job with three blocks of each list of equal blocks, and the old depths; the job if none is omitted."""
+    """Return the job with at most three blocks of each list of equal blocks, and the original lengths of the lists.
+
+    Return the job itself and an empty list if nothing is omitted.
+    """
     if isinstance(job.model, PretrainedModel):
         return job, []
     with FakeExecutionMode() as fake_mode, preserve_rng():
@@ -74,20 +80,27 @@ def truncate_depth(job: Job) -> tuple[Job, list[int]]:
 
 
 def set_num_blocks(job: Job, count: int) -> tuple[Job, int] | None:
-    """Return the job with `count` blocks in its one list of equal blocks, and the old depth; None if impossible."""
+    """Return the job with `count` blocks in its only list of equal blocks, and the original length of the list.
+
+    Return None if the model can't be copied, or does not have exactly one list of more than `count` equal blocks.
+    """
     model, depths = _truncated_model(job, count)
     truncated = _with_copied_model(job, model)
     return None if len(depths) != 1 or truncated is job else (truncated, depths[0])
 
 
 def largest_tensor_per_block(job: Job, count: int) -> int:
-    """Return the elements of the largest tensor that each block trains; 0 if `set_num_blocks` can't change the job."""
+    """Return the elements of the largest trainable tensor of a block, the minimum over `count` blocks.
+
+    Return 0 if the model does not have exactly one list of more than `count` equal blocks.
+    """
     model, depths = _truncated_model(job, count)
     blocks = named_blocks(model).values() if len(depths) == 1 else ()
     return min((max((p.numel() for p in b.parameters() if p.requires_grad), default=0) for b in blocks), default=0)
 
 
 def _truncated_model(job: Job, count: int) -> tuple[nn.Module, list[int]]:
+    """Return a new model of the job after `truncate_block_lists`, and the result of that function."""
     with FakeExecutionMode() as fake_mode, preserve_rng():
         fake_mode.comparisons_hold = False
         model = job.model()
@@ -95,9 +108,10 @@ def _truncated_model(job: Job, count: int) -> tuple[nn.Module, list[int]]:
 
 
 def truncate_block_lists(model: nn.Module, max_blocks: int) -> list[int]:
-    """Keep at most `max_blocks` of each list of equal blocks, including first and last; return the original depths.
+    """Keep at most `max_blocks` of each list of equal blocks, including the first and the last block.
 
-    If blocks are not equal, or are not in a list of their own, the model does not change and the result is empty.
+    Return the original lengths of the lists. Return an empty list, and do not change the model, if no list is longer
+    than `max_blocks`, if blocks are not equal, or if a list has other modules too.
     """
     lists: dict[str, list[nn.Module]] = {}
     for name, block in named_blocks(model).items():
@@ -132,7 +146,7 @@ def _are_equal(blocks: Sequence[nn.Module]) -> bool:
 
 
 def named_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the chain of blocks by name; empty if there is no chain."""
+    """Return the model's chain of blocks, which run one after another, by name; empty if it has no chain."""
     if not has_blocks(model):
         return {}
     try:

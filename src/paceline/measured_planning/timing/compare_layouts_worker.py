@@ -1,4 +1,4 @@
-"""One rank of `compare JOB --layouts`: it times a few steps, and measures memory and communication in one more."""
+"""One rank of `compare JOB --layouts`: time a few steps, then measure schedule, memory and communication in others."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -20,7 +20,7 @@ from paceline.trainer.setup.build_training_setup import TrainingSetup
 
 
 def time_layout(payload: Mapping[str, Any]) -> int:
-    """Run timed steps, then some that are recorded; rank 0 writes the memory and communication of every rank."""
+    """Run timed steps, then steps that are recorded. Rank 0 writes the memory and communication of every rank."""
     task = Task.from_json(payload)
     session = Run.worker(task).open()
     num_timed = int(task.options["steps"])
@@ -43,7 +43,7 @@ def time_layout(payload: Mapping[str, Any]) -> int:
 
 
 def _observe_step(session: Session, batch: Any) -> dict[str, Any]:
-    """Return this rank's memory and sent bytes in one step; for thread replicas, only the memory between steps."""
+    """Return this rank's peak memory and sent bytes in one step. With thread replicas, measure between steps."""
     setup = session.setup
     with ExitStack() as stack:
         communication = stack.enter_context(CommunicationCounter())
@@ -69,7 +69,7 @@ def _memory_tracker(setup: TrainingSetup) -> MemoryTracker:
 
 
 def _updated_tensors(setup: TrainingSetup) -> list[Tensor]:
-    """Return the tensors that the optimizers update: the model's parameters, or this rank's rows of them."""
+    """Return the tensors that the optimizers update: the model's parameters, or this rank's slices of them."""
     return [member.parameter for member in setup.named_parameters]
 
 

@@ -1,4 +1,4 @@
-"""Time layouts on the ranks of the run: they execute the run's step, on a model that may have fewer blocks."""
+"""Time layouts on the ranks of the run. A layout runs real steps, on a model that may have fewer blocks."""
 
 import gc
 import os
@@ -29,22 +29,27 @@ from paceline.trainer.setup.job_data import build_loader, build_partition
 from paceline.trainer.setup.prepare import PreparedJob, make_plan
 
 Clock = Callable[[], float]
-_MEMORY_SHARE = 0.5  # share of a rank's memory that the layouts timed together may use
-_BUILD_SHARE = 0.5  # share of the time limit for building the layouts
-_MAX_OVERRUN = 2  # times the time limit: after it, no group of layouts is started
+_MEMORY_SHARE = 0.5  # of a rank's memory, for the layouts that are timed together
+_BUILD_SHARE = 0.5  # of the time limit, for building the layouts
+_MAX_OVERRUN = 2  # after this multiple of the time limit, no group of layouts is started
 _TURN_SECONDS, _MAX_STEPS_PER_TURN = 0.15, 5
 _LONG_STEP_SECONDS = 0.2  # a longer step does not depend on warm caches
-_CONSECUTIVE_STEPS = 4  # on several machines, because pipeline stages overlap two steps
+_CONSECUTIVE_STEPS = 4  # in a turn on several machines, because pipeline stages overlap two steps
 _SHORTER_DIVISOR, _LONGER_DIVISOR = 12, 3  # a deep model is timed with 1/12 and with 1/3 of its blocks
-_TOO_SLOW_RATIOS = (4.0, 2.5)  # times the fastest step: a layout with a slower first or second step gets no more
-_EARLY_END_SHARE, _ENOUGH_STEPS = 2 / 3, 24  # timing may end after this share of the limit, with so many steps each
-_DROP_RATIOS = (1.8, 1.5, 1.4, 1.3, 1.2)  # times the fastest, by rounds: a slower layout gets no more turns
-_SECOND_TURN_RATIO = 1.2  # times the best forecast of the others: a slow layout below it gets a second turn
+# a layout whose first (or second) step takes longer than this multiple of the fastest layout's gets no more steps
+_TOO_SLOW_RATIOS = (4.0, 2.5)
+_EARLY_END_SHARE, _ENOUGH_STEPS = 2 / 3, 24  # if each layout has so many steps, timing ends at this share of the limit
+_DROP_RATIOS = (1.8, 1.5, 1.4, 1.3, 1.2)  # by round: a layout slower than this multiple of the fastest is dropped
+_SECOND_TURN_RATIO = 1.2  # a dropped layout below this multiple of the best forecast gets a second turn
 
 
 @dataclass(kw_only=True)
 class _Trial:
-    """A layout at one depth, ready to step; `seconds` are this rank's counted steps since `start_time`."""
+    """A layout with a model of `blocks` blocks, ready to run steps.
+
+    `seconds` are the times of this rank's counted steps, which began at `start_time`. `step_seconds` is the time of the
+    last steps, counted or not.
+    """
 
     candidate: str
     blocks: int
@@ -57,7 +62,7 @@ class _Trial:
     clock: Clock
 
     def run_step(self) -> float:
-        """Read a batch, run a step on it, and return the seconds of both."""
+        """Read a batch, run a step on it, and return the seconds of reading and step together."""
         start_time = self.clock()
         self.setup.step.run(next(self.batches))
         if self.setup.world.device.type == "cuda":
@@ -65,7 +70,7 @@ class _Trial:
         return self.clock() - start_time
 
     def warm_up(self, fastest: float) -> None:
-        """Run warm-up steps and the first counted ones; a layout far slower than `fastest` gets a single step."""
+        """Run two warm-up steps and the first turn. After a step far slower than `fastest`, count only this step."""
         for ratio in _TOO_SLOW_RATIOS:
             self.start_time = self.clock()
             self.step_seconds = self.run_step()
@@ -76,7 +81,10 @@ class _Trial:
         self.take_turn()
 
     def take_turn(self) -> None:
-        """Run some counted steps, as many on every rank; before short steps, an uncounted one warms the caches."""
+        """Run some counted steps, the same number on every rank. Before short steps, an uncounted step warms caches.
+
+        On several machines, count the mean of consecutive steps as one step.
+        """
         launch_info, share_json = LaunchInfo.read(os.environ), self.setup.world.share_json
         if launch_info.local_world_size < launch_info.world_size:
             self.run_step()
@@ -98,11 +106,12 @@ def time_layouts(
     prepared_job: PreparedJob, timing_trials: Sequence[TimingTrial], *, depths: Sequence[int], world: World,
     seconds: float, clock: Clock = time.perf_counter,
 ) -> dict[str, MeasuredTime | RejectedLayout]:  # fmt: skip
-    """Return each candidate's step time by the `clock`, or the reason for its refusal. Every rank calls this.
+    """Return each candidate's step time, or the reason for its refusal. Every rank calls this.
 
-    `depths` are the lengths of the model's lists of equal blocks, empty if they can't be truncated. As many layouts as
-    fit in memory together take turns, so that a disturbance of the machine affects all of them. Layouts are built in
-    the order of `timing_trials`; those that are not ready in time are omitted. Timing ends early if steps are short.
+    `depths` are the lengths of the model's lists of equal blocks, empty if they can't be truncated. `seconds` is the
+    time limit, measured by `clock`. As many layouts as fit in memory together take turns, so that a disturbance of the
+    machine affects all of them. Layouts are built in the order of `timing_trials`. Those that are not ready in time are
+    omitted. Timing ends early if steps are short.
 
     Raises:
         JobError: the job's own code fails with every layout.
@@ -118,19 +127,19 @@ def time_layouts(
         raise JobError(
             f"none of {len(job_errors)} layouts can be timed with any of the microbatch sizes tried: "
             f"{job_errors[0].reason}",
-            cause="the job's own code raises it on every rank, with real values only",
-            hint="fix that line; if only one size is refused, set another --train.micro_batch_size",
+            cause="the job's own code raises this error on every rank, only with real values",
+            hint="fix the job; if only one microbatch size fails, set another --train.micro_batch_size",
         )
     return results
 
 
 def _memory_groups(timing_trials: Sequence[TimingTrial]) -> Iterator[list[TimingTrial]]:
-    """Yield groups of trials that fit in memory together: their memory between steps, and the peak of one step."""
+    """Yield groups of trials that fit in memory together: all of them between steps, and one of them in a step."""
     group: list[TimingTrial] = []
     for trial in timing_trials:
         extended = [*group, trial]
-        share_of_step = max(member.peak_fraction - member.state_fraction for member in extended)
-        if group and sum(member.state_fraction for member in extended) + share_of_step > _MEMORY_SHARE:
+        step_fraction = max(member.peak_fraction - member.state_fraction for member in extended)
+        if group and sum(member.state_fraction for member in extended) + step_fraction > _MEMORY_SHARE:
             yield group
             extended = [trial]
         group = extended
@@ -157,8 +166,8 @@ def _time_group(
             new_trials = _build_trials(
                 prepared_job, timing_trial, depths, world=world, earlier_trials=trials, clock=clock
             )
-            trials += list(new_trials)  # both depths are built, or neither
-        except DataError:  # the error of one rank, independent of the layout
+            trials += list(new_trials)  # if one of two depths fails, neither is added
+        except DataError:  # may be on one rank only, and does not depend on the layout
             raise
         except PacelineError as error:  # every rank raises the same error
             errors[timing_trial.candidate] = RejectedLayout(reason=error.what)
@@ -168,6 +177,7 @@ def _time_group(
     errors |= _take_turns(trials, depths, world=world, early_end=early_end, end_time=end_time, clock=clock)
     accepted = [trial for trial in trials if trial.candidate not in errors]
     seconds_by_rank = world.gather_json([trial.seconds for trial in accepted])
+    # of each trial: the seconds of each step on the slowest rank
     steps = [[max(step) for step in zip(*of_ranks, strict=True)] for of_ranks in zip(*seconds_by_rank, strict=True)]
     timings = [
         (trial.candidate, trial.blocks, step_seconds) for trial, step_seconds in zip(accepted, steps, strict=True)
@@ -181,9 +191,10 @@ def _time_group(
 
 
 def _rejection(error: Exception, candidate: str, world: World) -> RejectedLayout:
-    """Return an error in a layout's steps as its rejection, if every rank has raised it.
+    """Return the rejection of a layout for an error that every rank has raised.
 
-    Otherwise raise it, also if it is independent of the layout: data that can't be read, or memory that ran out.
+    Raise the error again if not every rank has raised one, or if it does not depend on the layout: data can't be read,
+    or memory ran out.
     """
     if isinstance(error, DataError) or is_out_of_memory(error) or not all_ranks_arrive(world, candidate):
         raise error
@@ -193,11 +204,11 @@ def _rejection(error: Exception, candidate: str, world: World) -> RejectedLayout
 def _take_turns(
     trials: Sequence[_Trial], depths: Sequence[int], *, world: World, early_end: float, end_time: float, clock: Clock
 ) -> dict[str, MeasuredTime | RejectedLayout]:
-    """Time the trials in rounds, until the time is over or there are enough steps.
+    """Time the trials in rounds, until the time is over or there are enough steps. Return the trials that fail.
 
-    A trial that is much slower than the fastest gets no more turns, unless all others have enough steps. If only its
-    first turn was slow, and its forecast is close to the best, it gets another turn: the machine may have been busy. A
-    trial that fails in a later step is reported as rejected.
+    In a round, each active trial has a turn. A trial that is much slower than the fastest is not active, until the
+    active trials have enough steps. A trial that is slow in the first round, but whose forecast is close to the best,
+    gets a second turn that replaces the first, because the machine may have been busy.
     """
     rejected: dict[str, MeasuredTime | RejectedLayout] = {}
     for turn in count():
@@ -235,7 +246,7 @@ def _take_turns(
 
 
 def _second_turn_candidates(trials: Sequence[_Trial], candidates: Sequence[str]) -> list[str]:
-    """Return the candidates that were dropped although their forecast is close to that of the remaining ones."""
+    """Return the candidates outside `candidates` whose forecast is close to the best forecast in `candidates`."""
     forecasts = {trial.candidate: trial.forecast_seconds for trial in trials}
     max_seconds = _SECOND_TURN_RATIO * min((forecasts[name] for name in candidates), default=0.0)
     return [name for name, seconds in forecasts.items() if name not in candidates and 0 < seconds <= max_seconds]
@@ -250,7 +261,7 @@ def _build_trials(
     earlier_trials: Sequence[_Trial],
     clock: Clock,
 ) -> Iterator[_Trial]:
-    """Yield trials of the whole model, or of two truncated ones, each after its first turn."""
+    """Yield a trial of the whole model, or trials of two truncated models. Each has had its first turn."""
     task = replace(prepared_job.task, layout=timing_trial.layout)
     plan = make_plan(task, prepared_job.job, prepared_job.settings, micro_batch_size=timing_trial.micro_batch_size)
     for max_blocks in extrapolation_depths(timing_trial, depths):
@@ -278,10 +289,10 @@ def _build_trials(
 
 
 def extrapolation_depths(timing_trial: TimingTrial, depths: Sequence[int]) -> list[int | None]:
-    """Return the two depths per list of equal blocks from which to extrapolate, or None for the whole model.
+    """Return the lengths to which the lists of equal blocks are truncated for timing: two lengths to extrapolate from.
 
-    The extrapolation to about three times the longer depth multiplies errors by about four. So models with few blocks,
-    and pipelines with many stages, are not truncated.
+    Return `[None]` if the whole model is timed. The extrapolation to about three times the longer length multiplies
+    errors by about four. So models with few blocks, and pipelines with many stages, are not truncated.
     """
     min_blocks, depth = -(-timing_trial.min_blocks // max(1, len(depths))), min(depths, default=0)
     few, more = max(min_blocks, -(-depth // _SHORTER_DIVISOR)), max(2 * min_blocks, -(-depth // _LONGER_DIVISOR))
@@ -289,7 +300,7 @@ def extrapolation_depths(timing_trial: TimingTrial, depths: Sequence[int]) -> li
 
 
 def can_truncate_blocks(prepared_job: PreparedJob) -> bool:
-    """Return whether lists of blocks may be truncated: not if settings name blocks, or weights come from files."""
+    """Return whether lists of blocks may be truncated: settings name no blocks, and weights do not come from files."""
     place = prepared_job.settings.place
     return not (
         place.blocks or place.stages or place.tensor_plan or isinstance(prepared_job.job.model, PretrainedModel)
@@ -306,6 +317,7 @@ def _truncated_model_factory(job: Job, max_blocks: int) -> Any:
 
 
 def _batches(setup: TrainingSetup) -> Iterator[StepInput]:
+    """Yield the batches of the training data, epoch after epoch."""
     partition = build_partition(setup.plan, setup.settings, setup.worlds.data)
     while True:
         yield from build_loader(setup.data, setup.settings, partition=partition, gather_json=setup.world.gather_json)

@@ -15,12 +15,15 @@ from paceline.trainer.session import Session
 
 STEPS = 3
 _MS = 1e3
-_RecordedActions = list[list[Any]]  # operation, stage, microbatch, start and stop in ms
+_RecordedActions = list[list[Any]]  # of one rank in one step: operation, stage, microbatch, start and stop in ms
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSchedule:
-    """The measured bubble fraction, and the one `planned` for equally long stages; `picture` is an SVG of one step."""
+    """The measured bubble fraction, and the fraction `planned` for stages of equal length.
+
+    `picture` is an SVG of one measured step, and of the same step simulated with the measured times.
+    """
 
     bubble: float
     planned: float
@@ -28,9 +31,10 @@ class MeasuredSchedule:
 
 
 def measure_schedule(session: Session, batches: Iterator[Any]) -> MeasuredSchedule | None:
-    """Record a few steps and return, on rank 0, the one with the median bubble. None without a pipeline.
+    """Record a few steps, and return the one with the median bubble on rank 0. Every rank calls this.
 
-    All ranks are processes of one machine, so `time.perf_counter` is the same clock for all.
+    Return None on other ranks, and without a pipeline. All ranks are processes of one machine, so `time.perf_counter`
+    is the same clock for all.
     """
     forward_backward, world = session.setup.step.forward_backward, session.world
     if not isinstance(forward_backward, PipelineForwardBackward):
@@ -58,7 +62,10 @@ def measure_schedule(session: Session, batches: Iterator[Any]) -> MeasuredSchedu
 def median_schedule(
     steps: Sequence[Sequence[_RecordedActions]], forward_backward: PipelineForwardBackward
 ) -> MeasuredSchedule | None:
-    """Return the step with the median bubble, from the recorded actions of every rank in several steps."""
+    """Return the step with the median bubble; None if there are no actions.
+
+    `steps` has, for each step, the recorded actions of every pipeline rank.
+    """
     num_micro = 1 + max((action[2] for step in steps for rank in step for action in rank), default=-1)
     if not num_micro:
         return None
@@ -76,7 +83,7 @@ def median_schedule(
 
 
 def build_timeline(ranks: Sequence[_RecordedActions], *, name: str) -> Timeline:
-    """Return the timeline of every rank's recorded actions; it starts with the first action."""
+    """Return the timeline of the recorded actions of every pipeline rank. Time 0 is the start of the first action."""
     start_time = min(action[3] for rank in ranks for action in rank)
     spans = [
         Span(
@@ -92,7 +99,7 @@ def build_timeline(ranks: Sequence[_RecordedActions], *, name: str) -> Timeline:
 
 
 def median_costs(measured: Timeline, program: Program) -> Costs:
-    """Return the median time of each operation at each stage; messages take no time."""
+    """Return the median time of each operation at each stage. Messages take no time."""
 
     def median_seconds(op: Op) -> list[float]:
         seconds: list[list[float]] = [[] for _ in range(program.num_stages)]

@@ -1,8 +1,8 @@
-"""A cache of the step times that a plan has measured, for later runs of `--layout auto` and for the forecast of a run.
+"""A cache of step times that plans have measured. `--layout auto` and the forecast of a run use it.
 
-The key contains the job, ranks, machine, Paceline's version and the settings that affect a step's time. An entry is
-valid as long as the model's profile is the same. Times of ranks on several machines are not stored, because their
-links change.
+The key contains the job, ranks, machine, Paceline's version and the settings that affect the time of a step. An entry
+is valid as long as the model's profile does not change. Times of ranks on several machines are not stored, because the
+links between machines change.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from paceline.profiling.machine_benchmarks.benchmark_cache import cache_file, ma
 from paceline.trainer.diagnostics.forecast_lookup import stored_plan_key
 from paceline.trainer.setup.prepare import PreparedJob
 
-_SETTINGS_WITHOUT_EFFECT = (
+_SETTINGS_WITHOUT_EFFECT = (  # of `train`: not part of the key
     "steps",
     "epochs",
     "samples",
@@ -46,7 +46,11 @@ _SETTINGS_WITHOUT_EFFECT = (
 
 @dataclass(frozen=True, kw_only=True)
 class CachedTimings:
-    """A forecast without the layouts that were refused during timing, and the timed options, if any."""
+    """A cost model that excludes the layouts which were refused during timing, and the timed layouts, if any.
+
+    `options` are the estimates to choose from, with measured times where known. `timed` has the measured times by
+    candidate. `typical_ratio` is the median ratio of measured to forecast times.
+    """
 
     forecast: CostModel
     options: Sequence[Estimate] = ()
@@ -54,16 +58,16 @@ class CachedTimings:
     typical_ratio: float = 1.0
 
     def apply_timings(self, estimates: Iterable[Estimate]) -> list[Estimate]:
-        """Return the estimates in their order, with their timed seconds, or scaled by the typical error."""
+        """Return the estimates with timed seconds or, if not timed, with forecast seconds times `typical_ratio`."""
         return [apply_measured_time(estimate, self.timed, default_ratio=self.typical_ratio) for estimate in estimates]
 
 
 def store_timings(
     prepared_job: PreparedJob, forecast: CostModel, options: Sequence[Estimate], *, disturbed: bool = False
 ) -> None:
-    """Store the timed options of a plan, and the refusals that are in the profile of `forecast`.
+    """Store the timed options of a plan, and the refusals in the profile of `forecast`.
 
-    Times measured while other programs used the cores (`disturbed`) do not replace existing ones.
+    `disturbed` says that other programs used the cores during timing. Disturbed times do not replace stored times.
     """
     timed, launch_info = (
         {str(estimate.candidate): estimate.measured_time for estimate in options if estimate.measured_time is not None},
@@ -82,14 +86,17 @@ def store_timings(
 
 
 def _merge_timings(older: Mapping[str, MeasuredTime], newer: Mapping[str, MeasuredTime]) -> dict[str, MeasuredTime]:
-    """Return both sets; older times are scaled by the median slowdown of the layouts that are in both sets."""
+    """Return all times by candidate. A newer time replaces an older one.
+
+    The other older times are scaled by the median ratio of newer to older times, over the candidates that have both.
+    """
     ratios = [newer[name].seconds / timing.seconds for name, timing in older.items() if name in newer]
     slowdown = median(ratios) if ratios else 1.0
     return {**{name: replace(timing, seconds=slowdown * timing.seconds) for name, timing in older.items()}, **newer}
 
 
 def load_timings(prepared_job: PreparedJob, forecast: CostModel, *, grid: SearchSpace) -> CachedTimings:
-    """Return the timings of earlier plans of this job on this machine, for layouts that fit and may be chosen now."""
+    """Return the timings of earlier plans of this job on this machine, for layouts that fit and are in `grid`."""
     stored = _read_timings(prepared_job, forecast)
     if stored is None:
         return CachedTimings(forecast=forecast)
@@ -107,7 +114,7 @@ def load_timings(prepared_job: PreparedJob, forecast: CostModel, *, grid: Search
 
 
 def apply_stored_timing(prepared_job: PreparedJob, forecast: CostModel, estimate: Estimate) -> Estimate:
-    """Return the estimate with the seconds that an earlier plan of this job timed on this machine, if any."""
+    """Return the estimate with the seconds that an earlier plan measured on this machine, or unchanged if none did."""
     stored = _read_timings(prepared_job, forecast)
     timed = {} if stored is None else stored[1]
     return apply_measured_time(estimate, timed, default_ratio=1.0)
@@ -116,7 +123,10 @@ def apply_stored_timing(prepared_job: PreparedJob, forecast: CostModel, estimate
 def _read_timings(
     prepared_job: PreparedJob, forecast: CostModel
 ) -> tuple[ModelProfile, dict[str, MeasuredTime]] | None:
-    """Return the stored profile and timings; None if the profile or the machine has changed."""
+    """Return the stored profile, and the stored timings by candidate.
+
+    Return None if nothing is stored, or if the profile or the machine has changed.
+    """
     try:
         stored = read_timings(_key(prepared_job, forecast.cluster))
         if stored is None:
@@ -133,7 +143,7 @@ def _read_timings(
 
 
 def _is_same_device(first: Cluster, second: Cluster) -> bool:
-    """Return whether the devices are the same; a new benchmark of the machine does not invalidate timed steps."""
+    """Return whether the devices are the same. Rates are not compared, because a new benchmark may change them."""
     return all(getattr(first.device, name) == getattr(second.device, name) for name in ("name", "kind", "memory_bytes"))
 
 

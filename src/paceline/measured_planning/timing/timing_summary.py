@@ -1,17 +1,21 @@
-"""Summarize timed steps: their median, or an extrapolation from two shorter models."""
+"""Summarize timed steps: their median, or an extrapolation from two truncated models."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
 
 from paceline.planner.cost.estimate import MeasuredTime
 
-_MIN_STEPS = 4  # for a spread
+_MIN_STEPS = 4  # from which a spread is computed
 
 
 def summarize_timings(
     timings: Sequence[tuple[str, int, Sequence[float]]], depths: Sequence[int]
 ) -> dict[str, MeasuredTime]:
-    """Return by candidate the median, or the extrapolation from the medians of two shorter models."""
+    """Return the step time by candidate: the median, or an extrapolation from the medians of two truncated models.
+
+    `timings` has (candidate, blocks of the timed model, seconds of each step). `depths` are the lengths of the whole
+    model's lists of equal blocks.
+    """
     seconds_by_depth: dict[str, dict[int, Sequence[float]]] = {}
     for candidate, blocks, seconds in timings:
         seconds_by_depth.setdefault(candidate, {})[blocks] = seconds
@@ -34,6 +38,7 @@ def _summarize(seconds_by_depth: Mapping[int, Sequence[float]], num_blocks: int)
 
 
 def _spread(seconds: Sequence[float]) -> float:
+    """Return half the interquartile range as a fraction of the median; 0 for few steps."""
     if len(seconds) < _MIN_STEPS:
         return 0.0
     low, middle, high = quantiles(seconds, n=4)

@@ -1,1 +1,1 @@
-"""Forecast the workspace memory that CPU kernels use internally, by operator."""
+"""Forecast the workspace of CPU operators: the memory that their kernels allocate internally."""

@@ -1,16 +1,17 @@
-"""Workspace of a bfloat16 convolution on a CPU with AVX-512 and no AMX tiles, which multiplies pairs of elements.
+"""Workspace of a bfloat16 convolution on a CPU with AVX-512 and no AMX tiles. Such a CPU multiplies pairs of elements.
 
-The formulas are fitted to the allocator's records of single calls. Sums are in float32. For the weight gradient each
-thread transposes an input and an output image so that pairs are adjacent, with rows padded to an even number of
-elements. With strides, few channels or groups, all threads share one image.
+The formulas are fitted to the allocator's records of single calls. Sums are in float32. For the weight gradient, each
+thread transposes an input image and an output image so that pairs are adjacent. Rows are padded to an even number of
+elements. With strides, few channels or groups, all threads share one pair of transposed images.
 """
 
 import math
 from dataclasses import dataclass
 
 _FLOAT_BYTES = 4
-_PAIR_ELEMENTS, _FEW_CHANNELS = 2, 3  # images with so few channels are read in place
-_BARRIER_BYTES = 8580  # the barrier of the threads
+_PAIR_ELEMENTS = 2
+_FEW_CHANNELS = 3  # images with at most so many channels are read in place, not transposed
+_BARRIER_BYTES = 8580  # of the barrier that synchronizes the threads
 
 ImageShape = tuple[int, int, tuple[int, ...]]
 """The channels, the channels padded to blocks, and the spatial size of an image."""
@@ -18,7 +19,10 @@ ImageShape = tuple[int, int, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Bf16ConvolutionCall:
-    """A convolution call between larger images (`source`) and smaller ones (`result`); either may be the input."""
+    """A convolution call between larger images (`source`) and smaller ones (`result`).
+
+    In a transposed convolution the smaller images are the input. `biases` is the number of bias elements.
+    """
 
     source: ImageShape
     result: ImageShape
@@ -31,7 +35,7 @@ class Bf16ConvolutionCall:
     threads: int
 
     def forward_bytes(self) -> int:
-        """Return the bytes of all threads' sums of an image, for a kernel of one element; else 0."""
+        """Return the bytes of the sums of one image per thread; 0 unless the kernel has one element."""
         if max(self.kernel) > 1:
             return 0
         (_, in_channels, _), (_, out_channels, output_size) = self.source, self.result
@@ -39,23 +43,22 @@ class Bf16ConvolutionCall:
         return self.threads * math.prod(output_size) * (out_channels * _FLOAT_BYTES + strided_bytes)
 
     def weight_gradient_bytes(self) -> int:
-        """Return the bytes of the transposed images, and of the gradient in float32."""
+        """Return the bytes of the transposed images and of the weight gradient in float32."""
         if max(self.kernel) == 1:
             return 0
         (channels, in_channels, input_size), (_, out_channels, output_size) = self.source, self.result
-        is_few = channels <= _FEW_CHANNELS
-        gradient_bytes = (
-            (channels if is_few else in_channels) * out_channels // self.groups * math.prod(self.kernel) * _FLOAT_BYTES
-        )
+        has_few_channels = channels <= _FEW_CHANNELS
+        gradient_channels = channels if has_few_channels else in_channels
+        gradient_bytes = gradient_channels * out_channels // self.groups * math.prod(self.kernel) * _FLOAT_BYTES
         row_steps = -(-(input_size[-1] + 2 * max(self.padding, 1)) // self.stride)
         source = (
             0
-            if is_few
+            if has_few_channels
             else in_channels * math.prod(input_size[:-1]) * self.stride * _round_up_to_pair(row_steps) * self.item_bytes
         )
         result = out_channels * math.prod(output_size[:-1]) * _round_up_to_pair(output_size[-1]) * self.item_bytes
         sums = (_FLOAT_BYTES + self.item_bytes) * self.biases
-        is_per_thread = self.stride == 1 and self.groups == 1 and not is_few
+        is_per_thread = self.stride == 1 and self.groups == 1 and not has_few_channels
         return (self.threads if is_per_thread else 1) * (source + result + gradient_bytes) + _BARRIER_BYTES + sums
 
 

@@ -1,15 +1,15 @@
 """Workspace of a convolution on a CPU, depending on the algorithm that torch and oneDNN choose.
 
-The formulas are fitted to the allocator's records of single calls, on CPUs with AVX-512 and bfloat16 products, with and
-without AMX tiles, and with AVX2. There are four algorithms:
+The formulas are fitted to the allocator's records of single calls. These were CPUs with AVX2, and CPUs with AVX-512 and
+bfloat16 products, with and without AMX tiles. There are four algorithms:
 
-- *blocked*, float32: operands and results are copied into blocks of 16 channels (8 without AVX-512), padded at the end;
-  bfloat16 with AVX-512 and without tiles as well, with additional sums in float32 (`Bf16ConvolutionCall`);
-- *channels last copy*, bfloat16 with tiles, and strided convolutions from smaller images to larger ones: operands are
-  copied to channels last, and results are copied back;
-- *channels last*, for operands that have this memory format already: only weights are copied;
-- *im2col*, torch's own: small single images, kernels of one element in one thread, and all bfloat16 without AVX-512
-  (`Im2colCall`).
+- *blocked* copies operands and results into blocks of 16 channels (8 without AVX-512), padded at the end. It is for
+  float32, and for bfloat16 with AVX-512 and no tiles, which needs additional sums in float32 (`Bf16ConvolutionCall`).
+- *channels last copy* copies operands to channels last, and copies results back. It is for bfloat16 with tiles, and for
+  strided convolutions from smaller images to larger ones.
+- *channels last* copies only weights. It is for operands that have this memory format already.
+- *im2col* is torch's own. It is for small single images, for kernels of one element in one thread, and for all bfloat16
+  convolutions without AVX-512 (`Im2colCall`).
 """
 
 import math
@@ -18,24 +18,27 @@ from dataclasses import dataclass
 from paceline.profiling.cpu_workspace.bf16_convolution_workspace import Bf16ConvolutionCall
 from paceline.profiling.cpu_workspace.im2col_workspace import Im2colCall
 
-_BLOCK_CHANNELS, _HALF_BLOCK_CHANNELS, _FEW_CHANNELS = 16, 8, 3
-_SMALL_ELEMENTS = 20480  # of a single image, below which torch uses its own im2col
+_BLOCK_CHANNELS, _HALF_BLOCK_CHANNELS = 16, 8  # of a block with AVX-512, and half of it
+_FEW_CHANNELS = 3  # images with at most so many channels are not padded to a block
+_SMALL_KERNEL = 3
+_SMALL_ELEMENTS = 20480  # torch uses its own im2col for a small kernel on a single image of at most so many elements
 _ROW_ELEMENTS = 32  # bfloat16 rows are padded to a multiple of this when they are transposed
 _FLOAT_BYTES = 4
-_MAX_TRANSPOSED_BYTES = 600_000  # of both images; larger ones are transposed in parts
-_ADDRESS_BYTES = 30_000  # addresses of the products
-_FLOAT_SUM_BYTES = 70_000  # rows of sums in float32
-_MAX_ONEDNN_KERNEL = 14  # wider kernels' weight gradients use im2col, one image at a time
+_MAX_TRANSPOSED_BYTES = 600_000  # of input and output image together; larger images are transposed in parts
+_ADDRESS_BYTES = 30_000  # of the list of operand addresses that the matmul kernel gets
+_FLOAT_SUM_BYTES = 70_000  # of a thread's rows of sums in float32
+_MAX_ONEDNN_KERNEL = 14  # the weight gradients of wider kernels use im2col, one image at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Convolution:
-    """A convolution call."""
+    """A convolution call with `threads` threads. `channels_last` says whether its input has this memory format."""
 
     batch_size: int
     in_channels: int
     out_channels: int
     input_size: tuple[int, ...]
+    """The spatial size of the input images."""
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -47,7 +50,7 @@ class Convolution:
     channels_last: bool
     threads: int
     block_channels: int = _BLOCK_CHANNELS
-    """The channels of a block, as many as a register has float32 elements."""
+    """The number of channels in a block: as many as a register has float32 elements."""
     has_tiles: bool = True
     """True if bfloat16 products are computed in tiles (AMX)."""
 
@@ -78,7 +81,7 @@ class Convolution:
         return max(extra + sums + padded_input + self._padded_weight_bytes() + padded_result, padded_result + result)
 
     def backward_bytes(self, *, source: bool, weight: bool, bias: bool) -> int:
-        """Return the peak bytes of the backward, for the requested gradients."""
+        """Return the peak bytes of a backward that computes the gradients of input (`source`), weight or bias."""
         if self._uses_16bit_im2col:
             return self._im2col_call.backward_bytes(source=source, weight=weight, bias=bias)
         results = self._image_bytes(self.in_channels, self.input_size) if source else 0
@@ -103,7 +106,7 @@ class Convolution:
 
     @property
     def uses_im2col(self) -> bool:
-        """Return whether torch computes the convolution by its own matmuls (im2col)."""
+        """Return whether torch computes this convolution in float32 without oneDNN, by im2col."""
         if self.item_bytes != _FLOAT_BYTES:
             return False
         is_plain = not (self.is_strided or any(size != 1 for size in self.dilation))
@@ -111,7 +114,7 @@ class Convolution:
             is_plain and self.batch_size < _BLOCK_CHANNELS and set(self.kernel[-2:]) == {1} and self.threads == 1
         )
         elements = self.batch_size * self.in_channels * math.prod(self.input_size)
-        is_small = self.batch_size == 1 and elements <= _SMALL_ELEMENTS and min(self.kernel[-2:]) <= _FEW_CHANNELS
+        is_small = self.batch_size == 1 and elements <= _SMALL_ELEMENTS and min(self.kernel[-2:]) <= _SMALL_KERNEL
         return is_pointwise or (self.groups == 1 and is_small)
 
     @property
@@ -130,7 +133,7 @@ class Convolution:
 
     @property
     def _multiplies_pairs(self) -> bool:
-        is_depthwise = self.groups > 1 and self.groups == self.in_channels  # nothing is summed over channels
+        is_depthwise = self.groups > 1 and self.groups == self.in_channels  # a sum over channels has one element
         return self.item_bytes < _FLOAT_BYTES and not self.has_tiles and not is_depthwise
 
     @property
@@ -145,7 +148,7 @@ class Convolution:
 
     @property
     def is_strided(self) -> bool:
-        """Return whether a stride is not one."""
+        """Return whether at least one stride is not 1."""
         return any(size != 1 for size in self.stride)
 
     @property
@@ -153,7 +156,7 @@ class Convolution:
         return self.in_channels < _BLOCK_CHANNELS and self.groups == 1 and not self.transposed
 
     def _copies_channels_last(self, *, grows: bool) -> bool:
-        """Return whether the algorithm is *channels last copy*; `grows`: results are larger images than operands."""
+        """Return whether the algorithm is *channels last copy*. `grows`: results are larger images than operands."""
         if self.item_bytes != _FLOAT_BYTES and self.has_tiles:
             return self.groups != self.in_channels or self.groups == 1
         return grows and self.is_strided and (self.groups == 1 or self.block_channels < _BLOCK_CHANNELS)
@@ -199,7 +202,7 @@ class Convolution:
         return max(gradient + padded_input + padded_weights + sums, padded_weights + weight_bytes)
 
     def _transposed_bytes(self) -> int:
-        """Return the bytes of the transposed bfloat16 images and of the sums in float32."""
+        """Return the bytes that a weight gradient needs for transposed bfloat16 images and for sums in float32."""
         in_channels, input_size, out_channels, output_size = (
             self.in_channels,
             self.input_size,
@@ -223,7 +226,7 @@ class Convolution:
         return self.threads * ((source + result) // parts + sums) + _ADDRESS_BYTES
 
     def _float_sum_bytes(self) -> int:
-        """Return the bytes of the sums in float32 of a bfloat16 call and, with strides, of a rearranged image."""
+        """Return the bytes of a bfloat16 call's float32 sums and, with strides, of a rearranged image."""
         if max(self.kernel) == 1 or self.item_bytes == _FLOAT_BYTES:
             return 0
         image = (
@@ -234,7 +237,7 @@ class Convolution:
         return self.threads * (_FLOAT_SUM_BYTES + image)
 
     def _paired_weight_bytes(self) -> int:
-        """Return the bytes of bfloat16 weights in padded blocks of element pairs."""
+        """Return the bytes of the bfloat16 weights, padded to blocks in which pairs of elements are adjacent."""
         in_channels, out_channels = (
             (self.out_channels, self.in_channels) if self.transposed else (self.in_channels, self.out_channels)
         )

@@ -1,9 +1,9 @@
 """Workspace of a convolution that torch computes by im2col: 16-bit types, on a CPU without AVX-512.
 
-The formulas are fitted to the allocator's records of single calls. All images are unfolded at once, so that each window
-is a column. With a dilated kernel, and in the backward of a transposed convolution, the images are unfolded one after
-another. Groups are computed one after another, and their results are concatenated. A bias gradient is summed from a
-copy in float32.
+The formulas are fitted to the allocator's records of single calls. Unfolding an image turns each window into a column.
+All images are unfolded at once, with two exceptions: with a dilated kernel, and in the backward of a transposed
+convolution, they are unfolded one after another. Groups are computed one after another, and their results are
+concatenated. A bias gradient is summed from a float32 copy of the output gradient.
 """
 
 import math
@@ -20,10 +20,12 @@ class Im2colCall:
     in_channels: int
     out_channels: int
     input_size: tuple[int, ...]
+    """The spatial size of the input images."""
     output_size: tuple[int, ...]
+    """The spatial size of the output images."""
     kernel: tuple[int, ...]
     is_plain: bool
-    """True for a stride of one and no padding: a kernel of one element reads the images in place."""
+    """Whether strides are 1 and padding is 0. A kernel of one element then reads the images in place."""
     is_dilated: bool
     groups: int
     transposed: bool
@@ -40,7 +42,7 @@ class Im2colCall:
         return max(working, 2 * result) if self.groups > 1 else working
 
     def backward_bytes(self, *, source: bool, weight: bool, bias: bool) -> int:
-        """Return the peak bytes of the backward, for the requested gradients."""
+        """Return the peak bytes of a backward that computes the gradients of input (`source`), weight or bias."""
         input_gradient = self._image_bytes(self.in_channels, self.input_size) if source else 0
         weight_gradient = (
             self.in_channels * self.out_channels // self.groups * math.prod(self.kernel) * self.item_bytes
@@ -48,12 +50,12 @@ class Im2colCall:
             else 0
         )
         bias_gradient = self.out_channels * self.item_bytes if bias else 0
-        all_at_once = not self.is_dilated and not self.transposed
+        unfolds_all_at_once = not self.is_dilated and not self.transposed
         slices = self._group_bytes(self.in_channels, self.input_size) + self._group_bytes(
             self.out_channels, self.output_size
         )
         gradients = input_gradient + weight_gradient + bias_gradient
-        working = gradients + slices + self._column_bytes(self.batch_size if all_at_once else 1)
+        working = gradients + slices + self._column_bytes(self.batch_size if unfolds_all_at_once else 1)
         if self.groups > 1:
             return max(working, 2 * gradients)
         bias_sum = 0

@@ -1,1 +1,1 @@
-"""The machine benchmark (probe): it measures devices, links and disk while all ranks are busy at the same time."""
+"""The machine benchmark (probe): rates of devices, links and disk, measured on all ranks at the same time."""

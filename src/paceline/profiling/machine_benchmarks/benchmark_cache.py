@@ -1,4 +1,4 @@
-"""The cache of this machine's last benchmark. An unreadable benchmark, or one of another machine, is ignored."""
+"""The cache of this machine's benchmarks, one for each fingerprint. An unreadable benchmark is ignored."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from paceline.planner.layout.host_resources import cpu_name, gpu_models, usable_
 
 
 def machine_fingerprint(*, ranks: int, device: str, ranks_per_node: int | None = None) -> MachineFingerprint:
-    """Return the fingerprint of this machine for `ranks`. It needs torch's version, but does not import torch."""
+    """Return the fingerprint of this machine for `ranks` processes, without importing torch."""
     cores = usable_cores()
     cluster = Resources(ranks=ranks, cores=cores, ranks_per_node=ranks_per_node)
     return MachineFingerprint(
@@ -34,9 +34,9 @@ def machine_fingerprint(*, ranks: int, device: str, ranks_per_node: int | None =
 
 
 def cache_folder(*, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return `$XDG_CACHE_HOME/paceline`, or `~/.cache/paceline`. A relative XDG_CACHE_HOME is ignored.
+    """Return `$XDG_CACHE_HOME/paceline`, or `~/.cache/paceline` if that variable is not an absolute path.
 
-    A user without a home folder, such as a bare user id in a container, gets a folder in the temporary directory.
+    For a user without a home folder, such as a bare user id in a container, return a folder in the temporary directory.
     """
     xdg_cache_home = Path(environ.get("XDG_CACHE_HOME", ""))
     if xdg_cache_home.is_absolute():
@@ -48,7 +48,7 @@ def cache_folder(*, environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def cache_file(fingerprint: MachineFingerprint, *, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the benchmark with this fingerprint."""
+    """Return the file for the benchmark with this fingerprint."""
     digest = hashlib.sha256(json.dumps(asdict(fingerprint), sort_keys=True).encode()).hexdigest()[:12]
     return cache_folder(environ=environ) / f"probe-{fingerprint.device}-{fingerprint.ranks}-{digest}.json"
 
@@ -65,7 +65,7 @@ def read_cached_benchmark(
 
 
 def store_benchmark(probe: HardwareBenchmark, *, environ: Mapping[str, str] = os.environ) -> None:
-    """Store a benchmark; nothing is stored if the folder can't be written."""
+    """Store a benchmark. Store nothing if the folder can't be written."""
     with suppress(OSError, RuntimeError):
         file = cache_file(probe.fingerprint, environ=environ)
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The worker of a machine benchmark, which each rank runs; rank 0 writes the combined result."""
+"""The worker of a machine benchmark. Each rank runs it, and rank 0 writes the combined result."""
 
 import os
 import time
@@ -47,7 +47,10 @@ def run_benchmarks(payload: Mapping[str, Any]) -> int:
 
 
 def load_levels(*, ranks: int, cores: int, device: str) -> list[tuple[int, int]]:
-    """Return the numbers of busy processes to measure, each with the threads per process that a run has."""
+    """Return (number of busy processes, threads of each process) for each load to measure.
+
+    The threads are as many as a run with this number of processes has.
+    """
     if device == "cuda":
         numbers = {1, ranks}
     else:
@@ -71,13 +74,16 @@ def _join_world(fingerprint: MachineFingerprint) -> World:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeBudget:
-    """A time budget: each part gets its share of the time that the earlier parts left."""
+    """A time budget that is divided among measurements, each of which gets a share of the time that is still left."""
 
     world: World
     end_time: float
 
     def seconds_for(self, share: float, *, total: float) -> float:
-        """Return the seconds for a part; `total` is the share of this and all later parts. All ranks get the same."""
+        """Return the seconds for a measurement with this share, equal on all ranks.
+
+        `total` is the sum of the shares of this measurement and all later ones.
+        """
         remaining = float(self.world.share_json(self.end_time - time.perf_counter()))
         return max(remaining, _MIN_SECONDS) * share / total
 
@@ -85,7 +91,7 @@ class TimeBudget:
 def probe_world(
     world: World, fingerprint: MachineFingerprint, *, seconds: float, folder: Path, ranks_per_node: int
 ) -> HardwareBenchmark:
-    """Return what all ranks of a world measure together within about `seconds`. Every rank calls this."""
+    """Return the benchmark that all ranks of a world measure together within about `seconds`. Every rank calls this."""
     start_time, cpu_readings = time.perf_counter(), [read_cpu_times()]
     budget = TimeBudget(world=world, end_time=start_time + seconds)
     links_share, copies_share = _LINKS_SHARE * (world.world_size > 1), _COPIES_SHARE * (world.device.type == "cuda")
@@ -116,9 +122,10 @@ def probe_world(
 def _measure_rates(
     budget: TimeBudget, fingerprint: MachineFingerprint, ranks_per_node: int, cpu_readings: list[CpuTimes]
 ) -> tuple[Rates, ...]:
-    """Return the compute rates for each number of busy ranks, and add CPU readings; rank 0 is always busy.
+    """Return the compute rates for each number of busy ranks per machine, and append to `cpu_readings`.
 
-    Each machine has `ranks_per_node` consecutive ranks.
+    Each machine has `ranks_per_node` consecutive ranks. The first ranks of a machine are busy, and the others wait. So
+    rank 0 is always busy and returns all rates. Another rank returns only the rates for which it was busy.
     """
     world, rates = budget.world, []
     ranks_per_node, levels = world.share_json(

@@ -10,15 +10,18 @@ from paceline.comm.process_group import ALL_GATHER, REDUCE_SCATTER, World
 from paceline.planner.hardware.benchmark_results import CollectiveTimings
 from paceline.profiling.machine_benchmarks.interleaved_timer import BenchmarkFamily, BenchmarkSize, Call, time_families
 
-_MAX_CALL_SECONDS = 0.3  # of one call
-_CALLS_IN_BUDGET = 20  # of the slowest size of each kind
+_MAX_CALL_SECONDS = 0.3  # sizes that take longer are skipped
+_CALLS_IN_BUDGET = 20  # how often the slowest size of each kind can be called within the time
 _FLOAT_BYTES = 4
 _PAYLOAD_BYTES = (2**8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**25)
 _PAYLOAD_BYTES_GPU = (*_PAYLOAD_BYTES, 2**28)
 
 
 def measure_links(world: World, *, seconds: float, shares_cores: bool = False) -> tuple[CollectiveTimings, ...]:
-    """Return the timings of all collectives; empty for one process. Every rank calls this."""
+    """Return the timings of all collectives; empty for one process. Every rank calls this.
+
+    `shares_cores` says that there are more ranks than cores.
+    """
     sizes = group_sizes(world.world_size)
     limit = min(_MAX_CALL_SECONDS, seconds / (max(len(sizes), 1) * len(_COLLECTIVES) * _CALLS_IN_BUDGET))
     collectives: list[CollectiveTimings] = []
@@ -40,19 +43,19 @@ def measure_links(world: World, *, seconds: float, shares_cores: bool = False) -
 
 
 def group_sizes(ranks: int) -> tuple[int, ...]:
-    """Return the powers of two up to `ranks`, and `ranks` itself."""
+    """Return the group sizes to measure: the powers of two from 2 to `ranks`, and `ranks` itself if it is not 1."""
     return tuple(sorted({2**power for power in range(1, ranks.bit_length()) if 2**power <= ranks} | {ranks} - {1}))
 
 
 def neighbor_groups(ranks: int, *, size: int) -> list[list[int]]:
-    """Return as many groups of `size` adjacent ranks as possible; each remaining rank is a group of its own."""
+    """Divide the ranks into groups of `size` adjacent ranks. Each remaining rank is a group of one."""
     num_grouped = ranks // size * size
     groups = [list(range(start, start + size)) for start in range(0, num_grouped, size)]
     return groups + [[rank] for rank in range(num_grouped, ranks)]
 
 
 def _benchmarks(subgroup: World, *, size: int) -> Iterator[BenchmarkFamily]:
-    """Yield the benchmarks of this group; a rank without a group of this size takes part with calls that do nothing."""
+    """Yield the benchmarks of groups of `size` ranks. A rank outside these groups gets calls that do nothing."""
     amounts = _PAYLOAD_BYTES_GPU if subgroup.device.type == "cuda" else _PAYLOAD_BYTES
     for kind, make in _COLLECTIVES.items():
         element_counts = [_num_input_elements(kind, amount, size) for amount in amounts]
@@ -70,7 +73,10 @@ def _benchmarks(subgroup: World, *, size: int) -> Iterator[BenchmarkFamily]:
 
 
 def _num_input_elements(kind: str, amount: int, size: int) -> int:
-    """Return how many elements a rank passes in for `amount` bytes; in a gather, the result has this amount."""
+    """Return how many elements a rank passes to a collective whose input has about `amount` bytes.
+
+    In an all-gather, the result has this amount instead.
+    """
     return max(1, amount // _FLOAT_BYTES // size) * (1 if kind == "all_gather" else size)
 
 
@@ -99,13 +105,13 @@ def _all_to_all(subgroup: World, num_elements: int) -> Call:
 
 
 def _broadcast(subgroup: World, num_elements: int) -> Call:
-    """Return a broadcast whose source is each rank in turn: a constant source would run ahead of its receivers."""
+    """Return a broadcast whose source is another rank in each call. A constant source would run ahead of the others."""
     tensor, sources = _zeros(subgroup, num_elements), iter(_cycle_ranks(subgroup.world_size))
     return lambda: dist.broadcast(tensor, group_src=next(sources), group=subgroup.group)
 
 
 def _send(subgroup: World, num_elements: int) -> Call:
-    """Return a send and a receive between two adjacent ranks, all pairs at once."""
+    """Return a call in which two adjacent ranks send to each other, one after the other. All pairs do so at once."""
     tensor, peer = _zeros(subgroup, num_elements), subgroup.rank ^ 1
     if peer >= subgroup.world_size:
         return _idle(subgroup, num_elements)

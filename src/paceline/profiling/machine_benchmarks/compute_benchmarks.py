@@ -27,22 +27,25 @@ from paceline.profiling.machine_benchmarks.interleaved_timer import (
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NARROW_ROWS = (4, 16, 64, 256, 1024)  # of the first operand of a narrow matmul
-_NARROW_RATIO = 8  # its other edges are at least this many times longer
-_MAX_CALL_SECONDS = 0.1  # of one call
-_CALLS_IN_BUDGET = 100  # of the slowest kind
+_NARROW_RATIO = 8  # the other dimensions of a narrow matmul are at least this many times longer
+_MAX_CALL_SECONDS = 0.1  # sizes that take longer are skipped
+_CALLS_IN_BUDGET = 100  # how often the slowest kind can be called within the time
 _CHAIN_LENGTH = 32  # dependent operations of one element-wise kind, to measure the overhead of a call
 _NUM_OPTIMIZER_TENSORS = 8
-_ADAMW_BYTES = 28  # per element: parameter, gradient and two moments are read, all but the gradient written
+_ADAMW_BYTES = 28  # per element: AdamW reads parameter, gradient and two moments, and writes all but the gradient
 _ROW_ELEMENTS = 512
 _ROW_BYTES = 4 * _ROW_ELEMENTS
 _MIB = 2**20
 _STREAM_BYTES = (2**12, 2**16, 2**18, _MIB, 4 * _MIB, 16 * _MIB, 28 * _MIB, 36 * _MIB, 64 * _MIB)
-"""Sizes around 32 MiB are included: glibc's malloc gets larger blocks from the system each time, page by page."""
+"""Two sizes are near 32 MiB. Above it, each malloc of glibc gets new pages from the system, which is slower."""
 _STREAM_BYTES_GPU = (2**12, 2**16, _MIB, 16 * _MIB, 64 * _MIB, 512 * _MIB)
 
 
 def measure_compute(world: World, *, num_busy: int, threads: int, seconds: float, shares_cores: bool = False) -> Rates:
-    """Return the rates of `num_busy` ranks that compute at the same time. Each of them calls this."""
+    """Return the rates of `num_busy` ranks that compute at the same time with `threads` threads each.
+
+    Each of these ranks calls this. `shares_cores` says that the ranks have more threads than there are cores.
+    """
     torch.set_num_threads(threads)
     limit = min(_MAX_CALL_SECONDS, seconds / _CALLS_IN_BUDGET)
     curves = time_families(
@@ -71,7 +74,7 @@ def measure_compute(world: World, *, num_busy: int, threads: int, seconds: float
 
 
 def measure_copies(world: World, *, seconds: float) -> dict[str, TimingCurve]:
-    """Return the timings of copies between host and device, on all ranks at once; empty without a GPU."""
+    """Return the timings of copies `to_device` and `to_host`, on all ranks at once; empty without a GPU."""
     if world.device.type != "cuda":
         return {}
     sizes = [2**power for power in (12, 16, 20, 24, 28)]
@@ -91,7 +94,7 @@ def measure_copies(world: World, *, seconds: float) -> dict[str, TimingCurve]:
 
 
 def _matmul_timings(precision: str, square: TimingCurve, curves: Mapping[Key, TimingCurve]) -> MatmulTimings:
-    """Return the timings of square matmuls, and of narrow ones relative to a square one with as many FLOPs."""
+    """Return the timings of square matmuls, and the ratios of narrow matmuls to a square one with as many FLOPs."""
     narrow = []
     for key, curve in curves.items():
         if key[:2] == ("narrow", precision):
@@ -103,7 +106,7 @@ def _matmul_timings(precision: str, square: TimingCurve, curves: Mapping[Key, Ti
 
 
 def _benchmarks(device: torch.device) -> Iterator[BenchmarkFamily]:
-    """Yield all benchmarks; a key has the kind, the precision (or variant), and for narrow matmuls the rows."""
+    """Yield all benchmarks. A key has the kind, the precision or variant and, for narrow matmuls, the rows."""
     is_gpu = device.type == "cuda"
     edge = 4096 if is_gpu else 512
     edges = (256, 512, 1024, 2048, 4096, 8192) if is_gpu else (32, 64, 128, 256, 512, 1024, 2048)
@@ -141,7 +144,7 @@ def _benchmarks(device: torch.device) -> Iterator[BenchmarkFamily]:
 
 
 def _stream_benchmarks(device: torch.device, *, sizes: Sequence[int]) -> Iterator[BenchmarkFamily]:
-    buffers: list[Tensor] = []  # two, which all sizes and kinds share
+    buffers: list[Tensor] = []  # two, allocated by the first call; all sizes and kinds share them
 
     def make_call(kind: Callable[[Tensor, Tensor], object], size: int) -> Call:
         while len(buffers) < 2:
@@ -177,7 +180,7 @@ def _optimizer_benchmarks(device: torch.device, *, max_elements: int) -> Iterato
 
 
 def _linear_layer(rows: int, edge: int, dtype: torch.dtype, device: torch.device) -> Call:
-    """Return the three matmuls of a linear layer: forward, input gradient, weight gradient."""
+    """Return a call of the three matmuls of a linear layer: forward, input gradient, weight gradient."""
     x = torch.rand(rows, edge, device=device).to(dtype)
     gradient = torch.rand(rows, edge, device=device).to(dtype)
     weight = torch.rand(edge, edge, device=device).to(dtype)

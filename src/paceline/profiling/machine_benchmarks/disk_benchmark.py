@@ -17,7 +17,10 @@ _FREE_SPACE_DIVISOR = 8  # at most this fraction (1/8) of the free space is writ
 
 
 def measure_disk(world: World, *, folder: Path, seconds: float) -> Disk | None:
-    """Return the disk rates, or None if a rank can't write there. No file is left behind. Every rank calls this."""
+    """Return the rates of the folder's disk, averaged over the ranks, or None if a rank can't write to it.
+
+    Every rank calls this. The file that it writes is removed.
+    """
     existing_folder = _existing_parent(folder)
     max_chunks = max(
         1, min(_MAX_CHUNKS, free_bytes(existing_folder) // (_FREE_SPACE_DIVISOR * world.world_size * _CHUNK_BYTES))
@@ -56,7 +59,7 @@ def _measure_write(file: Path, *, chunks: int, seconds: float) -> float:
 
 
 def _measure_read(file: Path) -> float:
-    """Return the read rate in bytes per second, from the disk if the system drops its cache of the file."""
+    """Return the read rate in bytes per second. Ask the system to drop the file from its cache first."""
     with file.open("rb", buffering=0) as source:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -67,7 +70,7 @@ def _measure_read(file: Path) -> float:
 
 
 def _existing_parent(folder: Path) -> Path:
-    """Return the nearest existing parent folder."""
+    """Return the folder itself if it exists, else its nearest existing parent, as an absolute path."""
     while not folder.is_dir():
         folder = folder.parent
     return folder.absolute()

@@ -1,4 +1,4 @@
-"""Time many calls in turn, on all ranks at the same time, within a time budget."""
+"""Time many calls in turn, on all ranks at the same time, within a time limit."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,23 +12,26 @@ from paceline.comm.process_group import World
 from paceline.planner.hardware.timing_curve import Point, TimingCurve
 
 Call = Callable[[], object]
-Key = tuple[str, ...]
-ROUNDS = 5
+Key = tuple[str, ...]  # of a benchmark family: its kind and further properties
+ROUNDS = 5  # planned; the number of calls in a turn is chosen accordingly
 _MAX_ROUNDS = 25
-_MAX_CALLS = 2000
-_SHORT_SECONDS = 3e-3  # shorter calls are timed more often
+_MAX_CALLS = 2000  # in one turn
+_SHORT_SECONDS = 3e-3  # a call that takes less is timed _SHORT_REPEATS times when sizes are selected
 _SHORT_REPEATS = 5
-_MIN_SIZES = 3
-_FIRST_SIZES_FACTOR = 4  # times the limit for the first few sizes: small sizes alone predict little
-_FIRST_FAMILIES_SHARE = 0.3  # of the time for selecting sizes, which the first families may take from the others
-_MIN_WINDOW_SECONDS = 1e-3
-_PART_SECONDS = 5e-4  # of a part of a turn: shorter than a scheduler's time slice
+_MIN_SIZES = 3  # of a family
+_FIRST_SIZES_FACTOR = 4  # multiplies the limit of a call for the first _MIN_SIZES: few small sizes predict little
+_FIRST_FAMILIES_SHARE = 0.3  # of the time for selecting sizes: the first families may use it in addition to their share
+_MIN_TURN_SECONDS = 1e-3
+_PART_SECONDS = 5e-4  # of a part of a turn: shorter than the time slice of the system's scheduler
 _MIN_SECONDS = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkSize:
-    """An amount of work, and a factory of the call that does it; each call does it `times` times."""
+    """One size of a benchmark: the amount of work (FLOPs or bytes), and a factory of the call that does this work.
+
+    Each call does the amount `times` times.
+    """
 
     amount: float
     make_call: Callable[[], Call]
@@ -37,7 +40,7 @@ class BenchmarkSize:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkFamily:
-    """A benchmark in several sizes, the smallest first."""
+    """A benchmark in several sizes, the smallest first. `key` identifies its curve."""
 
     key: Key
     sizes: Sequence[BenchmarkSize]
@@ -45,7 +48,7 @@ class BenchmarkFamily:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedCall:
-    """A call to time; `seconds` is about what one call takes, equal on all ranks."""
+    """A call that is timed. `seconds` is the approximate time of one call, equal on all ranks."""
 
     key: Key
     size: BenchmarkSize
@@ -55,18 +58,18 @@ class TimedCall:
 
 @dataclass(frozen=True, kw_only=True)
 class SynchronizedRanks:
-    """The ranks that measure at the same time, each with the same families."""
+    """The ranks that measure the same families at the same time."""
 
     world: World
 
     def read_clock(self) -> float:
-        """Return the time after all work queued on the device is done."""
+        """Wait until all work queued on the device is done, and return the time."""
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
         return time.perf_counter()
 
     def max_over_ranks(self, value: float) -> float:
-        """Return the maximum over all ranks; all wait for it."""
+        """Return the maximum over all ranks. All ranks call this and wait for each other."""
         tensor = torch.tensor([value], dtype=torch.float64, device=self.world.device)
         return float(self.world.all_reduce(tensor, op="max"))
 
@@ -81,15 +84,17 @@ def time_families(
     has_untimed_call: bool = False,
     shares_cores: bool = False,
 ) -> dict[Key, TimingCurve]:
-    """Return a curve for each family that works here. All ranks of `world` call this, with the same families.
+    """Return the timing curve of each family that works on this device. All ranks of `world` call this.
 
-    Sizes are selected in the first half of `seconds`, of which each family has a share. A size is skipped if one call
-    would take more than `max_call_seconds`, or a few times that for the second and third; after its share, a family
-    gets no more than three sizes. Then all trials take turns, `ROUNDS` times or, if `seconds` are over, less often.
-    With `has_untimed_call` each turn begins with a call that is not timed, because a link transfers the first bytes
-    after a pause faster. The time of a turn is the median of its parts, because other programs may disturb some; with
-    `shares_cores` it is the whole turn, because ranks that wait for a core disturb each other. `combine_ranks` combines
-    the times of all ranks in a round into one number.
+    The first half of `seconds` is for selecting sizes, and each family has a share of it. A family ends before the
+    first size whose call would take more than `max_call_seconds`. For its second and third size, the limit is higher. A
+    family that has used its share gets no more than three sizes.
+
+    The second half is for rounds. In each round every selected size has a turn of several timed calls. With
+    `has_untimed_call`, a turn begins with a call that is not timed, because a link transfers the first bytes after a
+    pause faster. A turn has short parts, and its result is their median, because other programs may disturb some parts.
+    On a GPU, or with `shares_cores`, a turn has only one part, because ranks that wait for a core disturb each other.
+    `combine_ranks` combines the results of all ranks in a round into one number.
     """
     ranks = SynchronizedRanks(world=world)
     start_time = time.perf_counter()
@@ -123,7 +128,10 @@ def time_families(
 def _select_sizes(
     family: BenchmarkFamily, ranks: SynchronizedRanks, *, max_call_seconds: float, deadline: float
 ) -> list[TimedCall]:
-    """Return trials of the sizes that are not too slow, as predicted from the smaller ones."""
+    """Return the calls to time: from the smallest size to the last one that is not too slow.
+
+    The time of a size is predicted from the smaller sizes, before it is called.
+    """
     trials: list[TimedCall] = []
     for size in family.sizes:
         if trials and _predict_seconds(trials, size.amount) > max_call_seconds * (
@@ -145,7 +153,10 @@ def _select_sizes(
 
 
 def _predict_seconds(trials: Sequence[TimedCall], amount: float) -> float:
-    """Return the predicted seconds, on the line through the last two sizes; at most proportional to the last one."""
+    """Return the predicted seconds of a call, extrapolated from the last two sizes.
+
+    The prediction does not fall, and grows at most in proportion to the last size.
+    """
     last = trials[-1]
     if len(trials) == 1:
         return last.seconds
@@ -155,7 +166,7 @@ def _predict_seconds(trials: Sequence[TimedCall], amount: float) -> float:
 
 
 def _make_call(size: BenchmarkSize) -> Call | None:
-    """Return the call after one trial run; None if this device or build does not support it."""
+    """Make the call and run it once. Return the call, or None if this device or build does not support it."""
     try:
         call = size.make_call()
         call()
@@ -172,10 +183,10 @@ def _time_rounds(
     has_untimed_call: bool,
     part_seconds: float,
 ) -> list[list[float]]:
-    """Return each trial's seconds per unit of work, round by round; the last round may be incomplete."""
+    """Return, for each trial, the seconds for its amount of work in each round. The last round may be incomplete."""
     rounds_by_trial: list[list[float]] = [[] for _ in trials]
     untimed_seconds = sum(trial.seconds for trial in trials) * (1 + has_untimed_call)
-    window = max((seconds / ROUNDS - untimed_seconds) / max(len(trials), 1), _MIN_WINDOW_SECONDS)
+    turn_seconds = max((seconds / ROUNDS - untimed_seconds) / max(len(trials), 1), _MIN_TURN_SECONDS)
     deadline = time.perf_counter() + seconds
     for number in range(_MAX_ROUNDS):
         for trial, trial_rounds in zip(trials, rounds_by_trial, strict=True):
@@ -183,7 +194,7 @@ def _time_rounds(
                 return rounds_by_trial
             if has_untimed_call:
                 trial.call()
-            calls = round(min(max(window / trial.seconds, 1), _MAX_CALLS))
+            calls = round(min(max(turn_seconds / trial.seconds, 1), _MAX_CALLS))
             calls_per_part = min(calls, max(1, round(min(part_seconds / trial.seconds, calls))))
             parts = [_time_calls(trial.call, calls_per_part, ranks) for _ in range(calls // calls_per_part)]
             trial_rounds.append(median(parts) / (calls_per_part * trial.size.times))
@@ -191,6 +202,7 @@ def _time_rounds(
 
 
 def _time_calls(call: Call, calls: int, ranks: SynchronizedRanks) -> float:
+    """Return the seconds of this number of calls."""
     start_time = ranks.read_clock()
     for _ in range(calls):
         call()
@@ -198,6 +210,7 @@ def _time_calls(call: Call, calls: int, ranks: SynchronizedRanks) -> float:
 
 
 def _curve_point(size: BenchmarkSize, rounds: Sequence[float]) -> Point:
+    """Return the median and the spread of the seconds in each round."""
     median_seconds = max(median(rounds), _MIN_SECONDS)
     return Point(
         amount=size.amount,

@@ -24,21 +24,21 @@ from paceline.run_folder.run_folder import ROOT, RunFolder
 
 ENTRY = "paceline.profiling.machine_benchmarks.benchmark_worker:run_benchmarks"
 BENCHMARK_SECONDS = 20.0
-_START_SECONDS = 5.0  # starting processes and importing torch
-_MIN_SHARE = 0.6
+_START_SECONDS = 5.0  # to start processes and import torch
+_MIN_MEASURING_SHARE = 0.6  # of the total seconds, however long the start takes
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkRequest:
-    """The parameters of a benchmark: its total seconds, and the folder whose disk is measured."""
+    """The parameters of a benchmark: its total seconds, including the start, and the folder whose disk is measured."""
 
     seconds: float = BENCHMARK_SECONDS
     folder: Path = ROOT
 
     def payload(self, fingerprint: MachineFingerprint, *, answer: Path, ranks_per_node: int) -> dict[str, Any]:
-        """Return the payload for the ranks."""
+        """Return the payload for the benchmark's ranks. `answer` is the file that rank 0 writes."""
         return {
-            "seconds": max(self.seconds - _START_SECONDS, _MIN_SHARE * self.seconds),
+            "seconds": max(self.seconds - _START_SECONDS, _MIN_MEASURING_SHARE * self.seconds),
             "folder": str(self.folder.absolute()),
             "fingerprint": asdict(fingerprint),
             "answer": str(answer),
@@ -49,10 +49,10 @@ class BenchmarkRequest:
 def probe_machine(
     *, ranks: int, device: str = "cpu", request: BenchmarkRequest | None = None, refresh: bool = False
 ) -> HardwareBenchmark:
-    """Return the cached benchmark of this machine, torch and number of ranks; else, or with `refresh`, a new one.
+    """Return the cached benchmark for this machine, torch and number of ranks. Measure a new one if there is none.
 
-    A new benchmark is measured by new processes and cached. One that other programs disturbed is valid until no other
-    program uses the machine.
+    New processes measure the new benchmark, which is then cached. A cached benchmark is measured again with `refresh`,
+    or if other programs disturbed it and the machine is quiet now.
 
     Raises:
         MachineError: the processes did not start, or failed.
@@ -95,12 +95,12 @@ def _run_benchmark(fingerprint: MachineFingerprint, benchmark_request: Benchmark
 def probe_joined_world(
     joined: JoinedWorld, *, device: str = "cpu", request: BenchmarkRequest | None = None
 ) -> HardwareBenchmark | None:
-    """Return on rank 0 a benchmark by the processes that a launcher has started; nothing is cached.
+    """Measure this machine with the processes that a launcher has started, and cache nothing.
 
-    Every rank calls this.
+    Every rank calls this. Return the benchmark on rank 0, and None on the others.
 
     Raises:
-        PacelineError: this process, or another, failed.
+        PacelineError: this process or another one failed.
     """
     adopt_launcher_variables(joined, os.environ)
     ranks_per_node = joined.local_world_size

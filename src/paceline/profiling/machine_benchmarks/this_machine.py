@@ -13,14 +13,14 @@ from paceline.profiling.machine_benchmarks.machine_benchmark import probe_machin
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMachine:
-    """This machine as a cluster; `seconds` were spent on a new benchmark, 0 if one was cached."""
+    """This machine as a cluster. `seconds` is the time of the new benchmark, or 0 if the cached one was used."""
 
     cluster: Cluster
     seconds: float
 
 
 def benchmark_local_machine(*, ranks: int, device: str) -> LocalMachine:
-    """Return this machine as a cluster of `ranks`.
+    """Return this machine as a cluster of `ranks`, measured now if no valid benchmark is cached.
 
     Raises:
         MachineError: the benchmark failed, or the memory of its GPUs is unknown.
@@ -34,7 +34,7 @@ def benchmark_local_machine(*, ranks: int, device: str) -> LocalMachine:
 
 
 def cached_local_cluster(*, ranks: int, device: str) -> Cluster | None:
-    """Return this machine as a cluster if a benchmark is cached, else None; nothing is measured."""
+    """Return this machine as a cluster if a benchmark is cached, else None. Measure nothing."""
     probe = read_cached_benchmark(machine_fingerprint(ranks=ranks, device=device))
     return None if probe is None else _make_cluster(probe, ranks, device)
 

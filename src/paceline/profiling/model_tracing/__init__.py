@@ -1,1 +1,1 @@
-"""Trace a step: its FLOPs, activations, memory over time, and communication."""
+"""Trace a step of training: its FLOPs, activations, memory over time, and communication."""

@@ -1,4 +1,7 @@
-"""Track the activation memory of a model's parts over a forward and backward: kept for backward, or transient."""
+"""Track the activation memory of each part of a model in a forward and backward: kept for backward, or transient.
+
+The parts are the blocks, and the operations before the first and after the last block.
+"""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -19,8 +22,8 @@ from paceline.torch_internals.pytree import tensor_leaves
 class ActivationUsage:
     """Activation bytes of one part.
 
-    `kept_bytes` exist when backward begins; `transient_bytes` is the peak, while the part runs forward or backward,
-    beyond what it and all earlier parts keep.
+    `kept_bytes` are those that exist when backward begins. `transient_bytes` is the peak of the additional bytes while
+    the part runs forward or backward: those that neither this part nor an earlier one keeps for backward.
     """
 
     kept_bytes: float = 0.0
@@ -30,24 +33,26 @@ class ActivationUsage:
 class ActivationTracker:
     """A tracker that observes each operation of a forward and its backward.
 
-    Use `FakeExecutionMode(on_operation=tracker.observe)`. Tensors that existed before are not counted. A block's
-    backward begins when the gradient of its output exists.
+    Use `FakeExecutionMode(on_operation=tracker.observe)`. Tensors that existed before the forward are not counted. A
+    block's backward begins when the gradient of its output exists. `usage` has the results by part.
     """
 
     def __init__(self, *, blocks: Mapping[str, nn.Module]) -> None:
         self._blocks = blocks
         self._order = [BEFORE_BLOCKS, *blocks, AFTER_BLOCKS]
         self._part = BEFORE_BLOCKS
+        # by id of the storage: its bytes, the part that created it, and a reference
         self._live: dict[int, tuple[int, str, weakref.ref[UntypedStorage]]] = {}
-        self._bytes = 0
-        self._part_start_bytes = 0
+        self._bytes = 0  # of all live storages
+        self._part_start_bytes = 0  # of all live storages when the running part began
+        # after the forward: the bytes that a part and all earlier parts keep
         self._kept_up_to_part: dict[str, float] | None = None
         self._forward_peaks = dict.fromkeys(self._order, 0.0)
         self.usage = {name: ActivationUsage() for name in self._order}
 
     @contextmanager
     def track(self) -> Iterator[None]:
-        """Track a forward with its loss in this context, then `backward`."""
+        """Track in this context. It must contain a forward with its loss, `end_forward()`, and the backward."""
         handles = []
         for name, block in self._blocks.items():
             handles.append(block.register_forward_pre_hook(partial(self._enter, name), prepend=True))
@@ -60,7 +65,7 @@ class ActivationTracker:
             self._live.clear()
 
     def end_forward(self) -> None:
-        """End the forward: tensors that exist now are kept for backward."""
+        """End the forward. Tensors that exist at this time are counted as kept for backward."""
         sums = dict.fromkeys(self._order, 0.0)
         for size, part, _ in self._live.values():
             sums[part] += size
@@ -73,7 +78,7 @@ class ActivationTracker:
         self._part = AFTER_BLOCKS
 
     def observe(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record one operation."""
+        """Count the new tensors of one operation, and update the peak of the running part."""
         input_ids = {id(tensor.untyped_storage()) for tensor in tensor_leaves([args, kwargs]) if _is_plain(tensor)}
         for tensor in tensor_leaves(result):
             if _is_plain(tensor) and id(tensor.untyped_storage()) not in input_ids:
@@ -110,7 +115,7 @@ class ActivationTracker:
             self._start_part(name)
 
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        if is_in_backward():  # recomputation
+        if is_in_backward():  # a forward that activation checkpointing repeats
             return
         for tensor in tensor_leaves(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -119,10 +124,10 @@ class ActivationTracker:
         self._start_part(next_part)
 
     def _backward_hook(self, name: str) -> Callable[[Tensor], None]:
-        def back(_: Tensor) -> None:
+        def start_backward(_: Tensor) -> None:
             self._part = name
 
-        return back
+        return start_backward
 
 
 def _is_plain(tensor: Tensor) -> bool:

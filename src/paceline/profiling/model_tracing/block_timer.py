@@ -1,4 +1,4 @@
-"""Time the forward and backward of each block on one example, for balancing pipeline stages."""
+"""Time the forward and backward of each block on one example batch, to balance pipeline stages."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,11 @@ from paceline.torch_internals.private_api import CallInterceptor
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTimes:
-    """Median seconds; `first` and `last` are the parts before the first block (embedding) and after the last."""
+    """Median seconds of each block, forward and backward.
+
+    `first` has the forward and backward seconds of the operations before the first block (embedding). `last` has those
+    of the operations after the last block (head and loss).
+    """
 
     names: tuple[str, ...]
     forward: tuple[float, ...]
@@ -24,8 +28,8 @@ class BlockTimes:
     last: tuple[float, float]
 
     @property
-    def total(self) -> tuple[float, ...]:
-        """Return forward plus backward seconds of each block."""
+    def block_seconds(self) -> tuple[float, ...]:
+        """The seconds of each block, forward plus backward."""
         return tuple(forward + backward for forward, backward in zip(self.forward, self.backward, strict=True))
 
 
@@ -35,16 +39,16 @@ def time_blocks(
     blocks: Mapping[str, nn.Module],
     call: Callable[[], Tensor],
     repeats: int = 5,
-    hold_block: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
+    materialize_block: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
 ) -> BlockTimes:
-    """Time a forward that ends in a scalar, block by block. `blocks` are in the order of the forward.
+    """Time a forward and backward block by block. `blocks` are in the order of the forward.
 
-    `hold_block` returns a context in which a block has its memory while it is timed. Each block runs on inputs detached
-    from the graph, so that its backward is timed separately. Parameters get no gradient. Buffers and random streams
-    advance as in any forward.
+    `call` runs the forward and returns a scalar. `materialize_block` returns a context in which a block's parameters
+    have memory, and in which the block is timed. Each block runs on inputs detached from the graph, so that its
+    backward is timed separately. Parameters get no gradient. Buffers and random streams advance as in any forward.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    rounds = [_Round(model, blocks, device, hold_block).run(call) for _ in range(repeats + 1)][1:]
+    rounds = [_Round(model, blocks, device, materialize_block).run(call) for _ in range(repeats + 1)][1:]
     medians = [median(column) for column in zip(*(timed_round.seconds() for timed_round in rounds), strict=True)]
     forward, backward = medians[::2], medians[1::2]
     return BlockTimes(
@@ -57,20 +61,22 @@ def time_blocks(
 
 
 class _Round:
-    """One timed forward, in which each block's backward runs right after its forward."""
+    """One timed forward of the model. The backward of each block runs right after the forward of this block."""
 
     def __init__(
         self,
         model: nn.Module,
         blocks: Mapping[str, nn.Module],
         device: torch.device,
-        hold_block: Callable[[nn.Module], AbstractContextManager[object]],
+        materialize_block: Callable[[nn.Module], AbstractContextManager[object]],
     ) -> None:
-        self._model, self._blocks, self._device, self._hold_block = model, blocks, device, hold_block
+        self._model, self._blocks, self._device = model, blocks, device
+        self._materialize_block = materialize_block
+        # forward and backward seconds: before the first block, after the last block, and of each block
         self._first = (0.0, 0.0)
         self._last = (0.0, 0.0)
         self._block_times: dict[str, tuple[float, float]] = {}
-        self._start_time = 0.0
+        self._start_time = 0.0  # of the operations since the last block, or since the start
 
     def run(self, call: Callable[[], Tensor]) -> "_Round":
         interceptors = [CallInterceptor(module, self._interceptor(name)) for name, module in self._blocks.items()]
@@ -85,7 +91,7 @@ class _Round:
         return self
 
     def seconds(self) -> list[float]:
-        """Return forward and backward seconds in turn: first, each block, last."""
+        """Return forward and backward seconds alternately: before the blocks, of each block, after the blocks."""
         return [*self._first, *(seconds for name in self._blocks for seconds in self._block_times[name]), *self._last]
 
     def _interceptor(self, name: str) -> Callable[..., Any]:
@@ -96,7 +102,7 @@ class _Round:
             args, kwargs = _detach((args, kwargs), outputs, leaves)
             if not self._block_times:
                 self._first = (first_seconds, self._time_backward(outputs, list(self._model.parameters())))
-            with self._hold_block(self._blocks[name]):
+            with self._materialize_block(self._blocks[name]):
                 output = self._time_block(name, leaves, lambda: call(*args, **kwargs))
             self._start_time = self._read_clock()
             return output
@@ -130,7 +136,10 @@ class _Round:
 
 
 def _detach(value: Any, originals: list[Tensor], leaves: list[Tensor]) -> Any:
-    """Return a copy detached from the graph; add the tensors in the graph to `originals`, the new ones to `leaves`."""
+    """Return a copy of nested values in which tensors are detached from the graph.
+
+    Append the tensors that require gradients to `originals`, and the leaves that replace them to `leaves`.
+    """
     if isinstance(value, Tensor):
         if not value.requires_grad:
             return value

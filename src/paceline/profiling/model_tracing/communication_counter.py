@@ -1,7 +1,7 @@
 """Count a rank's communication: calls and bytes of each collective and point-to-point message.
 
-A dispatch mode sees every collective of torch: those of Paceline, `fully_shard` and distributed tensors, and messages
-between two ranks.
+The counter is a dispatch mode, which sees every operation of torch. So it counts the collectives and messages of
+Paceline, `fully_shard` and distributed tensors.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from typing_extensions import override
 from paceline.bytes_sent import SENT_BYTES_PER_BYTE
 from paceline.torch_internals.dispatch_modes import DispatchMode, group_size
 
-_NAMES = {
+_KIND_BY_OPERATOR = {
     "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce", "all_reduce_coalesced": "all_reduce", "all_reduce_coalesced_": "all_reduce",
     "allgather_": "all_gather", "_allgather_base_": "all_gather", "allgather_coalesced_": "all_gather",
@@ -28,14 +28,15 @@ _NAMES = {
     "scatter_": "scatter", "send": "send", "isend": "send", "recv_": "receive", "recv_any_source_": "receive",
     "irecv": "receive", "barrier": "barrier", "monitored_barrier_": "barrier",
 }  # fmt: skip
-_INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensors")
+_INPUT_ARGUMENTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensors")
 
 
 @dataclass(kw_only=True)
 class CollectiveTotals:
-    """The totals of one kind of collective.
+    """The totals of one kind of collective on this rank.
 
-    `payload_bytes` are the bytes of the inputs, `sent_bytes` those that this rank sends (`SENT_BYTES_PER_BYTE`).
+    `payload_bytes` are the bytes of the inputs. `sent_bytes` are the bytes that the rank sends, computed from
+    `SENT_BYTES_PER_BYTE`.
     """
 
     calls: int = 0
@@ -44,7 +45,10 @@ class CollectiveTotals:
 
 
 class CommunicationCounter(DispatchMode):
-    """A dispatch mode that counts the communication of this thread and of the backward that it starts."""
+    """A dispatch mode that counts the communication of this thread, and of backwards that this thread starts.
+
+    `totals` has the counts by kind of collective.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -52,7 +56,7 @@ class CommunicationCounter(DispatchMode):
 
     @property
     def total_bytes(self) -> float:
-        """The bytes that left this rank."""
+        """The bytes that this rank has sent."""
         return sum(totals.sent_bytes for totals in self.totals.values())
 
     def as_json(self) -> dict[str, dict[str, float]]:
@@ -61,7 +65,7 @@ class CommunicationCounter(DispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count the operation and run it; distributed tensors are unwrapped to local operations first."""
+        """Count the operation and run it. For distributed tensors, count the local operations instead."""
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented
         if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
@@ -69,12 +73,12 @@ class CommunicationCounter(DispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> None:
-        name = _NAMES.get(func._schema.name.partition("::")[2])
+        name = _KIND_BY_OPERATOR.get(func._schema.name.partition("::")[2])
         if name is None:
             return
         arguments = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         group = next((arguments[key] for key in ("process_group", "group_name", "group") if key in arguments), None)
-        payload = sum(_tensor_bytes(tensor) for key in _INPUTS for tensor in _tensors(arguments.get(key)))
+        payload = sum(_tensor_bytes(tensor) for key in _INPUT_ARGUMENTS for tensor in _tensors(arguments.get(key)))
         totals = self.totals.setdefault(name, CollectiveTotals())
         totals.calls += 1
         if name in SENT_BYTES_PER_BYTE:

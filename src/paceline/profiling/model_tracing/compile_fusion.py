@@ -1,7 +1,7 @@
-"""Compiler fusion: the memory traffic that remains between a block's matmuls when it is compiled.
+"""Estimate the memory traffic of a block's operations other than matmuls after a compiler has fused them.
 
-A compiler fuses a chain of operations that are not matmuls into one kernel. It reads each of its inputs once, and
-writes only the results that a matmul or the next block reads. Other results of the chain stay in registers.
+A compiler fuses a chain of operations without a matmul into one kernel. The kernel reads each input of the chain once.
+It writes only the results that a matmul or the next block reads. Other results of the chain stay in registers.
 """
 
 from collections.abc import Iterable
@@ -10,15 +10,19 @@ from torch import Tensor
 
 
 class Fusion:
-    """A model of fusion that receives a block's operations in order; each method returns moved bytes."""
+    """A model of fusion. It receives the operations of a block in order. Each method returns moved bytes."""
 
     def __init__(self) -> None:
+        # by storage id: the bytes of results that are not written to memory
         self._unwritten_bytes: dict[int, int] = {}
         self._chain_results: set[int] = set()
         self._chain_inputs: set[int] = set()
 
     def add_operation(self, inputs: Iterable[Tensor], results: Iterable[Tensor]) -> float:
-        """Return the bytes that an operation which is not a matmul adds to its chain."""
+        """Add an operation other than a matmul to the current chain, and return the bytes moved for its inputs.
+
+        An input is read once per chain. A result of an earlier chain that was not written yet is written first.
+        """
         num_bytes = 0.0
         for tensor in inputs:
             key = _key(tensor)
@@ -31,14 +35,14 @@ class Fusion:
         return num_bytes
 
     def add_matmul(self, inputs: Iterable[Tensor], results: Iterable[Tensor]) -> float:
-        """Return the bytes that are written before a matmul, which ends the current chain."""
+        """End the current chain with a matmul, and return the bytes that the chain writes for the matmul."""
         num_bytes = self.end_chain(inputs)
         for tensor in results:
             self._unwritten_bytes.pop(_key(tensor), None)
         return num_bytes
 
     def end_chain(self, next_inputs: Iterable[Tensor]) -> float:
-        """Return the bytes that the chain must write for the next reader, whose inputs are given."""
+        """End the current chain. Return the bytes that it must write because `next_inputs` are read after it."""
         self._chain_results.clear()
         self._chain_inputs.clear()
         return float(sum(self._unwritten_bytes.pop(_key(tensor), 0) for tensor in next_inputs))

@@ -1,9 +1,11 @@
 """Fake execution: a model runs with true shapes and memory addresses, and without computing values.
 
-Results are allocated and never written, so that the system provides no memory for them: a step of a model of any size
-takes some seconds and little memory. Integers, booleans and small tensors with known inputs keep their values, so that
-code that branches on them takes its usual path. Results that depend on unknown numbers get plausible values: a loss is
-one, everything is finite, experts get equally many tokens.
+Results are allocated and never written, so that the system provides no physical memory for them. A step of a model of
+any size takes some seconds and little memory.
+
+Integers, booleans and small tensors are still computed if their inputs are known. So code that branches on them takes
+its usual path. Integers and booleans that depend on unknown numbers get plausible values: a loss is 1, every number is
+finite, and all experts get equally many tokens.
 """
 
 import math
@@ -37,26 +39,27 @@ from paceline.torch_internals.dispatch_modes import (
 )
 from paceline.torch_internals.pytree import tensor_leaves
 
+# floating-point tensors with at most so many elements are computed: in a step, and while a model is built
 SMALL_ELEMENTS, _SMALL_ELEMENTS_IN_BUILD = 64, 1 << 12
-_SMALL_FLOAT64_ELEMENTS = 1 << 16  # ranks exchange statistics of a step in float64
-_endless_locations: set[object] = set()
+_SMALL_FLOAT64_ELEMENTS = 1 << 16  # larger, because ranks exchange statistics of a step in float64
+_endless_locations: set[object] = set()  # lines of code whose comparison was true _MAX_TRUE_RESULTS times
 _MAX_TRUE_RESULTS, _MAX_TRUE_RESULTS_IF_ENDLESS = 10_000, 100  # of a comparison at one line of code
-_FRESH_BYTES = 64 << 20  # larger allocations come from the system, filled with zeros
+_FRESH_BYTES = 64 << 20  # allocations of at least this size come from the system, filled with zeros
 _META = torch.device("meta")
 _VIEWS = {"aten::detach", "aten::alias", "aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
 _RESIZING_OPERATIONS = ("aten::resize_", "aten::set_")
-_EXECUTED_PREFIXES = ("c10d::", "profiler::", "prim::")
-_TensorForm = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+_EXECUTED_PREFIXES = ("c10d::", "profiler::", "prim::")  # operations that are always run
+_TensorForm = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
 
 class FakeStorages:
-    """The set of storages whose values are unknown, which threads may share."""
+    """A set of storages whose values are unknown. Several threads may share the set."""
 
     def __init__(self) -> None:
         self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
 
     def has(self, tensor: Tensor) -> bool:
-        """Return whether the tensor's values are unknown; never for a sparse tensor, which has no own storage."""
+        """Return whether the tensor's values are unknown. A sparse tensor has no storage, so return False for it."""
         return tensor.layout == torch.strided and id(tensor.untyped_storage()) in self._storages
 
     def add(self, tensor: Tensor) -> None:
@@ -68,10 +71,11 @@ class FakeStorages:
 
 
 class FakeExecutionMode(DispatchMode):
-    """A dispatch mode in which this thread's operations return tensors without values; `on_operation` gets each one.
+    """A dispatch mode in which this thread's operations return tensors without values.
 
-    Threads that pass tensors to each other share `fake_storages`. `backend_copies` returns how many bytes the backend
-    copies for a collective, and which of its tensors it keeps, both until the collective is waited for.
+    Threads that pass tensors to each other share `fake_storages`. `on_operation` is called with each operation, its
+    `args` and `kwargs`, and its result. `backend_copies` returns how many bytes the backend copies for a collective,
+    and which tensors the backend references. Both last until the collective is waited for.
     """
 
     def __init__(
@@ -88,13 +92,13 @@ class FakeExecutionMode(DispatchMode):
         self._on_operation = on_operation
         self._fake_storages = fake_storages or FakeStorages()
         self.comparisons_hold = True
-        """The result of comparisons of unknown numbers; False while a model is built."""
-        self._known_forms: dict[Any, Any] = {}
-        self._remaining_true_results: dict[Any, int] = {}
+        """The result of every comparison of unknown numbers. Set it to False while a model is built."""
+        self._known_forms: dict[Any, Any] = {}  # of results, by operation and forms of its arguments
+        self._remaining_true_results: dict[Any, int] = {}  # by line of code
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the operation's results without their values."""
+        """Run the operation without computing values, and call `on_operation`."""
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -121,7 +125,7 @@ class FakeExecutionMode(DispatchMode):
                 return run_cpu_kernel(func, args, kwargs)
         if name in FIXED_RESULTS:
             return FIXED_RESULTS[name](func, args, kwargs) if has_fake_input else func(*args, **kwargs)
-        if _is_inplace_view(func) and name not in _RESIZING_OPERATIONS:  # its values do not change
+        if _is_inplace_view(func) and name not in _RESIZING_OPERATIONS:  # values in memory do not change
             return func(*args, **kwargs)
         targets = written_tensors(func, args, kwargs)
         if not has_fake_input and not self._is_large(func, args, kwargs, inputs, targets):
@@ -131,8 +135,8 @@ class FakeExecutionMode(DispatchMode):
         return self._fake_results(func, args, kwargs)
 
     def _fake_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the collective on empty tensors instead; its first argument holds the results."""
-        has_split_sizes = op_name(func) == "c10d::alltoall_base_"  # its lists are the split sizes
+        """Run the collective on empty tensors, so that ranks still wait for each other. `args[0]` has its results."""
+        has_split_sizes = op_name(func) == "c10d::alltoall_base_"  # the lists among its arguments are split sizes
         arguments = [[] if has_split_sizes and isinstance(arg, list) else arg for arg in args]
         empty_arguments = _map_tensors(arguments, lambda tensor: tensor.new_empty(0))
         result = func(*empty_arguments, **kwargs)
@@ -146,6 +150,8 @@ class FakeExecutionMode(DispatchMode):
         )
 
     def _pending_collective(self, num_bytes: int, kept_tensors: Any) -> Any:
+        """Return a collective that references tensors, and has copies of `num_bytes`, until it is waited for."""
+
         def on_completion() -> None:
             self.copied_bytes -= num_bytes
 
@@ -153,7 +159,7 @@ class FakeExecutionMode(DispatchMode):
         return PendingCollective(on_completion, inputs=kept_tensors).start()
 
     def _is_large(self, func: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
-        """Return whether the operation computes too many floating-point numbers to be worth running."""
+        """Return whether the operation computes or reads so many floating-point numbers that it is not run."""
         if targets or inputs:
             tensors = targets or inputs
             if any(self._is_too_large(tensor) for tensor in tensors):
@@ -171,7 +177,10 @@ class FakeExecutionMode(DispatchMode):
 
     @property
     def _max_computed_elements(self) -> int:
-        """The largest tensor whose values are computed: a build tests its rules on small matrices."""
+        """The number of elements up to which a tensor's values are computed.
+
+        It is larger while a model is built, because constructors may test small matrices.
+        """
         return SMALL_ELEMENTS if self.comparisons_hold else _SMALL_ELEMENTS_IN_BUILD
 
     def _is_too_large(self, tensor: Tensor) -> bool:
@@ -179,6 +188,7 @@ class FakeExecutionMode(DispatchMode):
         return tensor.is_floating_point() and tensor.numel() > max_elements
 
     def _fake_write(self, func: Any, args: Any, kwargs: Any, targets: Sequence[Tensor]) -> Any:
+        """Mark the written numbers as unknown, or fill them if they are integers. Return the operation's result."""
         for tensor in targets:
             if tensor.is_floating_point() or tensor.is_complex():
                 self._fake_storages.add(tensor)
@@ -190,6 +200,7 @@ class FakeExecutionMode(DispatchMode):
         return result if func._schema.returns else None
 
     def _fake_results(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return new tensors with the shapes of the operation's results."""
         if op_name(func) == "aten::masked_select":
             return self._create_results(func, args, _masked_select_form(*args))
         if op_name(func) in PACKED_SEQUENCE_OPERATIONS:
@@ -202,7 +213,10 @@ class FakeExecutionMode(DispatchMode):
         return self._create_results(func, args, self._known_forms[key])
 
     def _comparison_result(self, func: Any, tensor: Tensor) -> bool:
-        """Return the result of an unknown comparison: True, or False if a loop repeats it endlessly."""
+        """Return the result of a comparison of unknown numbers: `comparisons_hold`, or False to end an endless loop.
+
+        A loop counts as endless if one line of user code has compared a single number too often.
+        """
         if not self.comparisons_hold or tensor.numel() != 1 or op_name(func) not in COMPARISONS:
             return self.comparisons_hold
         location = user_code_position()
@@ -219,6 +233,7 @@ class FakeExecutionMode(DispatchMode):
         return False
 
     def _meta_results(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the operation's results on meta tensors, which have shapes only."""
         meta_kwargs = {**kwargs, "device": _META} if any(a.name == "device" for a in func._schema.arguments) else kwargs
         try:
             with hide_from_modes():
@@ -242,7 +257,7 @@ class FakeExecutionMode(DispatchMode):
 
 
 def _is_on_meta(inputs: Sequence[Tensor], kwargs: Any) -> bool:
-    """Return whether the operation runs on meta tensors."""
+    """Return whether the operation reads or creates meta tensors."""
     if any(tensor.is_meta for tensor in inputs):
         return True
     device = kwargs.get("device")
@@ -257,7 +272,7 @@ def _is_inplace_view(func: Any) -> bool:
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Return whether its results share the memory of its inputs."""
+    """Return whether the operation's results share the memory of its inputs."""
     schema = func._schema
     if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
         return False
@@ -265,7 +280,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _masks_to_indices(func: Any, args: Any) -> Any:
-    """Return the arguments with masks converted to indices; the values of masks are known."""
+    """Return the arguments of an indexing operation with masks converted to indices. The values of masks are known."""
     if op_name(func) not in ("aten::index", "aten::index_put") or len(args) < 2:
         return args
     indices: list[Any] = []
@@ -278,7 +293,7 @@ def _masks_to_indices(func: Any, args: Any) -> Any:
 
 
 def _masked_select_form(tensor: Tensor, mask: Tensor) -> _TensorForm:
-    """Return the form of a masked selection: as many elements as the mask, whose values are known, selects."""
+    """Return the form of the result of `masked_select`. It depends on the values of the mask, which are known."""
     repeats = torch.broadcast_shapes(tensor.shape, mask.shape).numel() // max(1, mask.numel())
     return ((int(mask.sum()) * repeats,), (1,), tensor.dtype)
 
@@ -302,6 +317,7 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def _key(value: Any) -> Any:
+    """Return a hashable key of nested arguments. Equal keys mean that results have equal forms."""
     if isinstance(value, Tensor):
         return (value.shape, value.stride(), value.dtype)
     if isinstance(value, list | tuple):
@@ -310,13 +326,14 @@ def _key(value: Any) -> Any:
 
 
 def _tensor_forms(value: Any) -> Any:
-    """Return what is needed to recreate the tensors of a result: shape, strides and dtype."""
+    """Return a nested result with each tensor replaced by its form (shape, strides, dtype)."""
     if isinstance(value, Tensor):
         return (tuple(value.shape), tuple(value.stride()), value.dtype)
     return [_tensor_forms(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _rebuild(forms: Any, make: Callable[[_TensorForm], Tensor]) -> Any:
+    """Return a nested result with each form replaced by a new tensor."""
     if isinstance(forms, tuple):
         return make(forms)
     return tuple(_rebuild(form, make) for form in forms) if isinstance(forms, list) else forms

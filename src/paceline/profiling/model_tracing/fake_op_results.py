@@ -1,4 +1,4 @@
-"""Create the results of operations on fake tensors, also where torch's own shape inference is wrong."""
+"""Results of operations on tensors without values: plausible integers, and shapes that torch's inference gets wrong."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from paceline.errors import JobError, current_user_line
 
 
 def _one_if_float(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return 1.0 for an unknown floating-point number; integers and booleans are known."""
+    """Return 1.0 for a floating-point number, whose value is unknown. Integers and booleans have values."""
     return 1.0 if args[0].is_floating_point() else func(*args, **kwargs)
 
 
@@ -19,6 +19,7 @@ def _always_true(func: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
+# operations that return a Python number or boolean
 FIXED_RESULTS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "aten::_local_scalar_dense": _one_if_float,
     "aten::equal": _always_true,
@@ -26,7 +27,7 @@ FIXED_RESULTS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "aten::allclose": _always_true,
 }
 COMPARISONS = {"aten::gt", "aten::ge", "aten::lt", "aten::le"}
-_POSITION_OPERATIONS = {
+_POSITION_OPERATIONS = {  # their int64 results are positions
     "aten::topk",
     "aten::sort",
     "aten::argsort",
@@ -37,20 +38,20 @@ _POSITION_OPERATIONS = {
 }
 _POSITION_OPERATIONS |= {"aten::multinomial"}
 RANDOM_MASKS = {"aten::native_dropout", "aten::bernoulli"}
-"""Operations whose masks are as large as activations, and are never read."""
+"""Operations that create masks as large as activations. In fake execution nothing reads the values of these masks."""
 
 
 def fill_unknown_integers(func: Any, tensor: Tensor, args: Any, *, comparisons_hold: bool) -> None:
-    """Fill integers and booleans that were computed from unknown numbers.
+    """Fill integers or booleans that an operation computed from unknown numbers.
 
-    Everything is finite; each position is chosen equally often, so that experts get equally many tokens.
-    `comparisons_hold` is the result of every comparison: true in a step, false while a model is built. With true, a
+    Every number counts as finite. Each position is chosen equally often, so that experts get equally many tokens.
+    `comparisons_hold` is the result of every comparison: True in a step, and False while a model is built. With True, a
     constructor that samples until a value is within bounds would never end.
     """
     name = func._schema.name
     if name in _POSITION_OPERATIONS and tensor.dtype is torch.int64:
         _fill_with_positions_in_order(tensor, args)
-    elif name in ("aten::eq", "aten::ne"):  # a finite number equals itself, and no infinity
+    elif name in ("aten::eq", "aten::ne"):  # so that tests for NaN (x != x) and infinity fail
         tensor.fill_(_is_infinite(args[1]) == (name == "aten::ne"))
     elif comparisons_hold and name in COMPARISONS:
         tensor.fill_(1)
@@ -63,6 +64,7 @@ def _is_infinite(value: Any) -> bool:
 
 
 def _fill_with_positions_in_order(tensor: Tensor, args: Any) -> None:
+    """Fill with 0, 1, 2, ... up to the size of the dimension that the operation reduces or sorts, repeatedly."""
     source: Tensor = args[0]
     integers = [arg for arg in args[1:] if isinstance(arg, int) and not isinstance(arg, bool)]
     dim = integers[-1] if integers and -source.dim() <= integers[-1] < source.dim() else -1
@@ -71,35 +73,40 @@ def _fill_with_positions_in_order(tensor: Tensor, args: Any) -> None:
 
 
 def result_shapes(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the operation's results on `meta`, corrected where its own shape inference is wrong."""
+    """Return the operation's results for meta arguments, with a correction if torch's shape inference is wrong."""
     corrected = _CORRECTIONS.get(func._schema.name)
     return func(*args, **kwargs) if corrected is None else corrected(func, args, kwargs)
 
 
 def unknown_result_error(func: Any, error: Exception) -> JobError:
-    """Return the error for an operation whose results can't be determined without values."""
+    """Return the error for an operation whose result shapes can't be determined without values."""
     name, sizes = func._schema.name, {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*func.tags}
     return JobError(
         f"the result of {name} is unknown without real values.",
         where=str(current_user_line() or ""),
-        cause="the size of its result depends on values" if sizes else f"it has no shape rule: {_first_line(error)}",
-        hint="an operation whose result size depends on operand sizes only, such as torch.where with three arguments"
+        cause="the size of the result depends on values"
         if sizes
-        else "name a layout, which needs no plan: --layout ddp"
+        else f"the operation has no shape rule: {_first_line(error)}",
+        hint="use an operation whose result size depends on operand sizes only: torch.where with three arguments"
+        if sizes
+        else "name a layout, so that no plan is needed: --layout ddp"
         if name.startswith("aten::")
-        else f'@torch.library.register_fake("{name}"), a function that returns empty results of the right sizes',
+        else f'@torch.library.register_fake("{name}") on a function that returns empty results of the right sizes',
     )
 
 
 PACKED_SEQUENCE_OPERATIONS = {"aten::_pack_padded_sequence": 2, "aten::_pad_packed_sequence": 1}
-"""Operations that reorder rows of several lengths, with the number of dimensions of a row index."""
+"""Operations that pack or pad sequences of several lengths, with the number of leading dimensions that index a row."""
 
 
 def packed_sequence_form(func: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], Tensor]:
-    """Return the form of the packed data, and the lengths, which are computed with rows of one element."""
+    """Return the form (shape, strides, dtype) of the packed or padded data, and the lengths.
+
+    They are computed from known values: the operation runs on rows of one element.
+    """
     data, num_row_dims = args[0], PACKED_SEQUENCE_OPERATIONS[func._schema.name]
-    narrow, lengths = func(torch.zeros((*data.shape[:num_row_dims], 1), dtype=data.dtype), *args[1:], **kwargs)
-    shape = (*narrow.shape[: 3 - num_row_dims], *data.shape[num_row_dims:])
+    narrow_data, lengths = func(torch.zeros((*data.shape[:num_row_dims], 1), dtype=data.dtype), *args[1:], **kwargs)
+    shape = (*narrow_data.shape[: 3 - num_row_dims], *data.shape[num_row_dims:])
     return (shape, torch.empty(shape, device="meta").stride(), data.dtype), lengths
 
 
@@ -123,7 +130,7 @@ def _unique_everywhere(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tenso
 
 
 def _grouped_matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Return the result of a grouped matmul: shape inference accepts few dtypes and alignments only."""
+    """Return the result of a grouped matmul. Torch's shape inference accepts few dtypes and alignments only."""
     left, right = args[0], args[1]
     offsets = args[2] if len(args) > 2 else kwargs.get("offs")
     shapes = {
@@ -136,22 +143,26 @@ def _grouped_matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
     return result
 
 
-_FEW_POSITIONS, _MORE_POSITIONS, _PAGE_BYTES = 8, 24, 4096
+_FEW_POSITIONS, _MORE_POSITIONS = 8, 24  # in sequences; the workspace is extrapolated from both
+_PAGE_BYTES = 4096
 
 
 def _recurrent_layer(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result with its workspace, which shape inference omits: extrapolated from few positions."""
+    """Return the result of a recurrent layer with its workspace, which torch's shape inference omits.
+
+    The workspace of a long sequence is extrapolated from two short ones.
+    """
     source, other_arguments = args[0], args[1:]
     output, hidden, cell, reserve = func(*args, **kwargs)
     positions = source.shape[0]
 
     def workspace_bytes(length: int) -> int:
-        real = [
+        zero_arguments = [
             _zeros_like(source[:length]),
             *(_zeros_like(arg) if isinstance(arg, Tensor) else arg for arg in other_arguments),
         ]
-        found = func(*real, **kwargs)[3]
-        return 0 if found is None else int(found.numel())  # without gradients there is none
+        workspace = func(*zero_arguments, **kwargs)[3]
+        return 0 if workspace is None else int(workspace.numel())  # None without gradients
 
     if positions <= _MORE_POSITIONS:
         num_bytes = workspace_bytes(positions)

@@ -1,4 +1,7 @@
-"""Count the cost of one forward by part: FLOPs of matmuls, bytes that other operations move, bytes saved."""
+"""Count the cost of each part of a forward: FLOPs of matmuls, bytes that other operations move, bytes saved.
+
+The parts are the blocks, and the operations before the first and after the last block.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,17 +17,18 @@ from paceline.profiling.model_tracing.compile_fusion import Fusion
 from paceline.torch_internals.pytree import tensor_leaves
 
 BEFORE_BLOCKS, AFTER_BLOCKS = "", "\0"
-"""The names of the parts before the first block and after the last."""
+"""The names of the parts before the first block and after the last block."""
 
 
 @dataclass(kw_only=True)
 class LayerCounts:
     """The counts of one part.
 
-    A multiply-add is two FLOPs; `masked_flops` are those that attention skips by a causal mask. Bytes are counted as
-    moved by other operations than matmuls, saved for backward, created by matmuls, output to the next part, all-reduced
-    and exchanged by all-to-all. `fused_bytes` are the moved bytes that remain after a compiler fuses operations,
-    `largest_bytes` is the largest result of one operation.
+    A multiply-add is two FLOPs. `masked_flops` are those that attention skips because of a causal mask. `moved_bytes`
+    are read and written by operations other than matmuls. `fused_bytes` are those that remain after a compiler fuses
+    these operations. `matmul_result_bytes` are created by matmuls, `saved_bytes` are saved for backward, and
+    `output_bytes` are the output to the next part. `largest_bytes` is the largest result of one operation.
+    `reduced_bytes` and `reduced_calls` count all-reduces, and `exchanged_bytes` the inputs of all-to-alls.
     """
 
     matmul_flops: float = 0.0
@@ -47,16 +51,16 @@ class LayerCounts:
 
 
 class FlopCounter:
-    """A counter that adds each operation of a forward to the part that runs.
+    """A counter that adds each operation of a forward to the counts of the running part.
 
-    Use `FakeExecutionMode(on_operation=counter.observe)`.
+    Use `FakeExecutionMode(on_operation=counter.observe)`. `costs` has the counts by part.
     """
 
     def __init__(self, model: nn.Module, *, blocks: Mapping[str, nn.Module]) -> None:
         self._blocks = blocks
         self._last_block = list(blocks)[-1] if blocks else ""
         self._part = BEFORE_BLOCKS
-        self._saved_tensors: list[Tensor] = []  # keeps counted storages alive, so that no new one gets the same id
+        self._saved_tensors: list[Tensor] = []  # references counted storages, so that no new storage gets the same id
         self._counted_ids = {id(t.untyped_storage()) for t in [*model.parameters(), *model.buffers()]}
         self._fusion = Fusion()
         self.costs = {name: LayerCounts() for name in (BEFORE_BLOCKS, *blocks, AFTER_BLOCKS)}
@@ -156,7 +160,7 @@ def _convolution_flops(args: Sequence[Any], results: Sequence[Tensor]) -> float:
 
 
 def _attention_flops(args: Sequence[Any]) -> tuple[float, float]:
-    """Return the FLOPs of both matmuls of attention: those computed, and those that a causal mask skips."""
+    """Return the FLOPs of attention's two matmuls: those that are computed, and those that a causal mask skips."""
     query, key = args[0], args[1]
     total = 4.0 * query.numel() * key.shape[-2]
     computed = 0.5 * total if any(arg is True for arg in args[3:]) else total

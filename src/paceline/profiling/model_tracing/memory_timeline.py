@@ -1,8 +1,9 @@
-"""Memory timelines: a rank's memory at every operation of a step, extrapolated from two shallow models to a deep one.
+"""Memory timelines: a rank's memory at every operation of a step, extrapolated from shallow models to a deep one.
 
-One more block in each chain adds the operations of one block to the middle of every forward and every backward. All
-operations before and after stay the same, and the memory at each grows by the same amount with every added block. So
-the memory at every operation is extrapolated, and the peak is the maximum over all of them.
+A chain is a sequence of equal blocks. One more block in a chain adds the operations of one block to the middle of every
+forward and every backward. The operations before and after stay the same, and with every added block the memory at each
+of them grows by the same amount. So the memory at every operation can be extrapolated from two depths. The peak is the
+maximum over all operations.
 """
 
 from bisect import bisect_right
@@ -13,53 +14,54 @@ from operator import add
 
 from paceline.profiling.model_tracing.memory_tracker import KINDS, MemoryByKind
 
-Bytes = tuple[int, ...]  # of each kind
-Part = list[tuple[str, Bytes]]  # the name of each operation, with the bytes at this time
-ExtraIteration = tuple[int, int]  # its position, and its number of operations
+Bytes = tuple[int, ...]  # of each kind in `memory_tracker.KINDS`
+Part = list[tuple[str, Bytes]]  # the name of each operation, and the bytes at this operation
+ExtraIteration = tuple[int, int]  # of a loop: its position in the shorter part, and its number of operations
 
 
 @dataclass
 class MemoryTimeline:
-    """The bytes of each kind (`memory_tracker.KINDS`) by operation, in parts: a forward, a backward, an update."""
+    """The bytes of each kind at every operation of a step. Each forward, backward and update is a part."""
 
     parts: list[Part] = field(default_factory=lambda: [[]])
 
     def record(self, name: str, num_bytes: Bytes) -> None:
-        """Record the bytes held at this operation."""
+        """Record the bytes that are allocated at this operation."""
         self.parts[-1].append((name, num_bytes))
 
     def start_part(self) -> None:
-        """Start another part."""
+        """Start another part, if the current one is not empty."""
         if self.parts[-1]:
             self.parts.append([])
 
 
 def extrapolate_peak(base: MemoryTimeline, longer: Sequence[tuple[MemoryTimeline, int]]) -> MemoryByKind | None:
-    """Return the peak with added blocks, or None if the steps differ in anything but those blocks.
+    """Return the peak with added blocks, or None if the timelines differ in more than the operations of one block.
 
-    `longer` has a pair per chain of blocks: the timeline with one more block, and how many blocks to add.
+    `longer` has a pair for each chain: the timeline of `base` with one more block in this chain, and how many blocks to
+    add to the chain.
     """
     if any(len(timeline.parts) != len(base.parts) for timeline, _ in longer):
         return None
     totals: list[Bytes] = []
     for index, part in enumerate(base.parts):
         summands = [[num_bytes for _, num_bytes in part]]
-        for journal, blocks in longer:
-            iterations = _find_extra_iterations(part, journal.parts[index])
+        for longer_timeline, blocks in longer:
+            iterations = _find_extra_iterations(part, longer_timeline.parts[index])
             if iterations is None:
                 return None
             summands.append(
-                [_added_bytes(pair, blocks) for pair in _byte_pairs(part, journal.parts[index], iterations)]
+                [_added_bytes(pair, blocks) for pair in _byte_pairs(part, longer_timeline.parts[index], iterations)]
             )
         totals += [tuple(map(sum, zip(*addends, strict=True))) for addends in zip(*summands, strict=True)]
     peak = max(totals, key=sum, default=())
     return MemoryByKind(**dict(zip(KINDS, peak, strict=False)))
 
 
-def extrapolate(base: MemoryTimeline, longer: MemoryTimeline, blocks: int) -> MemoryTimeline | None:
-    """Return the timeline with `blocks` more than `base`, or None if the steps differ in anything but those blocks.
+def extrapolate_timeline(base: MemoryTimeline, longer: MemoryTimeline, blocks: int) -> MemoryTimeline | None:
+    """Return the timeline with `blocks` more blocks than `base`, or None if it can't be extrapolated.
 
-    `longer` is the timeline with one more block.
+    `longer` is the timeline with one more block. It may differ from `base` only in the operations of this block.
     """
     if len(longer.parts) != len(base.parts):
         return None
@@ -76,7 +78,10 @@ def extrapolate(base: MemoryTimeline, longer: MemoryTimeline, blocks: int) -> Me
 def _extrapolate_part(
     short_part: Part, longer_part: Part, iterations: Sequence[ExtraIteration], blocks: int
 ) -> Part | None:
-    """Return the operations of one part with `blocks` more; the bytes in each inserted block are interpolated."""
+    """Return one part with `blocks` more blocks, or None if the part has no equal iterations around the inserted ones.
+
+    The bytes in the inserted blocks are interpolated between the iterations before and after them.
+    """
     added = [_added_bytes(pair, blocks) for pair in _byte_pairs(short_part, longer_part, iterations)]
     totals = [(name, tuple(map(add, base, extra))) for (name, base), extra in zip(short_part, added, strict=True)]
     operations: Part = []
@@ -98,6 +103,7 @@ def _extrapolate_part(
 
 
 def _added_bytes(pair: tuple[Bytes, Bytes], blocks: int) -> Bytes:
+    """Return the bytes that `blocks` more blocks add. `pair` has the bytes without and with one more block."""
     return tuple((b - a) * blocks for a, b in zip(*pair, strict=True))
 
 
@@ -112,13 +118,13 @@ def _byte_pairs(short_part: Part, longer_part: Part, iterations: Sequence[ExtraI
 
 
 def _find_extra_iterations(short_part: Part, longer_part: Part) -> list[ExtraIteration] | None:
-    """Return where `longer_part` has one more iteration of a loop over blocks, and of how many operations.
+    """Return the extra iteration of each loop over blocks in `longer_part`, or None if there is another difference.
 
-    The position is the middle of the loop. Return None if there is another difference.
+    The position of an extra iteration is the middle of its loop.
     """
     names, longer_names = [name for name, _ in short_part], [name for name, _ in longer_part]
     iterations: list[ExtraIteration] = []
-    matched = num_extra = 0
+    matched = num_extra = 0  # equal operations in both parts so far, and operations of extra iterations so far
     while num_extra < len(longer_names) - len(names):
         stop = matched + _common_length(names, longer_names, matched, matched + num_extra)
         remaining = len(longer_names) - len(names) - num_extra
@@ -126,7 +132,7 @@ def _find_extra_iterations(short_part: Part, longer_part: Part) -> list[ExtraIte
         if not lengths:
             return None
         common_lengths = {n: _common_length(names, longer_names, stop, stop + num_extra + n) for n in lengths}
-        # a loop that continues to the end takes all remaining operations
+        # prefer the length after which most operations are equal; in a tie, the one with all remaining extra operations
         num_operations = max(lengths, key=lambda n: (common_lengths[n], n == remaining))
         start = stop
         while (
@@ -140,7 +146,10 @@ def _find_extra_iterations(short_part: Part, longer_part: Part) -> list[ExtraIte
 
 
 def _iteration_lengths(names: list[str], position: int, max_length: int) -> list[int]:
-    """Return the possible lengths of a loop's extra iteration: it equals the operations just before it."""
+    """Return each possible number of operations of an extra iteration that starts at `position`.
+
+    Its operations must equal those just before it.
+    """
     return [
         n
         for n in range(1, min(max_length, position) + 1)
@@ -149,6 +158,6 @@ def _iteration_lengths(names: list[str], position: int, max_length: int) -> list
 
 
 def _common_length(names: list[str], longer_names: list[str], start: int, longer_start: int) -> int:
-    """Return how many operations are equal in both from these positions on."""
+    """Return how many successive operations are equal, beginning at these two positions."""
     pairs = zip(islice(names, start, None), islice(longer_names, longer_start, None), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,4 +1,4 @@
-"""Memory of a rank in bytes: parameters, gradients, optimizer state, buffers, and everything else during a step."""
+"""Measure a rank's memory in a step: parameters, gradients, optimizer state, buffers, and all other tensors."""
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -47,9 +47,9 @@ class MemoryByKind:
 def memory_at_rest(
     *, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), updated_tensors: Sequence[Tensor] = ()
 ) -> MemoryByKind:
-    """Return this rank's bytes between two steps, without padding; shared memory counts once.
+    """Return this rank's bytes between two steps, without padding. Memory that tensors share counts once.
 
-    `updated_tensors` are the tensors that the optimizers update, if they are not the model's own parameters but rows
+    `updated_tensors` are the tensors that the optimizers update, if these are not the model's parameters but slices
     of them.
     """
     parameters = list(model.parameters())
@@ -62,7 +62,7 @@ def memory_at_rest(
 
 
 def element_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of the tensors' elements on this rank; an expanded tensor counts its memory once."""
+    """Return the bytes of the tensors' elements on this rank. Shared or expanded memory counts once."""
     sizes: dict[int, tuple[int, dict[tuple[int, torch.Size], int]]] = {}
     for tensor in map(local_tensor, tensors):
         if tensor.is_meta:  # the memory is on another rank
@@ -91,20 +91,22 @@ def optimizer_state_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> Iter
 
 @dataclass
 class _LiveStorage:
+    """A storage that is not freed yet."""
+
     num_bytes: int
     kind: str
     reference: "weakref.ref[UntypedStorage]"
 
 
 class StorageTracker:
-    """A tracker of the storages that operations have created, for as long as they live."""
+    """A tracker of the storages that operations have created and that are not freed yet."""
 
     def __init__(self) -> None:
         self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
         self._is_finished = False
 
     def observe(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record the storages that an operation created; a view of an input has no new storage."""
+        """Record the new storages of an operation's results. A view of an input has none."""
         if self._is_finished:
             return
         for storage in _new_storages(result, self._storages, args, kwargs):
@@ -114,23 +116,24 @@ class StorageTracker:
     def _forget(self, storage_id: int, _: object) -> None:
         self._storages.pop(storage_id, None)
 
-    def storages(self) -> list[UntypedStorage]:
-        """Return the storages that are alive, and stop tracking."""
+    def finish(self) -> list[UntypedStorage]:
+        """Stop tracking, and return the storages that are not freed yet."""
         self._is_finished = True
-        storages = [known() for known in list(self._storages.values())]
+        storages = [reference() for reference in list(self._storages.values())]
         return [storage for storage in storages if storage is not None]
 
 
 class MemoryTracker(DispatchMode):
     """A tracker of this rank's peak memory and its composition, for one kind of device.
 
-    Every result of an operation is tracked until its memory is freed; storages that `fully_shard` resizes are tracked
-    too. Use it around a step that is not the first: the optimizer's state must exist. `updated_tensors` is as in
-    `memory_at_rest`; copies among them count as optimizer state. `other_storages` count as activations.
+    Every result of an operation is tracked until its memory is freed. Storages that `fully_shard` resizes are tracked
+    too. Use it around a step that is not the first, because the optimizer's state must exist. `updated_tensors` are as
+    in `memory_at_rest`. Those that do not share memory with parameters count as optimizer state. `other_storages` exist
+    already and count as activations.
 
-    `operator_bytes` returns the peak bytes of an operation while it runs, including its results; `extra_bytes` returns
-    the bytes that exist in addition. `on_operation` gets each operation's name and the bytes of each kind at this time;
-    `on_phase_change` is called when a backward begins or ends.
+    `operator_bytes` returns the peak bytes of an operation while it runs, including its results. `extra_bytes` returns
+    the bytes that exist in addition to tensors. `on_operation` gets each operation's name and the bytes of each kind at
+    this time. `on_phase_change` is called when a backward begins or ends.
     """
 
     def __init__(
@@ -159,7 +162,7 @@ class MemoryTracker(DispatchMode):
         self.peak = MemoryByKind()
         """The bytes of each kind when their sum was highest."""
         self.kept_bytes = 0
-        """The activations when backward began; the maximum over the microbatches."""
+        """The bytes of activations when a backward began: the maximum over the microbatches."""
         for kind, tensors in self._initial_tensors(model, optimizers, updated_tensors):
             for tensor in tensors:
                 self._track(local_tensor(tensor).untyped_storage(), kind)
@@ -181,7 +184,7 @@ class MemoryTracker(DispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Track the results, and run the operation."""
+        """Run the operation, track its results, and update the peak."""
         if any(hasattr(kind, "to_local") for kind in types):
             return NotImplemented
         backward = is_in_backward()
@@ -199,7 +202,8 @@ class MemoryTracker(DispatchMode):
         result = func(*args, **(kwargs or {}))
         for storage in _new_storages(result, self._live, args, kwargs):
             self._track(storage, "activations")
-        self._update_peak(name, has_gradients=self._operator_bytes is None)  # a running operation creates no gradients
+        # with `operator_bytes`, new gradients were reclassified before the operation
+        self._update_peak(name, may_have_gradients=self._operator_bytes is None)
         return result
 
     def _initial_tensors(
@@ -233,8 +237,8 @@ class MemoryTracker(DispatchMode):
         self._update_peak("resized")
 
     def _reclassify_gradients(self) -> None:
-        """Reclassify activations that have become gradients."""
-        if all(map(is_, map(_GRADIENT, self._without_gradient), repeat(None))):  # as after most operations
+        """Count activations that have become gradients as gradients."""
+        if all(map(is_, map(_GRADIENT, self._without_gradient), repeat(None))):  # true after most operations
             return
         remaining = [parameter for parameter in self._without_gradient if parameter.grad is None]
         for gradient in (parameter.grad for parameter in self._without_gradient):
@@ -247,11 +251,12 @@ class MemoryTracker(DispatchMode):
                 live.kind = "gradients"
         self._without_gradient = remaining
 
-    def _update_peak(self, name: str, operator_bytes: int = 0, *, has_gradients: bool = True) -> None:
+    def _update_peak(self, name: str, operator_bytes: int = 0, *, may_have_gradients: bool = True) -> None:
+        """Update the peak, and call `on_operation`. `may_have_gradients`: the last operation may have set gradients."""
         operator_bytes += 0 if self._extra_bytes is None else self._extra_bytes()
         total = sum(self._bytes.values()) + operator_bytes
         is_peak = total > self._peak_bytes
-        if has_gradients and self._was_backward and (is_peak or self._on_operation is not None):
+        if may_have_gradients and self._was_backward and (is_peak or self._on_operation is not None):
             self._reclassify_gradients()
         if is_peak:
             self._peak_bytes = total
@@ -262,7 +267,7 @@ class MemoryTracker(DispatchMode):
 
 
 def _new_storages(result: Any, known: Container[int], args: Any, kwargs: Any) -> list[UntypedStorage]:
-    """Return the storages of an operation's results that are neither known nor its inputs."""
+    """Return the storages of an operation's results, without those of its inputs and those whose ids are `known`."""
     storages = {}
     for storage in map(Tensor.untyped_storage, _counted_tensors(result)):
         if id(storage) not in known:
