@@ -35,8 +35,8 @@ class LaunchRequest:
     """The description of what to start: an entry (`"pkg.module:function"`) with a payload, or the user's own script.
 
     With `saves_checkpoints`, the run folder is locked, and after one signal the ranks finish their step and save;
-    without, one signal ends them. The first `servers` ranks are parameter servers; any other rank that is killed is
-    restarted alone.
+    without, one signal ends them. If `servers` is positive, the first `servers` ranks are parameter servers, and any
+    other rank that is killed is restarted alone.
     """
 
     ranks: int
@@ -49,7 +49,7 @@ class LaunchRequest:
     saves_checkpoints: bool = True
     servers: int = 0
     working_folder: str = ""
-    """The working folder of the ranks; empty for that of this process."""
+    """The working folder of the ranks; if empty, the one of this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ def _inherited_handles(run_lock: RunLock | None, payload: Mapping[str, Any]) -> 
 
 
 def _silence_timeout(request: LaunchRequest) -> float:
-    """Return the request's timeout in seconds, or the default; a timeout that the job sets comes with heartbeats."""
+    """Return the timeout of the request's settings in seconds, or the default; heartbeats contain the job's timeout."""
     timeout = (request.payload or {}).get("settings", {}).get("train.timeout_seconds", DEFAULT_SECONDS)
     try:
         return float(timeout)
@@ -193,7 +193,7 @@ def _restart_request(request: LaunchRequest, outcome: LaunchOutcome) -> LaunchRe
 
 
 def _environ(request: LaunchRequest) -> dict[str, str]:
-    """Return the fork server's environment: one thread for numerical libraries; workers set their own number."""
+    """Return the fork server's environment, with one thread for numerical libraries; workers set their own number."""
     environ = {**os.environ, **dict.fromkeys(_MATH_THREADS, "1")}
     if request.exact:
         environ[KERNELS_VARIABLE] = environ.get(KERNELS_VARIABLE) or DEFAULT_EXACT_KERNELS
@@ -202,7 +202,7 @@ def _environ(request: LaunchRequest) -> dict[str, str]:
 
 
 def kernel_fingerprint() -> str:
-    """Return which numerical kernels this process uses: digests are only comparable between equal fingerprints."""
+    """Return the name of the numerical kernels of this process; digests are comparable only if this name is equal."""
     return os.environ.get(KERNELS_VARIABLE) or "default"
 
 

@@ -54,7 +54,7 @@ def write_activity(folder: Path, activity: str) -> None:
 
 
 def read_activity(folder: Path) -> str:
-    """Return the last activity that was written; before that, the start of the processes."""
+    """Return the activity that was written last, or "starting processes" if none can be read."""
     try:
         return read_regular(folder / _ACTIVITY_FILE).decode(errors="replace")
     except (OSError, ValueError):

@@ -18,7 +18,7 @@ def die_with_launcher(environ: Mapping[str, str]) -> int | None:
     in the background may end before it.
 
     Returns:
-        The signal that was set before, 0 if none, for `outlive_launcher`; None if nothing was changed.
+        The previous parent-death signal (0 if none), which `outlive_launcher` restores; None if nothing was changed.
     """
     parent = os.getppid()
     if sys.platform != "linux" or ("TORCHELASTIC_RUN_ID" not in environ and _program_name(parent) not in _MPI_PROGRAMS):
@@ -30,7 +30,7 @@ def die_with_launcher(environ: Mapping[str, str]) -> int | None:
 
 
 def outlive_launcher(previous_signal: int) -> None:
-    """Undo `die_with_launcher`: what this process does after the run no longer belongs to the run."""
+    """Restore the parent-death signal of the time before `die_with_launcher`, because the run is over."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, previous_signal)
 
 

@@ -69,7 +69,7 @@ def phase_of(trace: TracebackType | None) -> str:
 def out_of_memory_error(
     error: BaseException, *, phase: str = "", held: Mapping[str, int], limit: MemoryLimit | None
 ) -> OutOfMemory:
-    """Return the error as `OutOfMemory`, with the original's traceback and notes."""
+    """Return the error as `OutOfMemory`, with its traceback and notes; `held` is the memory in use, by purpose."""
     phase = "reading data" if isinstance(error, DataError) else phase or phase_of(error.__traceback__)
     allocation_bytes = requested_bytes(error)
     message = "out of memory" + (f" in {phase}" if phase else "")
@@ -141,7 +141,7 @@ def tightest_memory_limit() -> MemoryLimit | None:
 
 
 def process_bytes_under(limit: MemoryLimit | None) -> int:
-    """Return the bytes that this process uses under a limit."""
+    """Return the bytes of this process that count towards a limit."""
     if limit is not None and limit.is_own:
         return limit.used_bytes
     return process_memory()
@@ -175,8 +175,8 @@ def oom_kill_count(
 ) -> int | None:
     """Return how many processes the kernel has killed so far because memory ran out, or None if unknown.
 
-    Counts this process's control group and its parents, since each may set the limit; if no group reports it, the
-    whole machine.
+    The count is of this process's control group and its parent groups, because each of them may set the limit. If no
+    group reports a count, that of the whole machine is returned.
     """
     for name in ("memory.events", "memory.oom_control"):
         counts = [

@@ -59,7 +59,7 @@ def claim_report(text: str, *, environ: Mapping[str, str], is_echo: bool = False
 
 
 def _world_key(environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """Return this process's rank and the world's name on this machine; None if the other ranks are unknown."""
+    """Return this process's rank, and the prefix of its world's files; None if no other rank can be identified."""
     try:
         joined = detect_world(environ)
     except PacelineError:
@@ -74,7 +74,7 @@ def _world_key(environ: Mapping[str, str]) -> tuple[int, str] | None:
 def _claim_file(name: str, rank: int, text: str) -> str | None:
     """Claim a file: return None if this process is the first to do so, else the text that the first one wrote.
 
-    A file of another process with the same rank belongs to an earlier world: a wrapper may start several in turn.
+    A file of another process with the same rank belongs to an earlier world of the same parent process.
     """
     claimed_text = _read_claim(name, rank)
     if claimed_text is not None:

@@ -27,7 +27,7 @@ from paceline.launch.inherited_environment import attempt_folder, own_environ
 from paceline.user_code import hide_paceline_frames
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_LEFT_BLOCK = "_paceline_left"  # an attribute that is set on an error
+_LEFT_BLOCK = "_paceline_left"  # attribute of an error that left the block of `remove_hook_at_end`
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
@@ -64,7 +64,7 @@ class UncaughtHook:
                 print_line(failure_sentence(failure, scope), sys.stderr)
 
     def remove(self) -> None:
-        """Restore the previous hook; if another hook was installed since, this one stays and only forwards."""
+        """Restore the previous hook. If another hook was installed since, this hook stays and only calls the previous one."""
         self.is_active = False
         if sys.excepthook is self:
             sys.excepthook = self._previous_hook
