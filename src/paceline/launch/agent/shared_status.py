@@ -73,7 +73,7 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
 
 
 def make_status_buffer() -> int:
-    """Return the file descriptor of a memory buffer that all ranks inherit; it is freed when the last process closes it."""
+    """Return the file descriptor of a memory buffer that all ranks inherit; the last process to close it frees it."""
     memfd_create = getattr(os, "memfd_create", None)
     if memfd_create is not None:
         return int(memfd_create("paceline-status"))

@@ -64,7 +64,7 @@ class UncaughtHook:
                 print_line(failure_sentence(failure, scope), sys.stderr)
 
     def remove(self) -> None:
-        """Restore the previous hook. If another hook was installed since, this hook stays and only calls the previous one."""
+        """Restore the previous hook. If another hook was installed since, this one stays but reports nothing."""
         self.is_active = False
         if sys.excepthook is self:
             sys.excepthook = self._previous_hook

@@ -148,7 +148,7 @@ def defer_large_model(
     limit_bytes: int,
     pretrained: PretrainedModel | None = None,
 ) -> DeferredInit | None:
-    """Return the model on the meta device if it is above the limit. Its source of values is then local.
+    """Return the model on the meta device if it is above the limit, with a local source (see `InitialValues`).
 
     Return None if it is below the limit, or if some rank cannot record the constructor.
 

@@ -31,7 +31,7 @@ CreateTensor = Callable[[int], Tensor]
 
 
 class UnknownNumber(BaseException):
-    """A read of a value that `meta_forward` does not have. It is no `Exception`, so a forward's `except` ignores it."""
+    """A read of a value that `meta_forward` does not have. No `except Exception` in a forward catches it."""
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def meta_forward(device: torch.device) -> Iterator[None]:
 def lend_parameters(create_tensor: CreateTensor, *, device: torch.device) -> Iterator[None]:
     """Run forwards with real parameter values inside this context.
 
-    `create_tensor` returns the full tensor for the key of a storage; the last one is cached.
+    `create_tensor` returns the full tensor for the key of a storage; the last tensor is cached.
     """
     lender = _LendMode(create_tensor, device)
     with lender, ReportedDeviceMode(device, lender.read_tensor):

@@ -18,6 +18,7 @@ from paceline.parallel.initialization.meta_model import (
 from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs
 
 LoadedShards = tuple[dict[str, Tensor], list[str]]
+"""Shards by the first name of each tensor (a tied tensor has several names), and notes for the user."""
 
 
 @runtime_checkable
@@ -25,7 +26,7 @@ class PretrainedModel(Protocol):
     """A job's `model` that can build its skeleton without weights, and can read shards of them."""
 
     def skeleton(self) -> nn.Module:
-        """Return the model as its constructor leaves it."""
+        """Return the model as its constructor leaves it, without the weights of the files."""
 
     def load(self, model: nn.Module, shard_specs: ShardSpecs) -> LoadedShards:
         """Return this rank's shards of the tensors in the files, by the first name of each, and notes."""
@@ -47,7 +48,7 @@ class PretrainedValues:
     is_local: bool = False
 
     def with_unsharded_model(self) -> "PretrainedValues":
-        """Return the same source with an unsharded copy of the model, from which it reads names and shapes."""
+        """Return the same source with an unsharded copy of the model, which provides names and shapes."""
         return replace(self, model=copy.deepcopy(self.model))
 
     def values(self, shard_specs: ShardSpecs) -> tuple[dict[str, Tensor], list[str]]:
@@ -68,7 +69,10 @@ class PretrainedValues:
 def open_pretrained(
     pretrained: PretrainedModel, *, seed: int, device: torch.device
 ) -> tuple[PretrainedValues, list[str]]:
-    """Return the source of a model on the meta device; if it can't be recorded, each rank builds the skeleton once."""
+    """Build the skeleton on the meta device; return the source of its values, and notes.
+
+    If its constructor can't be recorded, each rank builds the skeleton once in memory.
+    """
     tape, views, notes = InitTape(seed=seed), dict[str, RecordedView](), list[str]()
     try:
         recorded = record_model(pretrained.skeleton, seed=seed)

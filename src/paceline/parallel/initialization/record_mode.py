@@ -38,7 +38,7 @@ def record_init(tape: InitTape) -> Iterator[list[str]]:
 
 
 class ReportedDeviceMode(TorchFunctionMode):
-    """A function mode in which meta tensors report a real device, and reads call `read`."""
+    """A torch function mode in which meta tensors report `device`, and `tolist` and `numpy` get values from `read`."""
 
     def __init__(self, device: torch.device, read: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

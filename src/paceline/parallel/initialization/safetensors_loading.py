@@ -220,7 +220,7 @@ def _read_shards(
 
 
 def _first_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a mapping from every name of a tensor to its first."""
+    """Return a mapping from every name of a tensor to its first name."""
     by_id = {id(tensor): name for name, tensor in tensors.items()}
     all_names = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: by_id[id(tensor)] for name, tensor in all_names}

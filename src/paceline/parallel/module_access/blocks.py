@@ -13,7 +13,7 @@ _LISTS = nn.ModuleList | nn.Sequential
 
 
 class NoChain(LayoutError):
-    """The error for a model whose blocks form no chain; it may still be split along its exported graph."""
+    """The error for a model whose blocks form no chain; the model may still be split along its exported graph."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,8 @@ def find_blocks(model: nn.Module, *, listed_names: Sequence[str] | None = None) 
     depends only on the model's structure, so it is the same on every rank.
 
     Raises:
-        LayoutError: no block repeats; or a listed name is no module, is listed twice, or is inside another listed one.
+        NoChain: the model has no list with two entries that hold parameters.
+        LayoutError: a listed name is no module, is listed twice, or is inside another listed module.
     """
     if listed_names is not None:
         return _find_listed(model, listed_names)

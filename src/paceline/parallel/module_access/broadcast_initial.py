@@ -33,7 +33,7 @@ def _is_bitwise_equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _check_structure(model: nn.Module, world: World) -> None:
-    """Raise DesyncError unless names, shapes, dtypes and trainability are the same on every rank."""
+    """Raise DesyncError if names, shapes, dtypes or trainability differ between ranks."""
     if world.world_size == 1:
         return
     local_structure = {

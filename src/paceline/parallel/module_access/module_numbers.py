@@ -17,7 +17,7 @@ MISSING = "missing"
 WIDTH = 2  # the numbers that encode one attribute: its type and its value
 
 Number = None | bool | int | float | tuple[int, float]
-"""The value of an attribute; a tensor without dimensions is its dtype's index and its value."""
+"""The value of an attribute; for a zero-dimensional tensor, the index of its dtype in `_DTYPES` and its value."""
 
 
 class ModuleNumbers:
@@ -40,7 +40,7 @@ class ModuleNumbers:
         self._saved_tensor_values: dict[str, Number | str] = {}
         self._model = model
         self._hook_number = 0
-        self._contents: dict[str, frozenset[str]] = {}
+        self._contents: dict[str, frozenset[str]] = {}  # module -> `_attribute_names`
         self._saved_contents = self._contents
         self.snapshot()
 
@@ -71,7 +71,7 @@ class ModuleNumbers:
         """Return whether this attribute is a flag with which a forward remembers that it has installed something.
 
         That is: since `snapshot`, the flag became True, and the module got new hooks, buffers or objects. Such a flag
-        must not be copied to a rank where they are not installed.
+        must not be copied to a rank that has not installed these objects.
         """
         if not self._is_newly_set_flag(name):
             return False

@@ -15,7 +15,7 @@ from paceline.parallel.module_access.shard_spec import ShardSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTensor:
-    """This rank's shard of a model tensor. `get_tensor` returns the current one, since forwards may replace buffers."""
+    """This rank's shard of a model tensor. `get_tensor` returns the current tensor, as forwards may replace buffers."""
 
     name: str
     shard_spec: ShardSpec
@@ -32,7 +32,7 @@ class LocalTensor:
 class ShardedTensors:
     """A model's tensors, sharded over the ranks of `world`.
 
-    Every rank builds it with the same names. The constructor and the `gather_` methods are collective.
+    Every rank creates this object with the same tensor names. The constructor and the `gather_` methods are collective.
     """
 
     def __init__(self, *, world: World, tensors: Sequence[LocalTensor]) -> None:
@@ -48,7 +48,7 @@ class ShardedTensors:
 
     @property
     def world(self) -> World:
-        """Return the ranks that hold the tensors."""
+        """Return the world whose ranks hold the tensors."""
         return self._world
 
     @property
@@ -103,7 +103,7 @@ class ShardedTensors:
             yield name, self.gather_full_tensor(name, tensors.get(name))
 
     def extract_shard(self, name: str, full_tensor: Tensor) -> Tensor | None:
-        """Return this rank's shard of a full tensor, or None."""
+        """Return this rank's shard of a full tensor; None if the rank has no shard of it."""
         shard_spec = self._shard_specs[name][self._world.rank]
         return None if shard_spec.local_shape is None else shard_spec.extract(full_tensor)
 
@@ -118,7 +118,7 @@ def model_tensors(model: nn.Module) -> list[LocalTensor]:
 
 
 def param_tensors(named_parameters: Sequence[NamedParameter]) -> list[LocalTensor]:
-    """Return the parameters of an unsharded optimizer."""
+    """Return the full tensors of parameters that are not sharded."""
     return [
         LocalTensor(
             name=m.name,

@@ -36,8 +36,8 @@ def refuse_hooks(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if has_hooks(tensor):
             raise JobError(
-                f"above init.limit, {name} is replaced by a new tensor, and the hook on the old one would never be "
-                "called.",
+                f"above init.limit, {name} is replaced by a new tensor, and the hook on the old tensor would "
+                "never be called.",
                 cause=_CAUSE,
                 hint="a larger --init.limit, if the model fits into each rank's memory; or do the same in loss=",
             )

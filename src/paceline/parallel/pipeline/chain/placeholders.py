@@ -26,12 +26,14 @@ TensorType = tuple[torch.Size, torch.dtype]
 OutputTemplate = tuple[OutputSpec, tuple[TensorPath | None, ...]]
 """The description of an output, and for each of its tensors the path of an input of the same shape and dtype."""
 TensorPool = dict[tuple[TensorType, torch.device], Tensor]
+"""Filled tensors that the placeholders of one forward share."""
 
 
 class Placeholder:
     """The placeholder of one module.
 
-    `template` is used if the copy can't run on "meta", as with experts that read values of their tokens.
+    `template` gives the structure of the output if the copy can't run on "meta", for example because it contains
+    experts that read the values of their tokens.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Placeholder:
         self._template = template
 
     def make_output(self, args: Any, kwargs: Any, *, pool: TensorPool | None = None) -> Any:
-        """Return the module's output with NaN for floats and 0 for integers; a `pool` shares tensors of equal shape."""
+        """Return the module's output, filled with NaN (integers: 0). Tensors of equal shape are shared by `pool`."""
         arguments = {"args": args, "kwargs": kwargs}
         inputs = dict(tensors_in(arguments))
         input_types = tuple((path, tensor.shape, tensor.dtype) for path, tensor in inputs.items())

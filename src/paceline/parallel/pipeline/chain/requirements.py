@@ -136,7 +136,7 @@ class _RequirementSearch:
         return self._dependency_cache[root]
 
     def _walk_inputs(self, root: int) -> Iterator[tuple[int, Node]]:
-        """Yield a value and the values from which this stage computes it, down to those that it has or lacks."""
+        """Yield a value and its inputs, recursively, up to values that this stage receives, makes itself or lacks."""
         seen, stack = {root}, [root]
         while stack:
             index = stack.pop()

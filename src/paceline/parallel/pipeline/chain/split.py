@@ -237,8 +237,8 @@ def _buffers_of_stages(model: nn.Module, trace: ForwardTrace, bounds: Bounds) ->
     """Return the buffers that each stage computes with.
 
     Raises:
-        LayoutError: several stages use a buffer that a block writes to: each would see only its own writes.
-        NoChain: the code around the blocks reads such a buffer, which is current only on its own stage.
+        LayoutError: several stages use a buffer that a block writes to, and each would see only its own writes.
+        NoChain: code outside the blocks reads a buffer that a block writes to; only the block's stage has its values.
     """
     stages_by_buffer = {
         name: [index for index, bound in enumerate(bounds) if blocks & {*range(*bound)}]

@@ -45,8 +45,8 @@ class StageOutput:
 class _StageRun:
     """The state of one stage's forward of one microbatch.
 
-    `start_rng_state` is set in evaluation. `skip_values` are the received ones and those of the stage's own blocks, by
-    index.
+    `start_rng_state` is the random generator's state before the forward; it is set only in evaluation. `received_skips`
+    are the skip values (see `SkipValue`) from earlier stages, by index. `skip_values` also has those of own blocks.
     """
 
     stage: ChainStage
@@ -75,7 +75,7 @@ class Stages:
     """The stages of one model that this process runs; the memory of other stages' parameters and buffers is freed.
 
     In interleaved and V-shaped schedules, several stages of one process share the model. Create this object before
-    sharding, compiling or hooking the model, so that its interceptors are outside of these. A model on the meta device
+    sharding, compiling or hooking the model, so that its interceptors see a call first. A model on the meta device
     will run on `device`. The functions in `on_forward_end` are called after each forward of a stage.
     """
 

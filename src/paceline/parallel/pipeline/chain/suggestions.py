@@ -22,7 +22,7 @@ def suggest_split(
 ) -> str:
     """Return command-line options with which `try_split` succeeds, or "".
 
-    The options list bounds for the traced blocks, or other blocks that `trace_blocks` traces, with bounds for these.
+    The options list bounds for the traced blocks, or other blocks, which `trace_blocks` traces, with their bounds.
     """
     bounds = _find_bounds(trace, num_stages, try_split)
     if bounds:

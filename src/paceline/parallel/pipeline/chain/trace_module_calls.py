@@ -129,7 +129,7 @@ class _TraceRecorder:
         self._shared_modules = {
             name: module for name, module in model.named_modules() if _runs_on_every_stage(module, blocks)
         }
-        self._states: list[dict[str, Any]] = [plain_state(self._shared_modules)]
+        self._states: list[dict[str, Any]] = [plain_state(self._shared_modules)]  # at the start and at the first block
         self._node_by_storage = WeakIdKeyDictionary()
         for name, parameter in model.named_parameters():
             self._node_by_storage[parameter.untyped_storage()] = self._add_node(Node(parameter=name, name=name))

@@ -45,7 +45,8 @@ class GraphStage:
 class GraphStageSplit:
     """A graph split into stages; it is determined by the model, and equal on every rank.
 
-    `units` are the modules that a boundary never splits, `blocks` the calls between which boundaries may be.
+    `units` are the modules that a boundary never splits, `blocks` the calls between which boundaries may be, and
+    `bounds` the indices of each stage's blocks.
     `stage_of_buffer` is the stage of each buffer to which operations between module calls write.
     """
 
@@ -125,11 +126,11 @@ class LiveValues:
             is_written_later = any(write >= position for write in writes)
             if is_written_later and len(live_aliases) > 1:
                 first, second = map(self.describe, live_aliases[:2])
-                return f"{first} and {second} share memory that is overwritten after it"
+                return f"{first} and {second} share memory that is overwritten after the cut"
             if is_written_later and live_aliases and used_later:
-                return f"{self.describe(live_aliases[0])} and {used_later[0]} share memory that is overwritten after it"
+                return f"{self.describe(live_aliases[0])} and {used_later[0]} share memory overwritten after the cut"
             if used_later and any(write < position for write in writes):
-                return f"{used_later[0]} is overwritten before it and used after it"
+                return f"{used_later[0]} is overwritten before the cut and used after it"
         return ""
 
     def describe(self, name: str) -> str:
@@ -249,7 +250,7 @@ def _used_parameters(model: nn.Module, graph: Graph, start: int, stop: int) -> s
 
 
 def _add_unused_parameters(model: nn.Module, used_parameters: Sequence[set[str]]) -> list[frozenset[str]]:
-    """Return the parameters of each stage; an unused parameter is on the stage of the one registered before it."""
+    """Return the parameters of each stage; an unused parameter joins the parameter registered before it."""
     parameters_of_stage, last_stage = [set(names) for names in used_parameters], 0
     for name, _ in model.named_parameters():
         stages = [stage for stage, names in enumerate(used_parameters) if name in names]
@@ -275,7 +276,7 @@ def _cheapest_position(live_values: LiveValues, block: int, next_block: int) -> 
 
 
 def _used_tensors(graph: Graph, start: int, stop: int) -> tuple[set[str], set[str]]:
-    """Return the parameters and buffers that the operations of a stage use, including those of other modules."""
+    """Return the parameters and buffers that the operations of a stage use, also inside module calls."""
     step_indices = _indices_by_name(graph)
     names = _returned_names(graph, stop)
     for node in graph.nodes.values():
