@@ -32,8 +32,8 @@ def free_other_chain_stages(
     """Move the parameters and buffers that no stage of this process holds to the device "meta".
 
     Modules that contain blocks run on every stage, and their code may read such parameters. A parameter that this
-    code reads is replaced by a NaN, expanded to the parameter's shape (one element of memory), so that the code can still run. The
-    NaN is on `device`; the default is the parameter's device. Tied parameters remain tied.
+    code reads is replaced by a NaN, expanded to the parameter's shape (one element of memory), so that the code can
+    still run. The NaN is on `device`; the default is the parameter's device. Tied parameters remain tied.
     """
     held_names = _held_parameter_names(split, owned_stages)
     first_names = {id(p): name for name, p in model.named_parameters()}

@@ -26,8 +26,7 @@ def compare_stagewise(model: nn.Module, *, split: StageSplit, call: Callable[[],
     Modules of other stages return NaN, which reveals values that are needed but not sent. Hooks on the blocks of other
     stages are not called, so values that they record are missing. Each stage starts with the unchanged model and with
     the random generators as at the start of the full forward, as in a separate process. Each block draws from its own
-    random stream. With `has_values=False`, the tensors have no values and
-    are not compared.
+    random stream. With `has_values=False`, the tensors have no values and are not compared.
 
     Raises:
         NoChain: a stage fails, or the last stage's result differs from that of the full model.
