@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from paceline.errors import UsageError
 from paceline.launch.inherited_environment import own_environ
 
-_LAUNCHERS = {
+_COMMAND_BY_LAUNCHER = {
     "torchrun": "torchrun {rendezvous} --nproc-per-node {local}",
     "mpirun": "mpirun -n {world}",
     "mpiexec": "mpiexec -n {world}",
@@ -48,7 +48,7 @@ class JoinedWorld:
         If one command does not start the whole world, or the launcher's rendezvous is not known, the line begins with
         an instruction, such as "on each node".
         """
-        launcher = _LAUNCHERS.get(self.kind, "")
+        launcher = _COMMAND_BY_LAUNCHER.get(self.kind, "")
         launcher_command = launcher.format(
             local=self.local_world_size, world=self.world_size, rendezvous=self._rendezvous_options()
         )
@@ -80,7 +80,7 @@ class JoinedWorld:
 def detect_world(environ: Mapping[str, str]) -> JoinedWorld | None:
     """Return the world of which this process is a rank, or None.
 
-    Variables that were set for another process, from which this one inherited them, do not count.
+    Variables that were set for another process and inherited by this process are ignored.
 
     Raises:
         UsageError: the launcher's numbers contradict each other.

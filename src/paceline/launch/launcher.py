@@ -25,7 +25,7 @@ from paceline.launch.rendezvous import listen_on_free_port
 from paceline.run_folder.run_folder import RunFolder
 
 _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-KERNELS_VARIABLE = "MKL_CBWR"
+KERNELS_VARIABLE = "MKL_CBWR"  # with which MKL selects its kernels
 DEFAULT_EXACT_KERNELS = "AVX2"
 _MAX_RESTARTS = 3
 
@@ -35,7 +35,7 @@ class LaunchRequest:
     """The description of what to start: an entry (`"pkg.module:function"`) with a payload, or the user's own script.
 
     With `saves_checkpoints`, the run folder is locked, and after one signal the ranks finish their step and save;
-    without, one signal ends them. If `servers` is positive, the first `servers` ranks are parameter servers, and any
+    otherwise one signal ends them. If `servers` is positive, the first `servers` ranks are parameter servers, and any
     other rank that is killed is restarted alone.
     """
 
@@ -88,7 +88,9 @@ def has_external_cause(failure: Failure) -> bool:
 
 
 def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], None]] | None = None) -> LaunchOutcome:
-    """Run one attempt to its end. `on_start(attempt_folder)` returns a function that is called every 50 ms.
+    """Run one attempt to its end; if a parameter server is killed, run another, up to three times.
+
+    `on_start(attempt_folder)` returns a function that is called every 50 ms.
 
     Raises:
         UsageError: the request saves checkpoints, and another run has locked the run folder.
@@ -224,7 +226,7 @@ def torch_imported_error(cause: str, *, hint: str = "") -> UsageError:
 
 
 def final_message(outcome: LaunchOutcome, *, resume_command: str, extra_lines: Sequence[str] = ()) -> str:
-    """Return the final message of a run that failed or was stopped; empty if it completed.
+    """Return the final message of a run that failed or was stopped; empty if the run completed.
 
     `resume_command` is empty if no command resumes the run.
     """

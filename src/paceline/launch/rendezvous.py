@@ -147,7 +147,7 @@ def _publish_port(folder: Path, *, port: int) -> None:
 
 
 def _read_invitation(folder: Path) -> dict[str, Any] | None:
-    """Return the file in which rank 0 published its port and process; None if there is no file or no such process."""
+    """Return the port and process that rank 0 wrote to a file; None if there is no file, or the process has ended."""
     try:
         invitation = read_json(folder / _INVITATION_FILE)
         return invitation if is_holder_alive(invitation["holder"]) and isinstance(invitation["port"], int) else None

@@ -24,7 +24,7 @@ _WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
 class RunFinish:
-    """The result of the last finished `pl.Run` of this process: its exit code, or None if none has finished."""
+    """The exit code of the `pl.Run` that finished last in this process; None if no run has finished."""
 
     code: int | None = None
 

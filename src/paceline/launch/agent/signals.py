@@ -52,7 +52,7 @@ class StopFlag:
     """
 
     def __init__(self) -> None:
-        self.signal: int | None = None
+        self.signal: int | None = None  # the first stop signal that arrived
         self._poll_stop_request: Callable[[], bool] | None = None
         self._original_handlers: dict[int, Any] = {}
         self._job_handlers: dict[int, Any] = {}
@@ -94,7 +94,7 @@ class StopFlag:
             self._job_handlers[number] = handler
 
     def reinstall(self) -> None:
-        """Put this flag's handler in front of handlers that the job has installed since; a signal then reaches both."""
+        """Put this flag's handler back in front of handlers that the job has installed; a signal then reaches both."""
         if not is_main_thread() or self._pid != os.getpid():
             return
         for number in self._original_handlers:

@@ -250,7 +250,7 @@ class Supervisor:
             self._kill()
 
     def _ask_to_stop(self, rank: int) -> None:
-        """Ask a rank to stop: through shared memory, which no handler can block, and by SIGTERM if it has a handler."""
+        """Ask a rank to stop: through shared memory, which no handler can block, and by SIGTERM if the rank handles it."""
         write_stop(self._status_fd, rank=rank)
         if has_signal_handler(self._attempt.pids[rank], signal.SIGTERM):
             self._send(signal.SIGTERM, only_pid=self._attempt.pids[rank])
@@ -345,7 +345,8 @@ def _tail(path: Path, *, lines: int = 8) -> str:
 def _module_path_options() -> list[str]:
     """Return the option `-P`, with which files in the working folder can't shadow modules of Paceline.
 
-    Return no option if Paceline itself is imported from the working folder."""
+    Return no option if Paceline itself is imported from the working folder.
+    """
     is_here = Path(__file__).resolve().parents[3] == Path.cwd()
     return [] if is_here else ["-P"]
 

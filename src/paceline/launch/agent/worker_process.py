@@ -58,7 +58,7 @@ def worker_main(request: Mapping[str, Any], *, folder: Path, status_fd: int | No
 
 
 def _run_entry(entry: str, payload: Mapping[str, Any]) -> int:
-    """Run the entry and return its exit code. An entry that calls `sys.exit` fails; only a script may call it."""
+    """Run the entry and return its exit code. An entry must not call `sys.exit`; a script may."""
     job = payload.get("job")
     try:
         with script_arguments(split_jobref(job)[0] if isinstance(job, str) else entry):
@@ -88,7 +88,8 @@ def _run_guarded(
 ) -> tuple[int, bool]:
     """Return the exit code, and whether `run_job` completed.
 
-    It completed if it returned, or if a script exited with code 0 or with the code of its finished `pl.Run`."""
+    It completed if it returned, or if a script exited with code 0 or with the code of its finished `pl.Run`.
+    """
     torch.set_num_threads(threads)
     configure_malloc(os.environ)
     stop_flag.install(poll_stop_request=poll_stop_request)

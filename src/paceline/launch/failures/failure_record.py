@@ -300,7 +300,7 @@ def _exception_text(error: BaseException) -> str:
 def _full_folder(error: OSError) -> tuple[Path, str]:
     """Return the folder that has no more space, and its name as printed.
 
-    An error while a process writes to an open file has no filename. In that case, return the first full folder among
+    An error on writing to an open file has no filename. In that case, return the first full folder among
     the attempt folder, the temporary folder and /dev/shm.
     """
     if error.filename:

@@ -11,7 +11,7 @@ from paceline.launch.failures.stuck_rank import SilentRank, all_silent_failure, 
 _CHECK_SECONDS = 1.0
 _MIN_MARGIN_SECONDS = 2.0
 _TIMEOUT_FACTOR = 1.1  # ranks that wait for each other time out first, with a better message
-_FINISHED_PHASE, _BUSY_PHASES = "over", ("on_eval", "save")
+_FINISHED_PHASE, _BUSY_PHASES = "over", ("on_eval", "save")  # in a busy phase, all ranks may be silent for long
 DEFAULT_SECONDS = 600.0
 
 
@@ -36,7 +36,7 @@ class SilenceWatcher:
         """Return a message to print, and a failure if every rank hangs and no rank waits for another.
 
         A single silent rank may just be slow, so the run continues. If the stack of every rank is the same at
-        two notices, they hang: a rank that only waited for another would have timed out.
+        two notices, the ranks hang, because a rank that only waited for another would have timed out.
         """
         now = time.monotonic()
         if now - self._check_time < _CHECK_SECONDS:

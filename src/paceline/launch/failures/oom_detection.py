@@ -32,7 +32,7 @@ _NO_LIMIT = 1 << 60  # cgroup v1 reports a number near 2^63 if there is no limit
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """A memory limit and the bytes used under it; `is_own` if only this process counts towards it."""
+    """A memory limit and the bytes that count towards it. `is_own`: only bytes of this process count."""
 
     name: str
     limit_bytes: int
@@ -215,7 +215,8 @@ def _cgroup_folders(cgroup_root: Path = _CGROUP_ROOT, process_cgroups: Path = _P
 def explain_data_worker_error(text: str) -> tuple[str, str] | None:
     """Return the cause and the remedy if data workers ran out of open files or shared memory.
 
-    The argument is the text of an error. Return None for any other reason, and if /dev/shm has enough free space.
+    The argument is the text of an error. Return None if the text shows another reason, or if /dev/shm has
+    enough free space.
     """
     lowered = text.lower()
     if files := explain_open_files(text):

@@ -110,8 +110,8 @@ def is_timeout(failure: Failure) -> bool:
 def hang_failure(failures: Sequence[Failure], silent_ranks: Sequence[SilentRank]) -> Failure:
     """Return a timeout failure of the rank that the others waited for.
 
-    `told_by`, the rank whose log has the backend's message, is the rank whose message contains the longest time limit.
-    If several collectives ran at once, only one of them timed out, and only its message contains a limit.
+    `told_by` is the waiting rank whose message contains the longest time limit. Its log has the backend's message. If
+    several collectives ran at once, only one of them timed out, and only the message about it contains a limit.
     """
     waiter = max(filter(is_timeout, failures), key=lambda waiter: _timeout_limit(waiter.message))
     first = silent_ranks[0]
@@ -172,8 +172,8 @@ def stop_waiting_message(silent_ranks: Sequence[SilentRank], *, seconds: float) 
         instruction = (
             f"kill -CONT {' '.join(str(silent_rank.pid) for silent_rank in stopped)} lets it finish; {instruction}"
         )
-    rows = _rows(silent_ranks)
-    return f"still waiting for {plural(len(silent_ranks), 'rank')} after {seconds:.0f} s:\n{rows}\n{instruction}"
+    lines = _rank_lines(silent_ranks)
+    return f"still waiting for {plural(len(silent_ranks), 'rank')} after {seconds:.0f} s:\n{lines}\n{instruction}"
 
 
 def silence_notice(silent_ranks: Sequence[SilentRank], *, seconds: float) -> str:
@@ -181,12 +181,12 @@ def silence_notice(silent_ranks: Sequence[SilentRank], *, seconds: float) -> str
     stopped = [str(silent_rank.pid) for silent_rank in silent_ranks if silent_rank.is_stopped]
     wake_hint = f"kill -CONT {' '.join(stopped)} lets them continue; " if stopped else ""
     return (
-        f"nothing from {plural(len(silent_ranks), 'rank')} for {seconds:.0f} s:\n{_rows(silent_ranks)}\n"
+        f"nothing from {plural(len(silent_ranks), 'rank')} for {seconds:.0f} s:\n{_rank_lines(silent_ranks)}\n"
         f"{wake_hint}Ctrl-C asks to stop"
     )
 
 
-def _rows(silent_ranks: Sequence[SilentRank]) -> str:
+def _rank_lines(silent_ranks: Sequence[SilentRank]) -> str:
     return "\n".join(f"  rank {silent_rank.rank}: {silent_rank}" for silent_rank in silent_ranks[:4])
 
 

@@ -58,7 +58,7 @@ class DeferredModel:
         return result
 
     def run_with_values(self, function: Callable[[], Result]) -> Result:
-        """Return the result of `function`, which runs the model with values, created and freed one by one."""
+        """Return the result of `function`, which runs the model; each parameter gets its values while it is needed."""
         with lend_parameters(self._make_lender(), device=self.device):
             return function()
 

@@ -40,7 +40,7 @@ SpecsForModel = Callable[[nn.Module], ShardSpecs]
 class InitialValues(Protocol):
     """A source of initial values.
 
-    `is_local`: a rank may call `values` without the others, and several times, for some tensors each time.
+    `is_local`: a rank may call `values` without other ranks, and several times, each time for some of the tensors.
     """
 
     @property
@@ -68,7 +68,7 @@ class DeferredInit:
         return self.source.values({**full_specs, **shard_specs})
 
     def empty_specs(self) -> ShardSpecs:
-        """Return shard specs that select nothing of any tensor."""
+        """Return an empty shard spec for each tensor."""
         return {name: ShardSpec.empty(tensor.shape) for name, tensor in named_tensors(self.model).items()}
 
 

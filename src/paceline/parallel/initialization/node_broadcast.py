@@ -126,7 +126,7 @@ class NodeBroadcast:
         return values, []
 
     def _gather_specs(self, node_ranks: list[int], shard_specs: ShardSpecs) -> dict[int, dict[str, ShardSpec]]:
-        """Send this rank's shard specs to the node's first rank; return the other ranks' specs there, else nothing."""
+        """Return the other ranks' shard specs on the node's first rank; other ranks send theirs and return nothing."""
         if self.world.rank != node_ranks[0]:
             text = json.dumps({name: spec.as_json() for name, spec in shard_specs.items()}).encode()
             self._send_tensor(torch.tensor([len(text)]), node_ranks[0])

@@ -23,7 +23,7 @@ LoadedShards = tuple[dict[str, Tensor], list[str]]
 
 @runtime_checkable
 class PretrainedModel(Protocol):
-    """A job's `model` that can build its skeleton without weights, and can read shards of them."""
+    """A job's `model` that can build its skeleton without weights, and can read shards of the weights."""
 
     def skeleton(self) -> nn.Module:
         """Return the model as its constructor leaves it, without the weights of the files."""
@@ -37,7 +37,10 @@ class PretrainedModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedValues:
-    """A source of values from files; tensors that the files lack (buffers, new heads) get the constructor's values."""
+    """A source of values from files; tensors that the files lack (buffers, new heads) get the constructor's values.
+
+    `tape`, `views` and `real_tensors` hold these values; they are those of a `RecordedModel`.
+    """
 
     pretrained: PretrainedModel
     model: nn.Module

@@ -18,7 +18,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class SafetensorsFolder:
-    """The tensors of a folder with one file, or with several and an index; a tensor is read only on request."""
+    """The tensors of a folder with one file, or with several files and an index; each is read only on request."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -23,7 +23,7 @@ def refuse_tensors(model: nn.Module) -> None:
 
 
 def _has_elements(tensor: Tensor) -> bool:
-    """Return False for an empty tensor, and for a lazy one, which is refused later by name."""
+    """Return False for an empty tensor, and for a lazy tensor, which is refused later by name."""
     return not is_lazy(tensor) and tensor.numel() > 0
 
 

@@ -16,7 +16,7 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def attribute_fingerprints(model: nn.Module) -> dict[str, Any]:
-    """Return a comparable value for each attribute of `model`'s modules that a forward may change, by its name.
+    """Return comparable values of the attributes of `model`'s modules that a forward may change, by attribute name.
 
     Parameters, buffers, submodules and tensors that require gradients are left out.
     """

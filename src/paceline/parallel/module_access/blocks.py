@@ -74,7 +74,7 @@ def _find_listed(model: nn.Module, names: Sequence[str]) -> tuple[Block, ...]:
 
 
 def _outermost_lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the lists that are not inside a repeating list; entries of non-repeating lists are searched too."""
+    """Yield the lists that are not inside a list with a repeated class; other lists are searched for inner lists."""
     if isinstance(module, _LISTS) and len(module) > 1:
         yield name, module
         if _has_repeated_class(module):

@@ -14,7 +14,7 @@ def broadcast_initial_tensors(model: nn.Module, *, world: World) -> list[str]:
     """Broadcast rank 0's weights and buffers; return the names of the tensors that differed on this rank.
 
     Raises:
-        DesyncError: the ranks' models have different parameters; a broadcast would mix them up or hang.
+        DesyncError: the ranks' models have different parameters; a broadcast would mix parameters up or hang.
     """
     _check_structure(model, world)
     changed_names = []

@@ -50,7 +50,7 @@ class ForwardNumbers:
         self._world, self._always = world, always and world.world_size > 1
         self._reported_elsewhere = frozenset(reported_elsewhere)
         self._increments: dict[str, int] = {}
-        self._untracked: list[str] = []
+        self._untracked: list[str] = []  # names of numbers that a rank can't set
         self._num_micro = self._num_steps = self._num_reruns = 0
         self._microbatches: set[int | None] = set()  # those run in this step; None for stand-ins
         self._microbatch: int | None = None
@@ -260,7 +260,7 @@ class NumberRecorder:
         return not int(self._world.all_reduce(has_unexpected_changes, op="max")) or self._numbers.agree_on_changes()
 
     def end_skipped_step(self) -> None:
-        """End a step whose update was skipped. The numbers keep their new values, because its forwards have run."""
+        """End a step whose update was skipped. The numbers keep their new values, because the forwards have run."""
         self._has_run = False
 
     def new_notes(self) -> list[str]:

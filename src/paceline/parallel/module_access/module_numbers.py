@@ -23,7 +23,7 @@ Number = None | bool | int | float | tuple[int, float]
 class ModuleNumbers:
     """The attributes of `model`'s modules that are numbers, None, or tensors of one number in CPU memory.
 
-    Attributes that a forward adds are included. An attribute's name is its module's FQN plus its attribute name.
+    Attributes that a forward adds are included. An attribute is named by its module's FQN and its own name.
     `ignored` returns the names of the attributes of a module that are left out.
 
     `snapshot` saves all values; `restore` restores them. Some forwards install hooks in their first call, and remember
@@ -81,7 +81,7 @@ class ModuleNumbers:
         return has_object or bool(self._new_hooks_of_module(name))
 
     def changed_names(self) -> list[str]:
-        """Return the names of the attributes that are new or have a different number than the saved one."""
+        """Return the names of the attributes that are new or whose number differs from the saved number."""
         self._find_numbers()
         saved_objects = self._saved_objects
         candidates = [  # a number that is the same object has not changed

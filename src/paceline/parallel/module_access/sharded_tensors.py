@@ -85,7 +85,7 @@ class ShardedTensors:
         return bool(copies) and self._world.rank in copies[0]
 
     def gather_full_tensor(self, name: str, tensor: Tensor | None, *, copy: int = 0) -> Tensor:
-        """Return the full tensor on every rank; `tensor` is this rank's shard of it (of a weight, a gradient)."""
+        """Return the full tensor on every rank; `tensor` is this rank's shard, of a weight or its gradient."""
         local_tensor, ranks = self.local_tensors[name], self.copy_ranks(name)[copy]
         shard_spec = self._shard_specs[name][self._world.rank]
         full_tensor = torch.zeros(shard_spec.shape, dtype=local_tensor.dtype, device=self._world.device)
@@ -148,7 +148,7 @@ def _current_tensor(model: nn.Module, name: str) -> Tensor:
 
 
 def _decode_specs(local_tensor: LocalTensor, gathered: Sequence[Sequence[Any] | None]) -> list[ShardSpec]:
-    """Return every rank's spec; ranks that sent the same object share one spec."""
+    """Return every rank's spec; ranks whose gathered value is the same object share one spec."""
     distinct = {id(value): value for value in gathered}
     full = ShardSpec.full(local_tensor.shard_spec.shape)
     specs_by_id = {key: full if value is None else ShardSpec.from_json(value) for key, value in distinct.items()}

@@ -46,7 +46,7 @@ def refuse_hooks(tensors: Mapping[str, Tensor]) -> None:
 def refuse_lost_hooks(
     hooked_parameters: Mapping[str, nn.Parameter], model: nn.Module, *, absent_names: Collection[str], layout: str
 ) -> None:
-    """Refuse a layout that replaced a parameter with hooks by another tensor. `absent_names` are on other ranks.
+    """Refuse a layout that replaced a parameter with hooks by another tensor. Other ranks have `absent_names`.
 
     Raises:
         LayoutError: a hooked parameter was replaced; the message names it.

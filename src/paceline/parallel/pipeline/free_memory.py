@@ -152,7 +152,10 @@ def _modules_without(model: nn.Module, excluded: Sequence[nn.Module]) -> Iterato
 
 
 def _freed_copy(parameter: nn.Parameter, *, device: torch.device | None) -> nn.Parameter:
-    """Return a parameter of the same shape on "meta"; for a float with a `device`, an expanded NaN on this device."""
+    """Return a parameter of the same shape on "meta".
+
+    If `device` is given and the parameter is floating point, return an expanded NaN on `device` instead.
+    """
     if device is not None and parameter.is_floating_point():
         value: Tensor = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
         value = value.expand(parameter.shape)

@@ -143,7 +143,7 @@ def build_pipeline_model(
 
 
 def _split_chain(request: _SplitRequest, *, has_values: bool) -> StageSplit | NoChain | None:
-    """Split along the chain of blocks; return the error if this fails, or None if the settings exclude it."""
+    """Return the split along the chain of blocks, the error if this fails, or None if `cut` is `export`."""
     settings, model = request.settings, request.model
     if settings.cut == "export":
         return None

@@ -17,7 +17,10 @@ from paceline.torch_internals.private_api import CallInterceptor
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalRead:
-    """A read, outside the model, of a value made in it: the operation and unit that made it, and the reading line."""
+    """A read, outside the model, of a value that was made inside the model.
+
+    `operation` and `unit` made the value, and `where` is the line that reads the value.
+    """
 
     operation: str
     unit: str

@@ -10,7 +10,7 @@ from paceline.parallel.pipeline.stage_io import TensorPath
 
 
 class DataDependentBranch(LayoutError):
-    """The error for a forward that branches on a value that a stage does not have; other bounds may avoid it."""
+    """The error for a forward that branches on a value that a stage lacks; other bounds may avoid this error."""
 
 
 @dataclass(kw_only=True)
@@ -30,7 +30,7 @@ def find_stage_requirements(trace: ForwardTrace, *, start: int, stop: int, is_la
     """Return the requirements of the stage with blocks `start` to `stop`.
 
     Raises:
-        LayoutError: the stage needs a value of another stage that can't be passed to it.
+        LayoutError: a value that the stage needs can't be sent from another stage.
     """
     search = _RequirementSearch(trace, start, stop, is_last)
     search.add_block_arguments()

@@ -44,8 +44,8 @@ Occurrences = Mapping[ValueKey, Sequence[Occurrence]]
 class SkipValue:
     """A value that is sent between stages in addition to the blocks' outputs.
 
-    `occurrences` are the inputs and outputs of blocks in which it was traced. `targets` are the block arguments that
-    receive it, as (number of the block, path).
+    `occurrences` are the inputs and outputs of blocks in which the trace found it. `targets` are the block arguments
+    that receive it, as (number of the block, path).
     """
 
     occurrences: tuple[Occurrence, ...]
@@ -83,6 +83,7 @@ class StageSplit:
 
     `parameters_used_outside` are the parameters that stages need for code outside their blocks.
     `parameters_read_outside` are those that operations outside the blocks read and that nothing overwrites.
+    `output_templates` describe each block's output for its placeholder; None if the output can't be sent.
     `counter_attribute` is an attribute that each forward changes, or "". `enclosed_block` is a block that an autograd
     function calls, as (block, function).
     """
@@ -99,7 +100,7 @@ class StageSplit:
     enclosed_block: tuple[str, str] | None = None
 
     def can_run_module(self, parameters: set[str], *, stage: int) -> bool:
-        """Return whether a stage runs a module outside the blocks with these parameters, not its placeholder."""
+        """Return whether a stage runs a module outside the blocks that has these parameters, or its placeholder."""
         held, used = self.stages[stage].parameters, parameters & self.parameters_used_outside
         return (bool(used) and used <= held) or parameters <= held
 
@@ -110,7 +111,7 @@ class StageSplit:
 
     @cached_property
     def ties(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the parameters that several stages hold, with these stages; their gradients are summed over them."""
+        """Return the parameters that several stages hold, with these stages, which sum the gradients."""
         return parameters_of_several_stages(self.stages)
 
     def stages_of_parameter(self, name: str) -> tuple[int, ...]:

@@ -46,7 +46,8 @@ class _StageRun:
     """The state of one stage's forward of one microbatch.
 
     `start_rng_state` is the random generator's state before the forward; it is set only in evaluation. `received_skips`
-    are the skip values (see `SkipValue`) from earlier stages, by index. `skip_values` also has those of own blocks.
+    are the skip values (see `SkipValue`) from earlier stages, by index. `skip_values` also contains the skip values of
+    the stage's own blocks.
     """
 
     stage: ChainStage
@@ -172,6 +173,8 @@ class Stages:
     # -- blocks
 
     def _block_handler(self, number: int, placeholder: Placeholder) -> Callable[..., Any]:
+        """Return the handler that runs a block of the stage, and returns a value for a block before the stage."""
+
         def handle_call(original_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             run = self._current_run
             if run is None:
@@ -294,6 +297,7 @@ class Stages:
     # -- modules outside the blocks
 
     def _outside_module_handler(self, name: str, parameters: set[str], placeholder: Placeholder) -> Callable[..., Any]:
+        """Return the handler that runs a module outside the blocks, or returns its placeholder's output."""
         can_run = {stage: self.split.can_run_module(parameters, stage=stage) for stage in self.owned_stages}
 
         def handle_call(original_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

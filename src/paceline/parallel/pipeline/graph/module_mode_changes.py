@@ -79,7 +79,7 @@ class ModeChangeCheck:
 
     @contextmanager
     def require_observing_hooks(self) -> Iterator[None]:
-        """Return a context for a second forward, which checks that the hooks added by the first forward only observe.
+        """Raise if hooks that the first forward added do more than observe a second forward inside this context.
 
         The exported graph contains the values that such hooks store, and a stage has no hooks.
 

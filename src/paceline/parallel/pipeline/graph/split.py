@@ -64,7 +64,7 @@ class GraphStageSplit:
 
     @cached_property
     def ties(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the parameters that several stages hold, with these stages; their gradients are summed over them."""
+        """Return the parameters that several stages hold, with these stages, which sum the gradients."""
         return parameters_of_several_stages(self.stages)
 
     def stages_of_parameter(self, name: str) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ class LiveValues:
         return sum(node_bytes(self.graph.nodes[name]) or 0 for name in self.live_at(position))
 
     def cut_obstacle(self, position: int) -> str:
-        """Return the reason why no stage can end at this position; "" if one can."""
+        """Return the reason why no stage can end at this position; "" if a stage can."""
         live_names = self.live_at(position)
         for name in live_names:
             if node_bytes(self.graph.nodes[name]) is None:
@@ -237,7 +237,7 @@ def canonical_names(model: nn.Module, names: Iterable[str]) -> set[str]:
 
 
 def _returned_names(graph: Graph, stop: int) -> list[str]:
-    """Return the names of the forward's outputs if a stage that ends at this position is the last one."""
+    """Return the names of the forward's outputs if `stop` is the end of the last stage, else an empty list."""
     return [value.name for value in graph.outputs if value.name] if stop == len(graph.steps) else []
 
 
@@ -262,7 +262,7 @@ def _add_unused_parameters(model: nn.Module, used_parameters: Sequence[set[str]]
 
 
 def _cheapest_position(live_values: LiveValues, block: int, next_block: int) -> int:
-    """Return the first position between two blocks with the fewest live bytes among those at which a stage can end."""
+    """Return the first position with the fewest live bytes, of those between two blocks where a stage can end."""
     positions = [position for position in range(block + 1, next_block + 1) if not live_values.cut_obstacle(position)]
     if not positions:
         steps = live_values.graph.steps
@@ -320,7 +320,7 @@ def _stages_of_written_buffers(graph: Graph, ranges: Sequence[tuple[int, int]]) 
 def _alias_groups_and_writes(
     graph: Graph, *, should_skip_module_calls: bool = False
 ) -> tuple[dict[str, set[str]], dict[str, list[int]]]:
-    """Return groups of values that share memory, by the name of one member, and the steps that write to each group."""
+    """Return groups of values that share memory, and the steps that write to each group, by the name of one member."""
     parent: dict[str, str] = {}  # a union-find forest over the names of the values
     step_indices = _indices_by_name(graph)
 
@@ -352,7 +352,7 @@ def _indices_by_name(graph: Graph) -> dict[str, int]:
 
 
 def node_bytes(node: Node) -> int | None:
-    """Return a tensor's bytes, `_UNKNOWN_BYTES` if they depend on the data, or None for other values."""
+    """Return a tensor's bytes, `_UNKNOWN_BYTES` if they depend on the data, or None if the value is no tensor."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return None
