@@ -88,7 +88,7 @@ def has_external_cause(failure: Failure) -> bool:
 
 
 def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], None]] | None = None) -> LaunchOutcome:
-    """Run one attempt to its end; if a parameter server is killed, run another, up to three times.
+    """Run one attempt to its end. If a parameter server is killed, run another attempt, up to three times.
 
     `on_start(attempt_folder)` returns a function that is called every 50 ms.
 

@@ -14,8 +14,8 @@ _MPI_PROGRAMS = {"mpirun", "mpiexec", "orterun", "prterun", "orted", "prted", "m
 def die_with_launcher(environ: Mapping[str, str]) -> int | None:
     """Ask the kernel to kill this rank when the process that launched it dies.
 
-    This is done only if that process is torchrun, or has the name of an MPI program. Another parent, such as
-    a shell that started this process in the background, may end while the run should continue.
+    This is done only if that process is torchrun, or has the name of an MPI program. Another parent, such as a
+    shell that started this process in the background, may end while the run should continue.
 
     Returns:
         The previous parent-death signal (0 if none), which `outlive_launcher` restores; None if nothing was changed.

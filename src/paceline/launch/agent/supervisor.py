@@ -250,7 +250,7 @@ class Supervisor:
             self._kill()
 
     def _ask_to_stop(self, rank: int) -> None:
-        """Ask a rank to stop: through shared memory, which no handler can block, and by SIGTERM if the rank handles it."""
+        """Ask a rank to stop through shared memory, which no handler can block, and by SIGTERM if the rank handles it."""
         write_stop(self._status_fd, rank=rank)
         if has_signal_handler(self._attempt.pids[rank], signal.SIGTERM):
             self._send(signal.SIGTERM, only_pid=self._attempt.pids[rank])

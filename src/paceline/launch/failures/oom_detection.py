@@ -215,8 +215,8 @@ def _cgroup_folders(cgroup_root: Path = _CGROUP_ROOT, process_cgroups: Path = _P
 def explain_data_worker_error(text: str) -> tuple[str, str] | None:
     """Return the cause and the remedy if data workers ran out of open files or shared memory.
 
-    The argument is the text of an error. Return None if the text shows another reason, or if /dev/shm has
-    enough free space.
+    The argument is the text of an error. Return None if the text shows another reason, or if /dev/shm has enough
+    free space.
     """
     lowered = text.lower()
     if files := explain_open_files(text):
