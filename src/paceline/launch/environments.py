@@ -169,6 +169,7 @@ _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def _read_world(
     environ: Mapping[str, str], kind: str, job_id: str | None, names: tuple[str, ...]
 ) -> JoinedWorld | None:
+    """Return the world that `names` describe (rank, world size, local rank and size); None without a job id."""
     if job_id is None:
         return None
     try:

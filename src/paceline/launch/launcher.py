@@ -115,6 +115,7 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
 def _run_attempt(
     request: LaunchRequest, on_start: Callable[[Path], Callable[[], None]] | None, run_lock: RunLock | None
 ) -> LaunchOutcome:
+    """Start the ranks of one attempt, wait until they end, and store the first failure in the attempt folder."""
     start_time = time.monotonic()
     attempt = request.run.next_attempt()
     folder = request.run.attempt_folder(attempt)

@@ -32,13 +32,13 @@ from paceline.plugins import resolve
 
 def main(argv: list[str]) -> int:
     """Fork the workers of one attempt and report how each ends."""
-    die_with_parent(int(argv[1]))  # before torch is imported: on a busy machine that takes long
+    die_with_parent(int(argv[1]))  # before torch is imported, which takes long on a busy machine
     stop_flag.install(listens_in_forks=True)  # a stop signal during a fork is not lost and kills no process
     scratch = _create_scratch_folder()
     start_cleanup_process(int(argv[1]), scratch=scratch)
     run_locks = [RunLock(int(handle)) for handle in filter(None, os.environ.pop(INHERITED_HANDLES, "").split(","))]
     for lock in run_locks:
-        os.set_inheritable(lock.handle, False)  # forked workers inherit it; programs that they start do not
+        os.set_inheritable(lock.handle, False)  # forked workers inherit the lock; programs that they start do not
     status_fd = int(os.environ.pop(STATUS_FD))
     os.set_inheritable(status_fd, False)
     request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))

@@ -40,7 +40,7 @@ from paceline.launch.failures.stuck_rank import (
 
 _POLL_SECONDS = 0.05
 _RECORD_SECONDS = 0.1  # time for the other ranks to record their failures
-_TIMEOUT_RECORD_SECONDS = 1.0  # the same time if a rank reported a timeout
+_TIMEOUT_RECORD_SECONDS = 1.0  # time for the same if a rank has timed out
 _KILL_WAIT_SECONDS = 2.0
 _WAKE_INTERVAL_SECONDS = 2.0
 _STOP_MESSAGE_SECONDS = (5.0, 30.0)  # until the first message; between later messages
@@ -103,7 +103,7 @@ class Supervisor:
 
     def run(self, on_tick: Callable[[], None]) -> tuple[int, Failure | None]:
         """Start the workers, wait, and return the exit code and the first failure; `on_tick` runs every 50 ms."""
-        signal_numbers = active_stop_signals() if is_main_thread() else []  # Python runs handlers only there
+        signal_numbers = active_stop_signals() if is_main_thread() else []  # Python runs handlers only in that thread
         previous_handlers = {number: signal.signal(number, self._on_signal) for number in signal_numbers}
         read_fd, write_fd = os.pipe()
         process = subprocess.Popen(
@@ -176,7 +176,7 @@ class Supervisor:
             return
         own_exit_code = read_end(self._status_fd, rank=rank)
         if own_exit_code is not None and (pid_or_status <= 0 or pid_or_status in _CLEAN_EXIT_CODES):
-            self._attempt.statuses[rank] = own_exit_code  # a crash in Python's shutdown does not count
+            self._attempt.statuses[rank] = own_exit_code  # a later crash in Python's shutdown does not count
             return
         self._attempt.statuses[rank] = pid_or_status
         if not self._attempt.was_killed_by_supervisor:
@@ -250,7 +250,7 @@ class Supervisor:
             self._kill()
 
     def _ask_to_stop(self, rank: int) -> None:
-        """Ask a rank to stop through shared memory, which no handler can block, and by SIGTERM if the rank handles it."""
+        """Ask a rank to stop: in shared memory, which no handler can block, and by SIGTERM if the rank handles it."""
         write_stop(self._status_fd, rank=rank)
         if has_signal_handler(self._attempt.pids[rank], signal.SIGTERM):
             self._send(signal.SIGTERM, only_pid=self._attempt.pids[rank])

@@ -148,6 +148,7 @@ def process_bytes_under(limit: MemoryLimit | None) -> int:
 
 
 def _memory_limits() -> Iterator[MemoryLimit]:
+    """Yield the limits on this process's memory: ulimit, control groups, and the memory of the machine."""
     for name, limit in (("address space", resource.RLIMIT_AS), ("data", resource.RLIMIT_DATA)):
         limit_bytes = resource.getrlimit(limit)[0]
         if limit_bytes != resource.RLIM_INFINITY:

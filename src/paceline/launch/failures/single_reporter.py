@@ -96,7 +96,7 @@ def _claim_file(name: str, rank: int, text: str) -> str | None:
     except FileExistsError:
         return _read_claim(name, rank)
     except (OSError, PacelineError):
-        pass  # then every rank reports
+        pass  # without the file, every rank reports
     return None
 
 

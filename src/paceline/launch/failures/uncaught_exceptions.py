@@ -172,7 +172,7 @@ def write_error_file(failure: Failure, scope: ReportScope, *, traceback_text: st
     path = own_environ(os.environ).get(ERROR_FILE)
     if not path:
         return
-    delay_seconds = int(is_echo(failure)) + 2 * int(not scope.prints_all)  # later than the rank that reports it
+    delay_seconds = int(is_echo(failure)) + 2 * int(not scope.prints_all)  # later than the rank that reports the cause
     timestamp = int(time.time()) + delay_seconds
     extra = {"timestamp": str(timestamp), "py_callstack": failure_sentence(failure, scope), "traceback": traceback_text}
     message = {"message": failure_sentence(failure, scope), "errorCode": failure.exit_code, "extraInfo": extra}

@@ -220,6 +220,7 @@ def _difference_reason(recorded: RecordedModel | None) -> str:
 
 
 def _make_replayed_init(recorded: RecordedModel, world: World, limit_bytes: int) -> DeferredInit:
+    """Return the initialization that replays the tape; raise `UsageError` if too many values can't be replayed."""
     num_stored_bytes = recorded.tape.constant_bytes + sum(tensor.nbytes for tensor in recorded.real_tensors.values())
     if num_stored_bytes > limit_bytes:
         raise _too_large_error(

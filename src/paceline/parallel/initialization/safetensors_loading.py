@@ -200,6 +200,7 @@ def _read_shards(
     wanted_specs: ShardSpecs,
     tensors: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], list[str]]:
+    """Return this rank's shards from the chosen sources, cast to the model's dtypes, and notes on these casts."""
     values: dict[str, Tensor] = {}
     casts: dict[str, str] = {}
     for source in chosen:

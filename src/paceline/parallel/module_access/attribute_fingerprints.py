@@ -38,6 +38,7 @@ def _attribute_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _fingerprint(value: Any) -> Any:
+    """Return a comparable value of a tensor, array, generator, iterator or callable object; None for other values."""
     if isinstance(value, Tensor):
         if value.requires_grad or value.layout is not torch.strided or type(value) is not Tensor or value.is_meta:
             return None

@@ -19,7 +19,8 @@ def broadcast_initial_tensors(model: nn.Module, *, world: World) -> list[str]:
     _check_structure(model, world)
     changed_names = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        local_value = tensor.detach().clone(memory_format=torch.contiguous_format)  # an expanded tensor shares memory
+        # the elements of an expanded tensor share memory
+        local_value = tensor.detach().clone(memory_format=torch.contiguous_format)
         received_value = world.broadcast(local_value.clone())
         if not _is_bitwise_equal(local_value, received_value):
             copy_into(tensor.data, received_value)

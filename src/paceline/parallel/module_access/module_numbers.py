@@ -40,7 +40,7 @@ class ModuleNumbers:
         self._saved_tensor_values: dict[str, Number | str] = {}
         self._model = model
         self._hook_number = 0
-        self._contents: dict[str, frozenset[str]] = {}  # module -> `_attribute_names`
+        self._contents: dict[str, frozenset[str]] = {}  # by module; see `_attribute_names`
         self._saved_contents = self._contents
         self.snapshot()
 

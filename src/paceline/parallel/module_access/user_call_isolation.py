@@ -174,6 +174,7 @@ class _Snapshot:
             undo()
 
     def _restore_function(self, value: Any) -> Callable[[], object] | None:
+        """Return a function that restores a tensor, an array or a random generator; None for other values."""
         if isinstance(value, Tensor):
             if isinstance(value, nn.Parameter) or value.layout is not torch.strided:
                 return None

@@ -71,6 +71,7 @@ def _seeded_blocks(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
 
 
 def _run_stagewise(model: nn.Module, split: StageSplit, call: Callable[[], Any]) -> Any:
+    """Run all stages in order in this process, and return the result of the last stage."""
     stages = Stages(model, split=split, owned_stages=range(split.num_stages))
     output: Any = None
     try:

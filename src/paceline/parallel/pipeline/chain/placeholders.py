@@ -65,6 +65,7 @@ class Placeholder:
         return unflatten_output(spec, tensors, self._output_classes)
 
     def _infer_output(self, arguments: Any, inputs: Mapping[TensorPath, Tensor]) -> tuple[OutputSpec, list[TensorType]]:
+        """Return the output's description and the types of its tensors, from the copy or else from the template."""
         try:
             if self._meta_copy is None:
                 raise RuntimeError("it can't be copied")

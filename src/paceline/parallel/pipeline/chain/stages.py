@@ -281,6 +281,7 @@ class Stages:
                 run.skip_values[index] = tensors[path]
 
     def _pack_output(self, run: _StageRun, number: int, output: Any) -> StageOutput:
+        """Return what the next stage receives: the output, skip values, and the random generator's state if needed."""
         tensors, spec = flatten_output(output, where=self.split.blocks[number])
         tensors += [run.skip_values[index] for index in run.stage.sent_skips]
         if self.model.training:

@@ -245,6 +245,7 @@ class _TraceRecorder:
         return {path: (self._node_index(tensor), _view_geometry(tensor)) for path, tensor in tensors_in(value)}
 
     def _node_index(self, tensor: Tensor) -> int:
+        """Return the index of the node of a tensor's storage; an unknown storage is a new input of the forward."""
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError as error:

@@ -138,6 +138,7 @@ def _unit_names(model: nn.Module, num_stages: int, listed_blocks: Collection[str
 
 
 def _should_open(module: nn.Module, name: str, listed_blocks: Collection[str], max_numel: float) -> bool:
+    """Return whether the children of a module become units instead of the module itself."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) or any(
         block.startswith(f"{name}.") for block in listed_blocks
     ):

@@ -174,6 +174,7 @@ class GraphStages:
     def _unpack_received(
         self, received: StageOutput, live_values: LiveValues, start: int, stop: int
     ) -> dict[str, Tensor]:
+        """Return the received values by name; also set the random generator's state if it was received."""
         names, (num_values, has_rng_state) = live_values.live_at(start), received.spec
         if num_values != len(names):
             raise RunError(
