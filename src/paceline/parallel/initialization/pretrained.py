@@ -84,7 +84,7 @@ def open_pretrained(
     except Unrecordable as error:
         model = pretrained.skeleton()
         real_tensors = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
-        notes.append(f"start: every rank builds the model once before it reads its weights, because {error}")
+        notes.append(f"start: every rank builds the model once before the weights are read, because {error}")
         release_memory(model)
     return PretrainedValues(
         pretrained=pretrained, model=model, tape=tape, views=views, real_tensors=real_tensors, device=device

@@ -122,7 +122,7 @@ class _RecordMode(TorchDispatchMode):
     def _record_operation(
         self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], written: list[Tensor], is_random: bool
     ) -> Any:
-        """Run an operation on the meta device and append it to the tape, or run it on real values if meta can't."""
+        """Run an operation on the meta device and append it to the tape; run it on real values if meta lacks it."""
         if "device" in argument_names(func):
             meta_kwargs: dict[str, Any] = {**kwargs, "device": torch.device("meta")}
         else:

@@ -112,6 +112,6 @@ def _largest_list(lists: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Modu
         raise NoChain(
             "no chain of blocks: no nn.ModuleList or nn.Sequential has two entries that hold parameters.",
             cause="layers stored as separate attributes (self.layer1, ...), or one layer used repeatedly",
-            hint="name them in the order of the forward: --place.blocks layer1,layer2",
+            hint="name the layers in the order of the forward: --place.blocks layer1,layer2",
         )
     return [max(candidates, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))]

@@ -102,7 +102,7 @@ def memoryless_copy(model: nn.Module, *, device: torch.device | None = None) -> 
         raise LayoutError(
             f"the model can't be copied ({type(error).__name__}: {error}), so its forward can't be exported.",
             cause="a lock, a file or a tensor with a graph that the model keeps as an attribute",
-            hint="create it in the forward, or remove it from the model",
+            hint="create this object in the forward, or remove it from the model",
         ) from error
 
 

@@ -59,7 +59,7 @@ def refuse_external_reads(reads: Sequence[ExternalRead], *, last_stage_units: Co
                 where=read.where,
                 cause="an auxiliary loss or features, stored on a module, in a list or by a hook: the loss runs on the "
                 "last stage, which does not have values that other stages store",
-                hint="return it from its module and as part of the model's output; or --layout ddp or fsdp",
+                hint="return the value from its module and as part of the model's output; or --layout ddp or fsdp",
             )
 
 

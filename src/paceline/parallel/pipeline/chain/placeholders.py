@@ -79,7 +79,7 @@ class Placeholder:
             if self._template is None or any(path not in inputs for path in self._template[1]):
                 raise LayoutError(
                     f"the shape of the output of {self._name} can't be determined without its weights: {error}",
-                    hint="cut so that only the first stage calls it, or make it a block",
+                    hint="cut so that only the first stage calls the module, or make the module a block",
                 ) from error
             spec, input_paths = self._template
             return spec, [(inputs[path].shape, inputs[path].dtype) for path in input_paths if path is not None]

@@ -332,13 +332,15 @@ def _autograd_function_error(name: str, function: str) -> LayoutError:
             "a stage border.",
             cause="such a function returns gradients of its inputs only, but a stage's first block gets the received "
             "values, which are not among these inputs",
-            hint="call the block outside of it (checkpoint(..., use_reentrant=False)), or --layout ddp or fsdp",
+            hint="call the block outside of the function (checkpoint(..., use_reentrant=False)), or --layout ddp or "
+            "fsdp",
         )
     return LayoutError(
         f"the model checkpoints {name} with use_reentrant=True, so no gradient would come back over a stage border.",
         cause="such a checkpoint returns gradients of its inputs only, but a stage's first block gets the received "
         "values, which are not among these inputs",
-        hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or --layout pp,remat=full without it",
+        hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or --layout pp,remat=full without this "
+        "checkpoint",
     )
 
 

@@ -279,8 +279,8 @@ def _refuse_python_draws(block: Block, old_states: Mapping[str, Any]) -> None:
     name = next((name for name, state in python_rng_states().items() if state != old_states[name]), None)
     if name is not None:
         raise LayoutError(
-            f"the block {block.name} draws from {name}, and a stage would draw different numbers than one process: "
-            "it does not run the earlier blocks.",
+            f"the block {block.name} draws from {name}, and a stage would draw different numbers than one process, "
+            "because it does not run the earlier blocks.",
             cause="stochastic depth or augmentation by Python's own generators",
             hint="draw with torch: torch.rand(()).item() instead of random.random(); or --layout ddp or fsdp",
         )
