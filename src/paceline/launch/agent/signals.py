@@ -105,7 +105,7 @@ class StopFlag:
                 signal.signal(number, self._on_signal)
 
     def remove(self) -> None:
-        """Clear the request, and restore for each signal the handler that this one replaced last."""
+        """Clear the request, and restore the handlers that this flag's handler replaced. Later handlers stay."""
         self.signal = None
         if not is_main_thread():
             return

@@ -47,7 +47,7 @@ def refuse_hooks(tensors: Mapping[str, Tensor]) -> None:
 def refuse_lost_hooks(
     hooked_parameters: Mapping[str, nn.Parameter], model: nn.Module, *, absent_names: Collection[str], layout: str
 ) -> None:
-    """Refuse a layout that replaced a parameter with hooks by another tensor. Other ranks have `absent_names`.
+    """Refuse a layout that replaced a parameter with hooks by another tensor. Other ranks hold `absent_names`.
 
     Raises:
         LayoutError: a hooked parameter was replaced; the message names it.

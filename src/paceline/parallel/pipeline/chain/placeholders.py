@@ -52,7 +52,7 @@ class Placeholder:
         self._template = template
 
     def make_output(self, args: Any, kwargs: Any, *, pool: TensorPool | None = None) -> Any:
-        """Return the module's output, filled with NaN (integers: 0). Tensors of equal shape are shared by `pool`."""
+        """Return the module's output, filled with NaN (integers: 0); with a `pool`, equal tensors are shared."""
         arguments = {"args": args, "kwargs": kwargs}
         inputs = dict(tensors_in(arguments))
         input_types = tuple((path, tensor.shape, tensor.dtype) for path, tensor in inputs.items())

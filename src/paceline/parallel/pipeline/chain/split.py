@@ -100,7 +100,10 @@ class StageSplit:
     enclosed_block: tuple[str, str] | None = None
 
     def can_run_module(self, parameters: set[str], *, stage: int) -> bool:
-        """Return whether a stage runs a module outside the blocks that has these parameters, or its placeholder."""
+        """Return whether a stage runs a module outside the blocks that has these parameters.
+
+        If not, it runs the module's placeholder.
+        """
         held, used = self.stages[stage].parameters, parameters & self.parameters_used_outside
         return (bool(used) and used <= held) or parameters <= held
 
@@ -111,7 +114,7 @@ class StageSplit:
 
     @cached_property
     def ties(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the parameters that several stages hold, with these stages, which sum the gradients."""
+        """Return the parameters that several stages hold, and these stages, over which gradients are summed."""
         return parameters_of_several_stages(self.stages)
 
     def stages_of_parameter(self, name: str) -> tuple[int, ...]:

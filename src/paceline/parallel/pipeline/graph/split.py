@@ -64,7 +64,7 @@ class GraphStageSplit:
 
     @cached_property
     def ties(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the parameters that several stages hold, with these stages, which sum the gradients."""
+        """Return the parameters that several stages hold, and these stages, over which gradients are summed."""
         return parameters_of_several_stages(self.stages)
 
     def stages_of_parameter(self, name: str) -> tuple[int, ...]:
