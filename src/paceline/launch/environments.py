@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from paceline.errors import UsageError
 from paceline.launch.inherited_environment import own_environ
 
-_LAUNCHERS = {
+_COMMAND_BY_LAUNCHER = {
     "torchrun": "torchrun {rendezvous} --nproc-per-node {local}",
     "mpirun": "mpirun -n {world}",
     "mpiexec": "mpiexec -n {world}",
@@ -21,6 +21,7 @@ class JoinedWorld:
     """The rank of this process in the world of another launcher, such as torchrun, mpirun or srun."""
 
     kind: str
+    """The launcher, such as `torchrun`; `environment` if only plain variables such as RANK are set."""
     rank: int
     world_size: int
     local_rank: int
@@ -45,9 +46,9 @@ class JoinedWorld:
         """Return the command line that starts `command` on the same number of processes.
 
         If one command does not start the whole world, or the launcher's rendezvous is not known, the line begins with
-        what to do.
+        an instruction, such as "on each node".
         """
-        launcher = _LAUNCHERS.get(self.kind, "")
+        launcher = _COMMAND_BY_LAUNCHER.get(self.kind, "")
         launcher_command = launcher.format(
             local=self.local_world_size, world=self.world_size, rendezvous=self._rendezvous_options()
         )
@@ -71,7 +72,7 @@ class JoinedWorld:
     def _rendezvous_options(self) -> str:
         """Return torchrun's rendezvous options, as far as its variables contain them."""
         if self.is_one_node:
-            return "--standalone" if _UUID.fullmatch(self.job_id) else ""  # torchrun generates this id
+            return "--standalone" if _UUID.fullmatch(self.job_id) else ""  # --standalone generates a UUID
         address = f"--master-addr {self.address} --master-port {self.port}"
         return f"--nnodes {self.nodes} --node-rank {self.node_rank} {address}"
 
@@ -79,7 +80,7 @@ class JoinedWorld:
 def detect_world(environ: Mapping[str, str]) -> JoinedWorld | None:
     """Return the world of which this process is a rank, or None.
 
-    Variables that were set for another process, from which this one inherited them, do not count.
+    Variables that were set for another process and inherited by this process are ignored.
 
     Raises:
         UsageError: the launcher's numbers contradict each other.
@@ -124,15 +125,15 @@ def _slurm(environ: Mapping[str, str]) -> JoinedWorld | None:
 def _is_srun_task(environ: Mapping[str, str]) -> bool:
     """Return whether this process is a task of `srun` itself.
 
-    `srun --mpi=pmi2` sets each number twice. An `mpiexec` in an allocation starts one helper on each node by `srun`,
-    and its ranks inherit that helper's numbers.
+    `srun --mpi=pmi2` sets each number under two names, with equal values. `mpiexec` in an allocation starts one helper
+    on each node by `srun`. Its ranks inherit the helper's Slurm numbers, which differ from their own PMI numbers.
     """
     pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_NTASKS"))
     return all(environ.get(own, environ.get(theirs)) == environ.get(theirs) for own, theirs in pairs)
 
 
 def _tasks_on_node(environ: Mapping[str, str]) -> str:
-    """Return the number of tasks of the step on this node: `2(x3),1` means 2 on three nodes and 1 on the next."""
+    """Return this node's number of tasks. In Slurm's list, `2(x3),1` means 2 on three nodes and 1 on the next."""
     tasks_per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_NTASKS_PER_NODE", "1")
     groups = [(count, int(num_nodes or 1)) for count, num_nodes in _TASK_COUNTS.findall(tasks_per_node)]
     counts = [count for count, num_nodes in groups for _ in range(num_nodes)]
@@ -168,6 +169,7 @@ _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def _read_world(
     environ: Mapping[str, str], kind: str, job_id: str | None, names: tuple[str, ...]
 ) -> JoinedWorld | None:
+    """Return the world that `names` describe (rank, world size, local rank and size); None without a job id."""
     if job_id is None:
         return None
     try:
@@ -201,7 +203,7 @@ def _read_world(
 def _local_ranks(
     environ: Mapping[str, str], kind: str, names: tuple[str, ...], *, rank: int, num_ranks: int
 ) -> tuple[int, int]:
-    """Return the rank and the number of ranks on this machine.
+    """Return the local rank and the number of ranks on this machine.
 
     If all ranks must be on this machine (a single rank, or a loopback address), the local ranks are the global ones.
 

@@ -21,12 +21,12 @@ _WORLD_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_COMM_WORLD_", "PMI_
 
 
 def mark_owner(environ: MutableMapping[str, str]) -> None:
-    """Record that the world in this environment belongs to this process."""
+    """Record that the rank variables in this environment were set for this process."""
     environ[OWNER_VARIABLE] = f"{os.getpid()}:{_checksum(environ)}"
 
 
 def own_environ(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment without the variables that describe a rank in another process."""
+    """Return the environment without the rank variables that were set for another process."""
     pid, _, checksum = environ.get(OWNER_VARIABLE, "").partition(":")
     if not pid or pid == str(os.getpid()):
         return environ
@@ -41,7 +41,7 @@ def own_rank(environ: Mapping[str, str]) -> int:
 
 
 def drop_inherited(environ: MutableMapping[str, str]) -> None:
-    """Remove from the environment the variables that describe a rank in another process."""
+    """Remove from the environment the rank variables that were set for another process."""
     own_variables = own_environ(environ)
     for name in [name for name in environ if name not in own_variables]:
         del environ[name]

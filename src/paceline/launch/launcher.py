@@ -25,7 +25,7 @@ from paceline.launch.rendezvous import listen_on_free_port
 from paceline.run_folder.run_folder import RunFolder
 
 _MATH_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-KERNELS_VARIABLE = "MKL_CBWR"
+KERNELS_VARIABLE = "MKL_CBWR"  # with which MKL selects its kernels
 DEFAULT_EXACT_KERNELS = "AVX2"
 _MAX_RESTARTS = 3
 
@@ -35,8 +35,8 @@ class LaunchRequest:
     """The description of what to start: an entry (`"pkg.module:function"`) with a payload, or the user's own script.
 
     With `saves_checkpoints`, the run folder is locked, and after one signal the ranks finish their step and save;
-    without, one signal ends them. The first `servers` ranks are parameter servers; any other rank that is killed is
-    restarted alone.
+    otherwise one signal ends them. If `servers` is positive, the first `servers` ranks are parameter servers, and any
+    other rank that is killed is restarted alone.
     """
 
     ranks: int
@@ -49,7 +49,7 @@ class LaunchRequest:
     saves_checkpoints: bool = True
     servers: int = 0
     working_folder: str = ""
-    """The working folder of the ranks; empty for that of this process."""
+    """The working folder of the ranks; if empty, the one of this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,9 @@ def has_external_cause(failure: Failure) -> bool:
 
 
 def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], None]] | None = None) -> LaunchOutcome:
-    """Run one attempt to its end. `on_start(attempt_folder)` returns a function that is called every 50 ms.
+    """Run one attempt to its end. If a parameter server is killed, run another attempt, up to three times.
+
+    `on_start(attempt_folder)` returns a function that is called every 50 ms.
 
     Raises:
         UsageError: the request saves checkpoints, and another run has locked the run folder.
@@ -113,6 +115,7 @@ def start(request: LaunchRequest, *, on_start: Callable[[Path], Callable[[], Non
 def _run_attempt(
     request: LaunchRequest, on_start: Callable[[Path], Callable[[], None]] | None, run_lock: RunLock | None
 ) -> LaunchOutcome:
+    """Start the ranks of one attempt, wait until they end, and store the first failure in the attempt folder."""
     start_time = time.monotonic()
     attempt = request.run.next_attempt()
     folder = request.run.attempt_folder(attempt)
@@ -159,7 +162,7 @@ def _inherited_handles(run_lock: RunLock | None, payload: Mapping[str, Any]) -> 
 
 
 def _silence_timeout(request: LaunchRequest) -> float:
-    """Return the request's timeout in seconds, or the default; a timeout that the job sets comes with heartbeats."""
+    """Return the timeout of the request's settings in seconds, or the default; heartbeats contain the job's timeout."""
     timeout = (request.payload or {}).get("settings", {}).get("train.timeout_seconds", DEFAULT_SECONDS)
     try:
         return float(timeout)
@@ -193,7 +196,7 @@ def _restart_request(request: LaunchRequest, outcome: LaunchOutcome) -> LaunchRe
 
 
 def _environ(request: LaunchRequest) -> dict[str, str]:
-    """Return the fork server's environment: one thread for numerical libraries; workers set their own number."""
+    """Return the fork server's environment, with one thread for numerical libraries; workers set their own number."""
     environ = {**os.environ, **dict.fromkeys(_MATH_THREADS, "1")}
     if request.exact:
         environ[KERNELS_VARIABLE] = environ.get(KERNELS_VARIABLE) or DEFAULT_EXACT_KERNELS
@@ -202,7 +205,7 @@ def _environ(request: LaunchRequest) -> dict[str, str]:
 
 
 def kernel_fingerprint() -> str:
-    """Return which numerical kernels this process uses: digests are only comparable between equal fingerprints."""
+    """Return the name of the numerical kernels of this process; digests are comparable only if this name is equal."""
     return os.environ.get(KERNELS_VARIABLE) or "default"
 
 
@@ -224,7 +227,7 @@ def torch_imported_error(cause: str, *, hint: str = "") -> UsageError:
 
 
 def final_message(outcome: LaunchOutcome, *, resume_command: str, extra_lines: Sequence[str] = ()) -> str:
-    """Return the final message of a run that failed or was stopped; empty if it completed.
+    """Return the final message of a run that failed or was stopped; empty if the run completed.
 
     `resume_command` is empty if no command resumes the run.
     """

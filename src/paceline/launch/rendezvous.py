@@ -1,4 +1,4 @@
-"""Rendezvous on one machine for launchers without one: rank 0 listens, and writes its port to a file."""
+"""Rendezvous on one machine for launchers that offer none: rank 0 listens, and writes its port to a file."""
 
 import errno
 import json
@@ -28,10 +28,10 @@ _INVITATION_FILE = "invitation.json"
 
 
 def adopt_launcher_variables(joined: JoinedWorld, environ: MutableMapping[str, str]) -> None:
-    """Write the launcher's numbers under the names that torch reads.
+    """Set the variables that torch reads, such as RANK, from the variables of the launcher.
 
     Raises:
-        UsageError: several machines and no MASTER_ADDR.
+        UsageError: ranks run on several machines, and MASTER_ADDR or MASTER_PORT is not set.
         MachineError: rank 0 did not publish its port.
     """
     drop_inherited(environ)
@@ -102,7 +102,9 @@ def _loopback_error(error: OSError) -> MachineError:
 
 
 def _rendezvous_folder(joined: JoinedWorld) -> Path:
-    """Return a folder that only one world's ranks share, named by the launcher's job id or by session and command.
+    """Return the folder that only the ranks of this world use.
+
+    Its name is a hash that includes the launcher's job id, or the session if that id is not unique.
 
     The parent process can't identify the world, because each rank may have a wrapper process of its own.
     """
@@ -126,7 +128,11 @@ def user_folder() -> Path:
 
 
 def _publish_port(folder: Path, *, port: int) -> None:
-    """Write the port of rank 0. Files of an earlier world are removed, unless its rank 0 is still alive."""
+    """Write the port of rank 0, and remove files of an earlier world.
+
+    Raises:
+        UsageError: rank 0 of the earlier world is still alive.
+    """
     invitation = _read_invitation(folder)
     if invitation is not None and invitation["holder"]["pid"] != os.getpid():
         raise UsageError(
@@ -141,7 +147,7 @@ def _publish_port(folder: Path, *, port: int) -> None:
 
 
 def _read_invitation(folder: Path) -> dict[str, Any] | None:
-    """Return the invitation of a living rank 0, or None."""
+    """Return the port and process that rank 0 wrote to a file; None if there is no file, or the process has ended."""
     try:
         invitation = read_json(folder / _INVITATION_FILE)
         return invitation if is_holder_alive(invitation["holder"]) and isinstance(invitation["port"], int) else None

@@ -10,18 +10,17 @@ from paceline.filesystem.atomic_files import read_json, read_regular, write_json
 
 FILE_NAME = "plan.json"
 _ACTIVITY_FILE = "doing.txt"
-# the keys of the advice; all other keys belong to the execution plan
 ADVICE = ("case", "recommended", "plans", "limits", "facts", "efficiency", "cluster")
 
 
 def write_plan_file(folder: Path, plan: Mapping[str, Any]) -> None:
-    """Write the execution plan, from `ExecutionPlan.as_json`, which every rank follows. Advice in the file stays."""
+    """Write the plan that every rank follows, `ExecutionPlan.as_json`; existing advice is kept."""
     advice = {key: value for key, value in _read_or_empty(folder / FILE_NAME).items() if key in ADVICE}
     write_json(folder / FILE_NAME, {**plan, **advice})
 
 
 def write_advice(folder: Path, advice: Mapping[str, Any]) -> None:
-    """Write the advice in the answer of `paceline plan`. An execution plan in the file stays."""
+    """Write the keys in `ADVICE` of `plan`'s answer; the execution plan is kept."""
     plan = {key: value for key, value in _read_or_empty(folder / FILE_NAME).items() if key not in ADVICE}
     write_json(folder / FILE_NAME, {**plan, **{key: advice[key] for key in ADVICE if key in advice}})
 
@@ -55,7 +54,7 @@ def write_activity(folder: Path, activity: str) -> None:
 
 
 def read_activity(folder: Path) -> str:
-    """Return the last activity that was written, or `starting processes` if there is none."""
+    """Return the activity that was written last, or "starting processes" if none can be read."""
     try:
         return read_regular(folder / _ACTIVITY_FILE).decode(errors="replace")
     except (OSError, ValueError):

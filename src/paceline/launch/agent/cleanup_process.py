@@ -1,4 +1,4 @@
-"""A cleanup process that kills what a run leaves behind when no other process is left to do it."""
+"""A cleanup process that kills the processes that a run leaves behind when its supervisor or fork server has ended."""
 
 import os
 import select
@@ -9,16 +9,16 @@ from contextlib import suppress
 
 from paceline.launch.agent.signals import STOP_SIGNALS
 
-_MAX_FILES = 65536
-_GROUP_END_SECONDS = 30.0
+_MAX_FILES = 65536  # file descriptors to close
+_GROUP_END_SECONDS = 30.0  # how long to wait for the killed processes to end
 
 
 def start_cleanup_process(supervisor_pid: int, *, scratch: str = "") -> None:
     """Fork a process that waits until the supervisor or this process has ended, and then kills this process group.
 
     Ranks die with this process. Other processes that the job started with `Popen`, `os.fork` or multiprocessing are in
-    the same process group and would keep running. `scratch`, a folder of the group, is removed too. Nothing is forked
-    if the kernel does not support pidfds.
+    the same process group and would keep running. The new process also removes `scratch`, the folder of the group's
+    sockets. If the kernel does not support pidfds, no process is forked.
     """
     leader_pid = os.getpid()
     if not hasattr(os, "pidfd_open") or os.getpgrp() != leader_pid:

@@ -1,8 +1,8 @@
 """The fork server: one fresh, single-threaded process that has torch imported and forks the workers.
 
-The supervisor starts `python -m paceline.launch.agent.forkserver REQUEST.json PARENT` in a session of its own. The
-server imports no user code. It writes `born RANK PID` and `gone RANK STATUS` lines to its standard output, which the
-supervisor reads, and exits when all its workers have exited.
+The supervisor starts `python -m paceline.launch.agent.forkserver REQUEST.json PARENT_PID` in a new session. The
+server imports no user code. To its standard output, which the supervisor reads, it writes `born RANK PID` when a worker
+starts and `gone RANK STATUS` when it exits. The server exits when all its workers have exited.
 """
 
 import gc
@@ -32,13 +32,13 @@ from paceline.plugins import resolve
 
 def main(argv: list[str]) -> int:
     """Fork the workers of one attempt and report how each ends."""
-    die_with_parent(int(argv[1]))  # before torch is imported: on a busy machine that takes long
+    die_with_parent(int(argv[1]))  # before torch is imported, which takes long on a busy machine
     stop_flag.install(listens_in_forks=True)  # a stop signal during a fork is not lost and kills no process
     scratch = _create_scratch_folder()
     start_cleanup_process(int(argv[1]), scratch=scratch)
     run_locks = [RunLock(int(handle)) for handle in filter(None, os.environ.pop(INHERITED_HANDLES, "").split(","))]
     for lock in run_locks:
-        os.set_inheritable(lock.handle, False)  # forked workers inherit it; programs that they start do not
+        os.set_inheritable(lock.handle, False)  # forked workers inherit the lock; programs that they start do not
     status_fd = int(os.environ.pop(STATUS_FD))
     os.set_inheritable(status_fd, False)
     request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
@@ -94,11 +94,12 @@ def _open_listener(*, ranks: int) -> socket.socket | None:
 
 
 def _create_scratch_folder() -> str:
-    """Create the one folder in which multiprocessing of all ranks and their data workers puts its sockets.
+    """Create the folder in which `multiprocessing` puts the sockets of all ranks and their data workers.
 
-    A data worker with a folder of its own would leave it behind when it is killed.
+    Otherwise each data worker would create a folder, and a killed data worker would leave its folder behind. Return an
+    empty string if no folder can be created.
     """
-    with suppress(OSError):  # no writable folder: code that needs one reports it
+    with suppress(OSError):  # code that needs the folder reports that there is none
         return short_temporary_folder()
     return ""
 
@@ -112,18 +113,18 @@ def preload_worker(entry: str = "") -> Callable[..., NoReturn]:
         # imports torch._dynamo, which the first optimizer needs
         resolve("paceline.torch_internals.private_api:guard_hooks")()
         if entry.startswith("paceline."):
-            with suppress(Exception, SystemExit):  # a user's file may shadow a module: the rank reports it
+            with suppress(Exception, SystemExit):  # if a user's file shadows a module, the rank reports it
                 resolve(entry)
-    gc.freeze()  # a million objects that no worker's collection has to traverse
+    gc.freeze()  # a worker's garbage collector then skips these million objects
     gc.enable()
     return worker_main
 
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Redirect standard output to standard error during imports: the supervisor must not read what a module prints.
+    """Redirect standard output to standard error during imports, because the supervisor reads standard output.
 
-    A user's file may shadow an imported module.
+    An imported module may print, for example a user's file that shadows a module of a library.
     """
     saved_stdout = os.dup(1)
     os.dup2(2, 1)
@@ -139,7 +140,8 @@ def _set_up_rank(
 ) -> None:
     """Turn the forked process into the given rank: log file, environment variables and locks.
 
-    The child itself reports its PID, because Python drops signals that reach a child before it returns from fork.
+    The supervisor sends signals to a rank once it knows the PID. The child itself reports its PID, because Python drops
+    signals that reach a child before `os.fork` returns in it.
     """
     _report(f"born {rank} {os.getpid()}")
     for lock in run_locks:
@@ -147,7 +149,7 @@ def _set_up_rank(
     _redirect_output(folder / f"rank-{rank}.log")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8")  # whatever the terminal's encoding, logs are read as UTF-8
+            stream.reconfigure(encoding="utf-8")  # logs are read as UTF-8
     if rank != 0 and listen_fd is not None:
         os.close(listen_fd)
     os.environ.update(

@@ -14,11 +14,11 @@ _MPI_PROGRAMS = {"mpirun", "mpiexec", "orterun", "prterun", "orted", "prted", "m
 def die_with_launcher(environ: Mapping[str, str]) -> int | None:
     """Ask the kernel to kill this rank when the process that launched it dies.
 
-    This is done only if that process is torchrun, or has the name of an MPI program. A shell that started this process
-    in the background may end before it.
+    This is done only if that process is torchrun, or has the name of an MPI program. Another parent, such as a
+    shell that started this process in the background, may end while the run should continue.
 
     Returns:
-        The signal that was set before, 0 if none, for `outlive_launcher`; None if nothing was changed.
+        The previous parent-death signal (0 if none), which `outlive_launcher` restores; None if nothing was changed.
     """
     parent = os.getppid()
     if sys.platform != "linux" or ("TORCHELASTIC_RUN_ID" not in environ and _program_name(parent) not in _MPI_PROGRAMS):
@@ -30,7 +30,7 @@ def die_with_launcher(environ: Mapping[str, str]) -> int | None:
 
 
 def outlive_launcher(previous_signal: int) -> None:
-    """Undo `die_with_launcher`: what this process does after the run no longer belongs to the run."""
+    """Restore the parent-death signal of the time before `die_with_launcher`, because the run is over."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, previous_signal)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-_MALLOPT_VALUES = (  # for mallopt(3)
+_MALLOPT_VALUES = (  # parameter and value of mallopt(3)
     (-3, 32 << 20),  # M_MMAP_THRESHOLD
     (-2, 64 << 20),  # M_TOP_PAD
     (-1, -1),  # M_TRIM_THRESHOLD
@@ -15,10 +15,11 @@ _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 
 
 def configure_malloc(environ: Mapping[str, str]) -> bool:
-    """Tell the C library to keep freed memory: on a CPU the next step allocates as much, and new pages are expensive.
+    """Tell the C library to keep freed memory for later allocations.
 
-    By default glibc returns the end of the heap to the system in some processes only, whose steps are a tenth slower.
-    Allocations larger than 32 MiB still come from the system each time; kept, they would leave large holes in the heap.
+    The next step on a CPU needs as much memory again, and new pages are expensive. By default glibc returns the end of
+    the heap to the system in some processes, whose steps are then a tenth slower. Allocations larger than 32 MiB still
+    go back to the system, because they would leave large holes in the heap.
 
     Return False, and change nothing, in four cases: the environment sets other options (`MALLOC_*`, `GLIBC_TUNABLES`);
     the address space is limited (`ulimit`), of which each thread would now take 64 MiB, used or not; the C library is

@@ -1,7 +1,7 @@
-"""Process exit: ends the job's threads, exit functions and open files as Python itself would.
+"""Process exit: joins the job's threads, runs its exit functions and closes its files, as Python itself would.
 
-Python's own shutdown, with torch loaded, also destroys torch: that takes a second, and a process group's destructor
-may wait for a peer that has exited. So only the job's own resources are closed, and then the process exits.
+Python's own shutdown would also destroy torch's objects. This takes a second, and the destructor of a process group may
+wait for a peer that has exited. So only the job's resources are closed, and then the process exits.
 """
 
 import atexit
@@ -24,7 +24,7 @@ _WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
 class RunFinish:
-    """The result of the last finished `pl.Run` of this process: its exit code, or None if none has finished."""
+    """The exit code of the `pl.Run` that finished last in this process; None if no run has finished."""
 
     code: int | None = None
 
@@ -35,10 +35,10 @@ run_finish = RunFinish()
 def end_python(code: int, *, limit_seconds: float = LIMIT_SECONDS) -> NoReturn:
     """Join threads, run exit functions, close the job's files, and exit with `code`.
 
-    After `limit_seconds` the process exits anyway and first writes its stacks to standard error.
+    After `limit_seconds`, the process writes the stack of each thread to standard error and exits anyway.
     """
     threading.Thread(target=_force_exit, args=(code, limit_seconds), daemon=True).start()
-    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends its processes
+    threading._shutdown()  # type: ignore[attr-defined]  # multiprocessing does the same
     atexit._run_exitfuncs()
     _drop_user_modules()
     with suppress(Exception):

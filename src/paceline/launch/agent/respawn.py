@@ -9,14 +9,16 @@ from contextlib import suppress
 MAX_STARTS = 3
 _POLL_SECONDS = 0.02
 _EXIT_SECONDS = 10.0
-_CLEAN_EXIT_CODES = (0, 75)
+_CLEAN_EXIT_CODES = (0, 75)  # done; stopped and saved
 
 
 class RespawningWorkers:
     """The worker processes of one attempt, of which the first ranks are servers.
 
+    `pids` maps PIDs to ranks. `restart(rank, start_number)` forks a worker again and returns its PID.
+
     `report` gets one of these lines for each exit:
-    `gone RANK STATUS`: the exit ends the run, for example after an error, which would recur;
+    `gone RANK STATUS`: a process exited and is not restarted; a failure ends the run;
     `over RANK STATUS`: a worker exited after the servers had ended cleanly, so its status does not matter;
     `again RANK STATUS`: a worker was killed and is restarted;
     `lost RANK STATUS`: a worker was killed after its last allowed start, and the other workers continue.
@@ -50,7 +52,7 @@ class RespawningWorkers:
             self._report(f"gone {rank} {status}")
         elif self._have_servers_succeeded:
             self._report(f"over {rank} {status}")
-        elif status >= 0 or self._server_statuses:  # with a failed server: the supervisor may have killed this worker
+        elif status >= 0 or self._server_statuses:  # a server failed: the supervisor may have killed this worker
             self._report(f"gone {rank} {status}")
         else:
             self._handle_killed_worker(rank, status)
@@ -74,7 +76,7 @@ class RespawningWorkers:
         )
 
     def _kill_overdue_workers(self) -> None:
-        """Kill workers that still run 10 s after all servers ended: a stopped worker does not notice the end."""
+        """Kill workers that still run 10 s after the last server ended, for example because SIGSTOP stopped them."""
         if not self._have_servers_succeeded or len(self._server_statuses) < self._servers:
             return
         self._servers_end_time = self._servers_end_time or time.monotonic()

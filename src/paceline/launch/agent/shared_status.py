@@ -1,7 +1,7 @@
 """The memory that a rank shares with its supervisor: heartbeats, the failure text, the exit code and a request to stop.
 
-Each rank has a page for its heartbeats. A write takes about a microsecond and never blocks. All ranks have slots in one
-buffer that needs no file, so that a rank can report its failure even if the run's disk is full.
+Each rank writes its heartbeats to the memory-mapped file `pulse-RANK`. A write takes about a microsecond and never
+blocks. Each rank also has a slot in one buffer in memory, so that it can report its failure even if the disk is full.
 """
 
 import mmap
@@ -24,7 +24,9 @@ class Heartbeat:
     """The last heartbeat of a rank."""
 
     monotonic_ns: int
+    """When the beat was written; 0 before the first one."""
     step: int
+    """The last step that the rank finished."""
     total: int
     """Steps of the whole run; 0 if that is unknown."""
     loss: float
@@ -43,7 +45,7 @@ class HeartbeatWriter:
             self._page = mmap.mmap(file.fileno(), _LAYOUT.size)
 
     def write(self, *, step: int, total: int = 0, loss: float = 0.0, phase: str = "step") -> None:
-        """Write this rank's current step, phase and time to the page."""
+        """Write this rank's last finished step, its loss and phase, and the time to the page."""
         self._page[:] = _LAYOUT.pack(time.monotonic_ns(), step, total, loss, phase.encode()[:16], self._silence_timeout)
 
     def close(self) -> None:
@@ -71,7 +73,7 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
 
 
 def make_status_buffer() -> int:
-    """Return the handle of a buffer that all ranks inherit by fork; it is freed when the last process closes it."""
+    """Return the file descriptor of a memory buffer that all ranks inherit; the last process to close it frees it."""
     memfd_create = getattr(os, "memfd_create", None)
     if memfd_create is not None:
         return int(memfd_create("paceline-status"))
@@ -81,7 +83,7 @@ def make_status_buffer() -> int:
 
 
 def write_failure_text(status_fd: int, *, rank: int, text: str) -> bool:
-    """Write a rank's text to its slot; return False if the text is too long."""
+    """Write a rank's failure text to its slot; return False if the text is too long."""
     data = text.encode()
     if len(data) > _TEXT_BYTES:
         return False
@@ -89,7 +91,7 @@ def write_failure_text(status_fd: int, *, rank: int, text: str) -> bool:
 
 
 def read_failure_text(status_fd: int, *, rank: int) -> str:
-    """Return the text in a rank's slot; an empty string if there is none."""
+    """Return the failure text in a rank's slot; an empty string if there is none."""
     return os.pread(status_fd, _TEXT_BYTES, rank * _SLOT_BYTES).rstrip(b"\0").decode(errors="replace")
 
 
@@ -106,10 +108,10 @@ def read_end(status_fd: int, *, rank: int) -> int | None:
 
 
 def write_stop(status_fd: int, *, rank: int) -> None:
-    """Ask this rank to stop, independent of its signal handlers."""
+    """Ask a rank to stop without a signal, which a handler of the job could block."""
     os.pwrite(status_fd, b"s", (rank + 1) * _SLOT_BYTES - _STOP_BYTES)
 
 
 def read_stop(status_fd: int, *, rank: int) -> bool:
-    """Return whether this rank was asked to stop."""
+    """Return whether the supervisor asked a rank to stop."""
     return os.pread(status_fd, _STOP_BYTES, (rank + 1) * _SLOT_BYTES - _STOP_BYTES) == b"s"

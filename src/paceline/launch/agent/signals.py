@@ -20,7 +20,7 @@ STOP_SIGNALS = (
     signal.SIGXCPU,  # the CPU time limit of a scheduler or `ulimit -t`
 )
 IGNORED_WHEN_REPEATED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
-"""Signals that are ignored after the first request: a closing terminal or a scheduler may send several."""
+"""Signals that are ignored after the first stop request, because a scheduler or a closing terminal may send several."""
 
 PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2  # from linux/prctl.h
 
@@ -46,13 +46,13 @@ def die_with_parent(parent: int) -> None:
 class StopFlag:
     """A flag that says whether this rank was asked to stop.
 
-    The job, or a library that it loads, may install handlers for the same signals at any time: `reinstall` puts this
-    flag's handler in front of them, and a signal reaches both. `poll_stop_request` also reads a request of the
-    supervisor from shared memory, which no handler can block.
+    The job, or a library that it loads, may install handlers for the same signals at any time. `reinstall` puts this
+    flag's handler in front of them, and a signal then reaches both. The function `poll_stop_request` reads the
+    supervisor's stop request from shared memory, which no handler can block.
     """
 
     def __init__(self) -> None:
-        self.signal: int | None = None
+        self.signal: int | None = None  # the first stop signal that arrived
         self._poll_stop_request: Callable[[], bool] | None = None
         self._original_handlers: dict[int, Any] = {}
         self._job_handlers: dict[int, Any] = {}
@@ -75,8 +75,8 @@ class StopFlag:
     ) -> None:
         """Install the handlers; do nothing outside the main thread, where Python runs no signal handlers.
 
-        A second signal ends the process if `ends_process`, else it reaches the previous handler. Forked processes
-        remove the handlers, unless `listens_in_forks`.
+        A second signal ends the process if `ends_process`, else it reaches the previous handler. Forked processes keep
+        the handlers if `listens_in_forks`, else they remove them.
         """
         self._poll_stop_request = poll_stop_request or self._poll_stop_request
         if not is_main_thread():
@@ -94,7 +94,7 @@ class StopFlag:
             self._job_handlers[number] = handler
 
     def reinstall(self) -> None:
-        """Put this handler in front of those that the job installed since: a signal sets the flag and reaches both."""
+        """Put this flag's handler back in front of handlers that the job has installed; a signal then reaches both."""
         if not is_main_thread() or self._pid != os.getpid():
             return
         for number in self._original_handlers:
@@ -105,7 +105,7 @@ class StopFlag:
                 signal.signal(number, self._on_signal)
 
     def remove(self) -> None:
-        """Stop listening, clear the request, and restore the previous handlers, or those installed since."""
+        """Clear the request, and restore the handlers that this flag's handler replaced. Later handlers stay."""
         self.signal = None
         if not is_main_thread():
             return
@@ -122,7 +122,7 @@ class StopFlag:
             self._on_repeated_signal(number, frame, job_handler)
         self.signal = number
         if callable(job_handler) and job_handler is not signal.default_int_handler:
-            with suppress(BaseException):  # it may raise to end the program; the run ends after saving instead
+            with suppress(BaseException):  # the job's handler may raise; the run saves first and then ends
                 job_handler(number, frame)
 
     def _on_repeated_signal(self, number: int, frame: FrameType | None, job_handler: Any) -> None:
@@ -135,7 +135,7 @@ class StopFlag:
             os.kill(os.getpid(), number)
 
     def _on_fork(self) -> None:
-        """Remove the handlers in a forked child, so that a signal ends it: terminating a pool relies on that."""
+        """Remove the handlers in a forked child, so that a signal ends it, as `Pool.terminate` expects."""
         if not self._listens_in_forks and self._pid != os.getpid():
             self._poll_stop_request = None
             self.remove()

@@ -40,10 +40,10 @@ from paceline.launch.failures.stuck_rank import (
 
 _POLL_SECONDS = 0.05
 _RECORD_SECONDS = 0.1  # time for the other ranks to record their failures
-_TIMEOUT_RECORD_SECONDS = 1.0  # the same after a timeout
+_TIMEOUT_RECORD_SECONDS = 1.0  # time for the same if a rank has timed out
 _KILL_WAIT_SECONDS = 2.0
 _WAKE_INTERVAL_SECONDS = 2.0
-_STOP_MESSAGE_SECONDS = (5.0, 30.0)
+_STOP_MESSAGE_SECONDS = (5.0, 30.0)  # until the first message; between later messages
 _CLEAN_EXIT_CODES = (0, 75)
 INHERITED_HANDLES = "PACELINE_INHERITED"
 FORKSERVER_COMMAND = "PACELINE_FORKSERVER_COMMAND"
@@ -51,7 +51,7 @@ FORKSERVER_COMMAND = "PACELINE_FORKSERVER_COMMAND"
 
 @dataclass
 class AttemptState:
-    """The state of one attempt's workers as the supervisor sees it."""
+    """The state of one attempt's workers as the supervisor sees it; `pids` and exit `statuses` are by rank."""
 
     folder: Path
     ranks: int
@@ -68,7 +68,7 @@ class AttemptState:
 
 
 class Supervisor:
-    """The supervisor that runs one attempt to its end, and then kills every process that is left of it."""
+    """The supervisor that starts one attempt, waits until it ends, and then kills all processes that remain."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Supervisor:
 
     def run(self, on_tick: Callable[[], None]) -> tuple[int, Failure | None]:
         """Start the workers, wait, and return the exit code and the first failure; `on_tick` runs every 50 ms."""
-        signal_numbers = active_stop_signals() if is_main_thread() else []  # handlers run in no other thread
+        signal_numbers = active_stop_signals() if is_main_thread() else []  # Python runs handlers only in that thread
         previous_handlers = {number: signal.signal(number, self._on_signal) for number in signal_numbers}
         read_fd, write_fd = os.pipe()
         process = subprocess.Popen(
@@ -176,7 +176,7 @@ class Supervisor:
             return
         own_exit_code = read_end(self._status_fd, rank=rank)
         if own_exit_code is not None and (pid_or_status <= 0 or pid_or_status in _CLEAN_EXIT_CODES):
-            self._attempt.statuses[rank] = own_exit_code  # a crash in Python's shutdown after that does not count
+            self._attempt.statuses[rank] = own_exit_code  # a later crash in Python's shutdown does not count
             return
         self._attempt.statuses[rank] = pid_or_status
         if not self._attempt.was_killed_by_supervisor:
@@ -198,13 +198,13 @@ class Supervisor:
         return beat.step + 1 if beat and beat.monotonic_ns else 0
 
     def _kill_after_failure(self) -> None:
-        """Kill the other ranks, which wait for a dead peer, once they had time to record failures of their own."""
+        """Kill the other ranks, which wait for a dead peer, once they have had time to record their own failures."""
         if self._failure_time is None or self._attempt.was_killed_by_supervisor:
             return
         has_timeout = any(is_timeout(failure) for failure in self._attempt.failures)
         if time.monotonic() - self._failure_time < (_TIMEOUT_RECORD_SECONDS if has_timeout else _RECORD_SECONDS):
             return
-        if has_timeout:  # all ranks that timed out as well have recorded it by now
+        if has_timeout:  # by now, every rank that timed out has recorded its failure
             folder, pids = self._attempt.folder, self._attempt.pids
             unrecorded = {
                 rank: pid for rank, pid in pids.items() if read_failure(folder, rank, status_fd=self._status_fd) is None
@@ -230,7 +230,7 @@ class Supervisor:
         self._wake_forkserver()
 
     def _wake_forkserver(self) -> None:
-        """Resume a stopped fork server once all ranks have ended, because it alone reports their exit."""
+        """Resume a stopped fork server once all ranks have ended, because only this server reports their exits."""
         now, pids = time.monotonic(), self._attempt.pids.values()
         if now - self._forkserver_check_time < _WAKE_INTERVAL_SECONDS or process_state(self._forkserver_pid) != "T":
             return
@@ -250,7 +250,7 @@ class Supervisor:
             self._kill()
 
     def _ask_to_stop(self, rank: int) -> None:
-        """Ask a rank to stop: through shared memory, which no handler can block, and by SIGTERM if it has a handler."""
+        """Ask a rank to stop: in shared memory, which no handler can block, and by SIGTERM if the rank handles it."""
         write_stop(self._status_fd, rank=rank)
         if has_signal_handler(self._attempt.pids[rank], signal.SIGTERM):
             self._send(signal.SIGTERM, only_pid=self._attempt.pids[rank])
@@ -261,7 +261,7 @@ class Supervisor:
         return signal.SIG_IGN if is_late else previous_handler
 
     def _report_stop_progress(self) -> None:
-        """Print the progress of a requested stop, which the signal handler can't do: it may interrupt a print."""
+        """Print the progress of a requested stop. A signal handler can't print, because it may interrupt a print."""
         now = time.monotonic()
         if not self._num_stop_requests or self._attempt.was_killed_by_supervisor:
             return
@@ -343,7 +343,10 @@ def _tail(path: Path, *, lines: int = 8) -> str:
 
 
 def _module_path_options() -> list[str]:
-    """Return the Python option that keeps the working folder off the module path, where it could shadow our modules."""
+    """Return the option `-P`, with which files in the working folder can't shadow modules of Paceline.
+
+    Return no option if Paceline itself is imported from the working folder.
+    """
     is_here = Path(__file__).resolve().parents[3] == Path.cwd()
     return [] if is_here else ["-P"]
 

@@ -30,9 +30,9 @@ _VERBS_WITH_LOOP = ("train", "compare")
 def worker_main(request: Mapping[str, Any], *, folder: Path, status_fd: int | None) -> NoReturn:
     """Run the entry with its payload, or the user's script, and exit with its exit code.
 
-    An exception is recorded first. If the entry returns, its exit code is written to the shared status buffer
-    (`status_fd`): the code of a process that exits through `os._exit` or a C library says nothing about the run. A
-    process that the job forked, and that returns to this function too, writes neither.
+    An exception is recorded before the exit. If the entry returns, its exit code is written to the shared status
+    buffer (`status_fd`), because the code of a process that exits through `os._exit` or a C library says nothing about
+    the run. A process that the job forked may return to this function too, and writes neither of them.
     """
     argv: list[str] = request.get("script") or []
     rank, pid = current_rank(), os.getpid()
@@ -58,7 +58,7 @@ def worker_main(request: Mapping[str, Any], *, folder: Path, status_fd: int | No
 
 
 def _run_entry(entry: str, payload: Mapping[str, Any]) -> int:
-    """Return the entry's result. A `sys.exit` in an entry is the job's error; only a script may exit with any code."""
+    """Run the entry and return its exit code. An entry must not call `sys.exit`; a script may."""
     job = payload.get("job")
     try:
         with script_arguments(split_jobref(job)[0] if isinstance(job, str) else entry):
@@ -86,7 +86,10 @@ def _run_guarded(
     record_failure: Callable[[BaseException], None],
     poll_stop_request: Callable[[], bool] | None = None,
 ) -> tuple[int, bool]:
-    """Return the exit code, and whether `run_job` completed: it returned, or a script exited with a good code."""
+    """Return the exit code, and whether `run_job` completed.
+
+    It completed if it returned, or if a script exited with code 0 or with the code of its finished `pl.Run`.
+    """
     torch.set_num_threads(threads)
     configure_malloc(os.environ)
     stop_flag.install(poll_stop_request=poll_stop_request)
@@ -130,7 +133,7 @@ def run_joined(entry: str, payload: Mapping[str, Any], *, threads: int) -> Joine
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
     configure_malloc(os.environ)
-    if payload.get("verb") in _VERBS_WITH_LOOP:  # other verbs do not read the flag: a signal ends them at once
+    if payload.get("verb") in _VERBS_WITH_LOOP:  # a signal ends the other verbs at once
         stop_flag.install()
     try:
         return JoinedOutcome(code=_run_entry(entry, payload))

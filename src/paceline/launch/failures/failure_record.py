@@ -147,7 +147,7 @@ def step_from_notes(error: BaseException) -> int:
 
 
 def _message(error: BaseException) -> str:
-    """Return the error's message, with the replica it came from if a process has several."""
+    """Return the error's message, followed by the replica that raised it if the process runs several replicas."""
     text = error.what if isinstance(error, PacelineError) else _exception_text(error)
     replica_notes = [note for note in getattr(error, "__notes__", ()) if str(note).startswith("in replica ")]
     return f"{text} ({replica_notes[0]})" if replica_notes else text
@@ -213,7 +213,7 @@ def failure_from_status(rank: int, *, status: int, step: int = 0, is_oom_kill: b
 
 
 def missing_log_failure(rank: int, *, log: Path) -> Failure | None:
-    """Return the failure of a rank that could not create its log, which it does first; else None."""
+    """Return a failure if a rank could not create its log, which is the first thing that a rank does; else None."""
     try:
         log.open("x").close()
     except FileExistsError:
@@ -228,7 +228,7 @@ def missing_log_failure(rank: int, *, log: Path) -> Failure | None:
 
 
 def early_exit_failure(rank: int, *, status: int, step: int = 0) -> Failure:
-    """Return the failure of a rank that exited with the code for done or saved before the run was over."""
+    """Return the failure of a rank that exited with code 0 (done) or 75 (saved) before the run was finished."""
     error = RunError(
         f"the process exited with code {status} before the run was finished.",
         cause="something in the job called os._exit, or exit() in native code; only Paceline may report a run as "
@@ -273,7 +273,7 @@ def forkserver_failure(status: int, *, pid: int, step: int = 0, log_tail: str) -
 
 
 def print_traceback(error: BaseException) -> None:
-    """Print the full traceback to the rank's own log; the console shows the log only up to the marker before it.
+    """Print a marker line and the full traceback to the rank's log; the console shows only the log before the marker.
 
     The marker is written on a new line, after any unfinished line of the job, and bypasses the job's own streams.
     """
@@ -300,8 +300,8 @@ def _exception_text(error: BaseException) -> str:
 def _full_folder(error: OSError) -> tuple[Path, str]:
     """Return the folder that has no more space, and its name as printed.
 
-    An error of an open file names no path. In that case, return the first full folder among the attempt folder, the
-    temporary folder and /dev/shm.
+    An error on writing to an open file has no filename. In that case, return the first full folder among
+    the attempt folder, the temporary folder and /dev/shm.
     """
     if error.filename:
         path = Path(os.fsdecode(error.filename))
@@ -319,8 +319,8 @@ def _full_folder(error: OSError) -> tuple[Path, str]:
 def _translate_error(error: BaseException) -> BaseException:
     """Return the error as a `PacelineError` if it needs an explanation, else unchanged.
 
-    Such errors are: a dead data worker, which torch reports from a signal handler at any line of the rank; a read from
-    the terminal; a full disk or a limit on file size, at whatever is written first; and out of memory.
+    Four kinds need one: a dead data worker, which torch reports from a signal handler at any line of the rank; a read
+    from the terminal; a full disk or a limit on file size; and out of memory.
     """
     if isinstance(error, RuntimeError) and "DataLoader worker" in _exception_text(error):
         cause, hint = explain_data_worker_error(_exception_text(error)) or (
@@ -356,5 +356,5 @@ def _failure_path(folder: Path, rank: int) -> Path:
 
 
 def current_rank() -> int:
-    """Return this process's rank, for what is written before a process group exists."""
+    """Return this process's rank from the environment, because a process group may not exist yet."""
     return own_rank(os.environ)

@@ -1,4 +1,4 @@
-"""The supervisor's watch for live ranks that send no heartbeat, while no rank times out waiting for another."""
+"""The supervisor's watch for ranks that are alive but send no heartbeat."""
 
 import time
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from paceline.launch.failures.stuck_rank import SilentRank, all_silent_failure, 
 _CHECK_SECONDS = 1.0
 _MIN_MARGIN_SECONDS = 2.0
 _TIMEOUT_FACTOR = 1.1  # ranks that wait for each other time out first, with a better message
-_FINISHED_PHASE, _BUSY_PHASES = "over", ("on_eval", "save")
+_FINISHED_PHASE, _BUSY_PHASES = "over", ("on_eval", "save")  # in a busy phase, all ranks may be silent for long
 DEFAULT_SECONDS = 600.0
 
 
@@ -33,10 +33,10 @@ class SilenceWatcher:
         self._previous_silent: dict[int, SilentRank] = {}
 
     def check(self, pids: Mapping[int, int]) -> tuple[str, Failure | None]:
-        """Return a message to print, and the failure of a run in which every rank hangs in its own code.
+        """Return a message to print, and a failure if every rank hangs and no rank waits for another.
 
-        A single silent rank may just be slow, so the run continues. If all ranks have the same stacks at two checks,
-        they hang: a rank that only waited for another would have timed out.
+        A single silent rank may just be slow, so the run continues. If the stack of every rank is the same at
+        two notices, the ranks hang, because a rank that only waited for another would have timed out.
         """
         now = time.monotonic()
         if now - self._check_time < _CHECK_SECONDS:
@@ -57,7 +57,7 @@ class SilenceWatcher:
         self._next_notice_seconds = 2 * seconds if self._next_notice_seconds else timeout + seconds
         silent = find_silent_ranks(self._folder, late_pids, status_fd=self._status_fd)
         is_unchanged = self._is_unchanged(silent)
-        self._previous_silent = {one.rank: one for one in silent}
+        self._previous_silent = {silent_rank.rank: silent_rank for silent_rank in silent}
         are_all_late = len(late_pids) == len(pids) > 1 and len(silent) == len(pids)
         if are_all_late and is_unchanged and not any(phase in _BUSY_PHASES for phase in phases.values()):
             return "", all_silent_failure(silent, seconds=seconds)
@@ -78,8 +78,11 @@ class SilenceWatcher:
         return max(timeout * _TIMEOUT_FACTOR, timeout + _MIN_MARGIN_SECONDS), phases
 
     def _is_unchanged(self, silent: list[SilentRank]) -> bool:
-        """Return whether each rank has the same stack as at the last check; a stopped rank has no stack."""
+        """Return whether each rank has the same stack as at the last notice; a stopped rank has no stack."""
         previous = self._previous_silent
         return all(
-            one.stack.frames and one.rank in previous and previous[one.rank].stack == one.stack for one in silent
+            silent_rank.stack.frames
+            and silent_rank.rank in previous
+            and previous[silent_rank.rank].stack == silent_rank.stack
+            for silent_rank in silent
         )

@@ -32,7 +32,7 @@ _NO_LIMIT = 1 << 60  # cgroup v1 reports a number near 2^63 if there is no limit
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """A memory limit and the bytes used under it; `is_own` if only this process counts towards it."""
+    """A memory limit and the bytes that count towards it. `is_own`: only bytes of this process count."""
 
     name: str
     limit_bytes: int
@@ -69,7 +69,7 @@ def phase_of(trace: TracebackType | None) -> str:
 def out_of_memory_error(
     error: BaseException, *, phase: str = "", held: Mapping[str, int], limit: MemoryLimit | None
 ) -> OutOfMemory:
-    """Return the error as `OutOfMemory`, with the original's traceback and notes."""
+    """Return the error as `OutOfMemory`, with its traceback and notes; `held` is the memory in use, by purpose."""
     phase = "reading data" if isinstance(error, DataError) else phase or phase_of(error.__traceback__)
     allocation_bytes = requested_bytes(error)
     message = "out of memory" + (f" in {phase}" if phase else "")
@@ -141,13 +141,14 @@ def tightest_memory_limit() -> MemoryLimit | None:
 
 
 def process_bytes_under(limit: MemoryLimit | None) -> int:
-    """Return the bytes that this process uses under a limit."""
+    """Return the bytes of this process that count towards a limit."""
     if limit is not None and limit.is_own:
         return limit.used_bytes
     return process_memory()
 
 
 def _memory_limits() -> Iterator[MemoryLimit]:
+    """Yield the limits on this process's memory: ulimit, control groups, and the memory of the machine."""
     for name, limit in (("address space", resource.RLIMIT_AS), ("data", resource.RLIMIT_DATA)):
         limit_bytes = resource.getrlimit(limit)[0]
         if limit_bytes != resource.RLIM_INFINITY:
@@ -175,8 +176,8 @@ def oom_kill_count(
 ) -> int | None:
     """Return how many processes the kernel has killed so far because memory ran out, or None if unknown.
 
-    Counts this process's control group and its parents, since each may set the limit; if no group reports it, the
-    whole machine.
+    The count is of this process's control group and its parent groups, because each of them may set the limit. If no
+    group reports a count, that of the whole machine is returned.
     """
     for name in ("memory.events", "memory.oom_control"):
         counts = [
@@ -215,7 +216,8 @@ def _cgroup_folders(cgroup_root: Path = _CGROUP_ROOT, process_cgroups: Path = _P
 def explain_data_worker_error(text: str) -> tuple[str, str] | None:
     """Return the cause and the remedy if data workers ran out of open files or shared memory.
 
-    The argument is the text of an error. Return None for any other reason, and if /dev/shm has enough free space.
+    The argument is the text of an error. Return None if the text shows another reason, or if /dev/shm has enough
+    free space.
     """
     lowered = text.lower()
     if files := explain_open_files(text):

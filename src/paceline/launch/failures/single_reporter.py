@@ -18,7 +18,7 @@ from paceline.launch.environments import detect_world
 from paceline.launch.rendezvous import user_folder
 
 _LAUNCHERS = ("torchrun", "mpirun", "mpiexec", "srun")  # each of these processes is the parent of one world only
-_CAUSE, _ECHO = "cause", "echo"
+_CAUSE, _ECHO = "cause", "echo"  # a failure of a rank itself; a failure that follows from another rank
 _MAX_CHARACTERS = 400
 
 
@@ -37,8 +37,8 @@ def claim_report(text: str, *, environ: Mapping[str, str], is_echo: bool = False
 
     Args:
         text: the failure. A rank whose failure differs from the first reported one prints one line.
-        is_echo: this rank only lost the connection to another rank. One such rank prints: everything if no other rank
-            has reported, else one line.
+        is_echo: this rank only lost the connection to another rank. The first such rank prints everything if no rank
+            has reported a failure of its own, else one line. Later ones print nothing.
     """
     key = _world_key(environ)
     if key is None:
@@ -59,7 +59,7 @@ def claim_report(text: str, *, environ: Mapping[str, str], is_echo: bool = False
 
 
 def _world_key(environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """Return this process's rank and the world's name on this machine; None if the other ranks are unknown."""
+    """Return this process's rank, and the prefix of its world's files; None if no other rank can be identified."""
     try:
         joined = detect_world(environ)
     except PacelineError:
@@ -72,9 +72,9 @@ def _world_key(environ: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def _claim_file(name: str, rank: int, text: str) -> str | None:
-    """Claim a file: return None if this process is the first to do so, else the text that the first one wrote.
+    """Claim a file: return None if this process is the first, else the text that the first process wrote.
 
-    A file of another process with the same rank belongs to an earlier world: a wrapper may start several in turn.
+    A file of another process with the same rank belongs to an earlier world of the same parent process.
     """
     claimed_text = _read_claim(name, rank)
     if claimed_text is not None:
@@ -96,7 +96,7 @@ def _claim_file(name: str, rank: int, text: str) -> str | None:
     except FileExistsError:
         return _read_claim(name, rank)
     except (OSError, PacelineError):
-        pass  # then every rank reports
+        pass  # without the file, every rank reports
     return None
 
 

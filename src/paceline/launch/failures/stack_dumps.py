@@ -65,7 +65,7 @@ class Stack:
 
     @property
     def is_waiting_for_data(self) -> bool:
-        """Return whether the process waits for a data worker's answer."""
+        """Return whether the process waits for a batch from a data worker."""
         return any(frame.file.endswith(_DATALOADER_FILE) for frame in self.frames[:12])
 
 
@@ -131,7 +131,7 @@ def process_state(pid: int) -> str:
 
 
 def forked_children(pid: int) -> list[int]:
-    """Return the children of a process that would answer with their stack: its forks, such as data workers."""
+    """Return the PIDs of a process's children that inherited its stack handler by fork, such as data workers."""
     pids = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError, ValueError):

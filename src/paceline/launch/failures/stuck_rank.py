@@ -29,7 +29,11 @@ _STATE_DESCRIPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SilentRank:
-    """A rank that is alive and sends no heartbeats; `step` is the last one that it finished."""
+    """A rank that is alive and sends no heartbeats.
+
+    `step` is the last step that it finished, `seconds` the time since its last heartbeat, and `state` the kernel's
+    letter for the state of its process.
+    """
 
     rank: int
     pid: int
@@ -54,9 +58,10 @@ class SilentRank:
 
 
 def find_silent_ranks(folder: Path, pids: Mapping[int, int], *, status_fd: int | None = None) -> list[SilentRank]:
-    """Return the ranks that are behind: those that are stopped, else those whose last finished step is the oldest.
+    """Return the stopped ranks, or else the ranks that have finished the fewest steps.
 
-    With a `status_fd`, the stack of each rank is requested, and ranks that only wait for others are excluded.
+    With a `status_fd`, each of these ranks is asked for its stack. Ranks that only wait for others are excluded if
+    any other rank remains.
     """
     candidates = [_observe_rank(folder, rank, pid) for rank, pid in sorted(pids.items())]
     stopped = [silent_rank for silent_rank in candidates if silent_rank.is_stopped]
@@ -72,7 +77,7 @@ def find_silent_ranks(folder: Path, pids: Mapping[int, int], *, status_fd: int |
 
 
 def locate_silent_rank(silent_rank: SilentRank, status_fd: int) -> SilentRank:
-    """Return the rank with the line of the job's code that it executes, or the data worker that it waits for."""
+    """Return the rank with its stack and location: a line of the job's code, or the data worker that it waits for."""
     if silent_rank.is_stopped:
         return silent_rank
     stack = request_stack(silent_rank.pid, status_fd)
@@ -97,23 +102,23 @@ def _describe_data_worker(pid: int, status_fd: int) -> str:
 
 
 def is_timeout(failure: Failure) -> bool:
-    """Return whether this rank timed out waiting for another."""
+    """Return whether this rank timed out while it waited for another rank."""
     text = failure.message.lower()
     return is_lost_connection(failure) and ("timed out" in text or "timeout" in text)
 
 
 def hang_failure(failures: Sequence[Failure], silent_ranks: Sequence[SilentRank]) -> Failure:
-    """Return the failure of the rank that the others waited for. It names the log that has the backend's own message.
+    """Return a timeout failure of the rank that the others waited for.
 
-    That is the log of the rank whose message contains a time limit. If several collectives ran at once, one of them
-    timed out, and the messages of the others contain no limit.
+    `told_by` is the waiting rank whose message contains the longest time limit. Its log has the backend's message. If
+    several collectives ran at once, only one of them timed out, and only the message about it contains a limit.
     """
     waiter = max(filter(is_timeout, failures), key=lambda waiter: _timeout_limit(waiter.message))
     first = silent_ranks[0]
     ranks = " and ".join(f"rank {silent_rank.rank}" for silent_rank in silent_ranks)
     limit = _timeout_limit(waiter.message)
     message = f"no answer from {ranks}{f' within {limit:g} s' if limit else ''}: {first}"
-    has_connected = int(waiter.kind != MachineError.__name__)  # else it was before the first step
+    has_connected = int(waiter.kind != MachineError.__name__)  # a MachineError: before the first step
     longer_timeout = f"--train.timeout_seconds {2 * limit:.0f}" if limit else "a larger --train.timeout_seconds"
     error = RunError(message, cause=_cause(first), hint=_hint(first, longer_timeout))
     error_fields = {**error.as_json(), "error": TIMEOUT}
@@ -124,7 +129,7 @@ def hang_failure(failures: Sequence[Failure], silent_ranks: Sequence[SilentRank]
 
 
 def all_silent_failure(silent_ranks: Sequence[SilentRank], *, seconds: float) -> Failure:
-    """Return the failure of a run in which every rank hangs in its own code."""
+    """Return the failure of a run in which every rank hangs and no rank waits for another."""
     first = silent_ranks[0]
     descriptions = "; ".join(f"rank {silent_rank.rank}: {silent_rank}" for silent_rank in silent_ranks[:4])
     error = RunError(
@@ -167,8 +172,8 @@ def stop_waiting_message(silent_ranks: Sequence[SilentRank], *, seconds: float) 
         instruction = (
             f"kill -CONT {' '.join(str(silent_rank.pid) for silent_rank in stopped)} lets it finish; {instruction}"
         )
-    rows = _rows(silent_ranks)
-    return f"still waiting for {plural(len(silent_ranks), 'rank')} after {seconds:.0f} s:\n{rows}\n{instruction}"
+    lines = _rank_lines(silent_ranks)
+    return f"still waiting for {plural(len(silent_ranks), 'rank')} after {seconds:.0f} s:\n{lines}\n{instruction}"
 
 
 def silence_notice(silent_ranks: Sequence[SilentRank], *, seconds: float) -> str:
@@ -176,12 +181,12 @@ def silence_notice(silent_ranks: Sequence[SilentRank], *, seconds: float) -> str
     stopped = [str(silent_rank.pid) for silent_rank in silent_ranks if silent_rank.is_stopped]
     wake_hint = f"kill -CONT {' '.join(stopped)} lets them continue; " if stopped else ""
     return (
-        f"nothing from {plural(len(silent_ranks), 'rank')} for {seconds:.0f} s:\n{_rows(silent_ranks)}\n"
+        f"nothing from {plural(len(silent_ranks), 'rank')} for {seconds:.0f} s:\n{_rank_lines(silent_ranks)}\n"
         f"{wake_hint}Ctrl-C asks to stop"
     )
 
 
-def _rows(silent_ranks: Sequence[SilentRank]) -> str:
+def _rank_lines(silent_ranks: Sequence[SilentRank]) -> str:
     return "\n".join(f"  rank {silent_rank.rank}: {silent_rank}" for silent_rank in silent_ranks[:4])
 
 

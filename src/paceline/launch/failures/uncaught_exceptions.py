@@ -27,7 +27,7 @@ from paceline.launch.inherited_environment import attempt_folder, own_environ
 from paceline.user_code import hide_paceline_frames
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_LEFT_BLOCK = "_paceline_left"  # an attribute that is set on an error
+_LEFT_BLOCK = "_paceline_left"  # attribute of an error that left the block of `remove_hook_at_end`
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
@@ -64,7 +64,7 @@ class UncaughtHook:
                 print_line(failure_sentence(failure, scope), sys.stderr)
 
     def remove(self) -> None:
-        """Restore the previous hook; if another hook was installed since, this one stays and only forwards."""
+        """Restore the previous hook. If another hook was installed since, this one stays but reports nothing."""
         self.is_active = False
         if sys.excepthook is self:
             sys.excepthook = self._previous_hook
@@ -172,7 +172,7 @@ def write_error_file(failure: Failure, scope: ReportScope, *, traceback_text: st
     path = own_environ(os.environ).get(ERROR_FILE)
     if not path:
         return
-    delay_seconds = int(is_echo(failure)) + 2 * int(not scope.prints_all)  # later than the rank that reports it
+    delay_seconds = int(is_echo(failure)) + 2 * int(not scope.prints_all)  # later than the rank that reports the cause
     timestamp = int(time.time()) + delay_seconds
     extra = {"timestamp": str(timestamp), "py_callstack": failure_sentence(failure, scope), "traceback": traceback_text}
     message = {"message": failure_sentence(failure, scope), "errorCode": failure.exit_code, "extraInfo": extra}

@@ -58,7 +58,7 @@ class DeferredModel:
         return result
 
     def run_with_values(self, function: Callable[[], Result]) -> Result:
-        """Return the result of `function`, which runs the model with values, created and freed one by one."""
+        """Return the result of `function`, which runs the model; each parameter gets its values while it is needed."""
         with lend_parameters(self._make_lender(), device=self.device):
             return function()
 
@@ -87,7 +87,7 @@ class DeferredModel:
         expert_names: Collection[str],
         shard_world: World | None,
     ) -> "LazyRows":
-        """Fill the model's parameters with the shards in `base_specs`, or with full tensors.
+        """Fill each parameter with its shard in `base_specs`, or with the full tensor if it is not listed there.
 
         Other ranks hold the parameters in `absent_names`. With `shard_world`, parameters that are not in `expert_names`
         stay on the meta device, and this rank's rows of them are returned.
@@ -107,7 +107,7 @@ class DeferredModel:
         )
 
     def _make_lender(self) -> Callable[[int], Tensor]:
-        """Return a function from a storage key to its parameter's values, in the same memory layout."""
+        """Return a function that returns the values of the parameter with a storage key, in the same memory layout."""
         parameters_by_storage = {
             storage_key(parameter): (name, parameter) for name, parameter in self.deferred_init.model.named_parameters()
         }

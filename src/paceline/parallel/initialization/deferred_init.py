@@ -40,7 +40,7 @@ SpecsForModel = Callable[[nn.Module], ShardSpecs]
 class InitialValues(Protocol):
     """A source of initial values.
 
-    `is_local`: a rank may call `values` without the others, and several times, for some tensors each time.
+    `is_local`: a rank may call `values` without other ranks, and several times, each time for some of the tensors.
     """
 
     @property
@@ -68,7 +68,7 @@ class DeferredInit:
         return self.source.values({**full_specs, **shard_specs})
 
     def empty_specs(self) -> ShardSpecs:
-        """Return shard specs that select nothing of any tensor."""
+        """Return an empty shard spec for each tensor."""
         return {name: ShardSpec.empty(tensor.shape) for name, tensor in named_tensors(self.model).items()}
 
 
@@ -148,7 +148,7 @@ def defer_large_model(
     limit_bytes: int,
     pretrained: PretrainedModel | None = None,
 ) -> DeferredInit | None:
-    """Return the model on the meta device if it is above the limit. Its source of values is then local.
+    """Return the model on the meta device if it is above the limit, with a local source (see `InitialValues`).
 
     Return None if it is below the limit, or if some rank cannot record the constructor.
 
@@ -220,6 +220,7 @@ def _difference_reason(recorded: RecordedModel | None) -> str:
 
 
 def _make_replayed_init(recorded: RecordedModel, world: World, limit_bytes: int) -> DeferredInit:
+    """Return the initialization that replays the tape; raise `UsageError` if too many values can't be replayed."""
     num_stored_bytes = recorded.tape.constant_bytes + sum(tensor.nbytes for tensor in recorded.real_tensors.values())
     if num_stored_bytes > limit_bytes:
         raise _too_large_error(

@@ -84,6 +84,7 @@ class InitTape:
     seed: int
     steps: list[RecordedStep] = field(default_factory=list)
     constant_bytes: int = 0
+    """Bytes of the real tensors that are arguments of the steps."""
     _steps_by_storage: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     _stream_keys: dict[int, int] = field(default_factory=dict)
     _live_storages: list[Any] = field(default_factory=list)
@@ -147,7 +148,7 @@ class InitTape:
                 return
 
     def compute_values(self, *views: RecordedView) -> list[Tensor]:
-        """Compute the values of only these tensors."""
+        """Return the values of these tensors; only the steps that they depend on are replayed."""
         memory_by_storage: dict[int, Tensor] = {}
         step_indices = self.required_steps(*views)
         freed_after = self._storages_freed_after(step_indices, kept_storages={view.storage for view in views})

@@ -28,15 +28,16 @@ from paceline.parallel.initialization.record_mode import (
 from paceline.torch_internals.dispatch_modes import TorchDispatchMode, hide_from_modes, written_tensors
 
 CreateTensor = Callable[[int], Tensor]
+"""A function that returns the full tensor for the key of a storage."""
 
 
 class UnknownNumber(BaseException):
-    """A read of a value that `meta_forward` does not have. It is no `Exception`, so a forward's `except` ignores it."""
+    """A read of a value that `meta_forward` does not have. No `except Exception` in a forward catches it."""
 
 
 @contextmanager
 def meta_forward(device: torch.device) -> Iterator[None]:
-    """Run forwards with meta tensors inside this context; they report that they are on `device`.
+    """Run forwards with meta tensors inside this context; these tensors report that they are on `device`.
 
     Raises:
         UnknownNumber: the forward read a value that depends on a parameter.
@@ -49,7 +50,7 @@ def meta_forward(device: torch.device) -> Iterator[None]:
 def lend_parameters(create_tensor: CreateTensor, *, device: torch.device) -> Iterator[None]:
     """Run forwards with real parameter values inside this context.
 
-    `create_tensor` returns the full tensor for the key of a storage; the last one is cached.
+    `create_tensor` returns the full tensor for the key of a storage; the last tensor is cached.
     """
     lender = _LendMode(create_tensor, device)
     with lender, ReportedDeviceMode(device, lender.read_tensor):
@@ -164,7 +165,7 @@ def _replace_meta_device(kwargs: dict[str, Any], device: torch.device) -> dict[s
 
 
 def _is_view(func: Any) -> bool:
-    """Return True if the operation returns views of its inputs, unchanged."""
+    """Return True if the operation returns views of its inputs and does not write to them."""
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 

@@ -101,7 +101,7 @@ def with_data(like: Tensor, data: Tensor) -> Tensor:
 
 
 def replace_tensors(model: nn.Module, replacements: Mapping[str, Tensor]) -> None:
-    """Replace the tensors with these first names everywhere: also tied ones, and those in lists and dicts."""
+    """Replace the tensors with these first names everywhere, also under tied names and in lists and dicts."""
     old = named_tensors(model)
     replacement_by_id = {id(old[name]): tensor for name, tensor in replacements.items()}
     for module in model.modules():

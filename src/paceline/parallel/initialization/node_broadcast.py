@@ -1,4 +1,4 @@
-"""Distribute initial values from the rank of each node that has built the model."""
+"""Send initial values from the rank that built the model to the other ranks of its node."""
 
 import hashlib
 import json
@@ -126,7 +126,7 @@ class NodeBroadcast:
         return values, []
 
     def _gather_specs(self, node_ranks: list[int], shard_specs: ShardSpecs) -> dict[int, dict[str, ShardSpec]]:
-        """Send this rank's shard specs to the node's first rank; return the other ranks' specs there, else nothing."""
+        """Return the other ranks' shard specs on the node's first rank; other ranks send theirs and return nothing."""
         if self.world.rank != node_ranks[0]:
             text = json.dumps({name: spec.as_json() for name, spec in shard_specs.items()}).encode()
             self._send_tensor(torch.tensor([len(text)]), node_ranks[0])
@@ -173,7 +173,7 @@ class NodeBroadcast:
         return (self._receive_tensor(shard, source) if shard_spec.numel else shard).to(self.world.device)
 
     def _equalize_nodes(self, nodes: list[list[int]]) -> None:
-        """Give every node the first node's values: on CPUs of different types, random draws can differ in some bits."""
+        """Give every node the first node's values, because random draws can differ in some bits between CPU types."""
         if len(nodes) == 1:
             return
         world, first_ranks = self.world, [ranks[0] for ranks in nodes]

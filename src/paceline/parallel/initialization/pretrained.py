@@ -18,14 +18,15 @@ from paceline.parallel.initialization.meta_model import (
 from paceline.parallel.module_access.shard_spec import ShardSpec, ShardSpecs
 
 LoadedShards = tuple[dict[str, Tensor], list[str]]
+"""Shards by the first name of each tensor (a tied tensor has several names), and notes for the user."""
 
 
 @runtime_checkable
 class PretrainedModel(Protocol):
-    """A job's `model` that can build its skeleton without weights, and can read shards of them."""
+    """A job's `model` that can build its skeleton without weights, and can read shards of the weights."""
 
     def skeleton(self) -> nn.Module:
-        """Return the model as its constructor leaves it."""
+        """Return the model as its constructor leaves it, without the weights of the files."""
 
     def load(self, model: nn.Module, shard_specs: ShardSpecs) -> LoadedShards:
         """Return this rank's shards of the tensors in the files, by the first name of each, and notes."""
@@ -36,7 +37,10 @@ class PretrainedModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedValues:
-    """A source of values from files; tensors that the files lack (buffers, new heads) get the constructor's values."""
+    """A source of values from files; tensors that the files lack (buffers, new heads) get the constructor's values.
+
+    `tape`, `views` and `real_tensors` hold these values; they are those of a `RecordedModel`.
+    """
 
     pretrained: PretrainedModel
     model: nn.Module
@@ -47,7 +51,7 @@ class PretrainedValues:
     is_local: bool = False
 
     def with_unsharded_model(self) -> "PretrainedValues":
-        """Return the same source with an unsharded copy of the model, from which it reads names and shapes."""
+        """Return the same source with an unsharded copy of the model, which provides names and shapes."""
         return replace(self, model=copy.deepcopy(self.model))
 
     def values(self, shard_specs: ShardSpecs) -> tuple[dict[str, Tensor], list[str]]:
@@ -68,7 +72,10 @@ class PretrainedValues:
 def open_pretrained(
     pretrained: PretrainedModel, *, seed: int, device: torch.device
 ) -> tuple[PretrainedValues, list[str]]:
-    """Return the source of a model on the meta device; if it can't be recorded, each rank builds the skeleton once."""
+    """Build the skeleton on the meta device; return the source of its values, and notes.
+
+    If its constructor can't be recorded, each rank builds the skeleton once in memory.
+    """
     tape, views, notes = InitTape(seed=seed), dict[str, RecordedView](), list[str]()
     try:
         recorded = record_model(pretrained.skeleton, seed=seed)
@@ -77,7 +84,7 @@ def open_pretrained(
     except Unrecordable as error:
         model = pretrained.skeleton()
         real_tensors = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
-        notes.append(f"start: every rank builds the model once before it reads its weights, because {error}")
+        notes.append(f"start: every rank builds the model once before the weights are read, because {error}")
         release_memory(model)
     return PretrainedValues(
         pretrained=pretrained, model=model, tape=tape, views=views, real_tensors=real_tensors, device=device

@@ -38,7 +38,7 @@ def record_init(tape: InitTape) -> Iterator[list[str]]:
 
 
 class ReportedDeviceMode(TorchFunctionMode):
-    """A function mode in which meta tensors report a real device, and reads call `read`."""
+    """A torch function mode in which meta tensors report `device`, and `tolist` and `numpy` get values from `read`."""
 
     def __init__(self, device: torch.device, read: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -122,6 +122,7 @@ class _RecordMode(TorchDispatchMode):
     def _record_operation(
         self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], written: list[Tensor], is_random: bool
     ) -> Any:
+        """Run an operation on the meta device and append it to the tape; run it on real values if meta lacks it."""
         if "device" in argument_names(func):
             meta_kwargs: dict[str, Any] = {**kwargs, "device": torch.device("meta")}
         else:

@@ -18,7 +18,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class SafetensorsFolder:
-    """The tensors of a folder with one file, or with several and an index; a tensor is read only on request."""
+    """The tensors of a folder with one file, or with several files and an index; each is read only on request."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -200,6 +200,7 @@ def _read_shards(
     wanted_specs: ShardSpecs,
     tensors: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], list[str]]:
+    """Return this rank's shards from the chosen sources, cast to the model's dtypes, and notes on these casts."""
     values: dict[str, Tensor] = {}
     casts: dict[str, str] = {}
     for source in chosen:
@@ -220,7 +221,7 @@ def _read_shards(
 
 
 def _first_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a mapping from every name of a tensor to its first."""
+    """Return a mapping from every name of a tensor to its first name."""
     by_id = {id(tensor): name for name, tensor in tensors.items()}
     all_names = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: by_id[id(tensor)] for name, tensor in all_names}

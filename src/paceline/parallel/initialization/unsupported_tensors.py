@@ -23,7 +23,7 @@ def refuse_tensors(model: nn.Module) -> None:
 
 
 def _has_elements(tensor: Tensor) -> bool:
-    """Return False for an empty tensor, and for a lazy one, which is refused later by name."""
+    """Return False for an empty tensor, and for a lazy tensor, which is refused later by name."""
     return not is_lazy(tensor) and tensor.numel() > 0
 
 
@@ -65,16 +65,16 @@ def _refuse_overlap(tensors: Sequence[tuple[str, Tensor]]) -> None:
 def _shared_memory_error(first: str, second: str, *, is_buffer: bool) -> JobError:
     if is_buffer:
         return JobError(
-            f"the buffer {second} shares the memory of the parameter {first}: layouts that move weights separate them.",
+            f"the buffer {second} shares the memory of the parameter {first}: layouts that move weights end this.",
             cause="register_buffer(name, parameter.data)",
             hint=f"self.{first} where it is used, or a clone of it",
         )
     return JobError(
         f"the parameters {first} and {second} share memory: one weight would have two gradients and two optimizer "
-        "states, and layouts that move weights separate them.",
+        "states, and layouts that move weights end the sharing.",
         cause="second.data = first.data, or nn.Parameter(first.data.view(...))",
-        hint=f"one parameter under both names (self.{second} = self.{first}); for a part or another view of it, take "
-        "that in the forward",
+        hint=f"one parameter under both names (self.{second} = self.{first}); to use a part or another view of "
+        "it, slice or view it in the forward",
     )
 
 

@@ -16,7 +16,7 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def attribute_fingerprints(model: nn.Module) -> dict[str, Any]:
-    """Return a comparable value for each attribute of `model`'s modules that a forward may change, by its name.
+    """Return comparable values of the attributes of `model`'s modules that a forward may change, by attribute name.
 
     Parameters, buffers, submodules and tensors that require gradients are left out.
     """
@@ -38,6 +38,7 @@ def _attribute_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _fingerprint(value: Any) -> Any:
+    """Return a comparable value of a tensor, array, generator, iterator or callable object; None for other values."""
     if isinstance(value, Tensor):
         if value.requires_grad or value.layout is not torch.strided or type(value) is not Tensor or value.is_meta:
             return None

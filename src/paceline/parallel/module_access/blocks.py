@@ -13,7 +13,7 @@ _LISTS = nn.ModuleList | nn.Sequential
 
 
 class NoChain(LayoutError):
-    """The error for a model whose blocks form no chain; it may still be split along its exported graph."""
+    """The error for a model whose blocks form no chain; the model may still be split along its exported graph."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,8 @@ def find_blocks(model: nn.Module, *, listed_names: Sequence[str] | None = None) 
     depends only on the model's structure, so it is the same on every rank.
 
     Raises:
-        LayoutError: no block repeats; or a listed name is no module, is listed twice, or is inside another listed one.
+        NoChain: the model has no list with two entries that hold parameters.
+        LayoutError: a listed name is no module, is listed twice, or is inside another listed module.
     """
     if listed_names is not None:
         return _find_listed(model, listed_names)
@@ -73,7 +74,7 @@ def _find_listed(model: nn.Module, names: Sequence[str]) -> tuple[Block, ...]:
 
 
 def _outermost_lists(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the lists that are not inside a repeating list; entries of non-repeating lists are searched too."""
+    """Yield the lists that are not inside a list with a repeated class; other lists are searched for inner lists."""
     if isinstance(module, _LISTS) and len(module) > 1:
         yield name, module
         if _has_repeated_class(module):
@@ -111,6 +112,6 @@ def _largest_list(lists: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Modu
         raise NoChain(
             "no chain of blocks: no nn.ModuleList or nn.Sequential has two entries that hold parameters.",
             cause="layers stored as separate attributes (self.layer1, ...), or one layer used repeatedly",
-            hint="name them in the order of the forward: --place.blocks layer1,layer2",
+            hint="name the layers in the order of the forward: --place.blocks layer1,layer2",
         )
     return [max(candidates, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))]

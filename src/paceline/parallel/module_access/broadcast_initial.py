@@ -14,12 +14,13 @@ def broadcast_initial_tensors(model: nn.Module, *, world: World) -> list[str]:
     """Broadcast rank 0's weights and buffers; return the names of the tensors that differed on this rank.
 
     Raises:
-        DesyncError: the ranks' models have different parameters; a broadcast would mix them up or hang.
+        DesyncError: the ranks' models have different parameters; a broadcast would mix parameters up or hang.
     """
     _check_structure(model, world)
     changed_names = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        local_value = tensor.detach().clone(memory_format=torch.contiguous_format)  # an expanded tensor shares memory
+        # the elements of an expanded tensor share memory
+        local_value = tensor.detach().clone(memory_format=torch.contiguous_format)
         received_value = world.broadcast(local_value.clone())
         if not _is_bitwise_equal(local_value, received_value):
             copy_into(tensor.data, received_value)
@@ -33,7 +34,7 @@ def _is_bitwise_equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _check_structure(model: nn.Module, world: World) -> None:
-    """Raise DesyncError unless names, shapes, dtypes and trainability are the same on every rank."""
+    """Raise DesyncError if names, shapes, dtypes or trainability differ between ranks."""
     if world.world_size == 1:
         return
     local_structure = {

@@ -39,7 +39,8 @@ class ForwardNumbers:
     `is_relayed` is a parameter of several methods. If it is True, forwards run sequentially, and each rank has received
     the numbers from the rank of the previous microbatch.
 
-    `always`: search for new numbers in every step; otherwise only in early steps, since a model has thousands.
+    `always`: search for new numbers in every step. Otherwise the search is done only in early steps, because a model
+    has thousands of attributes.
     `reported_elsewhere`: names that the notes of this class don't mention.
     """
 
@@ -47,13 +48,13 @@ class ForwardNumbers:
         self.numbers = ModuleNumbers(model)
         self._model = model
         self._world, self._always = world, always and world.world_size > 1
-        self._silent = frozenset(reported_elsewhere)
+        self._reported_elsewhere = frozenset(reported_elsewhere)
         self._increments: dict[str, int] = {}
-        self._untracked: list[str] = []
+        self._untracked: list[str] = []  # names of numbers that a rank can't set
         self._num_micro = self._num_steps = self._num_reruns = 0
-        self._microbatches: set[int | None] = set()
+        self._microbatches: set[int | None] = set()  # those run in this step; None for stand-ins
         self._microbatch: int | None = None
-        self._values: dict[tuple[str, int], Any] = {}
+        self._values: dict[tuple[str, int], Any] = {}  # (name, microbatch) -> the value after this microbatch
         self._new_increments: dict[str, int | None] = {}
         self._broken_names: list[str] = []
         self._changed_numbers: set[str] = set()
@@ -148,7 +149,7 @@ class ForwardNumbers:
         return not (has_new_counter or broken_names or is_relayed)
 
     def finish_step(self, *, is_relayed: bool = False) -> str:
-        """Set the numbers to their values after all microbatches; return a note about numbers that differ on ranks."""
+        """Set the numbers to their values after all microbatches; return a note on numbers that ranks don't share."""
         if not self._num_micro:
             return ""
         self._record_changes()
@@ -165,7 +166,7 @@ class ForwardNumbers:
         names += sorted(self._changed_objects)
         if self._num_steps < _FIRST_STEPS:  # an attribute that only the first forward sets is harmless
             return ""
-        names = [name for name in dict.fromkeys(names) if name not in self._silent and name not in self._reported]
+        names = [name for name in dict.fromkeys(names) if name not in self._reported_elsewhere | self._reported]
         self._reported |= set(names)
         if not names:
             return ""
@@ -177,7 +178,7 @@ class ForwardNumbers:
 
     @staticmethod
     def _is_early(step: int) -> bool:
-        """Return True for the first steps, and then for the powers of two."""
+        """Return whether the step is one of the first two, or its number is a power of two."""
         return step <= _FIRST_STEPS or step & (step - 1) == 0
 
     def _record_changes(self) -> None:
@@ -199,7 +200,7 @@ class ForwardNumbers:
         return self._increments[name] * microbatch if microbatch else MISSING
 
     def _infer_increment(self, name: str) -> int | None:
-        """Return the integer that each forward of this rank has added, if it is the same for all; None if not."""
+        """Return the integer that each forward of this rank has added; None if no integer gives the new value."""
         start, end = self.numbers.saved_value(name), self.numbers.current_value(name)
         start = 0 if start == MISSING else start
         if (
@@ -232,7 +233,7 @@ class NumberRecorder:
         self._has_run = False
 
     def set_microbatch(self, microbatch: int, *, has_samples: bool = True) -> None:
-        """Set the numbers for the next forward or backward; without samples it is a stand-in that doesn't count."""
+        """Set the numbers for the next forward or backward; without samples, it is a stand-in and doesn't count."""
         self._numbers.set_microbatch(microbatch if has_samples else None)
         self._has_run = True
 
@@ -244,9 +245,9 @@ class NumberRecorder:
         """Do nothing: no rank waits for this microbatch."""
 
     def fold(self, *, num_micro: int) -> bool:
-        """Set the numbers to those after `num_micro` microbatches.
+        """Set the numbers to their values after `num_micro` microbatches.
 
-        Return False, on all ranks, if a forward changes a number in an unexpected way: the step must be rerun.
+        Return False, on all ranks, if a forward changes a number in an unexpected way; the step must then be rerun.
         """
         if self._numbers.is_watched and not self._changed_as_expected():
             return False
@@ -259,7 +260,7 @@ class NumberRecorder:
         return not int(self._world.all_reduce(has_unexpected_changes, op="max")) or self._numbers.agree_on_changes()
 
     def end_skipped_step(self) -> None:
-        """End a step whose update was skipped. The numbers keep their new values, because its forwards have run."""
+        """End a step whose update was skipped. The numbers keep their new values, because the forwards have run."""
         self._has_run = False
 
     def new_notes(self) -> list[str]:

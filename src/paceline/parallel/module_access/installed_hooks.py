@@ -1,7 +1,7 @@
 """Find and remove hooks that a forward installs once, in its first call.
 
-Before a step is rerun, the flag or the handle that marks the hooks as installed is restored. The hooks must be removed
-too, or the forward installs them twice.
+The module remembers in a flag (`self.is_ready = True`) or in the handle of a hook that its hooks are installed. Before
+a step is rerun, this attribute is restored. The hooks must then be removed too, or the forward installs them twice.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ Hook = tuple[dict[int, Callable[..., Any]], int]
 
 
 def find_new_hooks(model: nn.Module, *, since: int, prefix: str = "") -> list[Hook]:
-    """Return the hooks with numbers from `since` on, of a module and its submodules, without this package's hooks.
+    """Return the hooks of a module and its submodules with numbers from `since` on, without Paceline's own hooks.
 
     `prefix` is the module's FQN followed by a dot; it is empty for the model itself.
     """
@@ -34,9 +34,10 @@ def find_new_hooks(model: nn.Module, *, since: int, prefix: str = "") -> list[Ho
 
 
 def find_new_handles(attributes_by_module: Mapping[str, dict[str, Any]], *, since: int) -> Iterator[tuple[str, int]]:
-    """Find attributes that hold the handle of a new hook, one numbered `since` or higher.
+    """Find the attributes that hold the handle of a hook whose number is `since` or higher.
 
-    Yield the attribute's name and the hook's number. The keys of `attributes_by_module` are FQNs followed by a dot.
+    Yield the attribute's name and the hook's number. `attributes_by_module` maps each module's FQN, followed by a dot,
+    to its attributes.
     """
     for prefix, attributes in attributes_by_module.items():
         for key, value in attributes.items():

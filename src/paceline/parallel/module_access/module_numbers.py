@@ -17,13 +17,13 @@ MISSING = "missing"
 WIDTH = 2  # the numbers that encode one attribute: its type and its value
 
 Number = None | bool | int | float | tuple[int, float]
-"""The value of an attribute; a tensor without dimensions is its dtype's index and its value."""
+"""The value of an attribute; for a zero-dimensional tensor, the index of its dtype in `_DTYPES` and its value."""
 
 
 class ModuleNumbers:
     """The attributes of `model`'s modules that are numbers, None, or tensors of one number in CPU memory.
 
-    Attributes that a forward adds are included. An attribute's name is its module's FQN plus its attribute name.
+    Attributes that a forward adds are included. An attribute is named by its module's FQN and its own name.
     `ignored` returns the names of the attributes of a module that are left out.
 
     `snapshot` saves all values; `restore` restores them. Some forwards install hooks in their first call, and remember
@@ -40,7 +40,7 @@ class ModuleNumbers:
         self._saved_tensor_values: dict[str, Number | str] = {}
         self._model = model
         self._hook_number = 0
-        self._contents: dict[str, frozenset[str]] = {}
+        self._contents: dict[str, frozenset[str]] = {}  # by module; see `_attribute_names`
         self._saved_contents = self._contents
         self.snapshot()
 
@@ -71,7 +71,7 @@ class ModuleNumbers:
         """Return whether this attribute is a flag with which a forward remembers that it has installed something.
 
         That is: since `snapshot`, the flag became True, and the module got new hooks, buffers or objects. Such a flag
-        must not be copied to a rank where they are not installed.
+        must not be copied to a rank that has not installed these objects.
         """
         if not self._is_newly_set_flag(name):
             return False
@@ -81,7 +81,7 @@ class ModuleNumbers:
         return has_object or bool(self._new_hooks_of_module(name))
 
     def changed_names(self) -> list[str]:
-        """Return the names of the attributes that are new or have a different number than the saved one."""
+        """Return the names of the attributes that are new or whose number differs from the saved number."""
         self._find_numbers()
         saved_objects = self._saved_objects
         candidates = [  # a number that is the same object has not changed

@@ -28,7 +28,7 @@ class NamedParameter:
 
 
 def trainable_parameters(model: nn.Module) -> list[NamedParameter]:
-    """Return the model's trainable parameters; a tied one appears once, under its first name."""
+    """Return the model's trainable parameters; a tied parameter appears once, under its first name."""
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [NamedParameter(index=index, name=name, parameter=p) for index, (name, p) in enumerate(parameters)]
 
@@ -44,7 +44,7 @@ def make_buckets(
     """Group parameters into buckets, last layers first, since backward computes their gradients first.
 
     A large parameter gets a separate bucket and is reduced in place. The others share buckets of DDP's default sizes: a
-    small first one, so that communication starts early, then few large ones.
+    small first bucket, so that communication starts early, then larger buckets.
     """
     buckets: list[list[NamedParameter]] = []
     backwards = list(reversed(named_parameters))

@@ -137,6 +137,7 @@ def _view(tensor: Tensor, start: Dims, size: Dims) -> Tensor:
 
 
 def _narrow_box(box: Box, dim: int, start: int, stop: int) -> Box | None:
+    """Return the part of a box in `[start, stop)` of the local tensor along `dim`; None if there is none."""
     overlap_start = max(box.local_offset[dim], start)
     overlap_stop = min(box.local_offset[dim] + box.size[dim], stop)
     if overlap_stop <= overlap_start:

@@ -15,7 +15,7 @@ from paceline.parallel.module_access.shard_spec import ShardSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTensor:
-    """This rank's shard of a model tensor. `get_tensor` returns the current one, since forwards may replace buffers."""
+    """This rank's shard of a model tensor. `get_tensor` returns the current tensor, as forwards may replace buffers."""
 
     name: str
     shard_spec: ShardSpec
@@ -32,7 +32,7 @@ class LocalTensor:
 class ShardedTensors:
     """A model's tensors, sharded over the ranks of `world`.
 
-    Every rank builds it with the same names. The constructor and the `gather_` methods are collective.
+    Every rank creates this object with the same tensor names. The constructor and the `gather_` methods are collective.
     """
 
     def __init__(self, *, world: World, tensors: Sequence[LocalTensor]) -> None:
@@ -48,7 +48,7 @@ class ShardedTensors:
 
     @property
     def world(self) -> World:
-        """Return the ranks that hold the tensors."""
+        """Return the world whose ranks hold the tensors."""
         return self._world
 
     @property
@@ -85,7 +85,7 @@ class ShardedTensors:
         return bool(copies) and self._world.rank in copies[0]
 
     def gather_full_tensor(self, name: str, tensor: Tensor | None, *, copy: int = 0) -> Tensor:
-        """Return the full tensor on every rank; `tensor` is this rank's shard of it (of a weight, a gradient)."""
+        """Return the full tensor on every rank; `tensor` is this rank's shard, of a weight or its gradient."""
         local_tensor, ranks = self.local_tensors[name], self.copy_ranks(name)[copy]
         shard_spec = self._shard_specs[name][self._world.rank]
         full_tensor = torch.zeros(shard_spec.shape, dtype=local_tensor.dtype, device=self._world.device)
@@ -103,7 +103,7 @@ class ShardedTensors:
             yield name, self.gather_full_tensor(name, tensors.get(name))
 
     def extract_shard(self, name: str, full_tensor: Tensor) -> Tensor | None:
-        """Return this rank's shard of a full tensor, or None."""
+        """Return this rank's shard of a full tensor; None if the rank has no shard of it."""
         shard_spec = self._shard_specs[name][self._world.rank]
         return None if shard_spec.local_shape is None else shard_spec.extract(full_tensor)
 
@@ -118,7 +118,7 @@ def model_tensors(model: nn.Module) -> list[LocalTensor]:
 
 
 def param_tensors(named_parameters: Sequence[NamedParameter]) -> list[LocalTensor]:
-    """Return the parameters of an unsharded optimizer."""
+    """Return the full tensors of parameters that are not sharded."""
     return [
         LocalTensor(
             name=m.name,
@@ -148,7 +148,7 @@ def _current_tensor(model: nn.Module, name: str) -> Tensor:
 
 
 def _decode_specs(local_tensor: LocalTensor, gathered: Sequence[Sequence[Any] | None]) -> list[ShardSpec]:
-    """Return every rank's spec; ranks that sent the same object share one spec."""
+    """Return every rank's spec; ranks whose gathered value is the same object share one spec."""
     distinct = {id(value): value for value in gathered}
     full = ShardSpec.full(local_tensor.shard_spec.shape)
     specs_by_id = {key: full if value is None else ShardSpec.from_json(value) for key, value in distinct.items()}

@@ -1,4 +1,4 @@
-"""Copy and compare tensors, also expanded ones and DTensors, whose memory differs from their elements."""
+"""Copy, compare and checksum tensors, including expanded tensors and DTensors."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def local_elements(tensor: Tensor) -> Tensor:
 
 
 def bits_checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of the raw bits modulo 2^64, computed on the tensor's device: a cheap checksum."""
+    """Return a cheap checksum on the tensor's device: the sum of its raw bits, in words of 64 bits, modulo 2^64."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     num_word_bytes = flat.numel() // 8 * 8
     total = (

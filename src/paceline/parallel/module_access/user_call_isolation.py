@@ -32,8 +32,8 @@ def side_effect_free(model: nn.Module, *, parameters: bool = True) -> Iterator[l
 
     Attributes are restored if they are numbers, strings, lists, dicts and sets (nested too), tensors, arrays,
     generators, or unregistered modules; objects of other classes are not inspected. A parameter is copied when an
-    operation is about to write to it; the context yields these parameters with their old values. Without `parameters`,
-    writes to parameters are not detected.
+    operation is about to write to it; the context yields these parameters with their old values. If `parameters` is
+    False, writes to parameters are not detected.
     """
     weights = list(model.parameters()) if parameters else []
     old_data = [(parameter, parameter.data) for parameter in weights]
@@ -57,8 +57,8 @@ def side_effect_free(model: nn.Module, *, parameters: bool = True) -> Iterator[l
 def call_stateless(function: object) -> Iterator[None]:
     """Restore the Python state of a user's function at the end of this context.
 
-    The state is the function's closure, or its object's attributes. Modules and large tensors and containers are
-    assumed to be read only.
+    The state is the function's closure, or its object's attributes. Modules, large tensors and large containers
+    are assumed not to change.
     """
     snapshot = _SmallSnapshot()
     owner = getattr(function, "__self__", function)
@@ -95,7 +95,11 @@ def is_plain(value: Any) -> bool:
 
 
 def plain_value(value: Any, known: dict[int, Any]) -> Any:
-    """Return a comparable form of a value: the length of a long container, the class name if it is not plain."""
+    """Return a comparable form of a value.
+
+    A long container is replaced by its length, and a value that is not plain by the name of its class. `known` caches
+    the forms of containers and objects by their ids.
+    """
     if isinstance(value, np.generic):
         return plain_value(value.item(), known)
     if isinstance(value, float | complex):
@@ -139,7 +143,7 @@ class _WriteRecorder(DispatchMode):
 
 
 class _Snapshot:
-    """A snapshot of module attributes, with a function to restore each; `skipped_storages` are not saved."""
+    """A snapshot of module attributes, with a function to restore each; tensors in `skipped_storages` are not saved."""
 
     def __init__(self, skipped_storages: Iterator[int]) -> None:
         self._saved: dict[int, object] = {}
@@ -170,6 +174,7 @@ class _Snapshot:
             undo()
 
     def _restore_function(self, value: Any) -> Callable[[], object] | None:
+        """Return a function that restores a tensor, an array or a random generator; None for other values."""
         if isinstance(value, Tensor):
             if isinstance(value, nn.Parameter) or value.layout is not torch.strided:
                 return None

@@ -36,17 +36,18 @@ def refuse_hooks(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if has_hooks(tensor):
             raise JobError(
-                f"above init.limit, {name} is replaced by a new tensor, and the hook on the old one would never be "
-                "called.",
+                f"above init.limit, {name} is replaced by a new tensor, and the hook on the old tensor would "
+                "never be called.",
                 cause=_CAUSE,
-                hint="a larger --init.limit, if the model fits into each rank's memory; or do the same in loss=",
+                hint="a larger --init.limit, if the model fits into each rank's memory; or do what the hook does in "
+                "loss=",
             )
 
 
 def refuse_lost_hooks(
     hooked_parameters: Mapping[str, nn.Parameter], model: nn.Module, *, absent_names: Collection[str], layout: str
 ) -> None:
-    """Refuse a layout that replaced a parameter with hooks by another tensor. `absent_names` are on other ranks.
+    """Refuse a layout that replaced a parameter with hooks by another tensor. Other ranks hold `absent_names`.
 
     Raises:
         LayoutError: a hooked parameter was replaced; the message names it.
@@ -57,5 +58,5 @@ def refuse_lost_hooks(
             raise LayoutError(
                 f"{layout} replaces {name} by a new tensor, and the hook on it would never be called.",
                 cause=_CAUSE,
-                hint="--layout zero2 or ddp, which keep parameters; or do the same in loss= or optimizer=",
+                hint="--layout zero2 or ddp, which keep parameters; or do what the hook does in loss= or optimizer=",
             )

@@ -29,11 +29,11 @@ def free_other_chain_stages(
     blocks: Sequence[nn.Module],
     device: torch.device | None = None,
 ) -> None:
-    """Move parameters and buffers that none of this process's stages holds to the device "meta".
+    """Move the parameters and buffers that no stage of this process holds to the device "meta".
 
-    Modules that contain blocks run on every stage. Parameters that their code reads become an expanded NaN (one element
-    of memory) instead, so that the code can still run; they are on `device` if the model has no memory yet. Tied
-    parameters remain tied.
+    Modules that contain blocks run on every stage, and their code may read such parameters. A parameter that this
+    code reads is replaced by a NaN, expanded to the parameter's shape (one element of memory), so that the code can
+    still run. The NaN is on `device`; the default is the parameter's device. Tied parameters remain tied.
     """
     held_names = _held_parameter_names(split, owned_stages)
     first_names = {id(p): name for name, p in model.named_parameters()}
@@ -58,7 +58,7 @@ def free_other_chain_stages(
 
 
 def free_other_graph_stages(model: nn.Module, *, split: GraphStageSplit, owned_stages: Sequence[int]) -> None:
-    """Move the parameters and buffers that none of this process's stages uses to the device "meta"."""
+    """Move the parameters and buffers that no stage of this process uses to the device "meta"."""
     absent_ids = {id(parameter) for parameter in absent_parameters(model, split=split, owned_stages=owned_stages)}
     freed: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
@@ -82,9 +82,10 @@ def absent_parameters(
 
 
 def memoryless_copy(model: nn.Module, *, device: torch.device | None = None) -> nn.Module:
-    """Return a copy of the model without memory for parameters and buffers, from which new shapes are exported later.
+    """Return a copy of the model whose parameters and buffers have no memory.
 
-    Tensors that are on the device "meta" are on `device` in the copy.
+    The graphs for new input shapes are exported from this copy. Tensors that are on the device "meta" are on `device`
+    in the copy.
 
     Raises:
         LayoutError: the model can't be copied.
@@ -101,7 +102,7 @@ def memoryless_copy(model: nn.Module, *, device: torch.device | None = None) -> 
         raise LayoutError(
             f"the model can't be copied ({type(error).__name__}: {error}), so its forward can't be exported.",
             cause="a lock, a file or a tensor with a graph that the model keeps as an attribute",
-            hint="create it in the forward, or remove it from the model",
+            hint="create this object in the forward, or remove it from the model",
         ) from error
 
 
@@ -120,10 +121,10 @@ def _free_buffers(
     owned_stages: Sequence[int],
     absent_modules: Sequence[nn.Module],
 ) -> None:
-    """Move the buffers of modules that only other processes call to "meta", except for memory that is used here too.
+    """Move the buffers of `absent_modules` to "meta", except for buffers that this process uses.
 
-    A buffer is used here if its module is also registered elsewhere in the model, if it shares memory with a buffer
-    that is used here, or if a stage of this process computes with it.
+    Only other processes call these modules. This process still uses a buffer if its module is also registered elsewhere
+    in the model, if it shares memory with a used buffer, or if a stage of this process computes with it.
     """
     used_storages = {
         storage_key(model.get_buffer(name)) for stage in owned_stages for name in split.stages[stage].buffers
@@ -151,7 +152,10 @@ def _modules_without(model: nn.Module, excluded: Sequence[nn.Module]) -> Iterato
 
 
 def _freed_copy(parameter: nn.Parameter, *, device: torch.device | None) -> nn.Parameter:
-    """Return a parameter of the same shape on "meta"; for a float with a `device`, an expanded NaN on this device."""
+    """Return a parameter of the same shape on "meta".
+
+    If `device` is given and the parameter is floating point, return an expanded NaN on `device` instead.
+    """
     if device is not None and parameter.is_floating_point():
         value: Tensor = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
         value = value.expand(parameter.shape)

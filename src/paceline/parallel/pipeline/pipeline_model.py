@@ -27,7 +27,9 @@ from paceline.schedule.program import Program
 from paceline.schedule.text_format import read
 
 ProgramBuilder = Callable[[int], Program]
+"""A function that returns the schedule for a number of microbatches."""
 ModuleTimer = Callable[[Mapping[str, nn.Module]], Sequence[float]]
+"""A function that returns the measured seconds of each module."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ class PipelineModel:
 
 @dataclass(frozen=True, kw_only=True)
 class _SplitRequest:
-    """The arguments of the split along blocks, which are also those of the split along a graph."""
+    """The arguments of a split, along a chain of blocks or along a graph."""
 
     model: nn.Module
     num_stages: int
@@ -95,7 +97,7 @@ def build_pipeline_model(
     """Split a model into stages, in place. `call` runs forward and loss of one microbatch.
 
     `settings` may list blocks and stages. A model without a chain of blocks is split along its exported graph, and
-    `report` receives a note. `time_modules` measures the modules' times, by which the stages are balanced.
+    `report` receives a note. The stages are balanced by the seconds that `time_modules` returns.
     `deferred_model` is set if the parameters are still on the meta device.
 
     Raises:
@@ -141,7 +143,7 @@ def build_pipeline_model(
 
 
 def _split_chain(request: _SplitRequest, *, has_values: bool) -> StageSplit | NoChain | None:
-    """Split along the chain of blocks; return the error if this fails, or None if the settings require `export`."""
+    """Return the split along the chain of blocks, the error if this fails, or None if `cut` is `export`."""
     settings, model = request.settings, request.model
     if settings.cut == "export":
         return None
@@ -188,7 +190,7 @@ def _plan_graph(request: _SplitRequest, no_chain: NoChain | None, device: torch.
 
 
 def _refuse_counter(split: StageSplit, program: Program) -> None:
-    """Raise if the forward counts in Python and a rank has several stages, each of which starts the forward."""
+    """Raise if the forward counts in Python and a rank has several stages, which would each count."""
     has_several_stages = program.num_stages > len(set(program.rank_of_stage))
     if split.counter_attribute and has_several_stages:
         raise LayoutError(
@@ -224,7 +226,7 @@ def _absent_names(model: nn.Module, split: StageSplit | GraphStageSplit, owned_s
 
 
 def _absent_names_of_chain(model: nn.Module, split: StageSplit, owned_stages: tuple[int, ...]) -> set[str]:
-    """Return the parameters and buffers that only other ranks hold, also buffers of modules with placeholders."""
+    """Return the parameters and buffers that only other ranks hold, including buffers of modules with placeholders."""
     names = _absent_names(model, split, owned_stages)
     first_names = {id(p): name for name, p in model.named_parameters()}
     blocks = [model.get_submodule(name) for name in split.blocks]

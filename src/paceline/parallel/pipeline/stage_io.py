@@ -17,7 +17,7 @@ _PLAIN_TYPES = (bool, int, float, str)
 
 @dataclass(frozen=True, kw_only=True)
 class OutputClasses:
-    """The container classes of the blocks' outputs; they are recorded when the model is split, equally on all ranks."""
+    """The container classes of the blocks' outputs; recorded when the model is split, and the same on all ranks."""
 
     by_name: Mapping[str, type]
 

@@ -26,7 +26,7 @@ def compare_stagewise(model: nn.Module, *, split: StageSplit, call: Callable[[],
     Modules of other stages return NaN, which reveals values that are needed but not sent. Hooks on the blocks of other
     stages are not called, so values that they record are missing. Each stage starts with the unchanged model and with
     the random generators as at the start of the full forward, as in a separate process. Each block draws from its own
-    random stream. `has_values` is False if tensors have no values; then nothing is compared.
+    random stream. With `has_values=False`, the tensors have no values and are not compared.
 
     Raises:
         NoChain: a stage fails, or the last stage's result differs from that of the full model.
@@ -71,6 +71,7 @@ def _seeded_blocks(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
 
 
 def _run_stagewise(model: nn.Module, split: StageSplit, call: Callable[[], Any]) -> Any:
+    """Run all stages in order in this process, and return the result of the last stage."""
     stages = Stages(model, split=split, owned_stages=range(split.num_stages))
     output: Any = None
     try:

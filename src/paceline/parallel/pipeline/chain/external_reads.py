@@ -17,7 +17,10 @@ from paceline.torch_internals.private_api import CallInterceptor
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalRead:
-    """A read, outside the model, of a value made in it: the operation and unit that made it, and the reading line."""
+    """A read, outside the model, of a value that was made inside the model.
+
+    `operation` and `unit` made the value, and `where` is the line that reads the value.
+    """
 
     operation: str
     unit: str
@@ -56,7 +59,7 @@ def refuse_external_reads(reads: Sequence[ExternalRead], *, last_stage_units: Co
                 where=read.where,
                 cause="an auxiliary loss or features, stored on a module, in a list or by a hook: the loss runs on the "
                 "last stage, which does not have values that other stages store",
-                hint="return it from its module and as part of the model's output; or --layout ddp or fsdp",
+                hint="return the value from its module and as part of the model's output; or --layout ddp or fsdp",
             )
 
 

@@ -26,12 +26,14 @@ TensorType = tuple[torch.Size, torch.dtype]
 OutputTemplate = tuple[OutputSpec, tuple[TensorPath | None, ...]]
 """The description of an output, and for each of its tensors the path of an input of the same shape and dtype."""
 TensorPool = dict[tuple[TensorType, torch.device], Tensor]
+"""Filled tensors that the placeholders of one forward share."""
 
 
 class Placeholder:
     """The placeholder of one module.
 
-    `template` is used if the copy can't run on "meta", as with experts that read values of their tokens.
+    `template` gives the structure of the output if the copy can't run on "meta", for example because it contains
+    experts that read the values of their tokens.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Placeholder:
         self._template = template
 
     def make_output(self, args: Any, kwargs: Any, *, pool: TensorPool | None = None) -> Any:
-        """Return the module's output with NaN for floats and 0 for integers; a `pool` shares tensors of equal shape."""
+        """Return the module's output, filled with NaN (integers: 0); with a `pool`, equal tensors are shared."""
         arguments = {"args": args, "kwargs": kwargs}
         inputs = dict(tensors_in(arguments))
         input_types = tuple((path, tensor.shape, tensor.dtype) for path, tensor in inputs.items())
@@ -63,6 +65,7 @@ class Placeholder:
         return unflatten_output(spec, tensors, self._output_classes)
 
     def _infer_output(self, arguments: Any, inputs: Mapping[TensorPath, Tensor]) -> tuple[OutputSpec, list[TensorType]]:
+        """Return the output's description and the types of its tensors, from the copy or else from the template."""
         try:
             if self._meta_copy is None:
                 raise RuntimeError("it can't be copied")
@@ -76,7 +79,7 @@ class Placeholder:
             if self._template is None or any(path not in inputs for path in self._template[1]):
                 raise LayoutError(
                     f"the shape of the output of {self._name} can't be determined without its weights: {error}",
-                    hint="cut so that only the first stage calls it, or make it a block",
+                    hint="cut so that only the first stage calls the module, or make the module a block",
                 ) from error
             spec, input_paths = self._template
             return spec, [(inputs[path].shape, inputs[path].dtype) for path in input_paths if path is not None]

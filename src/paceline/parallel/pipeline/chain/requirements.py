@@ -10,7 +10,7 @@ from paceline.parallel.pipeline.stage_io import TensorPath
 
 
 class DataDependentBranch(LayoutError):
-    """The error for a forward that branches on a value that a stage does not have; other bounds may avoid it."""
+    """The error for a forward that branches on a value that a stage lacks; other bounds may avoid this error."""
 
 
 @dataclass(kw_only=True)
@@ -30,7 +30,7 @@ def find_stage_requirements(trace: ForwardTrace, *, start: int, stop: int, is_la
     """Return the requirements of the stage with blocks `start` to `stop`.
 
     Raises:
-        LayoutError: the stage needs a value of another stage that can't be passed to it.
+        LayoutError: a value that the stage needs can't be sent from another stage.
     """
     search = _RequirementSearch(trace, start, stop, is_last)
     search.add_block_arguments()
@@ -136,7 +136,7 @@ class _RequirementSearch:
         return self._dependency_cache[root]
 
     def _walk_inputs(self, root: int) -> Iterator[tuple[int, Node]]:
-        """Yield a value and the values from which this stage computes it, down to those that it has or lacks."""
+        """Yield a value and its inputs, recursively, up to values that this stage receives, makes itself or lacks."""
         seen, stack = {root}, [root]
         while stack:
             index = stack.pop()

@@ -44,8 +44,8 @@ Occurrences = Mapping[ValueKey, Sequence[Occurrence]]
 class SkipValue:
     """A value that is sent between stages in addition to the blocks' outputs.
 
-    `occurrences` are the inputs and outputs of blocks in which it was traced. `targets` are the block arguments that
-    receive it, as (number of the block, path).
+    `occurrences` are the inputs and outputs of blocks in which the trace found it. `targets` are the block arguments
+    that receive it, as (number of the block, path).
     """
 
     occurrences: tuple[Occurrence, ...]
@@ -83,6 +83,7 @@ class StageSplit:
 
     `parameters_used_outside` are the parameters that stages need for code outside their blocks.
     `parameters_read_outside` are those that operations outside the blocks read and that nothing overwrites.
+    `output_templates` describe each block's output for its placeholder; None if the output can't be sent.
     `counter_attribute` is an attribute that each forward changes, or "". `enclosed_block` is a block that an autograd
     function calls, as (block, function).
     """
@@ -99,7 +100,10 @@ class StageSplit:
     enclosed_block: tuple[str, str] | None = None
 
     def can_run_module(self, parameters: set[str], *, stage: int) -> bool:
-        """Return whether a stage runs a module outside the blocks with these parameters, not its placeholder."""
+        """Return whether a stage runs a module outside the blocks that has these parameters.
+
+        If not, it runs the module's placeholder.
+        """
         held, used = self.stages[stage].parameters, parameters & self.parameters_used_outside
         return (bool(used) and used <= held) or parameters <= held
 
@@ -110,7 +114,7 @@ class StageSplit:
 
     @cached_property
     def ties(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the parameters that several stages hold, with these stages; their gradients are summed over them."""
+        """Return the parameters that several stages hold, and these stages, over which gradients are summed."""
         return parameters_of_several_stages(self.stages)
 
     def stages_of_parameter(self, name: str) -> tuple[int, ...]:
@@ -237,8 +241,8 @@ def _buffers_of_stages(model: nn.Module, trace: ForwardTrace, bounds: Bounds) ->
     """Return the buffers that each stage computes with.
 
     Raises:
-        LayoutError: several stages use a buffer that a block writes to: each would see only its own writes.
-        NoChain: the code around the blocks reads such a buffer, which is current only on its own stage.
+        LayoutError: several stages use a buffer that a block writes to, and each would see only its own writes.
+        NoChain: code outside the blocks reads a buffer that a block writes to; only the block's stage has its values.
     """
     stages_by_buffer = {
         name: [index for index, bound in enumerate(bounds) if blocks & {*range(*bound)}]
@@ -262,7 +266,7 @@ def _buffers_of_stages(model: nn.Module, trace: ForwardTrace, bounds: Bounds) ->
                 cause="a copy of the model (copy.deepcopy), its state_dict(), or code that reads running statistics",
                 hint="read it inside of its block; or --layout ddp or fsdp",
             )
-    block_statistics = {name for name in statistics if stages_by_buffer.get(name)}  # saved and restored by forwards
+    block_statistics = {name for name in statistics if stages_by_buffer.get(name)}  # only blocks use them
     outside = {name for name, blocks in trace.buffer_uses.items() if None in blocks and name not in block_statistics}
     return [
         frozenset(outside | {name for name, stages in stages_by_buffer.items() if index in stages})

@@ -45,8 +45,9 @@ class StageOutput:
 class _StageRun:
     """The state of one stage's forward of one microbatch.
 
-    `start_rng_state` is set in evaluation. `skip_values` are the received ones and those of the stage's own blocks, by
-    index.
+    `start_rng_state` is the random generator's state before the forward; it is set only in evaluation. `received_skips`
+    are the skip values (see `SkipValue`) from earlier stages, by index. `skip_values` also contains the skip values of
+    the stage's own blocks.
     """
 
     stage: ChainStage
@@ -75,7 +76,7 @@ class Stages:
     """The stages of one model that this process runs; the memory of other stages' parameters and buffers is freed.
 
     In interleaved and V-shaped schedules, several stages of one process share the model. Create this object before
-    sharding, compiling or hooking the model, so that its interceptors are outside of these. A model on the meta device
+    sharding, compiling or hooking the model, so that its interceptors see a call first. A model on the meta device
     will run on `device`. The functions in `on_forward_end` are called after each forward of a stage.
     """
 
@@ -172,6 +173,8 @@ class Stages:
     # -- blocks
 
     def _block_handler(self, number: int, placeholder: Placeholder) -> Callable[..., Any]:
+        """Return the handler that runs a block of the stage, and returns a value for a block before the stage."""
+
         def handle_call(original_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             run = self._current_run
             if run is None:
@@ -278,6 +281,7 @@ class Stages:
                 run.skip_values[index] = tensors[path]
 
     def _pack_output(self, run: _StageRun, number: int, output: Any) -> StageOutput:
+        """Return what the next stage receives: the output, skip values, and the random generator's state if needed."""
         tensors, spec = flatten_output(output, where=self.split.blocks[number])
         tensors += [run.skip_values[index] for index in run.stage.sent_skips]
         if self.model.training:
@@ -294,6 +298,7 @@ class Stages:
     # -- modules outside the blocks
 
     def _outside_module_handler(self, name: str, parameters: set[str], placeholder: Placeholder) -> Callable[..., Any]:
+        """Return the handler that runs a module outside the blocks, or returns its placeholder's output."""
         can_run = {stage: self.split.can_run_module(parameters, stage=stage) for stage in self.owned_stages}
 
         def handle_call(original_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -327,13 +332,15 @@ def _autograd_function_error(name: str, function: str) -> LayoutError:
             "a stage border.",
             cause="such a function returns gradients of its inputs only, but a stage's first block gets the received "
             "values, which are not among these inputs",
-            hint="call the block outside of it (checkpoint(..., use_reentrant=False)), or --layout ddp or fsdp",
+            hint="call the block outside of the function (checkpoint(..., use_reentrant=False)), or --layout ddp or "
+            "fsdp",
         )
     return LayoutError(
         f"the model checkpoints {name} with use_reentrant=True, so no gradient would come back over a stage border.",
         cause="such a checkpoint returns gradients of its inputs only, but a stage's first block gets the received "
         "values, which are not among these inputs",
-        hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or --layout pp,remat=full without it",
+        hint="torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or --layout pp,remat=full without this "
+        "checkpoint",
     )
 
 

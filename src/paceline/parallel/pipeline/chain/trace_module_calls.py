@@ -129,7 +129,7 @@ class _TraceRecorder:
         self._shared_modules = {
             name: module for name, module in model.named_modules() if _runs_on_every_stage(module, blocks)
         }
-        self._states: list[dict[str, Any]] = [plain_state(self._shared_modules)]
+        self._states: list[dict[str, Any]] = [plain_state(self._shared_modules)]  # at the start and at the first block
         self._node_by_storage = WeakIdKeyDictionary()
         for name, parameter in model.named_parameters():
             self._node_by_storage[parameter.untyped_storage()] = self._add_node(Node(parameter=name, name=name))
@@ -245,6 +245,7 @@ class _TraceRecorder:
         return {path: (self._node_index(tensor), _view_geometry(tensor)) for path, tensor in tensors_in(value)}
 
     def _node_index(self, tensor: Tensor) -> int:
+        """Return the index of the node of a tensor's storage; an unknown storage is a new input of the forward."""
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError as error:
@@ -278,8 +279,8 @@ def _refuse_python_draws(block: Block, old_states: Mapping[str, Any]) -> None:
     name = next((name for name, state in python_rng_states().items() if state != old_states[name]), None)
     if name is not None:
         raise LayoutError(
-            f"the block {block.name} draws from {name}, and a stage would draw different numbers than one process: "
-            "it does not run the earlier blocks.",
+            f"the block {block.name} draws from {name}, and a stage would draw different numbers than one process, "
+            "because it does not run the earlier blocks.",
             cause="stochastic depth or augmentation by Python's own generators",
             hint="draw with torch: torch.rand(()).item() instead of random.random(); or --layout ddp or fsdp",
         )

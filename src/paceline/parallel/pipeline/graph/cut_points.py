@@ -25,6 +25,7 @@ _MIN_UNITS_PER_STAGE = 2
 """A module with more than 1/2 of a stage's share of the parameters is split into its children, to balance stages."""
 
 _RecordedCall = tuple[tuple[Any, ...], dict[str, Any], dict[str, bool]]
+"""The positional and the keyword arguments of a call, and whether each module was in training mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +138,7 @@ def _unit_names(model: nn.Module, num_stages: int, listed_blocks: Collection[str
 
 
 def _should_open(module: nn.Module, name: str, listed_blocks: Collection[str], max_numel: float) -> bool:
+    """Return whether the children of a module become units instead of the module itself."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict) or any(
         block.startswith(f"{name}.") for block in listed_blocks
     ):
@@ -158,6 +160,7 @@ def _is_block_call(model: nn.Module, step: Step, listed_blocks: Collection[str])
 
 
 def _called_blocks(model: nn.Module, graph: Graph, block_steps: Sequence[int]) -> list[Block]:
+    """Return the module calls of these steps as blocks; a module that is called twice is two blocks."""
     blocks = []
     for index, step_index in enumerate(block_steps):
         call = graph.steps[step_index]

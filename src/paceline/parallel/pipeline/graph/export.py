@@ -42,7 +42,7 @@ def export_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     Raises:
         LayoutError: the forward can't be exported; the message gives the line in the user's code.
     """
-    is_mixed = any(map(torch.is_autocast_enabled, _DEVICES))
+    has_autocast = any(map(torch.is_autocast_enabled, _DEVICES))
     with (
         preserve_rng(),
         torch.enable_grad(),
@@ -52,7 +52,7 @@ def export_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ):
         states_before = cpu_rng_states()
         warnings.simplefilter("always")
-        program, mode_check = _export_program(model, args, kwargs, units, is_mixed)
+        program, mode_check = _export_program(model, args, kwargs, units, has_autocast)
         if cpu_rng_states() != states_before:
             raise LayoutError(
                 "the forward draws from random or numpy, and an exported graph would reuse that one draw forever.",
@@ -63,11 +63,11 @@ def export_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         if mode_check.changed_hooks and not mode_check.changed_attribute:
             mode_check.apply_final_values()
             with mode_check.require_observing_hooks():
-                program, mode_check = _export_program(model, args, kwargs, units, is_mixed)
+                program, mode_check = _export_program(model, args, kwargs, units, has_autocast)
         mode_check.refuse_changes()
         if mode_check.changed_state:  # an attribute that is set once, such as a size, does not change the next graph
             mode_check.apply_final_values()
-            second_program, second_check = _export_program(model, args, kwargs, units, is_mixed)
+            second_program, second_check = _export_program(model, args, kwargs, units, has_autocast)
             if second_check.changed_state or second_program.graph_module.code != program.graph_module.code:
                 raise _changed_state_error(mode_check.changed_state)
     _refuse_stored_tensors([str(warning.message) for warning in caught_warnings], units)
@@ -75,13 +75,13 @@ def export_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _export_program(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], units: Sequence[str], is_mixed: bool
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], units: Sequence[str], has_autocast: bool
 ) -> tuple[torch.export.ExportedProgram, ModeChangeCheck]:
     mode_check = ModeChangeCheck(model, units)
     lost_effects: list[LayoutError] = []
 
     def record_lost_effect(name: str) -> None:
-        if mode_check.is_between_units and not lost_effects and (is_mixed or name != "torch.autocast"):
+        if mode_check.is_between_units and not lost_effects and (has_autocast or name != "torch.autocast"):
             line = current_user_line()
             lost_effects.append(_lost_effect_error(name, where="" if line is None else f"{line}: {line.text}"))
 
@@ -118,7 +118,7 @@ def _changed_state_error(name: str) -> LayoutError:
 
 
 def _refuse_stored_tensors(warning_texts: Sequence[str], units: Sequence[str]) -> None:
-    """Raise if the forward stores a tensor on an opened module: it would be stored only once, at export."""
+    """Raise if the forward stores a tensor on a module outside all units, because only the export would store it."""
     texts = [text for text in warning_texts if "assigned during export" in text]
     names = [name for text in texts for name in _SELF_ATTRIBUTE.findall(text)]
     names = [name for name in names if not name.startswith(tuple(f"{unit}." for unit in units))]
@@ -132,6 +132,8 @@ def _refuse_stored_tensors(warning_texts: Sequence[str], units: Sequence[str]) -
 
 
 class _GraphReader:
+    """The conversion of an exported program to a `Graph`."""
+
     def __init__(self, program: torch.export.ExportedProgram, units: Sequence[str]) -> None:
         self._program = program
         self._units = frozenset(units)
@@ -167,9 +169,10 @@ class _GraphReader:
         return graph
 
     def _move_buffer_copies(self) -> list[Step]:
-        """Return the steps with each copy to a buffer, which torch.export puts last, after the step of the new value.
+        """Return the steps, with each copy into a buffer moved forward from the end, where torch.export puts it.
 
-        A copy is left out if the module call or the in-place operation that made the new value also writes it.
+        The copy then follows the last step that uses the buffer or the new value. A copy is left out if the module
+        call or the in-place operation that made the new value also writes it to the buffer.
         """
         steps = list(self._steps)
         copies: list[Operation] = []

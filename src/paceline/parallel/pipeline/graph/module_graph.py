@@ -140,7 +140,7 @@ class Graph:
 
 
 def aliased_arguments(node: Node) -> Iterator[tuple[Node, bool]]:
-    """Yield the arguments with which a result shares memory, each with whether the operation writes to it."""
+    """Yield each argument whose memory a result shares, and whether the operation writes to this argument."""
     if node.target is operator.getitem:
         yield node.all_input_nodes[0], False
     elif isinstance(node.target, torch._ops.OpOverload):

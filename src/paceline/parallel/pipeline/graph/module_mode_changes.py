@@ -14,11 +14,12 @@ from paceline.user_code import is_user_file
 
 
 class ModeChangeCheck:
-    """A check, at each call of a unit and at the end, that only the units' own forwards changed their modules.
+    """A check that only a unit's own forward changes the unit; it runs at each call of a unit and at the end.
 
-    `changed_attribute` is the first attribute of a unit that was set between the calls; "" if there is none. Modules
-    outside all units are opened modules. Their state that persists between forwards is read inside the forward, because
-    torch.export restores most of the attributes that a forward sets.
+    A unit is a module that stays whole in the graph; modules outside all units are opened modules. `changed_attribute`
+    is the first attribute of a unit that was set between the calls; "" if there is none. The state of opened modules
+    that persists between forwards is read inside the forward, because torch.export restores most of the attributes that
+    a forward sets.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
@@ -78,7 +79,7 @@ class ModeChangeCheck:
 
     @contextmanager
     def require_observing_hooks(self) -> Iterator[None]:
-        """Return a context for a second forward, which checks that the hooks added by the first forward only observe.
+        """Raise if hooks that the first forward added do more than observe a second forward inside this context.
 
         The exported graph contains the values that such hooks store, and a stage has no hooks.
 

@@ -45,7 +45,8 @@ class GraphStage:
 class GraphStageSplit:
     """A graph split into stages; it is determined by the model, and equal on every rank.
 
-    `units` are the modules that a boundary never splits, `blocks` the calls between which boundaries may be.
+    `units` are the modules that a boundary never splits, `blocks` the calls between which boundaries may be, and
+    `bounds` the indices of each stage's blocks.
     `stage_of_buffer` is the stage of each buffer to which operations between module calls write.
     """
 
@@ -63,7 +64,7 @@ class GraphStageSplit:
 
     @cached_property
     def ties(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the parameters that several stages hold, with these stages; their gradients are summed over them."""
+        """Return the parameters that several stages hold, and these stages, over which gradients are summed."""
         return parameters_of_several_stages(self.stages)
 
     def stages_of_parameter(self, name: str) -> tuple[int, ...]:
@@ -111,7 +112,7 @@ class LiveValues:
         return sum(node_bytes(self.graph.nodes[name]) or 0 for name in self.live_at(position))
 
     def cut_obstacle(self, position: int) -> str:
-        """Return the reason why no stage can end at this position; "" if one can."""
+        """Return the reason why no stage can end at this position; "" if a stage can."""
         live_names = self.live_at(position)
         for name in live_names:
             if node_bytes(self.graph.nodes[name]) is None:
@@ -125,11 +126,11 @@ class LiveValues:
             is_written_later = any(write >= position for write in writes)
             if is_written_later and len(live_aliases) > 1:
                 first, second = map(self.describe, live_aliases[:2])
-                return f"{first} and {second} share memory that is overwritten after it"
+                return f"{first} and {second} share memory that is overwritten after the cut"
             if is_written_later and live_aliases and used_later:
-                return f"{self.describe(live_aliases[0])} and {used_later[0]} share memory that is overwritten after it"
+                return f"{self.describe(live_aliases[0])} and {used_later[0]} share memory overwritten after the cut"
             if used_later and any(write < position for write in writes):
-                return f"{used_later[0]} is overwritten before it and used after it"
+                return f"{used_later[0]} is overwritten before the cut and used after it"
         return ""
 
     def describe(self, name: str) -> str:
@@ -236,7 +237,7 @@ def canonical_names(model: nn.Module, names: Iterable[str]) -> set[str]:
 
 
 def _returned_names(graph: Graph, stop: int) -> list[str]:
-    """Return the names of the forward's outputs if a stage that ends at this position is the last one."""
+    """Return the names of the forward's outputs if `stop` is the end of the last stage, else an empty list."""
     return [value.name for value in graph.outputs if value.name] if stop == len(graph.steps) else []
 
 
@@ -249,7 +250,7 @@ def _used_parameters(model: nn.Module, graph: Graph, start: int, stop: int) -> s
 
 
 def _add_unused_parameters(model: nn.Module, used_parameters: Sequence[set[str]]) -> list[frozenset[str]]:
-    """Return the parameters of each stage; an unused parameter is on the stage of the one registered before it."""
+    """Return the parameters of each stage; an unused parameter joins the parameter registered before it."""
     parameters_of_stage, last_stage = [set(names) for names in used_parameters], 0
     for name, _ in model.named_parameters():
         stages = [stage for stage, names in enumerate(used_parameters) if name in names]
@@ -261,7 +262,7 @@ def _add_unused_parameters(model: nn.Module, used_parameters: Sequence[set[str]]
 
 
 def _cheapest_position(live_values: LiveValues, block: int, next_block: int) -> int:
-    """Return the first position between two blocks with the fewest live bytes among those at which a stage can end."""
+    """Return the first position with the fewest live bytes, of those between two blocks where a stage can end."""
     positions = [position for position in range(block + 1, next_block + 1) if not live_values.cut_obstacle(position)]
     if not positions:
         steps = live_values.graph.steps
@@ -275,7 +276,7 @@ def _cheapest_position(live_values: LiveValues, block: int, next_block: int) -> 
 
 
 def _used_tensors(graph: Graph, start: int, stop: int) -> tuple[set[str], set[str]]:
-    """Return the parameters and buffers that the operations of a stage use, including those of other modules."""
+    """Return the parameters and buffers that the operations of a stage use, also inside module calls."""
     step_indices = _indices_by_name(graph)
     names = _returned_names(graph, stop)
     for node in graph.nodes.values():
@@ -319,7 +320,7 @@ def _stages_of_written_buffers(graph: Graph, ranges: Sequence[tuple[int, int]]) 
 def _alias_groups_and_writes(
     graph: Graph, *, should_skip_module_calls: bool = False
 ) -> tuple[dict[str, set[str]], dict[str, list[int]]]:
-    """Return groups of values that share memory, by the name of one member, and the steps that write to each group."""
+    """Return groups of values that share memory, and the steps that write to each group, by the name of one member."""
     parent: dict[str, str] = {}  # a union-find forest over the names of the values
     step_indices = _indices_by_name(graph)
 
@@ -351,7 +352,7 @@ def _indices_by_name(graph: Graph) -> dict[str, int]:
 
 
 def node_bytes(node: Node) -> int | None:
-    """Return a tensor's bytes, `_UNKNOWN_BYTES` if they depend on the data, or None for other values."""
+    """Return a tensor's bytes, `_UNKNOWN_BYTES` if they depend on the data, or None if the value is no tensor."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return None

@@ -1,7 +1,8 @@
 """Stages of a model without a chain of blocks: each runs its steps of the exported graph, with the model's modules.
 
-The stage's steps replace the model's forward, so the model's own hooks run. After the last step an exception ends the
-user's forward. For new shapes, constants and modes, the graph is exported again from a memoryless copy of the model.
+The stage's steps replace the model's forward, so the model's own hooks run. After the last step, an exception ends the
+user's forward. For new shapes, constants or modes (train or eval), the graph is exported again from a memoryless copy
+of the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,7 +63,8 @@ class GraphStages:
     """The stages of one model that this process runs; the memory of other stages' parameters and buffers is freed.
 
     `empty_model` is the copy from `memoryless_copy`. Create this object before sharding, compiling or hooking the
-    model; the module calls run hooks and wrappers that are added later.
+    model; the module calls run hooks and wrappers that are added later. The functions in `on_forward_end` are called
+    after each forward of a stage.
     """
 
     def __init__(
@@ -83,7 +85,8 @@ class GraphStages:
     def run(self, stage: int, stage_input: StageOutput | None, call: Callable[[], Any]) -> Any:
         """Run `call`, the forward of one microbatch, on one stage.
 
-        Return the `StageOutput` for the next stage, or on the last stage the result of `call`.
+        Return the `StageOutput` for the next stage, or on the last stage the result of `call`. `stage_input` is the
+        previous stage's output.
 
         Raises:
             JobError: `call` does not call the model.
@@ -171,6 +174,7 @@ class GraphStages:
     def _unpack_received(
         self, received: StageOutput, live_values: LiveValues, start: int, stop: int
     ) -> dict[str, Tensor]:
+        """Return the received values by name; also set the random generator's state if it was received."""
         names, (num_values, has_rng_state) = live_values.live_at(start), received.spec
         if num_values != len(names):
             raise RunError(
