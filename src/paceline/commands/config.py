@@ -31,11 +31,11 @@ class Setting:
 
 
 def config(job: str, *, file: Path | None = None, overrides: Sequence[str] = ()) -> list[Setting]:
-    """Return every setting of `job`. The job's code runs, because its settings may follow from its parameters.
+    """Return every setting of `job`. The job's code is run, because it may set settings of its own.
 
     Raises:
         JobError: the job can't be loaded.
-        UsageError, Problems: a value that its setting can't have.
+        UsageError, Problems: a setting has an invalid value.
     """
     ref = parse_jobref(job)
     requested = read_requested_settings(file=file, overrides=overrides)

@@ -133,7 +133,7 @@ def _wrapped_rows(head: str, text: str) -> Iterator[str]:
 
 
 def _descriptions(options: type) -> dict[str, str]:
-    """Return the docstring below each field, from the source of the class and of those that it extends."""
+    """Return the docstring below each field, from the source of the class and of its base classes."""
     descriptions: dict[str, str] = {}
     for cls in reversed(options.__mro__[:-1]):
         tree = ast.parse(Path(str(sys.modules[cls.__module__].__file__)).read_text(encoding="utf-8"))

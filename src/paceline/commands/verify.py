@@ -81,7 +81,7 @@ def _choose_auto_layout(job: str, common: RunOptions, overrides: Sequence[str]) 
 
 
 def _refuse_races(update: UpdateRule, job: str) -> None:
-    """Refuse an update rule whose result depends on timing: it has no single right answer to compare with."""
+    """Refuse an update rule whose result depends on timing, because it has no single correct result to compare with."""
     if update.has_races:
         raise UsageError(
             f"verify has no verdict on {update.kind}: races make every run different, and each one is valid.",
@@ -92,7 +92,7 @@ def _refuse_races(update: UpdateRule, job: str) -> None:
 
 
 def _refuse_rounding(task: Task) -> None:
-    """Refuse settings that round differently from one process at every use: no noise floor exists for them."""
+    """Refuse `params` other than fp32: they round parameters as one process does not, and no noise floor covers this."""
     layout = parse_layout(task.layout)
     if layout.params == "fp32":
         return

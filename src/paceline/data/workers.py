@@ -1,4 +1,4 @@
-"""Data workers: torch's own DataLoader, used to fetch whole microbatches."""
+"""Data workers: processes of torch's own DataLoader, each item of which is a whole microbatch."""
 
 import atexit
 import os
@@ -48,6 +48,8 @@ def worker_generator(seed: int) -> torch.Generator:
 
 
 class _RequestSampler(Sampler[Any]):
+    """A sampler that gives the DataLoader requests for microbatches instead of indices."""
+
     def __init__(self, requests: Iterable[MicrobatchRequest]) -> None:
         self._requests = requests
 
@@ -102,7 +104,7 @@ def start_workers(workers: int) -> Iterator[None]:
         DataError: the system has no more processes, open files, memory or space in /dev/shm.
     """
     children_before = set(active_children())
-    with suppress(OSError):  # the process that needs a socket reports it
+    with suppress(OSError):  # if this fails, the process that needs a socket in this folder reports it
         short_temporary_folder()
     try:
         yield
@@ -148,6 +150,6 @@ def worker_death_error(reason: str) -> DataError:
 
 @atexit.register
 def _close_all() -> None:
-    """Close all workers: otherwise multiprocessing's exit handler sends them SIGTERM, which they ignore, and waits."""
+    """Close all workers, before multiprocessing's exit handler waits for them: they ignore its SIGTERM."""
     for workers in list(_open_pools):
         workers.close()

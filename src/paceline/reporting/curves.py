@@ -13,7 +13,7 @@ _LOSS_TERM_PREFIX = "loss/"
 
 
 def show_curves(history: History) -> str:
-    """Draw losses, metrics, speed, memory and samples over steps."""
+    """Return a section with charts of losses, metrics, speed, memory and samples over steps, as HTML."""
     names, marks = history.metric_names(), history.resume_marks()
     charts = [draw_chart("loss", _loss_curves(history, names), marks=marks)]
     charts += [_metric_chart(history, name, marks) for name in names if name.startswith(_LOSS_TERM_PREFIX)]
@@ -28,7 +28,7 @@ def show_curves(history: History) -> str:
 
 
 def show_time(history: History) -> str:
-    """Draw the time per step, its parts over steps, and its parts over the run."""
+    """Return a section with charts of the time per step, and of its parts per step and over the whole run, as HTML."""
     rows, shares = _split_time(history)
     if not rows:
         return ""
@@ -39,7 +39,7 @@ def show_time(history: History) -> str:
 
 
 def show_statistics(history: History) -> str:
-    """Draw the norms of each parameter and its gradient, if the run logged them."""
+    """Return a section with charts of the norms of each parameter and its gradient, if the run logged them."""
     kinds = ("weight_norm/", "grad_norm/")
     names = [name for name in history.metric_names() if name.startswith(kinds)]
     if not names:

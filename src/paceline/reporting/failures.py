@@ -23,7 +23,7 @@ _MAX_CHECKED_BYTES = 4 << 30
 
 
 def show_unreadable_lines(history: History) -> str:
-    """Return a notice about lines that could not be read."""
+    """Return a notice that counts the unreadable lines of the run's log files, as HTML."""
     counts = [f"{count} line{'s' * (count > 1)} of {name}.jsonl" for name, count in history.num_unreadable.items()]
     if not counts:
         return ""
@@ -57,7 +57,7 @@ def _is_training_attempt(attempt: Path) -> bool:
 
 
 def show_failures(run: RunFolder) -> str:
-    """Show each failed attempt: the first rank that failed, its exception, and the user's line."""
+    """Return a section with each failed attempt: the first rank that failed, its exception, and the user's line."""
     parts = [text for folder in _attempt_folders(run) if (text := _show_attempt(folder))]
     return f"<section><h2>Failures</h2>{''.join(parts)}</section>" if parts else ""
 
@@ -111,7 +111,7 @@ def _failure_text(failure: dict[str, Any]) -> str:
 
 
 def show_checkpoints(run: RunFolder) -> str:
-    """Show every checkpoint. If their total size is small, each is read and compared with its digests."""
+    """Return a section with every checkpoint. Up to 4 GiB in total, each is read and compared with its digests."""
     steps = list_checkpoints(run.checkpoints)
     if not steps:
         return ""
@@ -135,6 +135,7 @@ def show_checkpoints(run: RunFolder) -> str:
 
 
 def _checkpoint_state(path: Path) -> tuple[str, str]:
+    """Return "good" and no reason, or "bad" and the reason."""
     try:
         check_checkpoint(path)
     except (CheckpointError, MachineError) as error:

@@ -1,4 +1,4 @@
-"""A plan as a page: each layout's memory against the device's limit, the parts of its step, and its schedule."""
+"""A plan as a page: for each layout, the memory compared with the device's, the parts of a step, and the schedule."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -32,7 +32,7 @@ def write_plan_report(answer: Mapping[str, Any], *, job: str, to: Path) -> Path:
 
 
 def plan_page(answer: Mapping[str, Any], *, job: str) -> str:
-    """Return the HTML page of the answer of `plan`, or of a plan.json.
+    """Return the HTML page of a plan. `answer` is the result of `plan`, or the content of a plan.json.
 
     Raises:
         UsageError: the plan does not state its model or its cluster.

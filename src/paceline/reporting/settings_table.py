@@ -38,7 +38,7 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def show_settings(run: RunFolder) -> str:
-    """Return both tables as HTML."""
+    """Return the tables of the changed settings and of the settings at their default as HTML."""
     settings = read_settings(run)
     if not settings:
         return ""

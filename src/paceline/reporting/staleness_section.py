@@ -13,7 +13,10 @@ _MAX_COLUMNS = 8
 
 
 def show_staleness(history: History) -> str:
-    """Return one row per participant, with a bar of its gradients by staleness."""
+    """Return a section as HTML: for each participant, its gradients or microbatches by staleness.
+
+    For local SGD, the section has the bytes that each rank sent to other sites, and the time that it waited for them.
+    """
     event = history.last_event("Staleness")
     participants = [item for item in event.get("told", []) if isinstance(item, dict)]
     sites = [site for site in participants if "waited_seconds" in site]

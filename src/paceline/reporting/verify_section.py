@@ -12,15 +12,16 @@ from paceline.reporting.run_history import json_or_none
 from paceline.run_folder.run_folder import RunFolder
 
 _IGNORED_PREFIXES = ("log.", "watch.", "checkpoint.", "eval.", "run_dir", "train.threads", "train.timeout_seconds")
-_MODULE, _PATH_KEY = "module ", "place"  # a prefix of facts; the key of the verdict's own path
+_MODULE, _PATH_KEY = "module ", "place"  # the prefix of facts about modules; the key for the path of the answer
 _MAX_BYTES = 4 << 20
-_LENGTH_SETTINGS = ("train.steps", "train.epochs", "train.samples", "train.tokens", "train.check_every", "data.workers")
+_IGNORED_SETTINGS = ("train.steps", "train.epochs", "train.samples", "train.tokens", "train.check_every", "data.workers")
 
 
 def find_verdict(run: RunFolder) -> tuple[dict[str, Any] | None, str]:
     """Return the newest verdict on this training from this folder or a nearby one, or the reason why there is none.
 
-    A nearby folder may belong to another user, so it counts only if its owner is that of the run.
+    The verdict is the content of its answer file. A verdict in a nearby folder counts only if the folder has the same
+    owner as the run.
     """
     run_facts, late_modules, run_answer = _facts_of_run(run), _late_modules(run), run.answer("verify")
     nearby_answers = [path for folders in ("*", "*/*") for path in run.path.parent.glob(f"{folders}/{run_answer.name}")]
@@ -64,7 +65,7 @@ def _has_same_owner(path: Path, run: RunFolder) -> bool:
 
 
 def condition_differences(run_conditions: Mapping[str, str], answer_conditions: Mapping[str, str]) -> list[str]:
-    """Return `name (here, there)` for each value that differs."""
+    """Return a text such as `torch (2.4 here, 2.3 there)` for each condition that differs; "here" is the run."""
     names = sorted(set(run_conditions) | set(answer_conditions))
     return [
         f"{n} ({run_conditions.get(n, 'unset')} here, {answer_conditions.get(n, 'unset')} there)"
@@ -100,6 +101,7 @@ def _facts_of_answer(answer: Mapping[str, Any], *, relevant: Mapping[str, str]) 
 
 
 def _facts(placement: Mapping[str, Any], job: Mapping[str, Any], settings: Any) -> dict[str, str]:
+    """Return, by name, what must be equal in a run and in a verdict: layout, code, packages and settings."""
     facts = {name: str(placement.get(name)) for name in ("layout", "update", "ranks")}
     facts["compress"] = str(placement.get("compress", "none"))
     for name, key in (("job file", "digest"), ("torch", "torch_build"), ("device", "device")):
@@ -111,7 +113,7 @@ def _facts(placement: Mapping[str, Any], job: Mapping[str, Any], settings: Any) 
         )
     facts |= {} if isinstance(job.get("modules"), dict) else {"loaded code": "unknown"}
     for name, value in (settings if isinstance(settings, dict) else {}).items():
-        ignored = name.startswith(_IGNORED_PREFIXES) or name in _LENGTH_SETTINGS
+        ignored = name.startswith(_IGNORED_PREFIXES) or name in _IGNORED_SETTINGS
         if not ignored and not _is_default(name, value):
             facts[name] = mask_value(name, value)
     return facts

@@ -76,7 +76,7 @@ class RunOptions:
 
 
 def run_options(options: StartOptions) -> RunOptions:
-    """Return the options of a verb's command line in the form that all verbs take."""
+    """Return the command-line options of a verb as `RunOptions`."""
     return RunOptions(
         ranks=options.ranks,
         layout=options.layout,
@@ -93,7 +93,7 @@ def run_options(options: StartOptions) -> RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOutcome:
-    """The result of a verb."""
+    """The result of a verb. `value` is the result that rank 0 wrote, and `screen` the text about a failure or a stop."""
 
     exit_code: int
     run: Path
@@ -105,7 +105,8 @@ class CommandOutcome:
     launch_outcome: LaunchOutcome | None = None
     """The outcome of processes that were started here; None under another launcher."""
     prints_result: bool = True
-    """False on silent ranks of another launcher: rank 0 prints results, the first failing rank prints errors."""
+    """False on a rank that prints nothing. Under another launcher, rank 0 prints the result, the first failing rank the
+    error."""
     error: BaseException | None = None
     """The exception that ended this rank, if another launcher started it."""
 
@@ -217,7 +218,8 @@ def execute(
 ) -> CommandOutcome:
     """Run `entry` on every rank: in this process if another launcher started it, else in new processes.
 
-    With `logs`, the ranks' logs are written there and the run folder does not change.
+    `entry` is a reference, `module:function`. With `one_thread`, each rank computes with one thread and exact kernels.
+    With `logs`, the ranks' logs are written to that folder, and the run folder does not change.
     """
     joined = detect_world(os.environ)
     if task.run and logs is None and (joined is None or joined.rank == 0):
@@ -260,13 +262,13 @@ def execute(
 
 
 def read_result(task: Task, verb: str) -> Any:
-    """Return the result that rank 0 wrote for the command."""
+    """Return the result that rank 0 wrote for the verb; None if there is none."""
     path = RunFolder(Path(task.run)).answer(verb)
     return read_json(path) if path.exists() else None
 
 
 def command_outcome(task: Task, launch_outcome: LaunchOutcome) -> CommandOutcome:
-    """Return the result of a launch: the final message and, if memory ran out, layouts that need less."""
+    """Return the result of a launch: the final message and, if memory ran out, layouts that need less memory."""
     resume_command = build_resume_command(task) if task.verb == "train" and launch_outcome.can_resume else ""
     extra_lines: tuple[str, ...] = ()
     if resume_command and launch_outcome.failure is not None and launch_outcome.failure.is_short_of_memory:
@@ -311,7 +313,7 @@ def _execute_joined(
     per_node = joined.local_world_size * replicas
     cluster = Resources(ranks=task.ranks, cores=usable_cores(), ranks_per_node=per_node)
     threads = choose_threads(resources=cluster, one_thread=exact, requested=settings.train.threads)
-    knows_folder = joined.rank == 0 or is_folder_named  # only rank 0 knows a folder that it chose
+    knows_folder = joined.rank == 0 or is_folder_named  # without --run-dir, rank 0 chooses the folder for itself
     resume_command = build_resume_command(task, joined) if task.verb == "train" and knows_folder else ""
     working_folder, start_time = Path.cwd(), time.monotonic()
     rank_outcome = run_rank(entry, payload, threads=threads)
@@ -346,7 +348,8 @@ def failure_result(outcome: CommandOutcome) -> CommandOutcome:
         hide_paceline_frames(outcome.error)
         text = "".join(format_exception(outcome.error)) + text
     lines = [text] if scope.prints_all or scope.prints_line else []
-    is_only_echo = scope.is_already_reported and is_echo(failure)  # only a checkpoint shows that resuming helps
+    # If another rank has reported the failure that this one follows from, only a checkpoint shows that a resume helps.
+    is_only_echo = scope.is_already_reported and is_echo(failure)
     shows_resume = outcome.screen and not (is_only_echo and not has_saves(RunFolder(outcome.run).checkpoints))
     screen = "\n".join([*lines, *([outcome.screen] if shows_resume else [])])
     if screen and not scope.prints_all:
@@ -358,7 +361,7 @@ def create_run_folder(path: Path) -> None:
     """Create the named run folder, if it does not exist.
 
     Raises:
-        UsageError: it can't be written, or it is the home folder or a folder above the working directory.
+        UsageError: the folder can't be written, or is a folder that `refuse_shared_folder` refuses.
     """
     refuse_shared_folder(path)
     try:

@@ -18,7 +18,7 @@ Positions = NDArray[np.int64]
 
 
 class Permutation:
-    """The sample order of one epoch. `permutation[a:b]` returns the sample indices at positions a to b."""
+    """The sample order of one epoch. `permutation[a:b]` returns the sample indices at positions a to b - 1."""
 
     def __init__(self, *, num_samples: int, seed: int, epoch: int) -> None:
         if num_samples < 1:

@@ -20,7 +20,7 @@ def choose_shards(*, requested: int | None, num_real: int | None, global_batch_s
     the result is 1: the stream is not split.
 
     Raises:
-        UsageError: more shards than samples in a global batch, or fewer than one.
+        UsageError: `requested` is less than 1, or larger than the global batch.
     """
     if requested is None:
         return min(MAX_SHARDS, global_batch_size, num_real or MAX_SHARDS)

@@ -154,7 +154,7 @@ class IterableLoader:
         return self._epoch
 
     def _resume_epoch(self) -> Epoch:
-        """Return the resumed epoch: from saved records if possible, else by reading from the start of the epoch."""
+        """Return the epoch at the cursor: from saved records if possible, else by reading it from its start."""
         cursor, saved = self._cursor, self._saved_state
         is_saved = saved is not None and saved.get("epoch") == cursor.epoch and "read" in saved
         if saved is not None and is_saved and sum(saved["read"]) == cursor.position:
@@ -180,7 +180,7 @@ class IterableLoader:
 
 
 def describe_stream(sharding: StreamSharding, *, replicas: int, kind: str) -> str:
-    """Return one line that says how the stream is read."""
+    """Return a line for the banner that says how the stream is read. The line begins with `kind`, such as "data"."""
     if sharding.shards == 1:
         resume = "; a resume continues from its state" if sharding.has_state else ""
         return (
