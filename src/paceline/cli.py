@@ -81,7 +81,7 @@ def entry() -> None:
 
 
 def expand_bare_flag(arguments: Sequence[str], flag: str, value: str) -> list[str]:
-    """Return the arguments with each bare `flag` expanded to `flag=value`."""
+    """Return the arguments with each `flag` that has no value expanded to `flag=value`."""
     expanded = list(arguments)
     for position in [i for i, word in enumerate(arguments) if word == flag]:
         if position + 1 == len(arguments) or arguments[position + 1].startswith("--"):

@@ -55,7 +55,7 @@ class StepDone(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDone(Event):
-    """Exact metrics over a whole split; `average` says that they belong to the job's `ema`."""
+    """Exact metrics over a whole split. `average` is True if the averaged weights (`ema`) were evaluated."""
 
     step: int
     split: str
@@ -154,7 +154,7 @@ class Sink(Protocol):
     """A destination of events."""
 
     def handle(self, event: Event) -> None:
-        """Take one event."""
+        """Handle one event."""
 
     def close(self) -> None:
         """Close the sink after the last event."""
@@ -167,7 +167,10 @@ class EventBus:
         self._sinks = list(sinks)
 
     def emit(self, event: Event) -> None:
-        """Pass `event` to every sink. Only then report failed sinks to the others: a full disk makes several fail."""
+        """Pass `event` to every sink, and then pass a note about each sink that failed to the remaining sinks.
+
+        The notes come last, because a full disk may make several sinks fail.
+        """
         failure_notes = [note for sink in list(self._sinks) if (note := self._deliver(sink, event)) is not None]
         for note in failure_notes:
             self.emit(note)

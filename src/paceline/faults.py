@@ -28,7 +28,7 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
     """Parse `"kill rank=2 step=50; nan rank=1 step=70 point=save"`.
 
     Raises:
-        UsageError: a fault that is not understood.
+        UsageError: a fault is not valid, or its step or attempt is 0.
     """
     return tuple(_parse(part.split()) for part in text.split(";") if part.strip())
 
@@ -55,7 +55,7 @@ def _parse(parts: Sequence[str]) -> Fault:
 
 
 def refuse_idle_faults(faults: Sequence[Fault], *, ranks: int, steps: int | None) -> list[PacelineError]:
-    """Return errors for faults that can never happen on this many ranks, or in this many steps if known.
+    """Return errors for faults whose rank or step does not exist. `steps` is None if it is not known yet.
 
     Without this check, a test with such a fault would pass without testing anything.
     """
@@ -85,7 +85,10 @@ class Faults:
         return bool(self._by_point_and_step)
 
     def fire(self, point: str, *, step: int) -> Fault | None:
-        """Inject the fault due here, if any; `nan` is returned for the caller to act on."""
+        """Inject the fault that is due at this point of this step, and return it; None if there is none.
+
+        The caller injects the fault `nan` itself.
+        """
         fault = self._by_point_and_step.get((point, step)) if self._by_point_and_step else None
         if fault is None:
             return None

@@ -47,10 +47,10 @@ _LOWER_IS_BETTER = {"err", "error", "errors", "loss", "losses"}
 
 
 def mode_of_metric(metric: str, *, rule_text: str, hint: str) -> Literal["min", "max"]:
-    """Return the mode of a metric that is written without one: lower is better. `rule_text` is the user's rule.
+    """Return the mode of a metric for which the user gives none: min. `rule_text` is the user's text, for the error.
 
     Raises:
-        JobError: its name says that higher is better.
+        JobError: the metric's name implies that higher is better.
     """
     spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", metric)
     words = {*re.findall(r"[a-z]+", metric.lower()), *re.findall(r"[a-z]+", spaced.lower())}
@@ -141,9 +141,9 @@ def _unfit_numbers(job: Any) -> Iterator[PacelineError]:
 
 
 def unfit_data(data: Any, *, name: str) -> Iterator[JobError]:
-    """Yield errors for data that holds whole columns instead of samples: (x, y), or a dict of splits.
+    """Yield errors for data that can't be read by index as samples: a dict of splits, or a tuple (x, y) of columns.
 
-    Arrays of the same length but of different shapes or types are columns: samples could not be batched.
+    Arrays of equal length but of different shapes or types must be columns, because such samples could not be batched.
     """
     if isinstance(data, Mapping) and data and 0 not in data:
         keys = ", ".join(map(repr, list(data)[:6]))

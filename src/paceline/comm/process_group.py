@@ -21,7 +21,7 @@ from paceline.launch.failures.oom_detection import explain_open_files
 from paceline.launch.inherited_environment import LISTEN_FD, own_environ
 
 Op = Literal["sum", "max", "min"]
-# torch 2.13 has new names for both and warns about the old ones; torch 2.11 has only the old ones.
+# torch 2.13 has new names for these two functions and warns about the old names, which are the only ones in 2.11.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -60,7 +60,7 @@ class LaunchInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEndpoint:
-    """The address at which workers outside the world connect. A new `session` ignores workers of an earlier one."""
+    """The address at which workers outside the world connect. A new `session` ignores workers of earlier sessions."""
 
     launch_info: LaunchInfo
     session: str = "run"
@@ -108,7 +108,7 @@ class World:
         """Join the other ranks; every rank calls this once.
 
         Raises:
-            MachineError: the ranks did not meet in time, or the device is missing.
+            MachineError: the ranks did not connect in time, or the device is missing.
             UsageError: the script has already created a process group.
         """
         device = _device(device_type, place.local_rank)
@@ -132,7 +132,7 @@ class World:
                     "", "paceline train JOB --ranks 1 to see whether one process works",
                 )  # fmt: skip
                 raise MachineError(
-                    f"rank {place.rank} of {place.world_size} did not meet the others: {error}",
+                    f"rank {place.rank} of {place.world_size} could not join the other ranks: {error}",
                     where=f"{place.address}:{place.port}, backend {backend}"
                     + (f"; full text: {text_path}" if text_path else ""),
                     cause=cause,
@@ -215,7 +215,7 @@ class World:
         return _wait_function(dist.all_to_all_single(target, source, group=self.group, async_op=True))
 
     def all_gather(self, tensor: torch.Tensor, *, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-        """Return every rank's tensor; rank r's has `shapes[r]`. Smaller tensors are padded to the largest."""
+        """Return every rank's tensor; that of rank r has shape `shapes[r]`. Smaller tensors are padded while sent."""
         if self.group is None:
             return [tensor]
         sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -350,7 +350,7 @@ _store_by_address: dict[tuple[str, int | None], tuple[Store, Iterator[int]]] = {
 
 
 def _next_store(place: LaunchInfo, timeout: timedelta) -> Store:
-    """Return a store for one world, with a prefix: a world must not read keys of an earlier world in the same store."""
+    """Return a store for one world. Its prefix prevents that a world reads keys of an earlier world in one store."""
     address = place.address, place.port
     if address not in _store_by_address:
         _store_by_address[address] = _store(place, timeout), count()

@@ -25,11 +25,13 @@ _SIMULATION_SECONDS = 60.0  # a simulated rank waits only while other ranks comp
 
 
 class PeerFailed(Exception):
-    """Another replica failed first; that replica's error is reported instead of this one."""
+    """The error of a replica that waits for a failed replica, whose own error is reported instead."""
 
 
 @dataclass
 class _Round:
+    """A round of the rendezvous: the value of each replica, and the number of values that were posted."""
+
     values: list[Any]
     num_posted: int = 0
 
@@ -230,7 +232,7 @@ class ThreadWorld(World):
 def thread_worlds(
     *, replicas: int, world: World | None = None, timeout_seconds: float = _TIMEOUT_SECONDS
 ) -> list[World]:
-    """Return one world per replica; on GPUs replica k uses GPU k. For a single replica return the world unchanged."""
+    """Return one world per replica; on GPUs, replica k uses GPU k. With one replica, return `world` unchanged."""
     world = world or World.alone()
     if replicas == 1:
         return [world]
@@ -246,10 +248,12 @@ def _worlds(world: World, rendezvous: ThreadRendezvous) -> list[World]:
 
 
 def run_threads(work: Callable[[int], T], *, ranks: int, end_waiting: Callable[[], None]) -> list[T]:
-    """Run `work(rank)` in one thread per rank and return the results. After an error, `end_waiting` wakes the others.
+    """Run `work(rank)` in one thread per rank and return the results.
+
+    After an error in one thread, `end_waiting` is called, which ends the waiting of other threads.
 
     Raises:
-        BaseException: the error of the first rank that failed by itself.
+        BaseException: the error of the lowest failed rank whose error is not `PeerFailed`.
     """
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
@@ -279,7 +283,7 @@ def run_simulated_ranks(work: Callable[[World], T], *, ranks: int, seed: int | N
     generators of the process.
 
     Raises:
-        BaseException: the error of the first rank that failed by itself.
+        BaseException: the error of the lowest failed rank whose error is not `PeerFailed`.
     """
     if seed is None:
         rendezvous = ThreadRendezvous(replicas=ranks, timeout_seconds=_SIMULATION_SECONDS, simulates=True)

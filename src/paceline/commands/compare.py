@@ -172,7 +172,10 @@ def _build_comparison(
     return RunComparison(
         exit_code=int(ExitCode.DIFFERENT if first_difference is not None else ExitCode.DONE),
         text="\n".join(lines),
-        runs=[{"run": str(compared_run.history.run.path), **compared_run.result, **compared_run.speed} for compared_run in compared_runs],
+        runs=[
+            {"run": str(compared_run.history.run.path), **compared_run.result, **compared_run.speed}
+            for compared_run in compared_runs
+        ],
         settings=differing_settings(compared_runs) if compared_runs else {},
         losses=[asdict(divergence) for divergence in divergences],
         recordings=[{"run": str(path), **asdict(comparison)} for path, comparison in comparisons],

@@ -400,7 +400,7 @@ def _build_result(outcome: CommandOutcome, *, has_value: bool = False) -> Result
 
 
 def _build_error(outcome: CommandOutcome) -> BaseException:
-    """Return the error of the first failing rank: of the original type for a `PacelineError`, otherwise a `RunError`."""
+    """Return the error of the first failing rank: of its own type for a `PacelineError`, otherwise a `RunError`."""
     fields = outcome.json_fields
     if outcome.error is not None:
         return _add_notes(outcome.error, fields)

@@ -86,13 +86,13 @@ def _refuse_races(update: UpdateRule, job: str) -> None:
         raise UsageError(
             f"verify has no verdict on {update.kind}: races make every run different, and each one is valid.",
             cause="workers read and write the same weights without synchronisation",
-            hint=f"paceline train {job} --ranks 2 --update {update.kind}, once without it, "
+            hint=f"paceline train {job} --ranks 2 --update {update.kind}, once without --update, "
             "then paceline compare RUN RUN",
         )
 
 
 def _refuse_rounding(task: Task) -> None:
-    """Refuse `params` other than fp32: they round parameters as one process does not, and no noise floor covers this."""
+    """Refuse `params` other than fp32: they round parameters, which one process does not, and which no floor covers."""
     layout = parse_layout(task.layout)
     if layout.params == "fp32":
         return

@@ -25,7 +25,7 @@ class Method(StrEnum):
 
 @dataclass(frozen=True)
 class _Option:
-    """An option of a method: its allowed values in words, and its parser, which raises ValueError for other values."""
+    """An option of a method: its allowed values in words, and its parser, which raises ValueError for any other."""
 
     allowed_values: str
     parse: Callable[[str], Any]
@@ -83,7 +83,7 @@ class Compression:
         return min(numel, max(1, math.ceil(self.ratio * numel)))
 
     def factor_rank(self, rows: int, columns: int) -> int:
-        """Return the number of columns of a matrix's factors; 0 if the matrix is sent, being no larger than they are."""
+        """Return the number of columns of a matrix's factors; 0 if the factors would not be smaller than the matrix."""
         rank = min(self.rank, rows, columns)
         return rank if rank * (rows + columns) < rows * columns else 0
 

@@ -17,7 +17,7 @@ from paceline.errors import LayoutError, PacelineError, raise_all
 
 
 class LayoutKind(StrEnum):
-    """The layouts that have a name; `AXES` is one that was written as axes."""
+    """The layouts that have a name; `AXES` is any layout that was written as axes."""
 
     SINGLE = "single"
     THREADS = "threads"

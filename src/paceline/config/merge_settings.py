@@ -33,9 +33,9 @@ class RequestedSettings:
     origins: dict[str, str] = field(default_factory=dict)
 
     def layered_over(self, lower: Mapping[str, Any], *, origin: str, where: str = "") -> "RequestedSettings":
-        """Return these values layered over lower ones from Python: those of a job, or of a `pl.Run`.
+        """Return these values, completed by the values in `lower`, which come from a job or a `pl.Run`.
 
-        `where` is the source that an error names, if it differs from `origin`.
+        `origin` is the origin of the lower values. `where` is the origin that an error names, if it is another text.
 
         Raises:
             UsageError, Problems: an unknown name, a value of the wrong type, a parameter of an already built job.
@@ -99,7 +99,7 @@ def merge(requested: RequestedSettings) -> Settings:
     """Return the typed settings: defaults, overridden by the requested values.
 
     Raises:
-        UsageError, Problems: a value that its setting can't have, whatever its origin.
+        UsageError, Problems: a setting has an invalid value.
     """
     problems = [
         _find_problem(name, value, requested.origins.get(name, ""), is_job_built=False)
@@ -145,7 +145,7 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_from_text(values: Mapping[str, str]) -> dict[str, Any]:
-    """Return settings parsed from text, as if typed: `5,6` for a list gives its items."""
+    """Return settings parsed from text as on the command line: the text `5,6` of a list setting becomes a list."""
     return {name: _normalize_value(name, value) for name, value in values.items()}
 
 
@@ -299,7 +299,8 @@ def _is_text(value: str) -> bool:
 
 
 def _related_settings(name: str) -> str:
-    """Return the settings of the same group, else the groups: a hint for Python code, where no command lists them."""
+    """Return a hint for Python code, which has no command that lists settings: the settings of the same group, or all
+    groups if there is no such group."""
     groups = dict.fromkeys(known.partition(".")[0] for known in known_settings())
     group = name.partition(".")[0]
     same_group = [known for known in known_settings() if known.startswith(f"{group}.")]

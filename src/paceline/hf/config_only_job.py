@@ -69,7 +69,10 @@ def make_job(
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedRows(Dataset[Any]):
-    """A dataset with the requested number of identical rows: a plan depends on shapes alone."""
+    """A dataset of identical rows, because a plan depends only on their shapes.
+
+    `length` is the number of positions in a row, or 0 for the default.
+    """
 
     config: Any
     task: str

@@ -74,12 +74,12 @@ class FolderModel:
         )
 
     def __call__(self) -> nn.Module:
-        """Build the whole model; a tensor missing in the folder (`new`) is drawn from a random stream for its name."""
+        """Build the whole model. A tensor that the folder lacks (`new`) is drawn from a random stream for its name."""
         return load_full_model(self, seed=torch.initial_seed())
 
 
 def read_config(source: Any) -> tuple[Any, Path | None]:
-    """Return a config prepared for training (no KV cache), and the folder it came from.
+    """Return a config prepared for training (no KV cache), and the folder it came from, if `source` is a folder.
 
     Raises:
         JobError, CheckpointError: the source is not a config, or the folder has none.

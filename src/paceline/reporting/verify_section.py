@@ -14,7 +14,14 @@ from paceline.run_folder.run_folder import RunFolder
 _IGNORED_PREFIXES = ("log.", "watch.", "checkpoint.", "eval.", "run_dir", "train.threads", "train.timeout_seconds")
 _MODULE, _PATH_KEY = "module ", "place"  # the prefix of facts about modules; the key for the path of the answer
 _MAX_BYTES = 4 << 20
-_IGNORED_SETTINGS = ("train.steps", "train.epochs", "train.samples", "train.tokens", "train.check_every", "data.workers")
+_IGNORED_SETTINGS = (
+    "train.steps",
+    "train.epochs",
+    "train.samples",
+    "train.tokens",
+    "train.check_every",
+    "data.workers",
+)
 
 
 def find_verdict(run: RunFolder) -> tuple[dict[str, Any] | None, str]:

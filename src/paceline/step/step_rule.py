@@ -77,7 +77,7 @@ class StepRule(ABC):
         """Join the other ranks. Every rank that is not a gradient worker calls this once.
 
         Raises:
-            MachineError: the ranks did not meet in time, or the device is missing.
+            MachineError: the ranks did not connect in time, or the device is missing.
         """
         return World.join(
             place=launch_info, device_type=plan.device, backend=plan.backend, timeout_seconds=timeout_seconds

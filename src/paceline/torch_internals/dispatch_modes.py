@@ -49,7 +49,7 @@ def hide_from_modes() -> Iterator[None]:
 
 
 def has_dispatch_mode() -> bool:
-    """Return whether a dispatch mode is active in this thread; it does not intercept operations of other threads."""
+    """Return whether this thread has an active dispatch mode. A mode intercepts only operations of its own thread."""
     return bool(_get_current_dispatch_mode_stack())
 
 
@@ -69,7 +69,7 @@ class PendingCollective(dist.Work):
         self._on_complete, self._inputs = on_complete, inputs
 
     def start(self) -> Any:
-        """Return the boxed collective, as operations do; the object stays alive until `wait`."""
+        """Keep this object alive until `wait`, and return it boxed, as collective operations return their work."""
         _IN_FLIGHT.add(self)
         return self.boxed()
 

@@ -100,6 +100,9 @@ _NUMPY_NAMES = {
 _REQUIRED = object()
 
 
+# In `_SIGNATURE_TABLE`, `;` separates the forms of a function, and `|` the names of a parameter.
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
@@ -141,7 +144,10 @@ class Parameter:
         return self.type_check is None or value is self.default or self.type_check(value)
 
     def pop_keyword(self, kwargs: dict[str, Any]) -> Any:
-        """Remove and return the value given by keyword, or return the default; `_REQUIRED` if there is no one value."""
+        """Remove and return the value given by keyword, or return the default.
+
+        Return `_REQUIRED` if there is neither, or if the value is given under two names.
+        """
         name = self.names[0]
         keys = [key for key in kwargs if key in self.names or _NUMPY_NAMES.get(key) == name]
         if len(keys) != 1:

@@ -72,7 +72,7 @@ class RunOptions:
     dry_run: bool = False
     quiet: bool = False
     job_handle: int | None = None
-    """The handle from `open_job_file`, if the job is a Python object."""
+    """The file descriptor from `open_job_file`, if the job is a Python object."""
 
 
 def run_options(options: StartOptions) -> RunOptions:
@@ -93,7 +93,7 @@ def run_options(options: StartOptions) -> RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOutcome:
-    """The result of a verb. `value` is the result that rank 0 wrote, and `screen` the text about a failure or a stop."""
+    """The result of a verb. `value` is what rank 0 returned, and `screen` the text to print."""
 
     exit_code: int
     run: Path
@@ -105,8 +105,8 @@ class CommandOutcome:
     launch_outcome: LaunchOutcome | None = None
     """The outcome of processes that were started here; None under another launcher."""
     prints_result: bool = True
-    """False on a rank that prints nothing. Under another launcher, rank 0 prints the result, the first failing rank the
-    error."""
+    """False on a rank that prints nothing. Under another launcher, rank 0 prints the result, and the first rank that
+    fails prints the error."""
     error: BaseException | None = None
     """The exception that ended this rank, if another launcher started it."""
 

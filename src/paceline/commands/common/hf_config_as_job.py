@@ -35,9 +35,9 @@ def config_as_job(
     """Return the job, its settings, and lines about assumed values.
 
     If `job` is a Hugging Face config, the returned job builds its model from the config; any other job is returned
-    unchanged. A value in `overrides` or in the TOML `file` replaces the assumed one. The assumed batch has 8 samples per
-    rank, and the assumed precision is the usual one for the devices of `cluster`. If `cluster` is None, the job runs on
-    this machine with `ranks` ranks.
+    unchanged. A value in `overrides` or in the TOML `file` replaces the assumed one. The assumed batch has 8 samples
+    per rank, and the assumed precision is the usual one for the devices of `cluster`. If `cluster` is None, the job
+    runs on this machine with `ranks` ranks.
 
     Raises:
         UsageError: `job` is a folder without a config.
