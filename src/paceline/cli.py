@@ -90,7 +90,7 @@ def expand_bare_flag(arguments: Sequence[str], flag: str, value: str) -> list[st
 
 
 def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments into the verb's own ones and the `--dotted.name value` settings."""
+    """Split the arguments into the options of the verb and the `--dotted.name value` settings."""
     verb_arguments: list[str] = []
     settings: list[str] = []
     remaining = list(arguments)

@@ -16,7 +16,7 @@ def _current_folder() -> str:
 
 
 START_FOLDER = _current_folder()
-"""The working folder when paceline was first imported. A restart of a script begins here, even if it has left it."""
+"""The working folder when paceline was first imported. A script that changes its folder is restarted from here."""
 
 
 def resolve(reference: str) -> Any:

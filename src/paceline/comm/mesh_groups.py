@@ -105,7 +105,10 @@ def _expert_groups(full_mesh: Mesh, mesh: Mesh) -> list[list[int]]:
 
 
 def _expert_replicas(full_mesh: Mesh, mesh: Mesh) -> list[list[int]]:
-    """Return the groups of ranks at the same position in each expert-parallel group, on all sequence slices."""
+    """Return the groups of ranks that hold the same experts: those at one position of all expert-parallel groups.
+
+    A group includes all cp ranks.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(full_mesh.ranks):
         coordinates = full_mesh.coordinates(rank)

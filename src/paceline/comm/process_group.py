@@ -350,7 +350,7 @@ _store_by_address: dict[tuple[str, int | None], tuple[Store, Iterator[int]]] = {
 
 
 def _next_store(place: LaunchInfo, timeout: timedelta) -> Store:
-    """Return a store for one world. Its prefix prevents that a world reads keys of an earlier world in one store."""
+    """Return a store for one world, whose prefix separates its keys from those of earlier worlds."""
     address = place.address, place.port
     if address not in _store_by_address:
         _store_by_address[address] = _store(place, timeout), count()
@@ -359,7 +359,7 @@ def _next_store(place: LaunchInfo, timeout: timedelta) -> Store:
 
 
 def _store(place: LaunchInfo, timeout: timedelta) -> Store:
-    """Return the store of Paceline's launcher, whose rank 0 inherits a listening socket, or of another launcher."""
+    """Return the store of the launcher. Under Paceline's launcher, rank 0 hosts it on an inherited listening socket."""
     if own_environ(os.environ).get(LISTEN_FD) is None:
         store: Store = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
         return store

@@ -304,7 +304,10 @@ def run_simulated_ranks(work: Callable[[World], T], *, ranks: int, seed: int | N
 
 
 class _RankTurns:
-    """A lock that lets one rank run at a time, with this rank's random generator states; all start from one seed."""
+    """A lock that lets one rank run at a time, with that rank's random generator states.
+
+    All ranks start with the generators seeded by `seed`.
+    """
 
     def __init__(self, *, ranks: int, seed: int) -> None:
         seed_all(seed)

@@ -56,7 +56,7 @@ def describe_checkpoints(run: str | None = None) -> list[CheckpointRow]:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedCheckpoint:
-    """The result of `ckpt verify`: the files that were read completely and match their digests."""
+    """The result of `ckpt verify`: a checkpoint whose files were read completely and match their digests."""
 
     step: int | None
     path: str

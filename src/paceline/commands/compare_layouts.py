@@ -56,8 +56,8 @@ def compare_layouts(
 ) -> LayoutComparison:
     """Train the job for a few steps in each layout and compare the layouts.
 
-    The verdict on a layout compares its losses with those of the first layout that completed.
-    A layout that does not fit the job becomes a row with the reason.
+    The verdict on a layout compares its losses with those of the first layout that completed. A layout that does not
+    fit the job becomes a row with the reason.
 
     Raises:
         PacelineError, Problems: the checks before a process starts failed, for all layouts at once.

@@ -177,7 +177,7 @@ def _execute_plan(task: Task, common: RunOptions) -> CommandOutcome:
 
 @contextmanager
 def report_progress(run: Path, *, every: float = _PROGRESS_SECONDS) -> Iterator[None]:
-    """Return a context that prints what the plan in folder `run` is doing on standard error, every `every` seconds."""
+    """Return a context that prints, every `every` seconds on standard error, the activity of the plan in `run`."""
     finished, start_time = Event(), time.monotonic()
 
     def print_progress() -> None:
@@ -226,7 +226,7 @@ def _refuse_invalid_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> 
 
 
 def _refuse_misfit_layouts(named: Sequence[str], *, ranks: int) -> None:
-    """Refuse the layouts if none of them fits the number of ranks; if one fits, the plan reports about all of them."""
+    """Refuse the layouts if none of them fits the number of ranks. Otherwise, the plan says which ones do not fit."""
     problems = list[PacelineError]()
     for name in named:
         try:

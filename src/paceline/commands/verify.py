@@ -36,7 +36,10 @@ def verify(
     steps: int = 3,
     against: str = "single",
 ) -> CommandOutcome:
-    """Compare the layout with one process on this job; exit code 4 if they differ, 1 if nothing could be compared."""
+    """Compare the training of `job` in a layout with that in one process.
+
+    The exit code is 4 if they differ, and 1 if nothing could be compared.
+    """
     common = common or RunOptions()
     if steps < 1:
         raise UsageError(f"--steps {steps}: verify needs at least one step.", hint="--steps 3")
@@ -92,7 +95,7 @@ def _refuse_races(update: UpdateRule, job: str) -> None:
 
 
 def _refuse_rounding(task: Task) -> None:
-    """Refuse `params` other than fp32: they round parameters, which one process does not, and which no floor covers."""
+    """Refuse `params` other than fp32: each parameter is then rounded at each use, which one process does not do."""
     layout = parse_layout(task.layout)
     if layout.params == "fp32":
         return

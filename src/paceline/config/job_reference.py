@@ -78,7 +78,7 @@ def parse_jobref(text: str) -> JobRef:
 
 
 def _check_module(text: str, package: str) -> None:
-    """Raise an error for a package that is neither on Python's path nor in this folder; nothing is imported."""
+    """Raise an error if a package is neither on Python's path nor in the working folder; import nothing."""
     package_folder = Path(package)
     if (
         package_folder.is_dir()
@@ -127,8 +127,11 @@ def split_jobref(text: str) -> tuple[str, str, str]:
     return (f"{path}.py", ":", name) if suffix else text.partition(":")
 
 
-def file_name(text: str) -> str:
-    """Return the job's short name; an empty string for a Python object, whose name says nothing about its source."""
+def source_name(text: str) -> str:
+    """Return the short name of a job's file or module; an empty string for a job that is a Python object.
+
+    The name of an object says nothing about its source.
+    """
     return "" if split_jobref(text)[0] == OBJECT_PREFIX else short_name(text)
 
 

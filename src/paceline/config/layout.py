@@ -55,7 +55,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A layout. `sizes` has the size of each requested axis; `REMAINING_RANKS` takes what the other axes leave.
+    """A layout. `sizes` has the size of each requested axis; `REMAINING_RANKS` stands for all ranks that are left.
 
     `zero`: the ZeRO stage of `dp_shard` (3 is FSDP). `threads`: the number of replicas as threads, None for one per
     rank. `virtual`: the number of pipeline stages on each rank. `params`: the dtype in which fsdp gathers parameters.

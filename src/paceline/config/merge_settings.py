@@ -299,8 +299,10 @@ def _is_text(value: str) -> bool:
 
 
 def _related_settings(name: str) -> str:
-    """Return a hint for Python code, which has no command that lists settings: the settings of the same group, or all
-    groups if there is no such group."""
+    """Return a hint for Python code: the settings of the same group as `name`, or all groups if there is no such group.
+
+    Python code has no command that lists the settings.
+    """
     groups = dict.fromkeys(known.partition(".")[0] for known in known_settings())
     group = name.partition(".")[0]
     same_group = [known for known in known_settings() if known.startswith(f"{group}.")]

@@ -25,7 +25,7 @@ _JOB_CONTROL_CHARACTERS = re.compile(
 
 
 def encodable_text(text: str, stream: TextIO) -> str:
-    """Return the text in the stream's encoding, with terminal control sequences escaped.
+    """Return the text with control characters escaped, and with characters that the stream can't encode replaced.
 
     Names and messages may come from untrusted files: an escape sequence in one could overwrite earlier output.
     """
@@ -33,7 +33,7 @@ def encodable_text(text: str, stream: TextIO) -> str:
 
 
 def encodable_job_output(text: str, stream: TextIO) -> str:
-    """Return a line that the user's own code printed, with its colours and carriage returns kept."""
+    """Return a line that the user's own code printed: like `encodable_text`, but with colours and carriage returns."""
     return _encodable(_JOB_CONTROL_CHARACTERS.sub(_escape_characters, text), stream)
 
 

@@ -22,14 +22,14 @@ _REPR_TYPES = (
     torch.device, date, time, timedelta, tzinfo, Decimal, Fraction, Enum, PurePath, UUID,
 )  # fmt: skip
 _QUALNAME_TYPES = (type, FunctionType, BuiltinFunctionType)
-_MAX_DEPTH = 200
+_MAX_DEPTH = 200  # of nested containers; deeper content does not enter the checksum
 
 
 def checksum(sample: Any, start: int) -> int:
     """Return the CRC-32 of a sample's content, with `start` as the initial value.
 
-    Equal content has an equal CRC in every process. If Python can't copy an object (an open file, a lock), only the
-    object's type enters the CRC.
+    Equal content has an equal CRC in every process. If an object can't be pickled (an open file, a lock), only its type
+    enters the CRC.
     """
     return _ContentCrc().add(sample, start)
 
@@ -44,6 +44,7 @@ class _ContentCrc:
         self._enclosing_depths: dict[int, int] = {}  # by `id` of each object that encloses the current one
 
     def add(self, value: Any, start: int) -> int:
+        """Return the CRC `start`, continued by the content of `value`."""
         if isinstance(value, torch.Tensor):
             return self._add_tensor(value, start)
         if isinstance(value, np.ndarray):

@@ -15,8 +15,6 @@ from paceline.data.stream.virtual_sharding import call_user_dataset
 from paceline.errors import DesyncError, JobError
 from paceline.torch_internals.rng import cpu_rng_states, preserve_rng
 
-GatherJson = Callable[[Any], list[Any]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetProperties:
@@ -148,9 +146,10 @@ def is_repeatable_read(source: Source, *, samples: Sequence[int], epoch: int | N
 def sample_checksums(
     source: Source, *, fixed_indices: Sequence[int] | None, seed: int, max_samples: int, seconds: float
 ) -> tuple[list[int], list[int]]:
-    """Return indices of samples spread over the dataset, and the checksum of each.
+    """Return sample indices, and the checksum of each sample.
 
-    Without `fixed_indices`, choose at most `max_samples` at random, and stop reading after `seconds`.
+    The indices are `fixed_indices`. If None, they are at most `max_samples` random ones, and no sample is read after
+    `seconds`.
     """
 
     def read_samples() -> tuple[list[int], list[int]]:

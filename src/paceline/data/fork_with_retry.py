@@ -1,10 +1,9 @@
 """A fork that makes sure that the child runs. Each child reports its start; a child that hangs is killed and replaced.
 
 In Python 3.11 the child of a fork can hang before it runs any code: `PyOS_AfterFork_Child` waits for the lock of the
-list of threads. If another thread held this lock during the fork, it is never released in the child, because the child
-has no other thread.
-A gloo thread takes this lock whenever it releases a tensor, so a rank that forks data workers right after a collective
-hung in about one of 200 evaluations. Python 3.12 creates a new lock in the child.
+list of threads. If another thread held this lock during the fork, it is never released in the child, which does not
+have that thread. A gloo thread takes this lock whenever it releases a tensor, so a rank that forked data workers right
+after a collective hung in about one of 200 evaluations. Python 3.12 creates a new lock in the child.
 """
 
 import os
@@ -17,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from typing_extensions import override
 
 START_TIMEOUTS = (2.0, 4.0, 8.0, 16.0)
-"""The timeout of each attempt in seconds; a last attempt has no timeout, since the machine may only be slow."""
+"""The timeouts of the first attempts in seconds. The last attempt has no timeout, as the machine may only be slow."""
 
 
 class _StartedFork(Popen):

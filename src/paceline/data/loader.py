@@ -139,9 +139,9 @@ class MapStyleLoader:
         for batch, requests in self._plan_batches():
             if batch.next_cursor.epoch != epoch:
                 epoch = batch.next_cursor.epoch
-                check = self._data_check(epoch)
+                check = self._check_request(epoch)
                 summary = raise_worker_error(self._fetcher[check] if fetched is None else next(fetched))
-                self._begin_epoch(epoch, summary)
+                self._check_epoch(epoch, summary)
             if fetched is not None and not requests:
                 next(fetched)
             micro = tuple(
@@ -171,7 +171,7 @@ class MapStyleLoader:
         request = self._request(batch, 0)
         return raise_worker_error(read_in_process(self._source, lambda: self._fetcher[request], seed=self._seed))
 
-    def _data_check(self, epoch: int) -> MicrobatchRequest:
+    def _check_request(self, epoch: int) -> MicrobatchRequest:
         """Return the request for a summary of the data at an epoch's start: its length, and samples to compare.
 
         Every epoch compares another random sample. A parameter server (`reads_samples` is False) also compares the
@@ -197,7 +197,7 @@ class MapStyleLoader:
         for batch, requests in self._plan_batches():
             if batch.next_cursor.epoch != epoch:
                 epoch = batch.next_cursor.epoch
-                yield self._data_check(epoch)
+                yield self._check_request(epoch)
             yield from [request for _, request in requests] or [MicrobatchRequest(epoch=epoch, indices=())]
 
     def state(self) -> Mapping[str, Any]:
@@ -212,10 +212,11 @@ class MapStyleLoader:
         """Stop the data workers."""
         self._workers.close()
 
-    def _begin_epoch(self, epoch: int, summary: DatasetSummary) -> None:
+    def _check_epoch(self, epoch: int, summary: DatasetSummary) -> None:
         """Check, before an epoch's first batch, that all replicas have the same data and order.
 
         Check also that the length of the data is that of the run's start, and that a resumed epoch has its old order.
+        Store the checksum of the order for `state`.
 
         Raises:
             DataError: the data is longer or shorter than when the run began.

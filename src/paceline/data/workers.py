@@ -1,4 +1,4 @@
-"""Data workers: processes of torch's own DataLoader, each item of which is a whole microbatch."""
+"""Data workers: the processes of a torch DataLoader whose items are whole microbatches."""
 
 import atexit
 import os
@@ -150,6 +150,6 @@ def worker_death_error(reason: str) -> DataError:
 
 @atexit.register
 def _close_all() -> None:
-    """Close all workers, before multiprocessing's exit handler waits for them: they ignore its SIGTERM."""
+    """Close all workers before multiprocessing's exit handler would wait for them, because they ignore its SIGTERM."""
     for workers in list(_open_pools):
         workers.close()

@@ -53,7 +53,9 @@ def show_statistics(history: History) -> str:
         if kind + parameter in names
     )
     omitted_note = (
-        f"<p>{len(parameters) - len(shown)} more are in metrics.jsonl.</p>" if len(parameters) > len(shown) else ""
+        f"<p>Left out: {len(parameters) - len(shown)} more parameters, whose norms are in metrics.jsonl.</p>"
+        if len(parameters) > len(shown)
+        else ""
     )
     title = f"Norms of {len(parameters)} parameters and their gradients"
     return f'<section><details><summary>{escape(title)}</summary>{omitted_note}<div class="charts">{charts}</div></details></section>'
@@ -71,7 +73,7 @@ def _metric_chart(history: History, name: str, marks: Sequence[ResumeMark], *, t
 
 
 def _split_time(history: History) -> tuple[list[tuple[float, list[float]]], dict[str, float]]:
-    """Return the milliseconds of each part for each logged step, and each part's fraction of the total."""
+    """Return each logged step with the milliseconds of its parts, and each part's fraction of the whole time."""
     rows = []
     for step, seconds in history.points("time/step"):
         record = history.steps[int(step)]

@@ -27,11 +27,11 @@ def show_unreadable_lines(history: History) -> str:
     counts = [f"{count} line{'s' * (count > 1)} of {name}.jsonl" for name, count in history.num_unreadable.items()]
     if not counts:
         return ""
-    return f'<p class="notice">Left out, because it could not be read: {escape(" and ".join(counts))}. A kill or a full disk can cut off a line.</p>'
+    return f'<p class="notice">Unreadable and left out: {escape(" and ".join(counts))}. A kill or a full disk can cut off a line.</p>'
 
 
 def last_failure(run: RunFolder, *, first_attempt: int) -> dict[str, Any] | None:
-    """Return the first failure of the newest training attempt, if its number is at least `first_attempt`."""
+    """Return the first failure of the newest training attempt, if the attempt's number is at least `first_attempt`."""
     training_attempts = [
         folder
         for folder in _attempt_folders(run)

@@ -117,6 +117,7 @@ def _table(answer: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], Es
 
 
 def _cells(row: Mapping[str, Any], estimate: Estimate, cost_model: CostModel) -> list[str]:
+    """Return the cells of a layout's row as HTML; an empty one if the layout has no such value."""
     changes = "".join(
         f"<br>{escape(change['change'])}: {format_precise_duration(change['step_seconds'])} per step"
         for change in row["changes"]

@@ -158,5 +158,5 @@ def _rung_row(rung: Mapping[str, Any]) -> str:
 
 
 def format_number(value: Any) -> str:
-    """Format a number for people."""
+    """Return a number with four significant digits, and any other value as HTML text; `–` for None."""
     return f"{value:.4g}" if isinstance(value, int | float) else escape(str(value if value is not None else "–"))

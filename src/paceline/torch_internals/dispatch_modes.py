@@ -54,7 +54,7 @@ def has_dispatch_mode() -> bool:
 
 
 def run_cpu_kernel(operation: Any, args: Any, kwargs: Any) -> Any:
-    """Run the CPU kernel of an operation that is written in Python; a mode can observe the operations inside it."""
+    """Run the CPU kernel of an operation that is written in Python, so that a mode observes the operations inside."""
     return operation._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
 
 

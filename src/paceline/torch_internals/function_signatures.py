@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# `;` separates the forms of a function, and `|` the names of a parameter.
 _SIGNATURE_TABLE = """
 addmm(input, mat1, mat2, *, beta=1, alpha=1)
 all(input) ; all(input, dim, keepdim=False) ; all(input, *, keepdim=False)
@@ -98,9 +99,6 @@ _NUMPY_NAMES = {
     "self": "input",
 }
 _REQUIRED = object()
-
-
-# In `_SIGNATURE_TABLE`, `;` separates the forms of a function, and `|` the names of a parameter.
 
 
 def _is_int(value: Any) -> bool:

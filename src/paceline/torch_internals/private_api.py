@@ -350,7 +350,7 @@ def set_up_data_worker(dataset: Any, *, seed: int) -> None:
 
 
 def set_worker_dataset(dataset: Any, *, is_only_worker: bool) -> None:
-    """Make `get_worker_info()` in a data worker report the user's dataset and, if requested, only one worker."""
+    """Make `get_worker_info()` in a data worker report the user's dataset; with `is_only_worker`, a single worker."""
     info = _data_worker._worker_info
     assert info is not None
     for name, value in {"dataset": dataset, **({"id": 0, "num_workers": 1} if is_only_worker else {})}.items():

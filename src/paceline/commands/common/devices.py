@@ -16,7 +16,10 @@ _MAX_RANKS_PER_CORE = 64
 
 
 def choose_device(text: str, problems: list[PacelineError]) -> str:
-    """Return `cpu` or `cuda`: the requested device, or for `auto` the one that this machine has."""
+    """Return the requested device; for `auto`, `cuda` if this machine has a GPU, else `cpu`.
+
+    An unknown or missing device is added to `problems`.
+    """
     if text not in ("auto", "cpu", "cuda"):
         hint = "--device auto | cpu | cuda"
         problems.append(
@@ -63,7 +66,8 @@ def choose_ranks(
 def _rank_count_error(requested_ranks: int, joined: JoinedWorld) -> UsageError:
     if joined.kind != "environment":
         return UsageError(
-            f"--ranks {requested_ranks}, but {joined.kind} started {joined.world_size}.", hint="leave --ranks out"
+            f"--ranks {requested_ranks}, but {joined.kind} started {plural(joined.world_size, 'process')}.",
+            hint="leave --ranks out",
         )
     return UsageError(
         f"--ranks {requested_ranks}, but the environment has RANK={joined.rank} WORLD_SIZE={joined.world_size}: "
@@ -104,7 +108,7 @@ def refuse_nested_threads(joined: JoinedWorld | None, faults: Sequence[Fault], p
     if joined is not None and joined.world_size > 1:
         problems.append(
             UsageError(
-                f"layout threads is one process, but {joined.kind} started {joined.world_size}.",
+                f"layout threads is one process, but {joined.kind} started {plural(joined.world_size, 'process')}.",
                 hint="--layout ddp, or one process: paceline train JOB --layout threads --ranks 2",
             )
         )

@@ -124,7 +124,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     """Return the task of a verb, after every check that is possible before a process starts.
 
     Raises:
-        PacelineError, Problems: all problems at once.
+        PacelineError, Problems: a check failed; all problems are reported together.
     """
     problems: list[PacelineError] = []
     ref = None if common.job_handle is not None else collect_problems(problems, lambda: parse_jobref(job))
@@ -185,7 +185,11 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
 def _layout_problems(
     verb: str, layout: Layout, update: UpdateRule, ranks: int, settings: Settings | None, requested: RequestedSettings
 ) -> list[PacelineError]:
-    """Return the conflicts of layout, ranks and settings. In `compare`, some layouts may not use every setting."""
+    """Return errors for conflicts of layout, ranks and settings.
+
+    A setting from the command line that the layout does not use is an error too, except in `compare`, which passes the
+    same settings to all layouts.
+    """
     problems: list[PacelineError] = []
     rule = rule_planning(update)
     workers = rule.num_workers(update, ranks=ranks, problems=problems)
@@ -201,7 +205,10 @@ def _layout_problems(
 
 
 def assign_run_folder(task: Task, *, resume: str | None) -> Task:
-    """Return the task with its run folder: a new one, the newest, or the named one. Only rank 0 of a world chooses."""
+    """Return the task with its run folder: a new one, the newest, or the named one.
+
+    Under another launcher, only rank 0 chooses; the other ranks get the task unchanged.
+    """
     joined = detect_world(os.environ)
     if joined is not None and joined.rank != 0:
         return task

@@ -3,9 +3,9 @@
 A *version* is the number of updates applied so far. A gradient that was computed on version v and is applied after u
 updates has the staleness u - v. The bound holds for every gradient, so it is checked before a share is leased, and not
 only when its gradient arrives: with n gradients in flight, the one that is applied last has a staleness of at least
-n - 1. Each leased share has a deadline, the update number v + bound. A share is leased, or an update applied, only if
-all other shares in flight can still be applied by their deadlines, one after another (the feasibility test for
-scheduling jobs of length one with deadlines: Jackson's rule, earliest deadline first).
+n - 1. A share that is computed on version v has a deadline, the update number v + bound. A share is leased, or an
+update applied, only if all other shares in flight can still be applied by their deadlines, one after another (the
+feasibility test for scheduling jobs of length one with deadlines: Jackson's rule, earliest deadline first).
 """
 
 import math

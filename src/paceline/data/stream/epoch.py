@@ -77,7 +77,7 @@ class Epoch:
             else ()
         ):
             shard_counts[shard] = num_samples
-        self._shard_counts = shard_counts
+        self._shard_counts = shard_counts  # how many samples each shard gives to the first batch
         self._last_needed_shards = [
             settings.needed_shards(shard_counts, replica) for replica in range(settings.partition.replicas)
         ]
@@ -180,7 +180,7 @@ class Epoch:
         Raises:
             DataError: always.
         """
-        if isinstance(self._settings.source.data, Iterator):  # it can be read only once
+        if isinstance(self._settings.source.data, Iterator):  # an iterator can be read only once
             local_checksums = [self._buffers[shard].peek_checksums(NUM_DIAGNOSED_SAMPLES)] * 2
         else:
             local_checksums = read_in_process(
@@ -225,7 +225,10 @@ class Epoch:
         self._share_records()
 
     def _gather_available(self, num_ahead: int) -> list[int]:
-        """Return how many samples of each shard were read ahead; the result is the same on all replicas."""
+        """Return how many samples of each shard were read ahead, and record which shards have ended.
+
+        The result is the same on all replicas.
+        """
         for shard, buffer in self._buffers.items():
             buffer.read_ahead(num_ahead * max(1, self._shard_counts[shard]) + 1)
         local_progress = {
@@ -308,7 +311,7 @@ class Epoch:
 
 @lru_cache(maxsize=64)
 def _shards_by_replica(partition: BatchPartition, shard_counts: tuple[int, ...]) -> list[frozenset[int]]:
-    """Return the shards that each replica's microbatches take samples from. Most calls have the same arguments."""
+    """Return, by replica, the shards that its microbatches take samples from; cached, since most batches are alike."""
     size, result = sum(shard_counts), []
     bounds = [sum(shard_counts[:shard]) for shard in range(len(shard_counts) + 1)]
     micro = -(-size // partition.micro_batch_size)
@@ -330,7 +333,7 @@ def _shards_by_replica(partition: BatchPartition, shard_counts: tuple[int, ...])
 def _different_samples_error(shard: int, rank: int, other: int) -> DataError:
     return DataError(
         f"shard {shard} of the stream gives different samples on rank {other} and rank {rank}.",
-        cause=f"{NOT_SEEDED_CAUSE}, or not on every rank",
+        cause=f"{NOT_SEEDED_CAUSE}, or depends on the rank",
         hint=f"{SEED_HINT}; {WHOLE_STREAM_HINT}",
     )
 

@@ -98,7 +98,7 @@ class IterableLoader:
         if requested is not None and requested != saved_shards and self._sharding.shards != saved_shards:
             raise ResumeError(
                 f"data.shards was {saved_shards}, is {requested}.",
-                cause="the order of samples depends on it; it is fixed at a run's first start",
+                cause="the order of samples depends on the number of shards, which is fixed when a run first starts",
                 hint="leave --data.shards out",
             )
         sharding = self._sharding
@@ -165,6 +165,7 @@ class IterableLoader:
         return epoch
 
     def _collate_local(self, batch: Batch, samples: list[Any]) -> tuple[ReplicaMicrobatch, ...]:
+        """Return this replica's microbatches of a batch, collated from the samples of the whole batch."""
         first_position, microbatches = batch.cursor.position, []
         assert self._collator is not None
         for index in assign_microbatches(

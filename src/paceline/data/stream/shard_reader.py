@@ -86,6 +86,7 @@ class ShardReader:
         return notes
 
     def _start(self) -> None:
+        """Open the shard at its record or its start, and check the samples that an earlier attempt read."""
         record = self._record
         if record is None:
             self._open()
@@ -118,6 +119,7 @@ class ShardReader:
         return total
 
     def _open(self, anchor: Record | None = None) -> None:
+        """Open the shard at the state of `anchor`, or at its start."""
         self._num_read = 0 if anchor is None else int(anchor["read"])
         self._data = self._sharding.open_shard(shard=self._position.shard, epoch=self._position.epoch)
         if anchor is not None:
@@ -147,6 +149,7 @@ class ShardReader:
         return StreamSample(sample=sample, crc=checksum(sample, 0), state=self._state_json())
 
     def _state_json(self) -> Any:
+        """Return the dataset's state after every `ANCHOR_EVERY`-th sample; None after the other samples."""
         if not self._sharding.has_state or not self._can_save_state or self._num_read % ANCHOR_EVERY:
             return None
         try:

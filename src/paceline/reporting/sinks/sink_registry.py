@@ -75,6 +75,7 @@ class WandbSink:
 
 
 def _numbers(event: Event) -> dict[str, float]:
+    """Return the numbers of an event by metric name; empty for an event without numbers."""
     if isinstance(event, StepDone):
         return dict(step_metrics(event))
     if isinstance(event, ForecastChecked):
