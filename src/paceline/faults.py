@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.console.formatting import plural
 from paceline.errors import PacelineError, UsageError
 
 KINDS = ("kill", "raise", "nan", "exit", "hang", "stop")
@@ -68,7 +69,10 @@ def refuse_idle_faults(faults: Sequence[Fault], *, ranks: int, steps: int | None
             )
         if steps is not None and fault.step > steps:
             problems.append(
-                UsageError(f"the fault in step {fault.step} never happens: the run has {steps}.", hint=f"step={steps}")
+                UsageError(
+                    f"the fault in step {fault.step} never happens: the run has {plural(steps, 'step')}.",
+                    hint=f"step={steps}",
+                )
             )
     return problems
 

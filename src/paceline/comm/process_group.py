@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from paceline.bytes_sent import SENT_BYTES_PER_BYTE, Traffic
+from paceline.console.formatting import plural
 from paceline.console.output import capture_native_stderr
 from paceline.errors import MachineError, UsageError
 from paceline.launch.failures.oom_detection import explain_open_files
@@ -32,7 +33,10 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchInfo:
-    """This process's rank and the rendezvous address, as a launcher sets them."""
+    """This process's rank and the rendezvous address, as a launcher sets them.
+
+    `listen_fd` is the inherited socket on which rank 0 hosts the store, under Paceline's launcher.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -81,7 +85,8 @@ class World:
     """The processes that train together. With one process nothing is sent and no group is created.
 
     `store` is the rendezvous store. It is None until `connect_store` connects to it, if another launcher hosts it.
-    Workers outside this world, which may restart, connect at `worker_endpoint` through `store`.
+    Workers outside this world, which may restart, connect at `worker_endpoint` through `store`. `subgroups` caches the
+    results of `subgroup`.
     """
 
     rank: int = 0
@@ -105,7 +110,7 @@ class World:
 
     @staticmethod
     def join(*, place: LaunchInfo, device_type: str, backend: str, timeout_seconds: float) -> "World":
-        """Join the other ranks; every rank calls this once.
+        """Join the other ranks; every rank calls this once. `place` has this process's rank and the rendezvous address.
 
         Raises:
             MachineError: the ranks did not connect in time, or the device is missing.
@@ -378,7 +383,7 @@ def _device(device_type: str, local_rank: int) -> torch.device:
         return torch.device(device_type)
     if local_rank >= torch.cuda.device_count():
         raise MachineError(
-            f"this rank needs GPU {local_rank}, but this machine has {torch.cuda.device_count()}.",
+            f"this rank needs GPU {local_rank}, but this machine has {plural(torch.cuda.device_count(), 'GPU')}.",
             hint="--device cpu, or fewer --ranks",
         )
     torch.cuda.set_device(local_rank)

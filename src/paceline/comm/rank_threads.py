@@ -39,8 +39,8 @@ class _Round:
 class ThreadRendezvous:
     """A rendezvous in numbered rounds. A replica may post to the next round before it has read the previous one.
 
-    `pause(replica)` returns a context in which that replica waits for the others. `simulates`: error messages call the
-    replicas simulated ranks.
+    `pause(replica)` returns a context in which that replica waits for the others. If `simulates` is True, error
+    messages call the replicas simulated ranks.
     """
 
     def __init__(

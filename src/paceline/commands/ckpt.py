@@ -206,10 +206,10 @@ def prune(run: str | None = None, *, keep: int) -> list[Path]:
         )
     if is_mark_broken(checkpoint_folder, BEST):
         raise CheckpointError(
-            f"{checkpoint_folder / BEST} can't be read: the best checkpoint is not known, so none is removed.",
+            f"{checkpoint_folder / BEST} can't be read: the best checkpoint is not known, so no checkpoint is removed.",
             where=str(checkpoint_folder),
-            hint=f"to name the best: echo step-NNNNNNNN > {checkpoint_folder / BEST}; "
-            f"to have none: rm {checkpoint_folder / BEST}",
+            hint=f"to mark a checkpoint as the best: echo step-NNNNNNNN > {checkpoint_folder / BEST}; "
+            f"to mark none: rm {checkpoint_folder / BEST}",
         )
     return checkpoints.prune_checkpoints(checkpoint_folder, keep=keep)
 

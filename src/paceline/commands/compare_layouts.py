@@ -60,7 +60,7 @@ def compare_layouts(
     fit the job becomes a row with the reason.
 
     Raises:
-        PacelineError, Problems: the checks before a process starts failed, for all layouts at once.
+        PacelineError, Problems: a check before the start failed; the problems of all layouts are reported together.
     """
     tasks, refused = _make_tasks(job, layouts, common, overrides, steps)
     if common.dry_run:

@@ -37,7 +37,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 OPTIONS = ("zero", "schedule", "virtual", "remat", "offload", "sequence", "params")
 _KIND_NAMES = [str(kind) for kind in LayoutKind if kind is not LayoutKind.AXES]
 _ALIASES = {"dp": "dp_replicate", "zero3": "fsdp", "fsdp2": "fsdp", "deepspeed": "fsdp"}
-_AXIS_AND_ZERO_STAGE = {
+_AXIS_AND_ZERO_STAGE = {  # the axis that the name of a layout stands for, and its ZeRO stage (0: not ZeRO)
     LayoutKind.DDP: ("dp_replicate", 0),
     LayoutKind.ZERO1: ("dp_shard", 1),
     LayoutKind.ZERO2: ("dp_shard", 2),

@@ -239,7 +239,7 @@ class MapStyleLoader:
                 f"train_data has {summary.num_samples:,} samples in epoch {epoch}, "
                 f"but had {self._num_samples:,} at the start.",
                 cause="its __len__ changes from call to call, or depends on set_epoch()",
-                hint="a fixed length; order=lambda num_samples, epoch, seed: [...] says which samples an epoch has",
+                hint="a fixed length, and order=lambda num_samples, epoch, seed: [...] to choose each epoch's samples",
             )
         checksum, order_source = self._order.checksum_or_name(epoch), self._order_source
         if self._order.is_user_defined and self._gather_json is not None:
@@ -287,8 +287,8 @@ class MapStyleLoader:
 def stream_error() -> JobError:
     """Return the error for a stream under an update rule that assigns samples by index."""
     return JobError(
-        "train_data is a stream, but --update ps assigns samples by their index, so that another worker can read those "
-        "of a lost one.",
+        "train_data is a stream, but --update ps assigns samples by their index, so that another worker can read the "
+        "samples of a lost worker.",
         cause="train_data is an iterable dataset: only the worker that has read a sample has it",
         hint="a dataset with __len__ and __getitem__, or --update sync",
     )

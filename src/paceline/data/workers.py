@@ -23,6 +23,7 @@ from paceline.launch.failures.oom_detection import explain_data_worker_error, ex
 from paceline.torch_internals.private_api import mark_shut_down, stop_data_workers
 
 _open_pools: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""The pools of data workers that are closed when the interpreter ends."""
 
 
 def close_at_exit(pool: Any) -> None:

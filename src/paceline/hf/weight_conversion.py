@@ -85,7 +85,7 @@ def weight_sources_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequen
 
     def find_sources(stored: SafetensorsFolder) -> Sequence[WeightSource]:
         sources: list[WeightSource] = []
-        groups: dict[str, dict[str, list[str]]] = {}
+        groups: dict[str, dict[str, list[str]]] = {}  # stored names by name in the model and by pattern
         for name in sorted(stored.names, key=sort_key):
             new_name, pattern = find_target(name)
             if pattern is None:
@@ -110,9 +110,9 @@ def weight_sources_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequen
 
 
 def ignored_tensors(model: nn.Module, *, has_new_head: bool) -> Callable[[str], bool]:
-    """Return a function that tells whether to ignore a stored tensor, by name.
+    """Return a function that returns whether the stored tensor of a name is ignored.
 
-    These are the tensors that the model's class lists and, with `has_new_head`, all tensors outside the model's body.
+    Ignored are the tensors that the model's class lists and, with `has_new_head`, all tensors outside the model's body.
     """
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
     body_prefix = f"{getattr(model, 'base_model_prefix', '')}."

@@ -84,6 +84,7 @@ def run_status(history: History) -> str:
 
 
 def _has_ended(history: History) -> bool:
+    """Return whether the newest attempt that started has a recorded end."""
     started, ended = history.last_event("RunStarted"), history.last_event("RunEnded")
     return bool(ended) and history.events.index(ended) >= (history.events.index(started) if started else 0)
 

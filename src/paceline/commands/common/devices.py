@@ -37,7 +37,7 @@ def choose_ranks(
 ) -> int:
     """Return the number of ranks: the requested number, the number that another launcher started, or one per GPU."""
     if requested_ranks is not None and requested_ranks < 1:
-        problems.append(UsageError(f"--ranks {requested_ranks}: a run needs at least one.", hint="--ranks 2"))
+        problems.append(UsageError(f"--ranks {requested_ranks}: a run needs at least one rank.", hint="--ranks 2"))
         return 1
     if joined is not None:
         if requested_ranks is not None and requested_ranks != joined.world_size:

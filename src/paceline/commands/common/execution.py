@@ -112,7 +112,7 @@ class CommandOutcome:
 
     @property
     def failure(self) -> Failure | None:
-        """Return the first failure of processes that were started here."""
+        """Return the first failure of the processes that were started here, or None."""
         return None if self.launch_outcome is None else self.launch_outcome.failure
 
     def summary(self) -> dict[str, Any]:
@@ -308,6 +308,7 @@ def command_outcome(task: Task, launch_outcome: LaunchOutcome) -> CommandOutcome
 def _execute_joined(
     task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is_folder_named: bool
 ) -> CommandOutcome:
+    """Run `entry` in this process, which is a rank that another launcher started."""
     settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
     exact = settings.train.exact or one_thread
     if exact and not choose_exact_kernels() and settings.train.exact:
@@ -346,7 +347,7 @@ def _execute_joined(
 
 
 def failure_result(outcome: CommandOutcome) -> CommandOutcome:
-    """Return the outcome with the text that this rank prints about its failure; unchanged if there is no failure."""
+    """Return the outcome of a rank of another launcher with the text that it prints about its failure, if it failed."""
     if outcome.error is None:
         return outcome
     failure, scope = report_failure(outcome.error)
@@ -355,7 +356,7 @@ def failure_result(outcome: CommandOutcome) -> CommandOutcome:
         hide_paceline_frames(outcome.error)
         text = "".join(format_exception(outcome.error)) + text
     lines = [text] if scope.prints_all or scope.prints_line else []
-    # If another rank has reported the failure that this one follows from, only a checkpoint shows that a resume helps.
+    # If another rank has already reported the cause of this failure, a resume is suggested only if a checkpoint exists.
     is_only_echo = scope.is_already_reported and is_echo(failure)
     shows_resume = outcome.screen and not (is_only_echo and not has_saves(RunFolder(outcome.run).checkpoints))
     screen = "\n".join([*lines, *([outcome.screen] if shows_resume else [])])

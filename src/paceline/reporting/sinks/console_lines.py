@@ -34,7 +34,7 @@ _ROUTINE_TOPICS = (
     "batch",
     "model",
 )  # by importance
-_DETAIL_TOPICS = ("backend", "threads", "precision", "buffers", "batch norm", "lr")
+_DETAIL_TOPICS = ("backend", "threads", "precision", "buffers", "batch norm", "lr")  # printed only with `-v`
 
 
 def format_event(event: Event, *, total: int | None = None) -> str:
