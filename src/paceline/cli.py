@@ -188,7 +188,7 @@ def _parse_options(verb: str, cls: type, arguments: list[str]) -> Any:
 
 
 def _number_problems(flag: str, value: str, option_type: Any) -> list[PacelineError]:
-    """Return an error if the option takes a number and its value is not one."""
+    """Return an error if the option takes a number and `value` is not a number."""
     option_types = {option_type, *get_args(option_type)}
     number_type = int if int in option_types else float if float in option_types else None
     if number_type is None or not value or value.startswith("--") or value == "None":
@@ -204,7 +204,7 @@ def _number_problems(flag: str, value: str, option_type: Any) -> list[PacelineEr
 
 
 def _unframed_message(framed_text: str) -> str:
-    """Return the argument parser's message, which it prints in a box, without the box and its title."""
+    """Return the message that the argument parser has printed, without the box and the title around the message."""
     parts = re.split(r"[─-]{5,}", framed_text.translate(_FRAME_TO_SPACES))
     messages = [" ".join(part.split()) for part in parts[1:]]
     return next((message for message in messages if message), "").removesuffix(".")

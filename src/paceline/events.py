@@ -85,9 +85,10 @@ class Staleness(Event):
 class ForecastChecked(Event):
     """The forecast of a run, compared with its first steps.
 
-    Bytes are those of the rank that used most. `measured_by` names the measurement: the device's `allocator`, or the
-    growth of a process's `resident memory` since before its model was built. `memory_ratio` is None if they can't be
-    compared. `others` is the share of the cores that other programs used meanwhile, or 0.0 if they left enough cores.
+    The bytes are those of the rank with the largest peak. `measured_by` names the measurement: the device's
+    `allocator`, or the growth of a process's `resident memory` since before its model was built. `memory_ratio` is None
+    if the bytes can't be compared. `others` is the share of the cores that other programs used at the same time, or 0.0
+    if they left enough cores.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""A job: a description of what to train, in plain Python values. The user writes the job; it uses no device."""
+"""A job: a description of what to train, in plain Python values. The user writes the job. A job uses no device."""
 
 import importlib
 import importlib.util

@@ -233,7 +233,7 @@ def consolidate(
     that is marked best is used instead of the newest one.
 
     Raises:
-        CheckpointError: there is no usable checkpoint, or it contains no average, or `to` exists.
+        CheckpointError: there is no usable checkpoint, the checkpoint contains no average, or `to` exists.
     """
     if raw and average:
         raise UsageError(

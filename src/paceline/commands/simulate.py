@@ -179,6 +179,11 @@ class _SimulationInputs:
 def _simulate_step(
     job: Path, inputs: _SimulationInputs, mean_seconds: float | None, checkpoints: CheckpointCosts, page: Path | None
 ) -> Simulation:
+    """Simulate a step, forecast failures, and write the page.
+
+    If the plan timed the layout, the forecast uses the simulated step time, scaled by the ratio of the timed to the
+    estimated one.
+    """
     cost_model, estimate = inputs.cost_model, inputs.estimate
     step = simulate_candidate(cost_model, candidate=estimate.candidate)
     step = replace(step, estimate=replace(step.estimate, memory=estimate.memory))

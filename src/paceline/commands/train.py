@@ -38,7 +38,7 @@ def train(
     allow: Sequence[str] = (),
     evaluate_first: bool = False,
 ) -> CommandOutcome:
-    """Train `job`; `resume=""` resumes its newest run, a path resumes that run.
+    """Train `job`. `resume` is the path of a run to resume, or "" for the newest run of the job.
 
     With the layout `auto`, the job is planned first. If memory runs out, the run continues in a layout that needs less
     memory.

@@ -103,7 +103,7 @@ def parse_compress(text: str) -> Compression:
     """Parse `bf16`, `fp16`, `int8,block=256`, `powersgd,rank=4`, `topk,ratio=0.01`, or `none`.
 
     Raises:
-        LayoutError: no such method, or an option that it does not have.
+        LayoutError: the method does not exist, or does not have such an option.
     """
     name, *options = (part.strip().lower() for part in text.split(","))
     if name not in set(Method):

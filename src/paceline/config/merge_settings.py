@@ -38,7 +38,8 @@ class RequestedSettings:
         `origin` is the origin of the lower values. `where` is the origin that an error names, if it is another text.
 
         Raises:
-            UsageError, Problems: an unknown name, a value of the wrong type, a parameter of an already built job.
+            UsageError, Problems: a name is unknown, a value has the wrong type, or a job that is already built gets a
+                parameter.
         """
         problems: list[PacelineError] = []
         values = _read_layer(lower, where or origin, problems, is_job_built=True)
@@ -50,7 +51,7 @@ class RequestedSettings:
 
 @cache
 def known_settings() -> Mapping[str, Any]:
-    """Return every dotted name with its type."""
+    """Return the dotted name of every setting with its type."""
     return MappingProxyType(dict(_setting_types(Settings, "")))
 
 

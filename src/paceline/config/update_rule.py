@@ -113,7 +113,7 @@ class UpdateRule:
     PipeDream: with `vertical`, every stage uses the weight version of the first stage.
     Local SGD: sites synchronise after `every` updates. The mean of their changes is the gradient of one step of an
     outer SGD with `lr` and Nesterov `momentum`. The model is divided into `fragments`, which are synchronised in turn.
-    A site gets the new weights `delay` updates after it sent its changes, and mixes them with its own newer weights,
+    A site gets the new weights `delay` updates after it has sent its changes, and mixes them with its newer weights,
     whose fraction is `mix`.
     Parameter server: the first `servers` ranks hold the parameters. The other ranks compute gradients on weights that
     are at most `staleness` updates old (infinity without a bound).

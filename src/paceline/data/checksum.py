@@ -1,6 +1,6 @@
 """Checksums of samples, computed over their content.
 
-The `repr` is used for simple types only, because that of an arbitrary object may contain a memory address.
+The `repr` of an arbitrary object may contain a memory address, so it is used for simple types only.
 """
 
 import zlib

@@ -139,8 +139,8 @@ class MapStyleLoader:
         for batch, requests in self._plan_batches():
             if batch.next_cursor.epoch != epoch:
                 epoch = batch.next_cursor.epoch
-                check = self._check_request(epoch)
-                summary = raise_worker_error(self._fetcher[check] if fetched is None else next(fetched))
+                request = self._summary_request(epoch)
+                summary = raise_worker_error(self._fetcher[request] if fetched is None else next(fetched))
                 self._check_epoch(epoch, summary)
             if fetched is not None and not requests:
                 next(fetched)
@@ -171,7 +171,7 @@ class MapStyleLoader:
         request = self._request(batch, 0)
         return raise_worker_error(read_in_process(self._source, lambda: self._fetcher[request], seed=self._seed))
 
-    def _check_request(self, epoch: int) -> MicrobatchRequest:
+    def _summary_request(self, epoch: int) -> MicrobatchRequest:
         """Return the request for a summary of the data at an epoch's start: its length, and samples to compare.
 
         Every epoch compares another random sample. A parameter server (`reads_samples` is False) also compares the
@@ -197,7 +197,7 @@ class MapStyleLoader:
         for batch, requests in self._plan_batches():
             if batch.next_cursor.epoch != epoch:
                 epoch = batch.next_cursor.epoch
-                yield self._check_request(epoch)
+                yield self._summary_request(epoch)
             yield from [request for _, request in requests] or [MicrobatchRequest(epoch=epoch, indices=())]
 
     def state(self) -> Mapping[str, Any]:

@@ -66,7 +66,7 @@ def is_indexed(data: Any) -> bool:
 
 
 class DatasetCache:
-    """A cache of the datasets that functions return: a map-style dataset is created once, any other for each pass."""
+    """A cache of the datasets that functions return. A map-style dataset is created once, an iterable for each pass."""
 
     def __init__(self) -> None:
         self._datasets: dict[int, tuple[Any, Any]] = {}  # by `id` of a function: the function and its dataset
@@ -176,7 +176,7 @@ def _order_from_sampler(sampler: Any) -> tuple[Any, str]:
 
 
 def refuse_no_batch(num_samples: int, *, batch: int) -> None:
-    """Raise an error if an epoch has no full batch, because `data.drop_last` would drop its only batch.
+    """Raise an error if an epoch has no full batch, because `data.drop_last` would drop the epoch's only batch.
 
     Raises:
         UsageError: an epoch has fewer samples than a global batch.

@@ -1,4 +1,4 @@
-"""Output about a simulated step: lines for the screen, its timeline as SVG, and a page with the parts of its time."""
+"""Output about a simulated step: lines for the screen, the timeline as SVG, and a page with the parts of the time."""
 
 import math
 import re

@@ -347,7 +347,10 @@ def _execute_joined(
 
 
 def failure_result(outcome: CommandOutcome) -> CommandOutcome:
-    """Return the outcome of a rank of another launcher with the text that it prints about its failure, if it failed."""
+    """Return the outcome with the text that this rank of another launcher prints about its failure.
+
+    An outcome without an error is returned unchanged.
+    """
     if outcome.error is None:
         return outcome
     failure, scope = report_failure(outcome.error)

@@ -74,7 +74,7 @@ class Leases:
         self._free_shares += shares
 
     def lease_next(self, worker: int) -> Lease | None:
-        """Return a lease on the oldest free share, or None if no share is free or the bound forbids it."""
+        """Return a lease on the oldest free share, or None if no share is free or the bound forbids another lease."""
         if not self._free_shares or not self._can_lease(self._free_shares[0]):
             return None
         self._num_leases += 1
@@ -106,7 +106,7 @@ class Leases:
         return ()
 
     def record_update(self, leases: Sequence[Lease], *, is_applied: bool = True) -> None:
-        """Record the update of these leases; with `is_applied` False it was skipped and makes no new version."""
+        """Record the update of these leases. If `is_applied` is False, the update was skipped: the version stays."""
         for lease in leases:
             self._in_flight.remove(lease)
             self._pushed.remove(lease)

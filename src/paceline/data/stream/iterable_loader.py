@@ -1,8 +1,8 @@
 """The training loader of iterable datasets (streams).
 
 If a stream can be split, it is split into virtual shards, and each replica reads the shards that it needs. Otherwise
-every replica reads all of it and uses only its own microbatches, which is exact but reads more. Checksums detect a
-stream whose samples differ between replicas, or when it is read again on resume.
+every replica reads the whole stream and uses only its own microbatches, which is exact but reads more. Checksums detect
+samples that differ between replicas, or between the reads before and after a resume.
 """
 
 from collections.abc import Iterator, Mapping
@@ -88,7 +88,7 @@ class IterableLoader:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state returned by `state`, with its number of shards.
+        """Resume from a state returned by `state`, with the number of shards in that state.
 
         Raises:
             ResumeError: the stream can't be split as before, or another number of shards is requested.
@@ -154,7 +154,7 @@ class IterableLoader:
         return self._epoch
 
     def _resume_epoch(self) -> Epoch:
-        """Return the epoch at the cursor: from saved records if possible, else by reading it from its start."""
+        """Return the epoch at the cursor: from saved records if possible, else by reading the epoch from its start."""
         cursor, saved = self._cursor, self._saved_state
         is_saved = saved is not None and saved.get("epoch") == cursor.epoch and "read" in saved
         if saved is not None and is_saved and sum(saved["read"]) == cursor.position:

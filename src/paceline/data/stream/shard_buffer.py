@@ -40,7 +40,7 @@ class ShardBuffer:
         return self._has_ended
 
     def read_ahead(self, num_samples: int) -> None:
-        """Buffer `num_samples`, or fewer if the shard ends. An error is stored until its sample is needed."""
+        """Buffer `num_samples`, or fewer if the shard ends. An error is stored until the failed sample is needed."""
         while self.num_buffered < num_samples and not self._has_ended and self._error is None:
             chunk = self._pool.read_chunk(self.shard)
             self._samples += chunk.samples
@@ -83,5 +83,5 @@ class ShardBuffer:
         return record
 
     def release(self) -> None:
-        """Release the shard in the pool, which then stops to read it."""
+        """Tell the pool that the shard is not needed any more."""
         self._pool.release(self.shard)

@@ -61,7 +61,7 @@ def decide_sharding(source: Source, *, requested: int | None, global_batch_size:
 
 
 def num_real_shards(data: Any) -> int | None:
-    """Return the number of shards that the data reports; None if it reports none and can be cut into any number."""
+    """Return the number of shards that the data reports; None if it reports no number, and has any number of shards."""
     for name in ("num_shards", "n_shards"):
         value = getattr(data, name, None)
         if isinstance(value, int):

@@ -120,7 +120,7 @@ def check_names(names: Sequence[str]) -> None:
     """Check that each name is a sink or a reference to one.
 
     Raises:
-        UsageError: a name is neither; the error has a suggestion.
+        UsageError: a name is neither a sink nor a reference; the message has a suggestion.
     """
     for name in names:
         if ":" not in name and name not in SINKS:
