@@ -45,7 +45,7 @@ _ALIASES = {
     "--strategy": "--layout",
 }
 _UNDOTTED_SETTINGS = ("seed",)
-_RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")
+_RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")  # of launchers
 _FRAME_TO_SPACES = dict.fromkeys(map(ord, "╭╮╰╯│+"), " ")
 
 

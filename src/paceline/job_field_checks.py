@@ -19,7 +19,7 @@ from paceline.torch_internals.scalars import as_integer
 _MODEL = "model=lambda: MyModel()"
 _OPTIMIZER = "optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)"
 _LOSS = "loss=lambda output, batch: (loss_sum, count)"
-_CALLABLE_FIELDS = {
+_CALLABLE_FIELDS = {  # with the hint of the error
     "model": _MODEL,
     "optimizer": _OPTIMIZER,
     "loss": _LOSS,
@@ -30,7 +30,7 @@ _CALLABLE_FIELDS = {
     "on_update": "on_update=lambda model, step: ...",
     "on_eval": 'on_eval=lambda run: {"bleu": score}',
 }
-_REQUIRED_FIELDS = {
+_REQUIRED_FIELDS = {  # with the hint of the error
     "model": _MODEL,
     "train_data": "train_data=dataset",
     "optimizer": _OPTIMIZER,
@@ -38,7 +38,7 @@ _REQUIRED_FIELDS = {
 }
 _BATCH_SIZES = ("batch_size", "train_batch_size", "batch")
 _ARRAYS = (Tensor, np.ndarray)
-_HIGHER_IS_BETTER = {
+_HIGHER_IS_BETTER = {  # words in the names of metrics
     "acc", "accuracy", "ap", "auc", "auprc", "auroc", "bleu", "chrf", "correct", "dice", "f", "hits", "iou", "kappa",
     "map", "mcc", "meteor", "miou", "mrr", "ndcg", "precision", "psnr", "r", "recall", "rouge", "sensitivity",
     "specificity", "ssim", "top",

@@ -21,7 +21,7 @@ EXAMPLES = {
     "ckpt": "paceline ckpt ls runs/job/NAME",
     "config": "paceline config job.py --train.precision bf16",
 }
-SETTINGS = {
+SETTINGS = {  # the most used settings: the placeholder of the value, and a description
     "train.steps": ("N", "stop after this many optimizer steps"),
     "train.epochs": ("N", "stop after this many passes over the data"),
     "train.global_batch_size": ("N", "samples per optimizer step, over all ranks"),
@@ -40,7 +40,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "output": ("page", "to", "verbose", "json"),
 }
 _GROUPED_OPTIONS = {name for names in _GROUPS.values() for name in names}
-_COLUMN, _WIDTH = 32, 110
+_COLUMN, _WIDTH = 32, 110  # the start of the descriptions, and the end of the lines
 _SHORT_FLAGS = {"verbose": "-v, "}
 _PLACEHOLDERS = {
     "update": "RULE",

@@ -19,8 +19,8 @@ from paceline.config.text_file import read_user_text
 from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError, raise_all
 
-JOB = "job"
-JOB_SETTINGS = "Job(settings=)"
+JOB = "job"  # the group of the parameters of make_job, and the origin of settings in a `Job`
+JOB_SETTINGS = "Job(settings=)"  # the same origin, as an error names it
 COMMAND_LINE = "command line"
 _MAX_SHOWN_CHARACTERS = 200
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 from paceline.console.formatting import closest_word, did_you_mean
 from paceline.errors import LayoutError
 
-UNBOUNDED = "none"
+UNBOUNDED = "none"  # the text for a staleness without a bound
 
 
 class UpdateKind(StrEnum):

@@ -14,9 +14,9 @@ from typing import TextIO
 
 _ASCII_SUBSTITUTES = {"✓": "ok", "✗": "x", "×": "x", "·": "-", "•": "*", "…": "...", "→": "->", "≤": "<=", "≥": ">="}
 _ERROR_HANDLER = "paceline.plainly"
-_MAX_AGE_SECONDS = 86400.0
-_drop_reasons: list[str] = []
-# characters that end a line, or change the direction of text
+_MAX_AGE_SECONDS = 86400.0  # of a file with captured output
+_drop_reasons: list[str] = []  # why output was dropped since the last note
+# Characters that end a line, or change the direction of text:
 _LINE_AND_DIRECTION_MARKS = "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
 _CONTROL_CHARACTERS = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_LINE_AND_DIRECTION_MARKS}]")
 _JOB_CONTROL_CHARACTERS = re.compile(

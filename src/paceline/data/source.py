@@ -21,6 +21,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 _ORDER_HINT = "order=lambda num_samples, epoch, seed: [indices ...]"
+# An iterator with one of these methods is a dataset, not only the iterator of a generator function.
 _DATASET_METHODS = ("shard", "set_epoch", "state_dict", "num_shards", "n_shards")
 
 

@@ -8,7 +8,7 @@ from paceline.reporting.svg.charts import Curve, draw_chart, draw_split_chart, d
 
 TIME_PARTS = ("compute", "communication", "data", "evaluation", "checkpoint")
 _SPEED_METRICS = ("tokens_per_second", "samples_per_second", "mfu")
-_MAX_STATISTICS = 48
+_MAX_STATISTICS = 48  # charts of norms
 _LOSS_TERM_PREFIX = "loss/"
 
 

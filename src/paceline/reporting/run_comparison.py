@@ -17,9 +17,9 @@ from paceline.reporting.svg.charts import Curve, draw_chart
 from paceline.reporting.verify_section import format_number
 from paceline.run_folder.run_folder import RunFolder
 
-_IGNORED_PREFIXES = ("run_dir", "checkpoint.", "watch.")
-_MACHINE_FACTS = ("python", "torch_build", "host", "cpu", "cores", "threads", "gpus")
-_SPEED_METRICS = {
+_IGNORED_PREFIXES = ("run_dir", "checkpoint.", "watch.")  # of settings that do not change the training
+_MACHINE_FACTS = ("python", "torch_build", "host", "cpu", "cores", "threads", "gpus")  # keys of env.json
+_SPEED_METRICS = {  # the logged metric of each row
     "median_step_seconds": "time/step",
     "median_samples_per_second": "samples_per_second",
     "median_tokens_per_second": "tokens_per_second",

@@ -181,7 +181,7 @@ def group_size(group: Any) -> int:
     return 1 if group is None else int(group.size())
 
 
-_RESIZE_OBSERVERS: dict[int, list[Callable[[torch.UntypedStorage], None]]] = {}
+_RESIZE_OBSERVERS: dict[int, list[Callable[[torch.UntypedStorage], None]]] = {}  # by thread id
 _ORIGINAL_RESIZE = torch.UntypedStorage.resize_
 _LOCK = threading.Lock()
 

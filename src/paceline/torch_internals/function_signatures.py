@@ -89,7 +89,7 @@ var(input, dim=None, *, correction=1, keepdim=False)
 view(input, *size|shape)
 view_as(input, other)
 """
-_NUMPY_NAMES = {
+_NUMPY_NAMES = {  # NumPy's names of parameters, which torch accepts too
     "axis": "dim",
     "keepdims": "keepdim",
     "x": "input",
@@ -98,7 +98,7 @@ _NUMPY_NAMES = {
     "x2": "other",
     "self": "input",
 }
-_REQUIRED = object()
+_REQUIRED = object()  # the default of a parameter that has none
 
 
 def _is_int(value: Any) -> bool:

@@ -9,7 +9,7 @@ from paceline.config.merge_settings import read_requested_settings
 from paceline.errors import MachineError, PacelineError, UsageError
 from paceline.planner.hardware.cluster import Cluster
 
-JOB = "paceline.hf.config_only_job:make_job"
+JOB = "paceline.hf.config_only_job:make_job"  # the job that is built from a config
 _CONFIG_FILE = "config.json"
 _SAMPLES_PER_DEVICE = 8
 _BATCH_SETTING = "train.global_batch_size"

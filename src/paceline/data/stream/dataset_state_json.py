@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_TAG = "__kind__"
+_TAG = "__kind__"  # the key that marks a JSON object as a value of another type
 
 
 class NotJsonConvertible(Exception):

@@ -91,7 +91,7 @@ SINKS: dict[str, Callable[[RunFolder], Sink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
 }
-CURVE_SINKS = {"tensorboard", "wandb"}
+CURVE_SINKS = {"tensorboard", "wandb"}  # draw the curves of a training, to which an `evaluate` later adds nothing
 _OPTIONAL = {"tensorboard"}  # left out with a note if the package is not installed
 _REQUIRED = {"wandb": "wandb:init"}  # an error if this object can't be imported
 

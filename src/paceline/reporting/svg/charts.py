@@ -18,8 +18,9 @@ from paceline.reporting.svg.downsampling import (
 
 _WIDTH, _HEIGHT = 420, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 30, 24
-_MAX_COLUMNS, _MAX_DOTS = 90, 24
-_SCIENTIFIC = 1e-3
+_MAX_COLUMNS = 90  # of a split chart
+_MAX_DOTS = 24  # a line with more points has no dots
+_SCIENTIFIC = 1e-3  # a smaller tick is written as a power of ten
 _LABEL_ROWS, _LETTER_WIDTH = 2, 5.2
 NUM_COLORS = 6
 
