@@ -21,7 +21,7 @@ from paceline.errors import JobError
 from paceline.job import Job, refuse_job
 
 _CHUNK_BYTES = 1 << 26
-_END_OF_PATH = b"\n"
+_END_OF_PATH = b"\n"  # ends the module path (`sys.path`), which comes before the job
 
 
 @contextmanager
@@ -44,8 +44,8 @@ def open_job_file(job: Job) -> Iterator[int]:
 
 def receive_job(handle: int) -> Job:
     """Return the job that `open_job_file` wrote, in a process that inherited its file descriptor."""
-    path, _, content = _read(handle).partition(_END_OF_PATH)
-    sys.path += [folder for folder in json.loads(path) if folder not in sys.path]
+    module_path, _, content = _read(handle).partition(_END_OF_PATH)
+    sys.path += [folder for folder in json.loads(module_path) if folder not in sys.path]
     job = torch.load(io.BytesIO(content), weights_only=False)  # safe: no other user can have written these bytes
     assert isinstance(job, Job)
     return job

@@ -12,9 +12,9 @@ class MeshGroups:
     """The process groups of this rank in a mesh; each includes the rank itself.
 
     `pp`, `cp`, `tp`, `replicate` (dp_replicate) and `shard` (dp_shard) are groups of one axis. `data` are the ranks
-    that train the same weights on other samples. `summed` is `data` combined with `cp`: the ranks
-    over which gradients are summed. `shard_replicas` are the `summed` ranks that hold the same shards. `ep` splits
-    `data` into groups that divide the experts; `expert_replicas` are the `summed` ranks that hold the same experts.
+    that train the same weights on different samples. `summed` is `data` combined with `cp`: the ranks over which
+    gradients are summed. `shard_replicas` are the `summed` ranks that hold the same shards. `ep` splits `data` into
+    groups that divide the experts; `expert_replicas` are the `summed` ranks that hold the same experts.
     """
 
     mesh: Mesh

@@ -105,7 +105,7 @@ def comparison_page(layouts: Sequence[MeasuredLayout], *, job: str, verification
         _section(
             "Memory per rank",
             _memory_bars(measured),
-            "at the peak of one step; before the first backward there are no gradients; activations include all "
+            "at the peak of one step; before the first backward there are no gradients; activations include everything "
             "that is in no other group, such as gathered weights",
         ),
         _loss_section(measured),

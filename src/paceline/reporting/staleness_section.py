@@ -39,7 +39,7 @@ def show_staleness(history: History) -> str:
     rows = "".join(_row(participant, max_shown, has_overflow=has_overflow, unit=unit) for participant in participants)
     return (
         f"<section><h2>Staleness of updates</h2><p>{_describe_period(event)}: {plural(2, unit).removeprefix('2 ')} by staleness, the number of "
-        f"updates between the weights of a {unit} and its own update.{_lost_additions_text(participants[0])}</p>"
+        f"updates between the weights that a {unit} used and its own update.{_lost_additions_text(participants[0])}</p>"
         f"<table><tr><th></th><th></th>{headers}</tr>{rows}</table></section>"
     )
 

@@ -26,7 +26,7 @@ _LIBRARY_DIAGNOSTICS = re.compile(
 )
 """Diagnostics that libraries print for their developers. The terminal omits them; they are in the rank's log.
 
-It matches no errors except the last message of gloo, which the failure screen replaces by a sentence."""
+The pattern matches no errors, except the last message of gloo, which the failure screen replaces by a sentence."""
 
 
 class LogTail:
@@ -34,7 +34,7 @@ class LogTail:
 
     def __init__(self, folder: Path, *, rank: int = 0, out: TextIO | None = None) -> None:
         self._log = folder / f"rank-{rank}.log"
-        self._pulse = folder / f"pulse-{rank}"
+        self._pulse = folder / f"pulse-{rank}"  # the file of the heartbeats
         self._offset = 0
         self._partial_line = b""
         self._is_silenced = False  # True after a traceback has begun, which the failure screen shows instead
@@ -82,6 +82,7 @@ class LogTail:
             self._bar.stop()
 
     def _new_lines(self) -> list[str]:
+        """Return the new complete lines of the log, without diagnostics and without everything after a traceback."""
         try:
             with self._log.open("rb") as file:
                 file.seek(self._offset)
