@@ -70,10 +70,11 @@ class EvalDone(Event):
 class Staleness(Event):
     """The staleness of an asynchronous run's updates since this attempt began.
 
-    `told` (a key of `events.jsonl`) has one entry for each participant: its name `who`, and `late`, pairs of a
-    staleness in updates and the number of gradients that had it. A pipeline adds `versions`, the maximum number of
-    weight versions in memory, and `sent_bytes`. Hogwild adds `lost`, the additions to its shadow counters that were
-    lost, out of `made`. Local SGD adds `sent_bytes` to other sites, and the `waited_seconds` for them.
+    `told` (a key of `events.jsonl`) has one entry for each participant: the name `who`, and in `late` how many
+    gradients had each staleness, as pairs (staleness in updates, number of gradients). A pipeline adds `versions`, the
+    maximum number of weight versions in memory, and `sent_bytes`. Hogwild adds `made`, the number of additions to its
+    shadow counters, and `lost`, how many of them were lost. Local SGD adds `sent_bytes`, the bytes sent to other sites,
+    and `waited_seconds`, the time that was spent waiting for them.
     """
 
     step: int

@@ -56,9 +56,9 @@ class EarlyStopping:
 class Job:
     """A description of what to train.
 
-    `model` builds an `nn.Module`; `loss(output, batch)` returns `(loss_sum, count)`, a dict of named `(sum, count)`
-    terms, or a scalar mean over the samples of the microbatch; if omitted, the model's own `output.loss` is used.
-    `optimizer` maps a list of `(name, parameter)` to an optimizer or a list of them.
+    `model` builds an `nn.Module`. `loss(output, batch)` returns `(loss_sum, count)`, a dict of named `(sum, count)`
+    terms, or a scalar mean over the samples of the microbatch. Without `loss`, the model's own `output.loss` is used.
+    `optimizer` gets a list of `(name, parameter)` and returns an optimizer or a list of optimizers.
     """
 
     model: Callable[[], nn.Module] = _REQUIRED
@@ -117,7 +117,7 @@ def _convert_numbers(owner: Any, *, counts: Sequence[str], numbers: Sequence[str
 
 
 def load_job(ref: JobRef, *, params: Mapping[str, Any]) -> Job:
-    """Import the job that `ref` names and return it; a function is called with `params`."""
+    """Import and return the job that `ref` names. If `ref` names a function, call it with `params` to get the job."""
     with script_arguments(str(ref.path or ref.module)):
         return _load_job(ref, params)
 

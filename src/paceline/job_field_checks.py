@@ -117,7 +117,7 @@ def _uncallable_fields(job: Any) -> Iterator[PacelineError]:
         elif isinstance(value, Optimizer | LRScheduler):
             yield JobError(
                 f"{name}= is a {kind} that is already built, expected a function that builds it.",
-                cause="it is built after the model is built and placed",
+                cause="the run calls this function after it has built the model and placed it on the ranks",
                 hint=hint,
             )
         elif name == "loss" and isinstance(value, type) and issubclass(value, nn.Module):

@@ -78,6 +78,11 @@ def check_against_source(arguments: Mapping[str, Any], *, sources: Mapping[str, 
 
 
 def _convert_parameter(name: str, value: Any, kind: Any, default: Any) -> Any:
+    """Return the value of a parameter in the type `kind`, or in the type of its default if `kind` is unknown.
+
+    Raises:
+        JobError: the value can't be converted, or text could have several types and the default is None.
+    """
     kind = _type_of_default(default) if kind in _UNTYPED else kind
     default_text = "" if default is inspect.Parameter.empty else _value_text(default)
     if kind is None and default is None and isinstance(value, str) and not isinstance(_parse_literal(value), str):
@@ -183,7 +188,7 @@ def _convert_collection(value: Any, kind: Any, type_arguments: Sequence[Any]) ->
 
 
 def _parse_literal(value: Any) -> Any:
-    """Return a value without a known type: text that is a literal (a number, True, a list) as this literal."""
+    """Return text that is a literal (a number, True, a list) as the literal's value, and any other value unchanged."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):

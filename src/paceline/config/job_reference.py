@@ -199,6 +199,7 @@ def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
 
 
 def _check_defines_job(ref: JobRef) -> None:
+    """Raise an error if the file does not define the job. A file with `from ... import *` is not checked."""
     assert ref.path is not None
     tree = _parse_file(ref.path)
     if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body):
