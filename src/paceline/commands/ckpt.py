@@ -117,7 +117,7 @@ class CheckpointDifference:
     """Names of the differing manifest entries that must be equal on a resume."""
 
     @property
-    def is_none(self) -> bool:
+    def is_empty(self) -> bool:
         """True if all tensors are equal, and all manifest entries that must be equal on a resume."""
         return not (self.tensors or self.only or self.state)
 
@@ -157,7 +157,7 @@ def summarize_differences(difference: CheckpointDifference) -> str:
         for ordinal, names in zip(("first", "second"), unmatched, strict=True):
             lines += [f"{file}: only in the {ordinal}: {first_names(names, max_names=5)}"] if names else []
     lines += [f"different: {', '.join(difference.state)}"] if difference.state else []
-    return "\n".join(lines if not difference.is_none else [*lines, "every tensor is the same, bit for bit"])
+    return "\n".join(lines if not difference.is_empty else [*lines, "every tensor is the same, bit for bit"])
 
 
 def _newest_checkpoint(run: str) -> Path:
