@@ -16,7 +16,7 @@ _HANG_SECONDS = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault to inject; `step` counts from 1."""
+    """A fault to inject at a point (see `POINTS`) of a step; `step` and `attempt` count from 1."""
 
     kind: str
     rank: int
@@ -56,7 +56,7 @@ def _parse(parts: Sequence[str]) -> Fault:
 
 
 def refuse_idle_faults(faults: Sequence[Fault], *, ranks: int, steps: int | None) -> list[PacelineError]:
-    """Return errors for faults whose rank or step does not exist. `steps` is None if it is not known yet.
+    """Return errors for faults whose rank or step does not exist. `steps` is None if the number is not known yet.
 
     Without this check, a test with such a fault would pass without testing anything.
     """
