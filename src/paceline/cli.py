@@ -45,7 +45,7 @@ _ALIASES = {
     "--strategy": "--layout",
 }
 _UNDOTTED_SETTINGS = ("seed",)
-_RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")
+_RANK_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")  # of launchers
 _FRAME_TO_SPACES = dict.fromkeys(map(ord, "╭╮╰╯│+"), " ")
 
 
@@ -81,7 +81,7 @@ def entry() -> None:
 
 
 def expand_bare_flag(arguments: Sequence[str], flag: str, value: str) -> list[str]:
-    """Return the arguments with each bare `flag` expanded to `flag=value`."""
+    """Return the arguments with each `flag` that has no value expanded to `flag=value`."""
     expanded = list(arguments)
     for position in [i for i, word in enumerate(arguments) if word == flag]:
         if position + 1 == len(arguments) or arguments[position + 1].startswith("--"):
@@ -90,7 +90,7 @@ def expand_bare_flag(arguments: Sequence[str], flag: str, value: str) -> list[st
 
 
 def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments into the verb's own ones and the `--dotted.name value` settings."""
+    """Split the arguments into the options of the verb and the `--dotted.name value` settings."""
     verb_arguments: list[str] = []
     settings: list[str] = []
     remaining = list(arguments)
@@ -188,7 +188,7 @@ def _parse_options(verb: str, cls: type, arguments: list[str]) -> Any:
 
 
 def _number_problems(flag: str, value: str, option_type: Any) -> list[PacelineError]:
-    """Return an error if the option takes a number and its value is not one."""
+    """Return an error if the option takes a number and `value` is not a number."""
     option_types = {option_type, *get_args(option_type)}
     number_type = int if int in option_types else float if float in option_types else None
     if number_type is None or not value or value.startswith("--") or value == "None":
@@ -204,7 +204,7 @@ def _number_problems(flag: str, value: str, option_type: Any) -> list[PacelineEr
 
 
 def _unframed_message(framed_text: str) -> str:
-    """Return the argument parser's message, which it prints in a box, without the box and its title."""
+    """Return the message that the argument parser has printed, without the box and the title around the message."""
     parts = re.split(r"[─-]{5,}", framed_text.translate(_FRAME_TO_SPACES))
     messages = [" ".join(part.split()) for part in parts[1:]]
     return next((message for message in messages if message), "").removesuffix(".")

@@ -55,7 +55,7 @@ class StepDone(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDone(Event):
-    """Exact metrics over a whole split; `average` says that they belong to the job's `ema`."""
+    """Exact metrics over a whole split. `average` is True if the averaged weights (`ema`) were evaluated."""
 
     step: int
     split: str
@@ -70,10 +70,11 @@ class EvalDone(Event):
 class Staleness(Event):
     """The staleness of an asynchronous run's updates since this attempt began.
 
-    `told` (a key of `events.jsonl`) has one entry for each participant: its name `who`, and `late`, pairs of a
-    staleness in updates and the number of gradients that had it. A pipeline adds `versions`, the maximum number of
-    weight versions in memory, and `sent_bytes`. Hogwild adds `lost`, the additions to its shadow counters that were
-    lost, out of `made`. Local SGD adds `sent_bytes` to other sites, and the `waited_seconds` for them.
+    `told` (a key of `events.jsonl`) has one entry for each participant: the name `who`, and in `late` how many
+    gradients had each staleness, as pairs (staleness in updates, number of gradients). A pipeline adds `versions`, the
+    maximum number of weight versions in memory, and `sent_bytes`. Hogwild adds `made`, the number of additions to its
+    shadow counters, and `lost`, how many of them were lost. Local SGD adds `sent_bytes`, the bytes sent to other sites,
+    and `waited_seconds`, the time that was spent waiting for them.
     """
 
     step: int
@@ -85,9 +86,10 @@ class Staleness(Event):
 class ForecastChecked(Event):
     """The forecast of a run, compared with its first steps.
 
-    Bytes are those of the rank that used most. `measured_by` names the measurement: the device's `allocator`, or the
-    growth of a process's `resident memory` since before its model was built. `memory_ratio` is None if they can't be
-    compared. `others` is the share of the cores that other programs used meanwhile, or 0.0 if they left enough cores.
+    The bytes are those of the rank with the largest peak. `measured_by` names the measurement: the device's
+    `allocator`, or the growth of a process's `resident memory` since before its model was built. `memory_ratio` is None
+    if the bytes can't be compared. `others` is the share of the cores that other programs used at the same time, or 0.0
+    if they left enough cores.
     """
 
     step: int
@@ -154,7 +156,7 @@ class Sink(Protocol):
     """A destination of events."""
 
     def handle(self, event: Event) -> None:
-        """Take one event."""
+        """Handle one event."""
 
     def close(self) -> None:
         """Close the sink after the last event."""
@@ -167,7 +169,10 @@ class EventBus:
         self._sinks = list(sinks)
 
     def emit(self, event: Event) -> None:
-        """Pass `event` to every sink. Only then report failed sinks to the others: a full disk makes several fail."""
+        """Pass `event` to every sink, and then pass a note about each sink that failed to the remaining sinks.
+
+        The notes come last, because a full disk may make several sinks fail.
+        """
         failure_notes = [note for sink in list(self._sinks) if (note := self._deliver(sink, event)) is not None]
         for note in failure_notes:
             self.emit(note)

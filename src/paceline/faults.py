@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.console.formatting import plural
 from paceline.errors import PacelineError, UsageError
 
 KINDS = ("kill", "raise", "nan", "exit", "hang", "stop")
@@ -15,7 +16,7 @@ _HANG_SECONDS = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault to inject; `step` counts from 1."""
+    """A fault to inject at a point (see `POINTS`) of a step; `step` and `attempt` count from 1."""
 
     kind: str
     rank: int
@@ -28,7 +29,7 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
     """Parse `"kill rank=2 step=50; nan rank=1 step=70 point=save"`.
 
     Raises:
-        UsageError: a fault that is not understood.
+        UsageError: a fault is not valid, or its step or attempt is 0.
     """
     return tuple(_parse(part.split()) for part in text.split(";") if part.strip())
 
@@ -55,7 +56,7 @@ def _parse(parts: Sequence[str]) -> Fault:
 
 
 def refuse_idle_faults(faults: Sequence[Fault], *, ranks: int, steps: int | None) -> list[PacelineError]:
-    """Return errors for faults that can never happen on this many ranks, or in this many steps if known.
+    """Return errors for faults whose rank or step does not exist. `steps` is None if the number is not known yet.
 
     Without this check, a test with such a fault would pass without testing anything.
     """
@@ -68,7 +69,10 @@ def refuse_idle_faults(faults: Sequence[Fault], *, ranks: int, steps: int | None
             )
         if steps is not None and fault.step > steps:
             problems.append(
-                UsageError(f"the fault in step {fault.step} never happens: the run has {steps}.", hint=f"step={steps}")
+                UsageError(
+                    f"the fault in step {fault.step} never happens: the run has {plural(steps, 'step')}.",
+                    hint=f"step={steps}",
+                )
             )
     return problems
 
@@ -85,7 +89,10 @@ class Faults:
         return bool(self._by_point_and_step)
 
     def fire(self, point: str, *, step: int) -> Fault | None:
-        """Inject the fault due here, if any; `nan` is returned for the caller to act on."""
+        """Inject the fault that is due at this point of this step, and return it; None if there is none.
+
+        The caller injects the fault `nan` itself.
+        """
         fault = self._by_point_and_step.get((point, step)) if self._by_point_and_step else None
         if fault is None:
             return None

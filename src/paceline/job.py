@@ -1,4 +1,4 @@
-"""A job: a description of what to train, in plain Python values. The user writes the job; it uses no device."""
+"""A job: a description of what to train, in plain Python values. The user writes the job. A job uses no device."""
 
 import importlib
 import importlib.util
@@ -56,9 +56,9 @@ class EarlyStopping:
 class Job:
     """A description of what to train.
 
-    `model` builds an `nn.Module`; `loss(output, batch)` returns `(loss_sum, count)`, a dict of named `(sum, count)`
-    terms, or a scalar mean over the samples of the microbatch; if omitted, the model's own `output.loss` is used.
-    `optimizer` maps a list of `(name, parameter)` to an optimizer or a list of them.
+    `model` builds an `nn.Module`. `loss(output, batch)` returns `(loss_sum, count)`, a dict of named `(sum, count)`
+    terms, or a scalar mean over the samples of the microbatch. Without `loss`, the model's own `output.loss` is used.
+    `optimizer` gets a list of `(name, parameter)` and returns an optimizer or a list of optimizers.
     """
 
     model: Callable[[], nn.Module] = _REQUIRED
@@ -87,10 +87,10 @@ class Job:
     name: str | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Job":
-        """Check for unknown fields; if there are any, also for all other errors.
+        """Check that all arguments are fields. If one is not, report it together with all other errors of the job.
 
         Raises:
-            JobError, Problems: with all errors.
+            JobError, Problems: an argument is not a field.
         """
         if cls.__init__ is not Job.__init__:  # a subclass with its own arguments, which sets the fields
             return super().__new__(cls)
@@ -117,7 +117,7 @@ def _convert_numbers(owner: Any, *, counts: Sequence[str], numbers: Sequence[str
 
 
 def load_job(ref: JobRef, *, params: Mapping[str, Any]) -> Job:
-    """Import the job that `ref` names and return it; a function is called with `params`."""
+    """Import and return the job that `ref` names. If `ref` names a function, call it with `params` to get the job."""
     with script_arguments(str(ref.path or ref.module)):
         return _load_job(ref, params)
 
@@ -211,7 +211,7 @@ def _factory_arguments(ref: JobRef, factory: Callable[..., Any], params: Mapping
     """Return the arguments for the factory.
 
     Raises:
-        JobError, Problems: with all unknown or missing parameters, and all values of the wrong type.
+        JobError, Problems: parameters are unknown or missing, or values have the wrong type; all are reported.
     """
     parameters = job_parameters(factory)
     unknown = sorted(set(params) - set(parameters))
@@ -239,10 +239,10 @@ def _check_job(ref: JobRef, job: Job) -> Job:
 
 
 def refuse_job(job: Job, *, where: str) -> None:
-    """Raise an error for values that no job can have.
+    """Raise an error if a field of the job has an invalid value. `where` is the job's origin, for the message.
 
     Raises:
-        JobError, Problems: with all of them.
+        JobError, Problems: fields are invalid; all are reported.
     """
     problems = list(unfit_fields(job))
     for problem in problems:

@@ -19,7 +19,7 @@ from paceline.torch_internals.scalars import as_integer
 _MODEL = "model=lambda: MyModel()"
 _OPTIMIZER = "optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)"
 _LOSS = "loss=lambda output, batch: (loss_sum, count)"
-_CALLABLE_FIELDS = {
+_CALLABLE_FIELDS = {  # with the hint of the error
     "model": _MODEL,
     "optimizer": _OPTIMIZER,
     "loss": _LOSS,
@@ -30,7 +30,7 @@ _CALLABLE_FIELDS = {
     "on_update": "on_update=lambda model, step: ...",
     "on_eval": 'on_eval=lambda run: {"bleu": score}',
 }
-_REQUIRED_FIELDS = {
+_REQUIRED_FIELDS = {  # with the hint of the error
     "model": _MODEL,
     "train_data": "train_data=dataset",
     "optimizer": _OPTIMIZER,
@@ -38,7 +38,7 @@ _REQUIRED_FIELDS = {
 }
 _BATCH_SIZES = ("batch_size", "train_batch_size", "batch")
 _ARRAYS = (Tensor, np.ndarray)
-_HIGHER_IS_BETTER = {
+_HIGHER_IS_BETTER = {  # words in the names of metrics
     "acc", "accuracy", "ap", "auc", "auprc", "auroc", "bleu", "chrf", "correct", "dice", "f", "hits", "iou", "kappa",
     "map", "mcc", "meteor", "miou", "mrr", "ndcg", "precision", "psnr", "r", "recall", "rouge", "sensitivity",
     "specificity", "ssim", "top",
@@ -47,10 +47,10 @@ _LOWER_IS_BETTER = {"err", "error", "errors", "loss", "losses"}
 
 
 def mode_of_metric(metric: str, *, rule_text: str, hint: str) -> Literal["min", "max"]:
-    """Return the mode of a metric that is written without one: lower is better. `rule_text` is the user's rule.
+    """Return the mode of a metric for which the user gives none: min. `rule_text` is the user's text, for the error.
 
     Raises:
-        JobError: its name says that higher is better.
+        JobError: the metric's name implies that higher is better.
     """
     spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", metric)
     words = {*re.findall(r"[a-z]+", metric.lower()), *re.findall(r"[a-z]+", spaced.lower())}
@@ -117,7 +117,7 @@ def _uncallable_fields(job: Any) -> Iterator[PacelineError]:
         elif isinstance(value, Optimizer | LRScheduler):
             yield JobError(
                 f"{name}= is a {kind} that is already built, expected a function that builds it.",
-                cause="it is built after the model is built and placed",
+                cause="the run calls this function after it has built the model and placed it on the ranks",
                 hint=hint,
             )
         elif name == "loss" and isinstance(value, type) and issubclass(value, nn.Module):
@@ -141,9 +141,9 @@ def _unfit_numbers(job: Any) -> Iterator[PacelineError]:
 
 
 def unfit_data(data: Any, *, name: str) -> Iterator[JobError]:
-    """Yield errors for data that holds whole columns instead of samples: (x, y), or a dict of splits.
+    """Yield errors for data that can't be read by index as samples: a dict of splits, or a tuple (x, y) of columns.
 
-    Arrays of the same length but of different shapes or types are columns: samples could not be batched.
+    Arrays of equal length but of different shapes or types must be columns, because such samples could not be batched.
     """
     if isinstance(data, Mapping) and data and 0 not in data:
         keys = ", ".join(map(repr, list(data)[:6]))

@@ -39,7 +39,7 @@ def typed_parameters(factory: Callable[..., Any], arguments: Mapping[str, Any]) 
     """Return the given values in the types of the parameters of `factory`.
 
     Raises:
-        JobError, Problems: with each value of the wrong type, and each type that can't be made from text.
+        JobError, Problems: values have the wrong type, or a type can't be made from text; all are reported.
     """
     parameters = inspect.signature(factory).parameters
     try:
@@ -78,6 +78,11 @@ def check_against_source(arguments: Mapping[str, Any], *, sources: Mapping[str, 
 
 
 def _convert_parameter(name: str, value: Any, kind: Any, default: Any) -> Any:
+    """Return the value of a parameter in the type `kind`, or in the type of its default if `kind` is unknown.
+
+    Raises:
+        JobError: the value can't be converted, or text could have several types and the default is None.
+    """
     kind = _type_of_default(default) if kind in _UNTYPED else kind
     default_text = "" if default is inspect.Parameter.empty else _value_text(default)
     if kind is None and default is None and isinstance(value, str) and not isinstance(_parse_literal(value), str):
@@ -113,7 +118,7 @@ def _convert(value: Any, kind: Any) -> Any:
     """Return the value converted to this type.
 
     Raises:
-        ValueError, KeyError, SyntaxError, TypeError: it can't be converted.
+        ValueError, KeyError, SyntaxError, TypeError: the value can't be converted.
     """
     origin, type_arguments = get_origin(kind), get_args(kind)
     if kind in _UNTYPED:
@@ -157,7 +162,7 @@ def _convert_number(value: Any, kind: type) -> Any:
 
 
 def _convert_union(value: Any, kinds: Sequence[Any]) -> Any:
-    """Return the value in the first type that accepts it: text is tried last, since it accepts everything."""
+    """Return the value in the first type that accepts it; `str` is tried last, since it accepts everything."""
     for kind in sorted(kinds, key=lambda kind: (kind is str, kind is not type(None))):
         try:
             return _convert(value, kind)
@@ -183,7 +188,7 @@ def _convert_collection(value: Any, kind: Any, type_arguments: Sequence[Any]) ->
 
 
 def _parse_literal(value: Any) -> Any:
-    """Return text as the literal that it looks like (a number, True, a list), else as text. No type was given."""
+    """Return text that is a literal (a number, True, a list) as the literal's value, and any other value unchanged."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):

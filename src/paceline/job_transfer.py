@@ -1,8 +1,8 @@
 """Transfer of a `Job` that was made in Python to the processes that run it.
 
 A job from a file is imported by every rank. A job that exists only as an object, in a script or a notebook, is written
-to an anonymous file in memory whose handle the ranks inherit. Nothing is read from a path, so no other user's file can
-take its place. cloudpickle sends lambdas, local functions and classes of `__main__` by value, and the rest by name.
+to an anonymous file in memory, whose descriptor the ranks inherit. Nothing is read from a path, so another user can't
+replace the file. cloudpickle sends lambdas, local functions and classes of `__main__` by value, and the rest by name.
 """
 
 import io
@@ -21,15 +21,17 @@ from paceline.errors import JobError
 from paceline.job import Job, refuse_job
 
 _CHUNK_BYTES = 1 << 26
-_END_OF_PATH = b"\n"
+_END_OF_PATH = b"\n"  # ends the module path (`sys.path`), which comes before the job
 
 
 @contextmanager
 def open_job_file(job: Job) -> Iterator[int]:
-    """Write the job to an anonymous file and yield the handle that `receive_job` reads; it is closed afterwards.
+    """Write the job to an anonymous file, and yield the file descriptor from which `receive_job` reads it.
+
+    The file is closed at the end of the context.
 
     Raises:
-        JobError: the job holds something that cannot be sent to another process; the field is named.
+        JobError: a field of the job can't be sent to another process; the message names the field.
     """
     refuse_job(job, where=job.name or "the Job")
     content = _dumps(job)
@@ -41,9 +43,9 @@ def open_job_file(job: Job) -> Iterator[int]:
 
 
 def receive_job(handle: int) -> Job:
-    """Return the job that `open_job_file` wrote, in a process that inherited its handle."""
-    path, _, content = _read(handle).partition(_END_OF_PATH)
-    sys.path += [folder for folder in json.loads(path) if folder not in sys.path]
+    """Return the job that `open_job_file` wrote, in a process that inherited its file descriptor."""
+    module_path, _, content = _read(handle).partition(_END_OF_PATH)
+    sys.path += [folder for folder in json.loads(module_path) if folder not in sys.path]
     job = torch.load(io.BytesIO(content), weights_only=False)  # safe: no other user can have written these bytes
     assert isinstance(job, Job)
     return job
@@ -66,7 +68,7 @@ def _dumps(value: object) -> bytes:
 
 
 def _transfer_error(job: Job, error: Exception) -> JobError:
-    """Return the error for a job that can't be pickled, naming the first such field."""
+    """Return the error for a job that can't be pickled, with the name of the first field that can't."""
     culprit = "the job"
     for job_field in fields(job):
         try:

@@ -16,7 +16,7 @@ def _current_folder() -> str:
 
 
 START_FOLDER = _current_folder()
-"""The working folder when paceline was first imported: a script that changes it is restarted from there."""
+"""The working folder when paceline was first imported. A script that changes its folder is restarted from here."""
 
 
 def resolve(reference: str) -> Any:

@@ -32,7 +32,7 @@ def is_raised_by_user_code(error: BaseException) -> bool:
 
 @contextmanager
 def script_arguments(path: str) -> Iterator[None]:
-    """Set `sys.argv` to that of a script at `path` without arguments: the user's parser must not see Paceline's."""
+    """Set `sys.argv` as for a script at `path` without arguments, so that the user's parser sees none of Paceline's."""
     saved_arguments = sys.argv
     sys.argv = [path]
     try:
@@ -112,7 +112,7 @@ def _is_package_file(filename: str) -> bool:
 
 @cache
 def _python_folders() -> tuple[str, ...]:
-    """Return the folders of Python's own library, by the names that frames may have for them."""
+    """Return the folders of Python's own library, both as configured and with symbolic links resolved."""
     folders = {sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib")} | {os.path.dirname(os.__file__)}  # noqa: PTH120
     return tuple(folders | {os.path.realpath(folder) for folder in folders})
 

@@ -272,7 +272,7 @@ def test_ckpt_reads_what_ranks_wrote(tmp_path: Path) -> None:
     first = save(run / "checkpoints", pair(3, 6), 3)
     second = save(run / "checkpoints", pair(2, 7), 2, step=6)
     assert all(row.good for row in ckpt.describe_checkpoints(str(run))) and ckpt.verify_checkpoint(str(run)).step == 6
-    assert ckpt.diff_checkpoints(str(first), str(second)).is_none
+    assert ckpt.diff_checkpoints(str(first), str(second)).is_empty
     made = ckpt.consolidate(str(first), to=tmp_path / "raw", raw=True)
     assert made.step == 5
     whole = state_dict_tensors(FOUND.model)

@@ -14,7 +14,7 @@ from paceline.cli import split_settings
 from paceline.commands.common.resume_command import build_resume_command
 from paceline.commands.config import config
 from paceline.commands.plan import plan
-from paceline.config.job_reference import file_name, job_defaults, parse_jobref, short_name
+from paceline.config.job_reference import job_defaults, parse_jobref, short_name, source_name
 from paceline.config.layout import LayoutKind, parse_layout
 from paceline.config.merge_settings import RequestedSettings, as_toml, merge, read_requested_settings
 from paceline.config.task import Task
@@ -436,7 +436,7 @@ def test_the_name_of_a_jobs_runs(text: str) -> None:
     ("name", "folder"), [("../esc", "esc"), ("a/b", "b"), ("v1.py", "v1"), ("a.py:b", "a.py:b"), ("..", "run")]
 )
 def test_an_object_s_name_stays_inside_the_folder_of_the_runs(name: str, folder: str) -> None:
-    assert short_name(f"object:{name}") == folder and file_name(f"object:{name}") == ""
+    assert short_name(f"object:{name}") == folder and source_name(f"object:{name}") == ""
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def test_a_stream_that_differs_by_rank_is_refused_with_its_cause(part: Any, said
     with pytest.raises(DataError, match=rf"gives different samples on rank 1 and rank 0.*{said}") as found:
         read_together(lambda: Numbers(part, next(ranks)), replicas=2, steps=1)
     by_rank = "none of the first" in said
-    assert ("takes its own part by rank" in found.value.cause) == by_rank
+    assert ("selects a part by rank" in found.value.cause) == by_rank
     assert ("the whole stream" in found.value.hint) == (by_rank or "at different" in said)
 
 

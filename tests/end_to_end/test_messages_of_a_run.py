@@ -77,7 +77,7 @@ def test_ranks_that_do_not_meet_say_so_in_our_words_and_keep_torchs(shop: Shop) 
     words = ("train", "job.py", "--train.timeout_seconds", "2")
     ended = shop.run(*words, environ={**place, "MASTER_PORT": "9", "TMPDIR": str(shop.path)})
     assert ended.code == 3
-    assert ended.err.startswith("rank 1: rank 1 of 2 did not meet the others"), ended.err
+    assert ended.err.startswith("rank 1: rank 1 of 2 could not join the other ranks"), ended.err
     assert "frame #" not in ended.err and len(ended.err.splitlines()) <= 5
     named = re.search(r"full text: (\S+)", ended.err)
     assert named is not None and "TCPStore" in Path(named[1]).read_text()

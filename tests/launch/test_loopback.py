@@ -89,6 +89,6 @@ def test_ranks_that_can_open_no_more_sockets_name_the_limit(monkeypatch: pytest.
         raise RuntimeError("[enforce fail at socket.cc:24] rv != -1. -1 vs -1. socket: Too many open files")
 
     monkeypatch.setattr(process_group, "_next_store", fail)
-    with pytest.raises(MachineError, match="did not meet the others") as caught:
+    with pytest.raises(MachineError, match="could not join the other ranks") as caught:
         World.join(place=LaunchInfo(world_size=2), device_type="cpu", backend="gloo", timeout_seconds=1)
     assert "may open" in caught.value.cause and caught.value.hint == "ulimit -n 4096"

@@ -1,4 +1,4 @@
-"""Errors that are raised on every rank if they occur on one, so that no rank waits for a failed one."""
+"""Errors that are raised on every rank if they occur on one rank, so that no rank waits for a failed rank."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -43,9 +43,9 @@ def raise_on_all_ranks(world: World, problem: CheckpointError | None) -> None:
 
 
 def all_ranks_arrive(world: World, label: str, *, seconds: float = 5.0) -> bool:
-    """Return whether every rank calls this within `seconds`. Return False if that cannot be determined.
+    """Return whether every rank calls this function with the same `label` within `seconds`.
 
-    Unlike a barrier, it does not hang if some ranks never call it.
+    Unlike a barrier, this does not hang if a rank never calls it. If the store can't be reached, return False.
     """
     if world.group is None:
         return True

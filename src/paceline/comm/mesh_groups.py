@@ -9,11 +9,12 @@ from paceline.planner.layout.mesh import AXIS_ORDER, DATA_AXES, GRADIENT_AXES, M
 
 @dataclass(frozen=True, kw_only=True)
 class MeshGroups:
-    """The process groups of this rank, one per mesh axis; each includes the rank itself.
+    """The process groups of this rank in a mesh; each includes the rank itself.
 
-    `data` are the ranks that train the same weights on other samples. `summed` is `data` combined with `cp`: the ranks
-    over which gradients are summed. `shard_replicas` are the `summed` ranks that hold the same shards. `ep` splits
-    `data` into groups that divide the experts; `expert_replicas` are the `summed` ranks that hold the same experts.
+    `pp`, `cp`, `tp`, `replicate` (dp_replicate) and `shard` (dp_shard) are groups of one axis. `data` are the ranks
+    that train the same weights on different samples. `summed` is `data` combined with `cp`: the ranks over which
+    gradients are summed. `shard_replicas` are the `summed` ranks that hold the same shards. `ep` splits `data` into
+    groups that divide the experts; `expert_replicas` are the `summed` ranks that hold the same experts.
     """
 
     mesh: Mesh
@@ -47,7 +48,10 @@ class MeshGroups:
     def _build(
         all_ranks: World, full_mesh: Mesh, mesh: Mesh, split: Callable[[Sequence[Sequence[int]]], World]
     ) -> "MeshGroups":
-        """Return the groups of `mesh`. `split` creates a world from groups of positions in `full_mesh`."""
+        """Return the groups of `mesh`, which is `full_mesh` or one site of it.
+
+        `split` creates a world from groups of ranks of `full_mesh`.
+        """
 
         def group_over(*axes: str) -> World:
             return split(full_mesh.groups([axis for axis in axes if mesh.size(axis) > 1]))
@@ -101,7 +105,10 @@ def _expert_groups(full_mesh: Mesh, mesh: Mesh) -> list[list[int]]:
 
 
 def _expert_replicas(full_mesh: Mesh, mesh: Mesh) -> list[list[int]]:
-    """Return the groups of ranks at the same position in each expert-parallel group, on all sequence slices."""
+    """Return the groups of ranks that hold the same experts: those at one position of all expert-parallel groups.
+
+    A group includes all cp ranks.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(full_mesh.ranks):
         coordinates = full_mesh.coordinates(rank)

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from paceline.bytes_sent import SENT_BYTES_PER_BYTE, Traffic
+from paceline.console.formatting import plural
 from paceline.console.output import capture_native_stderr
 from paceline.errors import MachineError, UsageError
 from paceline.launch.failures.oom_detection import explain_open_files
 from paceline.launch.inherited_environment import LISTEN_FD, own_environ
 
 Op = Literal["sum", "max", "min"]
-# torch 2.13 has new names for both and warns about the old ones; torch 2.11 has only the old ones.
+# torch 2.13 has new names for these two functions and warns about the old names, which are the only ones in 2.11.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -32,7 +33,10 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchInfo:
-    """This process's rank and the rendezvous address, as a launcher sets them."""
+    """This process's rank and the rendezvous address, as a launcher sets them.
+
+    `listen_fd` is the inherited socket on which rank 0 hosts the store, under Paceline's launcher.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -60,7 +64,7 @@ class LaunchInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEndpoint:
-    """The address at which workers outside the world connect. A new `session` ignores workers of an earlier one."""
+    """The address at which workers outside the world connect. A new `session` ignores workers of earlier sessions."""
 
     launch_info: LaunchInfo
     session: str = "run"
@@ -81,7 +85,8 @@ class World:
     """The processes that train together. With one process nothing is sent and no group is created.
 
     `store` is the rendezvous store. It is None until `connect_store` connects to it, if another launcher hosts it.
-    Workers outside this world, which may restart, connect at `worker_endpoint` through `store`.
+    Workers outside this world, which may restart, connect at `worker_endpoint` through `store`. `subgroups` caches the
+    results of `subgroup`.
     """
 
     rank: int = 0
@@ -105,10 +110,10 @@ class World:
 
     @staticmethod
     def join(*, place: LaunchInfo, device_type: str, backend: str, timeout_seconds: float) -> "World":
-        """Join the other ranks; every rank calls this once.
+        """Join the other ranks; every rank calls this once. `place` has this process's rank and the rendezvous address.
 
         Raises:
-            MachineError: the ranks did not meet in time, or the device is missing.
+            MachineError: the ranks did not connect in time, or the device is missing.
             UsageError: the script has already created a process group.
         """
         device = _device(device_type, place.local_rank)
@@ -132,7 +137,7 @@ class World:
                     "", "paceline train JOB --ranks 1 to see whether one process works",
                 )  # fmt: skip
                 raise MachineError(
-                    f"rank {place.rank} of {place.world_size} did not meet the others: {error}",
+                    f"rank {place.rank} of {place.world_size} could not join the other ranks: {error}",
                     where=f"{place.address}:{place.port}, backend {backend}"
                     + (f"; full text: {text_path}" if text_path else ""),
                     cause=cause,
@@ -215,7 +220,7 @@ class World:
         return _wait_function(dist.all_to_all_single(target, source, group=self.group, async_op=True))
 
     def all_gather(self, tensor: torch.Tensor, *, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-        """Return every rank's tensor; rank r's has `shapes[r]`. Smaller tensors are padded to the largest."""
+        """Return every rank's tensor; that of rank r has shape `shapes[r]`. Smaller tensors are padded while sent."""
         if self.group is None:
             return [tensor]
         sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -350,7 +355,7 @@ _store_by_address: dict[tuple[str, int | None], tuple[Store, Iterator[int]]] = {
 
 
 def _next_store(place: LaunchInfo, timeout: timedelta) -> Store:
-    """Return a store for one world, with a prefix: a world must not read keys of an earlier world in the same store."""
+    """Return a store for one world, whose prefix separates its keys from those of earlier worlds."""
     address = place.address, place.port
     if address not in _store_by_address:
         _store_by_address[address] = _store(place, timeout), count()
@@ -359,7 +364,7 @@ def _next_store(place: LaunchInfo, timeout: timedelta) -> Store:
 
 
 def _store(place: LaunchInfo, timeout: timedelta) -> Store:
-    """Return the store of Paceline's launcher, whose rank 0 inherits a listening socket, or of another launcher."""
+    """Return the store of the launcher. Under Paceline's launcher, rank 0 hosts it on an inherited listening socket."""
     if own_environ(os.environ).get(LISTEN_FD) is None:
         store: Store = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
         return store
@@ -378,7 +383,7 @@ def _device(device_type: str, local_rank: int) -> torch.device:
         return torch.device(device_type)
     if local_rank >= torch.cuda.device_count():
         raise MachineError(
-            f"this rank needs GPU {local_rank}, but this machine has {torch.cuda.device_count()}.",
+            f"this rank needs GPU {local_rank}, but this machine has {plural(torch.cuda.device_count(), 'GPU')}.",
             hint="--device cpu, or fewer --ranks",
         )
     torch.cuda.set_device(local_rank)

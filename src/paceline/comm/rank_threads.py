@@ -25,11 +25,13 @@ _SIMULATION_SECONDS = 60.0  # a simulated rank waits only while other ranks comp
 
 
 class PeerFailed(Exception):
-    """Another replica failed first; that replica's error is reported instead of this one."""
+    """The error of a replica that waits for a failed replica, whose own error is reported instead."""
 
 
 @dataclass
 class _Round:
+    """A round of the rendezvous: the value of each replica, and the number of values that were posted."""
+
     values: list[Any]
     num_posted: int = 0
 
@@ -37,8 +39,8 @@ class _Round:
 class ThreadRendezvous:
     """A rendezvous in numbered rounds. A replica may post to the next round before it has read the previous one.
 
-    `pause(replica)` returns a context in which that replica waits for the others. `simulates`: error messages call the
-    replicas simulated ranks.
+    `pause(replica)` returns a context in which that replica waits for the others. If `simulates` is True, error
+    messages call the replicas simulated ranks.
     """
 
     def __init__(
@@ -230,7 +232,7 @@ class ThreadWorld(World):
 def thread_worlds(
     *, replicas: int, world: World | None = None, timeout_seconds: float = _TIMEOUT_SECONDS
 ) -> list[World]:
-    """Return one world per replica; on GPUs replica k uses GPU k. For a single replica return the world unchanged."""
+    """Return one world per replica; on GPUs, replica k uses GPU k. With one replica, return `world` unchanged."""
     world = world or World.alone()
     if replicas == 1:
         return [world]
@@ -246,10 +248,12 @@ def _worlds(world: World, rendezvous: ThreadRendezvous) -> list[World]:
 
 
 def run_threads(work: Callable[[int], T], *, ranks: int, end_waiting: Callable[[], None]) -> list[T]:
-    """Run `work(rank)` in one thread per rank and return the results. After an error, `end_waiting` wakes the others.
+    """Run `work(rank)` in one thread per rank and return the results.
+
+    After an error in one thread, `end_waiting` is called, which ends the waiting of other threads.
 
     Raises:
-        BaseException: the error of the first rank that failed by itself.
+        BaseException: the error of the lowest failed rank whose error is not `PeerFailed`.
     """
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
@@ -279,7 +283,7 @@ def run_simulated_ranks(work: Callable[[World], T], *, ranks: int, seed: int | N
     generators of the process.
 
     Raises:
-        BaseException: the error of the first rank that failed by itself.
+        BaseException: the error of the lowest failed rank whose error is not `PeerFailed`.
     """
     if seed is None:
         rendezvous = ThreadRendezvous(replicas=ranks, timeout_seconds=_SIMULATION_SECONDS, simulates=True)
@@ -300,7 +304,10 @@ def run_simulated_ranks(work: Callable[[World], T], *, ranks: int, seed: int | N
 
 
 class _RankTurns:
-    """A lock that lets one rank run at a time, with this rank's random generator states; all start from one seed."""
+    """A lock that lets one rank run at a time, with that rank's random generator states.
+
+    All ranks start with the generators seeded by `seed`.
+    """
 
     def __init__(self, *, ranks: int, seed: int) -> None:
         seed_all(seed)

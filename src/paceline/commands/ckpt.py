@@ -34,7 +34,7 @@ CONSOLIDATED = "consolidated"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRow:
-    """One row of `ckpt ls`: a checkpoint and its state."""
+    """One row of `ckpt ls`: a checkpoint, its marks (latest, best), and the reason if it is not good."""
 
     step: int
     path: str
@@ -56,7 +56,7 @@ def describe_checkpoints(run: str | None = None) -> list[CheckpointRow]:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedCheckpoint:
-    """The result of `ckpt verify`: the files that were read completely and match their digests."""
+    """The result of `ckpt verify`: a checkpoint whose files were read completely and match their digests."""
 
     step: int | None
     path: str
@@ -68,7 +68,9 @@ class VerifiedCheckpoint:
 
 
 def verify_checkpoint(run: str | None = None) -> VerifiedCheckpoint:
-    """Verify a checkpoint, or a run's newest one and its final model: read it completely and compare its digests.
+    """Verify a checkpoint, or the newest checkpoint of a run and the run's final model.
+
+    Every file is read completely and compared with its digests.
 
     Raises:
         CheckpointError: a tensor or file differs from its digest.
@@ -104,7 +106,8 @@ def _verify_consolidated(folder: Path) -> VerifiedCheckpoint:
 class CheckpointDifference:
     """The differences between two checkpoints.
 
-    By file, `tensors` has the names that differ, and `only` the names that just one of the checkpoints contains.
+    `tensors` maps a file to the names of the tensors that differ. `only` maps a file to the names that only the first
+    checkpoint contains, and to those that only the second contains.
     """
 
     steps: tuple[int, int]
@@ -114,8 +117,8 @@ class CheckpointDifference:
     """Names of the differing manifest entries that must be equal on a resume."""
 
     @property
-    def is_none(self) -> bool:
-        """True if no tensor differs, and no manifest entry that must be equal on a resume."""
+    def is_empty(self) -> bool:
+        """True if all tensors are equal, and all manifest entries that must be equal on a resume."""
         return not (self.tensors or self.only or self.state)
 
 
@@ -129,12 +132,12 @@ def diff_checkpoints(one: str | None, other: str | None) -> CheckpointDifference
         raise UsageError("ckpt diff compares two checkpoints.", hint="paceline ckpt diff RUN RUN")
     first, second = (open_checkpoint(_newest_checkpoint(run)) for run in (one, other))
     tensors, only = dict[str, list[str]](), dict[str, tuple[list[str], list[str]]]()
-    for kind in dict.fromkeys([*first.files, *second.files]):
-        a, b = (checkpoint.files.get(kind, StoredTensors([])) for checkpoint in (first, second))
+    for file in dict.fromkeys([*first.files, *second.files]):
+        a, b = (checkpoint.files.get(file, StoredTensors([])) for checkpoint in (first, second))
         unmatched = ([name for name in a if name not in b], [name for name in b if name not in a])
         differing = _differing_tensors(a, b)
-        tensors |= {kind: differing} if differing else {}
-        only |= {kind: unmatched} if any(unmatched) else {}
+        tensors |= {file: differing} if differing else {}
+        only |= {file: unmatched} if any(unmatched) else {}
     identities = [checkpoint.state.get("identity", {}) for checkpoint in (first, second)]
     state = [
         name
@@ -145,16 +148,16 @@ def diff_checkpoints(one: str | None, other: str | None) -> CheckpointDifference
 
 
 def summarize_differences(difference: CheckpointDifference) -> str:
-    """Return the lines to print: how many tensors of each kind differ, and the first few names."""
+    """Return the text to print: how many tensors of each file differ, and the first few names."""
     lines = [f"step {difference.steps[0]} and step {difference.steps[1]}"]
-    for kind, names in difference.tensors.items():
+    for file, names in difference.tensors.items():
         differ = "differs" if len(names) == 1 else "differ"
-        lines.append(f"{kind}: {plural(len(names), 'tensor')} {differ}: {first_names(names, max_names=5)}")
-    for kind, unmatched in difference.only.items():
+        lines.append(f"{file}: {plural(len(names), 'tensor')} {differ}: {first_names(names, max_names=5)}")
+    for file, unmatched in difference.only.items():
         for ordinal, names in zip(("first", "second"), unmatched, strict=True):
-            lines += [f"{kind}: only in the {ordinal}: {first_names(names, max_names=5)}"] if names else []
+            lines += [f"{file}: only in the {ordinal}: {first_names(names, max_names=5)}"] if names else []
     lines += [f"different: {', '.join(difference.state)}"] if difference.state else []
-    return "\n".join(lines if not difference.is_none else [*lines, "every tensor is the same, bit for bit"])
+    return "\n".join(lines if not difference.is_empty else [*lines, "every tensor is the same, bit for bit"])
 
 
 def _newest_checkpoint(run: str) -> Path:
@@ -163,7 +166,10 @@ def _newest_checkpoint(run: str) -> Path:
 
 
 def _differing_tensors(a: StoredTensors, b: StoredTensors) -> list[str]:
-    """Return the tensors of both that differ. If the pieces have the same shapes, only their digests are compared."""
+    """Return the names of the tensors that are in both checkpoints and differ.
+
+    If a tensor is stored in the same pieces in both, the digests of the pieces are compared, otherwise the data.
+    """
     comparable = [name for name in a if name in b and (a.dtype(name), a.shape(name)) == (b.dtype(name), b.shape(name))]
     same_pieces = {name for name in comparable if _digests(a, name).keys() == _digests(b, name).keys()}
     for stored in (a, b):
@@ -182,7 +188,7 @@ def _digests(stored: StoredTensors, name: str) -> dict[tuple[Shape, Shape], str]
 
 
 def prune(run: str | None = None, *, keep: int) -> list[Path]:
-    """Remove all but the last `keep` checkpoints and the best one, never the only good one; return the removed paths.
+    """Remove all checkpoints except the last `keep`, the best and the last good one; return the removed paths.
 
     Raises:
         UsageError: `keep` is less than 1.
@@ -200,10 +206,10 @@ def prune(run: str | None = None, *, keep: int) -> list[Path]:
         )
     if is_mark_broken(checkpoint_folder, BEST):
         raise CheckpointError(
-            f"{checkpoint_folder / BEST} can't be read: the best checkpoint is not known, so none is removed.",
+            f"{checkpoint_folder / BEST} can't be read: the best checkpoint is not known, so no checkpoint is removed.",
             where=str(checkpoint_folder),
-            hint=f"to name the best: echo step-NNNNNNNN > {checkpoint_folder / BEST}; "
-            f"to have none: rm {checkpoint_folder / BEST}",
+            hint=f"to mark a checkpoint as the best: echo step-NNNNNNNN > {checkpoint_folder / BEST}; "
+            f"to mark none: rm {checkpoint_folder / BEST}",
         )
     return checkpoints.prune_checkpoints(checkpoint_folder, keep=keep)
 
@@ -222,11 +228,12 @@ def consolidate(
 ) -> ConsolidatedCheckpoint:
     """Write a checkpoint's weights as a folder with `model.safetensors`, which other tools can read.
 
-    These are the weights that were evaluated: the average, if the job has one. `raw` takes the training weights
-    instead, `average` requires the average. `best` takes the checkpoint that is marked best.
+    These are the weights that were evaluated: the average, if the checkpoint has one. With `raw`, the training weights
+    are written instead. With `average`, it is an error if the checkpoint has no average. With `best`, the checkpoint
+    that is marked best is used instead of the newest one.
 
     Raises:
-        CheckpointError: no such checkpoint can be used, it contains no average, or `to` exists.
+        CheckpointError: there is no usable checkpoint, the checkpoint contains no average, or `to` exists.
     """
     if raw and average:
         raise UsageError(
@@ -265,7 +272,7 @@ def _read_config(path: Path) -> Any:
 
 
 def _model_tensors(loaded: OpenCheckpoint, *, raw: bool) -> list[LazyTensor]:
-    """Return every tensor of the model, averaged if there is an average. Each is read only when it is written out."""
+    """Return every tensor of the model, averaged if there is an average. A tensor is read only when it is written."""
     if WEIGHTS not in loaded.files:
         raise CheckpointError(f"{loaded.path.name} has no {WEIGHTS}.", where=str(loaded.path))
     weights, average = loaded.files[WEIGHTS], StoredTensors([]) if raw else loaded.files.get(AVERAGE, StoredTensors([]))

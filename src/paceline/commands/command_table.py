@@ -26,7 +26,7 @@ class Verb:
     takes_settings: bool = False
 
     def option_class(self) -> type:
-        """Return the class of the options, imported if it is only named."""
+        """Return the class of the options, which is imported if `options` is its name."""
         return resolve(self.options) if isinstance(self.options, str) else self.options
 
 

@@ -67,7 +67,7 @@ def compare(
     device: str = "auto",
     page: str | Path | None = None,
 ) -> RunComparison | LayoutComparison:
-    """Compare each run with the first, side by side; compare recordings up to the first difference.
+    """Compare each run with the first one in a table; compare recordings up to the first difference.
 
     With `layouts`, run one job (`"job.py"`) in each layout: a few steps on the same samples, one after another.
 
@@ -87,12 +87,12 @@ def compare(
     comparisons = _compare_with_first(recordings)
     if comparisons and not all(_is_run(path) for path in paths):
         return _build_comparison([], [], comparisons, page=None, notes=_notes(recordings))
-    sides = read_runs(paths)
-    divergences = loss_divergences(sides, floor=RECORDING_FLOOR)
+    compared_runs = read_runs(paths)
+    divergences = loss_divergences(compared_runs, floor=RECORDING_FLOOR)
     replaced = page is not None and Path(page).exists()
-    page_path = write_comparison_page(sides, divergences, to=Path(page)) if page is not None else None
+    page_path = write_comparison_page(compared_runs, divergences, to=Path(page)) if page is not None else None
     return _build_comparison(
-        sides, divergences, comparisons, page=page_path, replaced=replaced, notes=_notes(recordings)
+        compared_runs, divergences, comparisons, page=page_path, replaced=replaced, notes=_notes(recordings)
     )
 
 
@@ -153,7 +153,7 @@ def _notes(recordings: Sequence[Recording]) -> list[str]:
 
 
 def _build_comparison(
-    sides: list[ComparedRun],
+    compared_runs: list[ComparedRun],
     divergences: list[LossDivergence],
     comparisons: list[tuple[Path, Comparison]],
     *,
@@ -162,7 +162,7 @@ def _build_comparison(
     notes: Sequence[str] = (),
 ) -> RunComparison:
     first_difference = next((comparison.first for _, comparison in comparisons if comparison.first is not None), None)
-    lines = _table_lines(sides, divergences)
+    lines = _table_lines(compared_runs, divergences)
     for path, comparison in comparisons:
         lines.append(comparison.text if len(comparisons) == 1 else f"{path}: {comparison.text}")
         lines += _rank_divergence_lines(path) if comparison.first is not None else []
@@ -172,8 +172,11 @@ def _build_comparison(
     return RunComparison(
         exit_code=int(ExitCode.DIFFERENT if first_difference is not None else ExitCode.DONE),
         text="\n".join(lines),
-        runs=[{"run": str(side.history.run.path), **side.result, **side.speed} for side in sides],
-        settings=differing_settings(sides) if sides else {},
+        runs=[
+            {"run": str(compared_run.history.run.path), **compared_run.result, **compared_run.speed}
+            for compared_run in compared_runs
+        ],
+        settings=differing_settings(compared_runs) if compared_runs else {},
         losses=[asdict(divergence) for divergence in divergences],
         recordings=[{"run": str(path), **asdict(comparison)} for path, comparison in comparisons],
         first_difference=first_difference,
@@ -182,7 +185,7 @@ def _build_comparison(
 
 
 def _rank_divergence_lines(path: Path) -> list[str]:
-    """Return lines that say whether the ranks of the differing run at least agree with one another."""
+    """Return a line about the first difference between the ranks of one run; an empty list if they are equal."""
     try:
         ranks = [read_recording(path, rank=rank).records for rank in range(num_ranks(path))]
     except UsageError as error:
@@ -196,22 +199,22 @@ def _rank_divergence_lines(path: Path) -> list[str]:
     ]
 
 
-def _table_lines(sides: list[ComparedRun], divergences: list[LossDivergence]) -> list[str]:
-    if not sides:
+def _table_lines(compared_runs: list[ComparedRun], divergences: list[LossDivergence]) -> list[str]:
+    if not compared_runs:
         return []
-    groups = comparison_table(sides, divergences)
+    groups = comparison_table(compared_runs, divergences)
     cells = [row for _, rows in groups for row in rows]
     width = max(len(name) for name, _ in cells) + 2
     columns = [
-        max(len(row[column]) for row in [[s.name for s in sides], *(c for _, c in cells)])
-        for column in range(len(sides))
+        max(len(row[column]) for row in [[s.name for s in compared_runs], *(c for _, c in cells)])
+        for column in range(len(compared_runs))
     ]
 
     def line(name: str, row: list[str]) -> str:
         padded = "  ".join(cell.ljust(size) for cell, size in zip(row, columns, strict=True))
         return f"  {name:<{width}}{padded}".rstrip()
 
-    lines = [line("", [side.name for side in sides])]
+    lines = [line("", [compared_run.name for compared_run in compared_runs])]
     for title, rows in groups:
         lines += [title, *(line(name, row) for name, row in rows)]
     return lines

@@ -54,12 +54,13 @@ def compare_layouts(
     steps: int = 8,
     page: str | Path | None = None,
 ) -> LayoutComparison:
-    """Run each layout for a few steps and compare them; a verdict compares a layout's losses with those of the first.
+    """Train the job for a few steps in each layout and compare the layouts.
 
-    A layout that does not fit the job becomes a row with the reason.
+    The verdict on a layout compares its losses with those of the first layout that completed. A layout that does not
+    fit the job becomes a row with the reason.
 
     Raises:
-        PacelineError, Problems: the checks before a process starts failed, for all layouts at once.
+        PacelineError, Problems: a check before the start failed; the problems of all layouts are reported together.
     """
     tasks, refused = _make_tasks(job, layouts, common, overrides, steps)
     if common.dry_run:
@@ -147,7 +148,7 @@ def _make_tasks(
         problems.append(UsageError("--layout and --layouts contradict each other.", hint="use --layouts alone"))
     last_step = steps + _EXTRA_STEPS
     after_last_step = str(last_step + 1)
-    own_settings = [
+    comparison_settings = [
         f"--train.steps={last_step}",
         "--log.every=1",
         f"--eval.every={after_last_step}",
@@ -157,7 +158,7 @@ def _make_tasks(
     refused: dict[str, MeasuredLayout] = {}
     for name in layouts:
         try:
-            tasks[name] = _make_layout_task(job, name, common, [*overrides, *own_settings], steps)
+            tasks[name] = _make_layout_task(job, name, common, [*overrides, *comparison_settings], steps)
         except PacelineError as error:
             errors = list_problems(error)
             if all(isinstance(problem, LayoutError) for problem in errors) and _is_layout(name):
@@ -294,7 +295,8 @@ def refuse_mixed_arguments(runs: Sequence[str], settings: Sequence[str]) -> None
     """Refuse arguments that belong to the other form of `compare`.
 
     Raises:
-        UsageError, LayoutError
+        UsageError: runs are compared, and settings were given.
+        LayoutError: a job was given without `--layouts`.
     """
     if settings:
         raise UsageError(f"compare of runs takes no settings, got {settings[0]}.", hint="compare JOB --layouts A B")

@@ -31,11 +31,11 @@ class Setting:
 
 
 def config(job: str, *, file: Path | None = None, overrides: Sequence[str] = ()) -> list[Setting]:
-    """Return every setting of `job`. The job's code runs, because its settings may follow from its parameters.
+    """Return every setting of `job`. The job's code is run, because it may set settings of its own.
 
     Raises:
         JobError: the job can't be loaded.
-        UsageError, Problems: a value that its setting can't have.
+        UsageError, Problems: a setting has an invalid value.
     """
     ref = parse_jobref(job)
     requested = read_requested_settings(file=file, overrides=overrides)
@@ -63,10 +63,12 @@ def config(job: str, *, file: Path | None = None, overrides: Sequence[str] = ())
 
 
 def _job_settings(ref: JobRef, requested: RequestedSettings) -> dict[str, Any]:
+    """Load the job with the requested parameters, and return the settings that it sets."""
     params = {name[4:]: value for name, value in requested.values.items() if name.startswith("job.")}
-    load, layer = resolve("paceline.job:load_job"), resolve("paceline.trainer.setup.build_training_setup:job_settings")
+    load_job = resolve("paceline.job:load_job")
+    settings_of_job = resolve("paceline.trainer.setup.build_training_setup:job_settings")
     try:
-        settings: dict[str, Any] = layer(load(ref, params=params))
+        settings: dict[str, Any] = settings_of_job(load_job(ref, params=params))
     except PacelineError:
         raise
     except SystemExit as error:

@@ -28,10 +28,10 @@ ENTRY = "paceline.trainer.entrypoints:evaluate"
 def evaluate(
     run: str | None = None, *, split: str = "eval", best: bool = False, common: RunOptions | None = None
 ) -> CommandOutcome:
-    """Return the exact metrics of a run's newest good checkpoint, of its best, or of the named one.
+    """Return the exact metrics of a run's newest good checkpoint, of its best, or of the checkpoint that `run` names.
 
-    Without `layout`, the run's own layout is used, if the number of ranks is the same. The ranks' logs are written
-    outside the run, and nothing in the run changes until the metrics are computed.
+    Without `common.layout`, the layout is that of the run if the number of ranks is the same, otherwise `single` or
+    `ddp`. The ranks' logs are written outside the run folder, which does not change until the metrics are computed.
     """
     common = common or RunOptions()
     if split not in ("eval", "test"):
@@ -52,7 +52,7 @@ def evaluate(
         print_line("the job: the object that was passed" if is_object else f"the job (its code runs): {task.job}")
     if joined is None:
         checkpoint = checkpoint or newest_checkpoint(folder)
-    options = {"split": split, "checkpoint": str(checkpoint or "")}  # if empty, each rank chooses
+    options = {"split": split, "checkpoint": str(checkpoint or "")}  # if empty, the ranks find the newest one
     task = replace(evaluation_task, verb="evaluate", options=options, resume=None, run=str(folder.path))
     with scratch_folder("evaluate") as scratch:
         answer = RunFolder(scratch.path).answer("evaluate")
@@ -70,7 +70,7 @@ def evaluate(
 
 
 def build_evaluation_task(task: Task, common: RunOptions) -> Task:
-    """Return the task for the requested layout and ranks, without the settings that only training uses.
+    """Return the task for the requested layout and ranks, without the settings that this layout does not support.
 
     Raises:
         LayoutError, Problems: the layout is unknown, or it does not fit these ranks.

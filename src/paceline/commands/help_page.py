@@ -21,7 +21,7 @@ EXAMPLES = {
     "ckpt": "paceline ckpt ls runs/job/NAME",
     "config": "paceline config job.py --train.precision bf16",
 }
-SETTINGS = {
+SETTINGS = {  # the most used settings: the placeholder of the value, and a description
     "train.steps": ("N", "stop after this many optimizer steps"),
     "train.epochs": ("N", "stop after this many passes over the data"),
     "train.global_batch_size": ("N", "samples per optimizer step, over all ranks"),
@@ -40,7 +40,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
     "output": ("page", "to", "verbose", "json"),
 }
 _GROUPED_OPTIONS = {name for names in _GROUPS.values() for name in names}
-_COLUMN, _WIDTH = 32, 110
+_COLUMN, _WIDTH = 32, 110  # the start of the descriptions, and the end of the lines
 _SHORT_FLAGS = {"verbose": "-v, "}
 _PLACEHOLDERS = {
     "update": "RULE",
@@ -133,7 +133,7 @@ def _wrapped_rows(head: str, text: str) -> Iterator[str]:
 
 
 def _descriptions(options: type) -> dict[str, str]:
-    """Return the docstring below each field, from the source of the class and of those that it extends."""
+    """Return the docstring below each field, from the source of the class and of its base classes."""
     descriptions: dict[str, str] = {}
     for cls in reversed(options.__mro__[:-1]):
         tree = ast.parse(Path(str(sys.modules[cls.__module__].__file__)).read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ def new(name: str, *, folder: Path | None = None) -> Path:
     """Write an example job into `folder`; never overwrite a file.
 
     Raises:
-        UsageError: no such example, or the file exists.
+        UsageError: there is no such example, or the file exists or can't be written.
     """
     if name not in EXAMPLES:
         raise UsageError(

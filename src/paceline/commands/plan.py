@@ -127,7 +127,7 @@ def plan(
     target = None if cluster.strip() == "here" else parse_cluster(cluster)
     if target is not None:
         refuse_other_rank_count(common, target, cluster_text=cluster)
-    one_process = replace(common, layout="single", ranks=1, device="cpu")  # judges the layouts of another cluster
+    one_process = replace(common, layout="single", ranks=1, device="cpu")  # enough to plan for another cluster
     run_options = replace(common, layout=None) if target is None else one_process
     ref, arguments, assumed = config_as_job(job, overrides, ranks=common.ranks or 1, cluster=target, file=common.config)
     task = make_task("plan", ref, run_options, arguments)
@@ -177,7 +177,7 @@ def _execute_plan(task: Task, common: RunOptions) -> CommandOutcome:
 
 @contextmanager
 def report_progress(run: Path, *, every: float = _PROGRESS_SECONDS) -> Iterator[None]:
-    """Print on standard error every few seconds what the plan in this folder is doing, and how long it has run."""
+    """Return a context that prints, every `every` seconds on standard error, the activity of the plan in `run`."""
     finished, start_time = Event(), time.monotonic()
 
     def print_progress() -> None:
@@ -226,7 +226,7 @@ def _refuse_invalid_layouts(named: Sequence[str], *, layouts: Sequence[str]) -> 
 
 
 def _refuse_misfit_layouts(named: Sequence[str], *, ranks: int) -> None:
-    """Refuse the layouts if none fits this number of ranks, whatever the model; otherwise the plan reports each one."""
+    """Refuse the layouts if none of them fits the number of ranks. Otherwise, the plan says which ones do not fit."""
     problems = list[PacelineError]()
     for name in named:
         try:
@@ -247,7 +247,7 @@ def _refuse_seconds(seconds: float | None) -> None:
 def _local_machine(task: Task, seconds: float | None, *, clock: Callable[[], float] = time.monotonic) -> dict[str, Any]:
     """Return this machine's cluster and the seconds for timing layouts, as the `here` option of the plan's task.
 
-    Under another launcher, return a request instead: the ranks then benchmark the machine.
+    Under another launcher, return a request for a machine benchmark by the ranks instead of the cluster.
     """
     joined = detect_world(os.environ)
     if joined is not None:

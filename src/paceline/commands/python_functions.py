@@ -363,7 +363,7 @@ def _refuse_other_types(job: Any) -> None:
 
 
 def _settings_arguments(settings: Settings | None) -> list[str]:
-    """Return settings as they would be typed; `None` leaves a setting at its default.
+    """Return settings as command-line arguments; a setting whose value is None is left out.
 
     Raises:
         UsageError, Problems: an unknown name, or a value of the wrong type.
@@ -384,7 +384,7 @@ def _resume_argument(resume: str | Path | bool) -> str | None:
 
 
 def _build_result(outcome: CommandOutcome, *, has_value: bool = False) -> Result:
-    """Return the verb's result, or raise its error; with `has_value` return the result even after an error.
+    """Return the verb's result, or raise its error. With `has_value`, return the result even if the verb failed.
 
     Raises:
         KeyboardInterrupt: the verb was interrupted twice.
@@ -400,7 +400,7 @@ def _build_result(outcome: CommandOutcome, *, has_value: bool = False) -> Result
 
 
 def _build_error(outcome: CommandOutcome) -> BaseException:
-    """Return the error of the first failing rank, with its own type if that is one of Paceline's."""
+    """Return the error of the first failing rank: of its own type for a `PacelineError`, otherwise a `RunError`."""
     fields = outcome.json_fields
     if outcome.error is not None:
         return _add_notes(outcome.error, fields)
@@ -424,6 +424,7 @@ def _build_error(outcome: CommandOutcome) -> BaseException:
 
 
 def _add_notes(error: BaseException, fields: Mapping[str, Any]) -> BaseException:
+    """Add the path of the full log and the command that resumes the run to the error."""
     for line in (f"full text: {fields['log']}" if fields.get("log") else "", str(fields.get("go_on") or "")):
         if line:
             error.add_note(line)

@@ -46,7 +46,7 @@ from paceline.run_folder.plan_file import FILE_NAME, read_advice
 
 ENTRY = "paceline.measured_planning.plan_worker:write_job_profile"
 _MICRO_BATCH_SETTING = "train.micro_batch_size"
-_MIN_CORRECTION = 1e-3
+_MIN_CORRECTION = 1e-3  # the relative difference of timed and simulated step from which both are printed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +179,11 @@ class _SimulationInputs:
 def _simulate_step(
     job: Path, inputs: _SimulationInputs, mean_seconds: float | None, checkpoints: CheckpointCosts, page: Path | None
 ) -> Simulation:
+    """Simulate a step, forecast failures, and write the page.
+
+    If the plan timed the layout, the forecast uses the simulated step time, scaled by the ratio of the timed to the
+    estimated one.
+    """
     cost_model, estimate = inputs.cost_model, inputs.estimate
     step = simulate_candidate(cost_model, candidate=estimate.candidate)
     step = replace(step, estimate=replace(step.estimate, memory=estimate.memory))
@@ -212,7 +217,10 @@ def _simulate_step(
 
 
 def _timing_lines(ratio: float, seconds: float, *, has_more: bool) -> Iterator[str]:
-    """Yield a line with the step time by the plan's timings, if it differs from the simulated one."""
+    """Yield a line with the step time by the plan's timings, if it differs from the simulated time.
+
+    `ratio` is the timed step over the simulated one, and `seconds` the timed step.
+    """
     if abs(ratio - 1) > _MIN_CORRECTION:
         note = "; the lines below use that step time" if has_more else ""
         duration = format_precise_duration(seconds)
@@ -235,6 +243,7 @@ def _read_plan(path: Path, layout: str | None) -> _SimulationInputs:
 def _profile_job(
     job: str, cluster_text: str, layout: str | None, common: RunOptions, overrides: Sequence[str]
 ) -> _SimulationInputs | CommandOutcome:
+    """Profile the job in another process; return the outcome of this process if it fails."""
     cluster: Cluster | None = None if cluster_text.strip() == "here" else parse_cluster(cluster_text)
     if cluster is not None:
         refuse_other_rank_count(common, cluster, cluster_text=cluster_text)

@@ -38,9 +38,10 @@ def train(
     allow: Sequence[str] = (),
     evaluate_first: bool = False,
 ) -> CommandOutcome:
-    """Train `job`; `resume=""` resumes its newest run, a path resumes that run.
+    """Train `job`. `resume` is the path of a run to resume, or "" for the newest run of the job.
 
-    With the layout `auto` the job is planned first; if memory runs out, the run falls back to a layout that needs less.
+    With the layout `auto`, the job is planned first. If memory runs out, the run continues in a layout that needs less
+    memory.
     """
     common = common or RunOptions()
     raise_all(refuse_unknown_allowances(tuple(allow)))
@@ -72,7 +73,10 @@ def train(
 
 
 def read_training_result(outcome: CommandOutcome) -> dict[str, Any]:
-    """Return the last step, the last evaluation and, if it was written, the digest of a run that completed."""
+    """Return the last step, the last evaluation and the digest of a run that completed or was stopped.
+
+    The digest is None if it was not written for this step. The result is empty if the run failed.
+    """
     run = RunFolder(outcome.run)
     latest = resolve_mark(run.checkpoints, LATEST)
     if outcome.exit_code not in (ExitCode.DONE, ExitCode.STOPPED) or latest is None:

@@ -36,7 +36,10 @@ def verify(
     steps: int = 3,
     against: str = "single",
 ) -> CommandOutcome:
-    """Compare the layout with one process on this job; exit code 4 if they differ, 1 if nothing could be compared."""
+    """Compare the training of `job` in a layout with that in one process.
+
+    The exit code is 4 if they differ, and 1 if nothing could be compared.
+    """
     common = common or RunOptions()
     if steps < 1:
         raise UsageError(f"--steps {steps}: verify needs at least one step.", hint="--steps 3")
@@ -81,18 +84,18 @@ def _choose_auto_layout(job: str, common: RunOptions, overrides: Sequence[str]) 
 
 
 def _refuse_races(update: UpdateRule, job: str) -> None:
-    """Refuse an update rule whose result depends on timing: it has no single right answer to compare with."""
+    """Refuse an update rule whose result depends on timing, because it has no single correct result to compare with."""
     if update.has_races:
         raise UsageError(
             f"verify has no verdict on {update.kind}: races make every run different, and each one is valid.",
             cause="workers read and write the same weights without synchronisation",
-            hint=f"paceline train {job} --ranks 2 --update {update.kind}, once without it, "
+            hint=f"paceline train {job} --ranks 2 --update {update.kind}, once without --update, "
             "then paceline compare RUN RUN",
         )
 
 
 def _refuse_rounding(task: Task) -> None:
-    """Refuse settings that round differently from one process at every use: no noise floor exists for them."""
+    """Refuse `params` other than fp32: each parameter is then rounded at each use, which one process does not do."""
     layout = parse_layout(task.layout)
     if layout.params == "fp32":
         return

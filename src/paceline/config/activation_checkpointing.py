@@ -10,7 +10,7 @@ from paceline.errors import LayoutError
 
 
 class RematKind(StrEnum):
-    """The policies: which activations a block keeps for its backward."""
+    """The policies, which say what activations a block keeps for its backward."""
 
     NONE = "none"
     FULL = "full"
@@ -22,8 +22,8 @@ class RematKind(StrEnum):
 class Remat:
     """An activation checkpointing policy.
 
-    `every`: one of this many blocks keeps only its input. `keep`: operations whose outputs `selective` keeps; () means
-    Paceline's default list.
+    With `every`, one of this many consecutive blocks keeps only its input and is recomputed. `keep` has the operations
+    whose outputs `selective` keeps; () means Paceline's default list.
     """
 
     kind: RematKind = RematKind.NONE
@@ -46,7 +46,7 @@ def parse_remat(text: str) -> Remat:
     """Parse `none`, `full`, `every:2`, `selective` or `selective:mm+bmm`.
 
     Raises:
-        LayoutError: an unknown word, or an invalid count.
+        LayoutError: the policy is unknown, or its option is invalid.
     """
     word, colon, options = (part.strip() for part in text.strip().partition(":"))
     word = word.lower()

@@ -2,13 +2,16 @@
 
 from paceline.errors import LayoutError, PacelineError
 
-REMAINING_RANKS = -1
+REMAINING_RANKS = -1  # the size of an axis that gets all ranks which the other axes leave
 MAX_RANKS = 100_000
 _MAX_STAGES = 1_000  # of one rank
 
 
 def read_size(item: str, value: str, problems: list[PacelineError]) -> int:
-    """Return the count of an axis, or `REMAINING_RANKS`; an invalid count is added to `problems`."""
+    """Return the count of an axis, or `REMAINING_RANKS`; an invalid count is added to `problems`.
+
+    `item` is the axis with its count, such as `tp=2`, and `value` the count.
+    """
     if value == str(REMAINING_RANKS):
         return REMAINING_RANKS
     axis = item.partition("=")[0].strip()

@@ -25,7 +25,7 @@ class Method(StrEnum):
 
 @dataclass(frozen=True)
 class _Option:
-    """An option of a method: its allowed values in words, and its parser, which raises ValueError for others."""
+    """An option of a method: its allowed values in words, and its parser, which raises ValueError for any other."""
 
     allowed_values: str
     parse: Callable[[str], Any]
@@ -59,8 +59,8 @@ _OPTIONS: dict[Method, dict[str, _Option]] = {
 class Compression:
     """The requested compression.
 
-    `block`: how many elements share a scale (int8); `rank`: the columns of a factor (powersgd); `ratio`: the fraction
-    of elements that is sent (topk).
+    `block` is the number of elements that share a scale (int8), `rank` the number of columns of each factor (powersgd),
+    and `ratio` the fraction of elements that is sent (topk).
     """
 
     method: Method = Method.NONE
@@ -83,7 +83,7 @@ class Compression:
         return min(numel, max(1, math.ceil(self.ratio * numel)))
 
     def factor_rank(self, rows: int, columns: int) -> int:
-        """Return the number of columns of the factors of a matrix; 0 if they are no smaller and it is sent whole."""
+        """Return the number of columns of a matrix's factors; 0 if the factors would not be smaller than the matrix."""
         rank = min(self.rank, rows, columns)
         return rank if rank * (rows + columns) < rows * columns else 0
 
@@ -95,7 +95,7 @@ class Compression:
 
 
 def find_method(name: str) -> Method | None:
-    """Return the method of this name, or the one that has an option of this name."""
+    """Return the method of this name, or the method that has an option of this name."""
     return next((method for method in Method if name in (method, *_OPTIONS.get(method, {}))), None)
 
 
@@ -103,7 +103,7 @@ def parse_compress(text: str) -> Compression:
     """Parse `bf16`, `fp16`, `int8,block=256`, `powersgd,rank=4`, `topk,ratio=0.01`, or `none`.
 
     Raises:
-        LayoutError: no such method, or an option that it does not have.
+        LayoutError: the method does not exist, or does not have such an option.
     """
     name, *options = (part.strip().lower() for part in text.split(","))
     if name not in set(Method):

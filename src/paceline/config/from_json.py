@@ -10,7 +10,7 @@ _Kind = TypeVar("_Kind")
 
 
 def convert_json(tree: Any, kind: type[_Kind], *, part: str) -> _Kind:
-    """Convert a tree of JSON to a dataclass, or another type; `part` says for messages which part of the plan it is.
+    """Convert JSON to the type `kind`, such as a dataclass. `part` names this part of the plan in an error message.
 
     Raises:
         UsageError: a value is missing or has another type.

@@ -12,14 +12,14 @@ from typing_extensions import override
 from paceline.console.formatting import closest_word, did_you_mean
 from paceline.errors import JobError, UsageError
 
-FACTORY, OBJECT = "make_job", "job"
+FACTORY, OBJECT = "make_job", "job"  # the names in a job file, if a reference names none
 _MODEL_FILES = ("config.json", "adapter_config.json", "model_index.json")
 OBJECT_PREFIX = "object"  # `object:NAME` stands for a job that was passed as a Python object
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobRef:
-    """A file or a module, and optionally a name in it."""
+    """A reference to a job: a file or a module, and optionally a name in it."""
 
     path: Path | None = None
     module: str | None = None
@@ -37,11 +37,11 @@ class JobRef:
 
 
 def parse_jobref(text: str) -> JobRef:
-    """Parse a reference; a file must exist and be Python with a job in it.
+    """Parse a reference. If it names a file, the file must exist and define a job.
 
     Raises:
-        UsageError: no such file, or no name where one is needed.
-        JobError: a syntax error, or nothing in the file is a job.
+        UsageError: the text is no reference, or the file does not exist or is not Python.
+        JobError: the file has a syntax error, or defines no job.
     """
     if not text.strip():
         raise UsageError("the job is empty: is a variable unset?", hint="job.py, job.py:name or pkg.module:name")
@@ -78,7 +78,7 @@ def parse_jobref(text: str) -> JobRef:
 
 
 def _check_module(text: str, package: str) -> None:
-    """Raise an error for a package that is neither on Python's path nor in this folder; nothing is imported."""
+    """Raise an error if a package is neither on Python's path nor in the working folder; import nothing."""
     package_folder = Path(package)
     if (
         package_folder.is_dir()
@@ -127,8 +127,11 @@ def split_jobref(text: str) -> tuple[str, str, str]:
     return (f"{path}.py", ":", name) if suffix else text.partition(":")
 
 
-def file_name(text: str) -> str:
-    """Return the job's short name; an empty string for a Python object, whose name says nothing about its source."""
+def source_name(text: str) -> str:
+    """Return the short name of a job's file or module; an empty string for a job that is a Python object.
+
+    The name of an object says nothing about its source.
+    """
     return "" if split_jobref(text)[0] == OBJECT_PREFIX else short_name(text)
 
 
@@ -150,7 +153,10 @@ def job_defaults(ref: JobRef) -> dict[str, str] | None:
 
 
 def parameter_sources(ref: JobRef) -> dict[str, tuple[str, str]] | None:
-    """Return the sources of annotation and default of each parameter of `make_job`; None if they are not visible."""
+    """Return, for each parameter of `make_job`, the source code of its annotation and of its default ('' for none).
+
+    Return None if the source does not show the parameters: for a module, or a function with a decorator or `**kwargs`.
+    """
     if ref.path is None:
         return None
     function = next((f for f in _functions(_parse_file(ref.path)) if f.name == (ref.name or FACTORY)), None)
@@ -193,6 +199,7 @@ def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
 
 
 def _check_defines_job(ref: JobRef) -> None:
+    """Raise an error if the file does not define the job. A file with `from ... import *` is not checked."""
     assert ref.path is not None
     tree = _parse_file(ref.path)
     if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body):

@@ -17,7 +17,7 @@ from paceline.errors import LayoutError, PacelineError, raise_all
 
 
 class LayoutKind(StrEnum):
-    """The layouts that have a name; `AXES` is one that was written as axes."""
+    """The layouts that have a name; `AXES` is any layout that was written as axes."""
 
     SINGLE = "single"
     THREADS = "threads"
@@ -37,7 +37,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 OPTIONS = ("zero", "schedule", "virtual", "remat", "offload", "sequence", "params")
 _KIND_NAMES = [str(kind) for kind in LayoutKind if kind is not LayoutKind.AXES]
 _ALIASES = {"dp": "dp_replicate", "zero3": "fsdp", "fsdp2": "fsdp", "deepspeed": "fsdp"}
-_AXIS_AND_ZERO_STAGE = {
+_AXIS_AND_ZERO_STAGE = {  # the axis that the name of a layout stands for, and its ZeRO stage (0: not ZeRO)
     LayoutKind.DDP: ("dp_replicate", 0),
     LayoutKind.ZERO1: ("dp_shard", 1),
     LayoutKind.ZERO2: ("dp_shard", 2),
@@ -55,7 +55,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A layout. `sizes` has the size of each requested axis; `REMAINING_RANKS` takes what the other axes leave.
+    """A layout. `sizes` has the size of each requested axis; `REMAINING_RANKS` stands for all ranks that are left.
 
     `zero`: the ZeRO stage of `dp_shard` (3 is FSDP). `threads`: the number of replicas as threads, None for one per
     rank. `virtual`: the number of pipeline stages on each rank. `params`: the dtype in which fsdp gathers parameters.

@@ -19,8 +19,8 @@ from paceline.config.text_file import read_user_text
 from paceline.console.formatting import did_you_mean
 from paceline.errors import PacelineError, UsageError, raise_all
 
-JOB = "job"
-JOB_SETTINGS = "Job(settings=)"
+JOB = "job"  # the group of the parameters of make_job, and the origin of settings in a `Job`
+JOB_SETTINGS = "Job(settings=)"  # the same origin, as an error names it
 COMMAND_LINE = "command line"
 _MAX_SHOWN_CHARACTERS = 200
 
@@ -33,12 +33,13 @@ class RequestedSettings:
     origins: dict[str, str] = field(default_factory=dict)
 
     def layered_over(self, lower: Mapping[str, Any], *, origin: str, where: str = "") -> "RequestedSettings":
-        """Return these values layered over lower ones from Python: those of a job, or of a `pl.Run`.
+        """Return these values, completed by the values in `lower`, which come from a job or a `pl.Run`.
 
-        `where` is the source that an error names, if it differs from `origin`.
+        `origin` is the origin of the lower values. `where` is the origin that an error names, if it is another text.
 
         Raises:
-            UsageError, Problems: an unknown name, a value of the wrong type, a parameter of an already built job.
+            UsageError, Problems: a name is unknown, a value has the wrong type, or a job that is already built gets a
+                parameter.
         """
         problems: list[PacelineError] = []
         values = _read_layer(lower, where or origin, problems, is_job_built=True)
@@ -50,7 +51,7 @@ class RequestedSettings:
 
 @cache
 def known_settings() -> Mapping[str, Any]:
-    """Return every dotted name with its type."""
+    """Return the dotted name of every setting with its type."""
     return MappingProxyType(dict(_setting_types(Settings, "")))
 
 
@@ -99,7 +100,7 @@ def merge(requested: RequestedSettings) -> Settings:
     """Return the typed settings: defaults, overridden by the requested values.
 
     Raises:
-        UsageError, Problems: a value that its setting can't have, whatever its origin.
+        UsageError, Problems: a setting has an invalid value.
     """
     problems = [
         _find_problem(name, value, requested.origins.get(name, ""), is_job_built=False)
@@ -145,7 +146,7 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_from_text(values: Mapping[str, str]) -> dict[str, Any]:
-    """Return settings parsed from text, as if typed: `5,6` for a list gives its items."""
+    """Return settings parsed from text as on the command line: the text `5,6` of a list setting becomes a list."""
     return {name: _normalize_value(name, value) for name, value in values.items()}
 
 
@@ -299,7 +300,10 @@ def _is_text(value: str) -> bool:
 
 
 def _related_settings(name: str) -> str:
-    """Return the settings of the same group, else the groups: a hint for Python code, where no command lists them."""
+    """Return a hint for Python code: the settings of the same group as `name`, or all groups if there is no such group.
+
+    Python code has no command that lists the settings.
+    """
     groups = dict.fromkeys(known.partition(".")[0] for known in known_settings())
     group = name.partition(".")[0]
     same_group = [known for known in known_settings() if known.startswith(f"{group}.")]

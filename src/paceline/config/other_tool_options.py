@@ -13,7 +13,7 @@ _OPTIMIZER = "the job builds the optimizer: make its values parameters of make_j
 
 @dataclass(frozen=True, kw_only=True)
 class OtherOption:
-    """The equivalent of another tool's option: what to type, with `{}` for its value, and why it differs."""
+    """The equivalent of another tool's option: what to type, with `{}` for the value, and why the options differ."""
 
     replacement: str
     reason: str = ""
@@ -87,9 +87,9 @@ OTHER_TOOL_OPTIONS: dict[str, OtherOption] = {
 
 
 def find_equivalent(flag: str, value: str) -> tuple[str, str] | None:
-    """Return the likely cause and what to type for an option of another tool; None for an unknown one.
+    """Return the likely cause and what to type instead of another tool's option; None if the option is unknown.
 
-    `flag` is as typed, `--per-device-train-batch-size`; `value` is what follows it, or empty.
+    `flag` is the option as typed, such as `--per-device-train-batch-size`, and `value` its value, or empty.
     """
     name = flag.lstrip("-").replace("-", "_").lower()
     option = (

@@ -1,7 +1,8 @@
 """Define the names that `--allow` accepts, and how a resume treats each setting that differs from the checkpoint's.
 
-Every setting is in exactly one of three tables: a resume compares it and refuses another value, reports the change, or
-accepts it silently because the training stays the same.
+Every setting is in exactly one of three tables. A resume refuses another value of a setting in `COMPARED_SETTINGS`,
+reports another value of one in `REPORTED_SETTINGS`, and silently accepts any value of one in `FREE_SETTINGS`, because
+the training stays the same.
 """
 
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ _LENGTH = "the length of the run; a schedule that depends on it is compared"
 _PLACEMENT = "the placement of the model: the same training up to rounding"
 _SPEED = "the speed, or the waiting times"
 _REPORTING = "what is logged, evaluated or saved, and when"
-FREE_SETTINGS: Mapping[str, str] = {
+FREE_SETTINGS: Mapping[str, str] = {  # what the setting decides
     **dict.fromkeys(("train.steps", "train.epochs", "train.samples", "train.tokens"), _LENGTH),
     **dict.fromkeys(
         (

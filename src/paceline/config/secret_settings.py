@@ -19,7 +19,7 @@ def is_mask(name: str, value: Any) -> bool:
 
 
 def mask_value(name: str, value: Any) -> str:
-    """Return the value as text, or dots if its name marks it as a secret."""
+    """Return the value as text, or dots if `name` is the name of a secret."""
     return HIDDEN if _SECRET.search(name) else str(value)
 
 

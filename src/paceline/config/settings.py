@@ -99,9 +99,9 @@ class PlacementSettings:
     """Settings for the placement of the model, in addition to the layout.
 
     `units` are class names, patterns of fully qualified names (FQNs, such as `layers.*`), or the least number of
-    elements of a unit; `blocks` are the FQNs of the blocks in the order of the forward; `stages` has the number of
-    blocks of each stage; `cut` is how the model is cut into stages; `replicate` are FQN patterns of modules that tp
-    does not split.
+    elements of a unit. `blocks` are the FQNs of the blocks in the order of the forward. `stages` has the number of
+    blocks of each stage. `cut` is the method by which the model is cut into stages. `replicate` are FQN patterns of
+    modules that tp does not split.
     """
 
     units: tuple[str, ...] = ()

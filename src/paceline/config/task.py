@@ -28,7 +28,7 @@ class Task:
     faults: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     job_handle: int | None = None
-    """An open file that holds a job given as a Python object; valid only in this run's processes."""
+    """The descriptor of an open file with a job that is a Python object; valid only in this run's processes."""
 
     def with_absolute_paths(self, folder: Path) -> "Task":
         """Return the task with paths that are valid in any working folder; relative ones are resolved from `folder`."""

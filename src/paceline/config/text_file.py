@@ -20,7 +20,8 @@ def read_user_text(path: Path, *, expected: str, hint: str) -> str:
     """Return the text of a file. An error names the `expected` kind of file and shows `hint`, an example.
 
     Raises:
-        UsageError: the file is not text, or can't be read. FileNotFoundError: there is no such file.
+        UsageError: the file is not text, or can't be read.
+        FileNotFoundError: there is no such file.
     """
     try:
         if path.exists() and (problem := _unreadable_reason(path)):

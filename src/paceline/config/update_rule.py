@@ -14,11 +14,11 @@ from typing_extensions import override
 from paceline.console.formatting import closest_word, did_you_mean
 from paceline.errors import LayoutError
 
-UNBOUNDED = "none"
+UNBOUNDED = "none"  # the text for a staleness without a bound
 
 
 class UpdateKind(StrEnum):
-    """The update rules of this version."""
+    """The update rules. `DOUBLE` is PipeDream-2BW, which keeps two versions of the weights."""
 
     SYNC = "sync"
     PIPEDREAM = "pipedream"
@@ -31,7 +31,7 @@ class UpdateKind(StrEnum):
 
 @dataclass(frozen=True)
 class _Option:
-    """An option of a rule: its allowed values in words, and its parser, which raises ValueError for others."""
+    """An option of a rule: its allowed values in words, and its parser, which raises ValueError for any other."""
 
     allowed_values: str
     parse: Callable[[str], Any]
@@ -64,7 +64,7 @@ _STALENESS_BOUND = _Option(
 
 @dataclass(frozen=True, kw_only=True)
 class RuleSpec:
-    """The facts about an update rule that a command needs before it imports torch.
+    """The properties of an update rule that a command needs before it imports torch.
 
     `options` take a value, `flags` take none, and `defaults` has the values of options that the user omits.
     `UpdateRule` explains the other fields.
@@ -111,11 +111,12 @@ class UpdateRule:
     """The requested update rule.
 
     PipeDream: with `vertical`, every stage uses the weight version of the first stage.
-    Local SGD: sites synchronise after `every` updates. The mean of their changes is one step of an outer SGD with `lr`
-    and Nesterov `momentum`. `fragments` of the model are synchronised in turn. The result is applied `delay` updates
-    after it was sent; `mix` is the fraction of the site's own newer weights in it.
-    Parameter server: the first `servers` ranks hold the parameters, the others compute gradients on weights that are at
-    most `staleness` updates old (infinity without a bound).
+    Local SGD: sites synchronise after `every` updates. The mean of their changes is the gradient of one step of an
+    outer SGD with `lr` and Nesterov `momentum`. The model is divided into `fragments`, which are synchronised in turn.
+    A site gets the new weights `delay` updates after it has sent its changes, and mixes them with its newer weights,
+    whose fraction is `mix`.
+    Parameter server: the first `servers` ranks hold the parameters. The other ranks compute gradients on weights that
+    are at most `staleness` updates old (infinity without a bound).
     """
 
     kind: UpdateKind = UpdateKind.SYNC
@@ -239,7 +240,7 @@ def _unknown_option_error(kind: UpdateKind, name: str, option: str) -> LayoutErr
 
 
 def _example_value(kind: UpdateKind, name: str, option: str) -> str:
-    """Return the value of a mistyped option if it is valid for this one, else the rule's default."""
+    """Return the value in the mistyped `option` if it is valid for the option `name`, else that option's default."""
     value = option.partition("=")[2].strip()
     try:
         RULE_SPECS[kind].options[name].parse(value)

@@ -14,9 +14,9 @@ from typing import TextIO
 
 _ASCII_SUBSTITUTES = {"✓": "ok", "✗": "x", "×": "x", "·": "-", "•": "*", "…": "...", "→": "->", "≤": "<=", "≥": ">="}
 _ERROR_HANDLER = "paceline.plainly"
-_MAX_AGE_SECONDS = 86400.0
-_drop_reasons: list[str] = []
-# characters that end a line, or change the direction of text
+_MAX_AGE_SECONDS = 86400.0  # of a file with captured output
+_drop_reasons: list[str] = []  # why output was dropped since the last note
+# Characters that end a line, or change the direction of text:
 _LINE_AND_DIRECTION_MARKS = "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
 _CONTROL_CHARACTERS = re.compile(f"[\x00-\x08\x0b-\x1f\x7f-\x9f{_LINE_AND_DIRECTION_MARKS}]")
 _JOB_CONTROL_CHARACTERS = re.compile(
@@ -25,7 +25,7 @@ _JOB_CONTROL_CHARACTERS = re.compile(
 
 
 def encodable_text(text: str, stream: TextIO) -> str:
-    """Return the text in the stream's encoding, with terminal control sequences escaped.
+    """Return the text with control characters escaped, and with characters that the stream can't encode replaced.
 
     Names and messages may come from untrusted files: an escape sequence in one could overwrite earlier output.
     """
@@ -33,7 +33,7 @@ def encodable_text(text: str, stream: TextIO) -> str:
 
 
 def encodable_job_output(text: str, stream: TextIO) -> str:
-    """Return a line that the user's own code printed, with its colours and carriage returns kept."""
+    """Return a line that the user's own code printed: like `encodable_text`, but with colours and carriage returns."""
     return _encodable(_JOB_CONTROL_CHARACTERS.sub(_escape_characters, text), stream)
 
 
@@ -60,15 +60,15 @@ codecs.register_error(_ERROR_HANDLER, _substitute_ascii)
 
 
 def print_line(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
-    """Print to `stream` (default: standard output) at once; a stream that can't be written is silenced."""
+    """Print to `stream` (default: standard output) and flush; a stream that can't be written is silenced."""
     target = stream or sys.stdout
     write_safely(lambda: print(encodable_text(text, target), file=target, end=end, flush=True), target)
 
 
 def write_safely(write: Callable[[], object], stream: TextIO) -> OSError | None:
-    """Write to a stream that may be closed, full or non-blocking; silence it on an error.
+    """Call `write`, which writes to a stream that may be closed, full or non-blocking. On an error, silence the stream.
 
-    Return the error, unless the reader has exited. A failure to print never ends a run.
+    Return the error, or None if the text was written or the reader has exited. A failure to print never ends a run.
     """
     with suppress(OSError, ValueError):  # a stream that is no file
         if not os.get_blocking(stream.fileno()):
@@ -88,7 +88,7 @@ def write_safely(write: Callable[[], object], stream: TextIO) -> OSError | None:
 
 
 def take_dropped_note() -> str:
-    """Return the sentence for a run's events if output was dropped since the last call; otherwise an empty text."""
+    """Return a note for the run's events if output was dropped since the last call; otherwise an empty text."""
     reasons = ", ".join(dict.fromkeys(_drop_reasons))
     _drop_reasons.clear()
     return f"the console can't be written to and is silent from here on: {reasons}" if reasons else ""
@@ -122,21 +122,21 @@ def replace_closed_streams() -> None:
 
 
 class CapturedStderr:
-    """The captured standard error of native code, in a file until it is printed."""
+    """The standard error of native code, captured in the file of a descriptor."""
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
 
     def text(self) -> bytes:
         """Return the captured bytes."""
-        return os.pread(self._handle, os.fstat(self._handle).st_size, 0)
+        return os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
 
     def save_to_temporary_file(self, name: str) -> Path | None:
         """Write the captured bytes to a temporary file with this prefix; None if there are none."""
         if not self.text():
             return None
-        handle, path = tempfile.mkstemp(prefix=name, suffix=".log")
-        with os.fdopen(handle, "wb") as file:
+        descriptor, path = tempfile.mkstemp(prefix=name, suffix=".log")
+        with os.fdopen(descriptor, "wb") as file:
             file.write(self.text())
         return Path(path)
 
@@ -151,9 +151,10 @@ def _remove_old_captures() -> None:
 
 @contextmanager
 def capture_native_stderr() -> Iterator[CapturedStderr | None]:
-    """Capture what native code writes to standard error inside the block; it is printed at the end of the block.
+    """Return a context that captures what native code writes to standard error, and prints it if the block completes.
 
-    A worker process has a log and captures nothing. If native code aborts, its output remains in a temporary file.
+    If the block raises an error, the captured text is not printed. A worker process has a log, so it captures nothing
+    and yields None. If native code aborts the process, its output remains in a temporary file.
     """
     if "PACELINE_ATTEMPT_FOLDER" in os.environ:
         yield None

@@ -1,4 +1,7 @@
-"""Checksums of samples: computed over the content of any object, never its `repr`, which may hold an address."""
+"""Checksums of samples, computed over their content.
+
+The `repr` of an arbitrary object may contain a memory address, so it is used for simple types only.
+"""
 
 import zlib
 from collections.abc import Mapping, Set
@@ -19,38 +22,42 @@ _REPR_TYPES = (
     torch.device, date, time, timedelta, tzinfo, Decimal, Fraction, Enum, PurePath, UUID,
 )  # fmt: skip
 _QUALNAME_TYPES = (type, FunctionType, BuiltinFunctionType)
-_MAX_DEPTH = 200
+_MAX_DEPTH = 200  # of nested containers; deeper content does not enter the checksum
 
 
 def checksum(sample: Any, start: int) -> int:
-    """Return the CRC of one sample's content, which continues the CRC `start`.
+    """Return the CRC-32 of a sample's content, with `start` as the initial value.
 
-    Equal content has an equal CRC in every process. For an object that Python cannot copy (an open file, a lock), the
-    CRC is that of its type.
+    Equal content has an equal CRC in every process. If an object can't be pickled (an open file, a lock), only its type
+    enters the CRC.
     """
     return _ContentCrc().add(sample, start)
 
 
 class _ContentCrc:
-    """A traversal of one sample. An object that contains itself is replaced by a number where it occurs again."""
+    """A recursive computation of one sample's CRC.
+
+    Where an object contains itself, the object's nesting depth enters the CRC instead of its content.
+    """
 
     def __init__(self) -> None:
-        self._parents: dict[int, int] = {}
+        self._enclosing_depths: dict[int, int] = {}  # by `id` of each object that encloses the current one
 
     def add(self, value: Any, start: int) -> int:
+        """Return the CRC `start`, continued by the content of `value`."""
         if isinstance(value, torch.Tensor):
             return self._add_tensor(value, start)
         if isinstance(value, np.ndarray):
             return self._add_array(value, start)
         if isinstance(value, _REPR_TYPES):
             return zlib.crc32(repr(value).encode("utf-8", "surrogatepass"), start)
-        if id(value) in self._parents or len(self._parents) > _MAX_DEPTH:
-            return zlib.crc32(f"again {self._parents.get(id(value), 0)}".encode(), start)
-        self._parents[id(value)] = len(self._parents)
+        if id(value) in self._enclosing_depths or len(self._enclosing_depths) > _MAX_DEPTH:
+            return zlib.crc32(f"again {self._enclosing_depths.get(id(value), 0)}".encode(), start)
+        self._enclosing_depths[id(value)] = len(self._enclosing_depths)
         try:
             return self._add_container(value, start)
         finally:
-            del self._parents[id(value)]
+            del self._enclosing_depths[id(value)]
 
     def _add_container(self, value: Any, start: int) -> int:
         if isinstance(value, Mapping):
@@ -109,5 +116,5 @@ class _ContentCrc:
 
 
 def extend_checksum(total: int, crc: int) -> int:
-    """Return a running checksum extended by one more checksum."""
+    """Return the running checksum `total`, extended by the checksum `crc`."""
     return zlib.crc32(crc.to_bytes(4, "little"), total)

@@ -15,15 +15,13 @@ from paceline.data.stream.virtual_sharding import call_user_dataset
 from paceline.errors import DesyncError, JobError
 from paceline.torch_internals.rng import cpu_rng_states, preserve_rng
 
-GatherJson = Callable[[Any], list[Any]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetProperties:
     """The length of a map-style dataset, and properties of its first and middle sample.
 
-    `draws_random`: reading a sample draws from the global random generators. `fingerprint` is a checksum of both
-    samples. `error` is set if one of them could not be read.
+    `draws_random` is True if reading one of them draws from the global random generators or fails. `fingerprint` is a
+    checksum of both samples. `error` is set if one of them could not be read.
     """
 
     num_samples: int
@@ -32,10 +30,10 @@ class DatasetProperties:
     error: WorkerError | None = None
 
     def raise_error(self) -> None:
-        """Raise an error if the data can't be read.
+        """Raise the stored error, if there is one.
 
         Raises:
-            JobError: a sample could not be read; the error names the line of the user's code.
+            JobError: a sample could not be read; the message names the line of the user's code.
         """
         if self.error is not None:
             job_error = JobError(self.error.what, where=self.error.where, hint=self.error.hint)
@@ -47,7 +45,7 @@ def find_properties(source: Source, *, seed: int) -> DatasetProperties:
     """Return the properties of the job's `train_data`, a map-style dataset.
 
     Raises:
-        JobError: it is empty, or its length changes from call to call.
+        JobError: the dataset is empty, or its length changes from call to call.
     """
     return read_in_process(source, lambda: _find_properties(source.data, seed=seed), seed=seed)
 
@@ -82,7 +80,7 @@ def read_length(data: Any, *, name: str, expected: int | None = None) -> int:
     """Return `len(data)`.
 
     Raises:
-        JobError: it is 0, or differs from `expected`.
+        JobError: the length is 0, or differs from `expected`.
     """
     total = call_user_dataset(lambda: len(data), doing=f"len() of {name}")
     if total == 0:
@@ -107,8 +105,9 @@ def refuse_different_data(
 ) -> None:
     """Compare the ranks' data by length and checksum. All ranks with the same arguments raise the same error.
 
-    `is_repeatable` returns whether, on every rank, reading these samples twice gives the same result. If not, the
-    dataset draws random numbers, and different samples do not mean different data.
+    `lengths` and `checksums` map each rank to the length of its dataset and to the checksum of its `samples`.
+    `is_repeatable` returns whether, on every rank, reading `samples` twice gives the same result. If it returns False,
+    the dataset draws random numbers, and different checksums are no error.
 
     Raises:
         DesyncError: the ranks' lengths or samples differ.
@@ -134,7 +133,7 @@ def refuse_different_data(
 
 
 def is_repeatable_read(source: Source, *, samples: Sequence[int], epoch: int | None, seed: int) -> bool:
-    """Return whether reading these samples twice gives the same samples."""
+    """Return whether reading `samples` twice gives the same result. If `epoch` is None, `set_epoch` is not called."""
 
     def read_twice() -> bool:
         if epoch is not None:
@@ -147,9 +146,10 @@ def is_repeatable_read(source: Source, *, samples: Sequence[int], epoch: int | N
 def sample_checksums(
     source: Source, *, fixed_indices: Sequence[int] | None, seed: int, max_samples: int, seconds: float
 ) -> tuple[list[int], list[int]]:
-    """Return indices of samples spread over the dataset, and the checksum of each.
+    """Return sample indices, and the checksum of each sample.
 
-    Without `fixed_indices`, choose at most `max_samples` at random, and stop reading after `seconds`.
+    The indices are `fixed_indices`. If None, they are at most `max_samples` random ones, and no sample is read after
+    `seconds`.
     """
 
     def read_samples() -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""The fetcher: it reads samples by index and collates them to a microbatch, in this process or in a data worker."""
+"""The fetcher, which reads samples by index and collates them to a microbatch, in the rank or in a data worker."""
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +58,10 @@ class WorkerError:
 
 
 class Fetcher(Dataset[Any]):
-    """A dataset of microbatches: it reads samples and collates them, and returns an exception as a `WorkerError`."""
+    """A dataset that is indexed by `MicrobatchRequest` and returns collated microbatches.
+
+    It returns an exception of the user's code as a `WorkerError`, and None for a request without indices.
+    """
 
     def __init__(self, *, data: Any, collate: Callable[[list[Any]], Any] | None, seed: int, seed_samples: bool) -> None:
         self._data = data
@@ -93,7 +96,10 @@ class Fetcher(Dataset[Any]):
             )
 
     def _set_epoch(self, epoch: int | None) -> None:
-        """Set the epoch, after one call of `len()`, as in a DataLoader: some datasets read their index then."""
+        """Call `set_epoch` of the dataset if the epoch is a new one.
+
+        The first time, call `len()` before it, as a DataLoader does: some datasets load their index in `__len__`.
+        """
         if not self._has_called_len:
             self._has_called_len = True
             len(self._data)
@@ -127,7 +133,7 @@ def checksum_of_samples(data: Any, samples: Sequence[int], *, epoch: int, seed: 
             seed_sample(seed=seed, epoch=epoch, index=index)
             try:
                 value = checksum(data[index], value)
-            except Exception:  # the read that needs the sample reports the error
+            except Exception:  # the error is reported when a microbatch needs this sample
                 return 0
     return value
 

@@ -1,9 +1,9 @@
-"""A fork with a check that the child runs: each child reports its start; a child that hangs is killed and forked again.
+"""A fork that makes sure that the child runs. Each child reports its start; a child that hangs is killed and replaced.
 
 In Python 3.11 the child of a fork can hang before it runs any code: `PyOS_AfterFork_Child` waits for the lock of the
-list of threads. If another thread held it during the fork, nothing releases it in the child, which has one thread only.
-A gloo thread takes this lock whenever it releases a tensor, so a rank that forks data workers right after a collective
-hung in about one of 200 evaluations. Python 3.12 creates a new lock in the child.
+list of threads. If another thread held this lock during the fork, it is never released in the child, which does not
+have that thread. A gloo thread takes this lock whenever it releases a tensor, so a rank that forked data workers right
+after a collective hung in about one of 200 evaluations. Python 3.12 creates a new lock in the child.
 """
 
 import os
@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from typing_extensions import override
 
 START_TIMEOUTS = (2.0, 4.0, 8.0, 16.0)
-"""The timeout of each attempt in seconds; a last attempt has no timeout, since the machine may only be slow."""
+"""The timeouts of the first attempts in seconds. The last attempt has no timeout, as the machine may only be slow."""
 
 
 class _StartedFork(Popen):
@@ -34,7 +34,7 @@ class _StartedFork(Popen):
                 return
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
-            if self.finalizer is not None:  # of the pipes to that child
+            if self.finalizer is not None:  # closes the pipes to the killed child
                 self.finalizer()
         process_obj.start_pipe = None  # type: ignore[attr-defined]
         super()._launch(process_obj)  # type: ignore[misc]
@@ -61,7 +61,7 @@ class _StartedProcess(ForkProcess):
 
 
 class StartedForkContext(ForkContext):
-    """The `fork` context for a DataLoader; `start` of its processes returns once the child runs."""
+    """A multiprocessing `fork` context. `start()` of its processes returns when the child runs."""
 
     Process = _StartedProcess
 

@@ -13,7 +13,7 @@ from paceline.data.types import DatasetSummary, ReplicaMicrobatch, StepInput
 
 
 class RandomAccessLoader:
-    """A loader that reads shares of batches in any order, with the samples that `MapStyleLoader` would yield."""
+    """A loader that reads shares of batches in any order. The batches are the same as those of `MapStyleLoader`."""
 
     def __init__(
         self, *, data: Any, collate: Collate | None, order: Any, seed: int, sample_seeds: str, global_batch_size: int,
@@ -50,7 +50,7 @@ class RandomAccessLoader:
 
         Raises:
             DataError: this worker's data can't be read.
-            DesyncError: it differs from the server's in length or samples.
+            DesyncError: this worker's data differs from the server's in length or samples.
         """
         if self._compared_epoch == epoch:
             return
@@ -69,7 +69,10 @@ class RandomAccessLoader:
         )
 
     def order_checksum(self, epoch: int) -> list[str] | None:
-        """Return the checksum and the origin of a user-defined order, to compare workers, or None."""
+        """Return the checksum and the `Source.order_source` of a user-defined order; None if there is none.
+
+        The server compares the checksums of its workers.
+        """
         if not self._order.is_user_defined:
             return None
         if epoch not in self._order_checksums:  # a checksum over all indices: computed once per epoch

@@ -1,4 +1,4 @@
-"""The training loader: yields this replica's microbatches of the global order, step by step."""
+"""The training loader, which yields a replica's microbatches of each global batch, and reading of evaluation data."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -69,8 +69,10 @@ def make_loader(
 ) -> BatchLoader:
     """Return the loader of one replica, starting at `cursor`. `data` may be a `Source` whose `properties` are known.
 
-    `gather_json` gathers a value from every replica. With it, replicas divide the reading of a stream between them,
-    and compare their data and a user-defined order at the start of each epoch.
+    `sample_seeds` is "always", "never" or "auto": each sample of a map-style dataset is read with its own seed always,
+    never, or if reading it draws random numbers. `gather_json` gathers a value from every replica. With it, replicas
+    divide the reading of a stream between them, and compare their data and a user-defined order at the start of each
+    epoch.
     """
     source = read_source(data, collate=collate, order=order, workers=workers, name="train_data")
     if not source.is_indexed:
@@ -98,7 +100,7 @@ def make_loader(
 
 
 class MapStyleLoader:
-    """A loader over samples that can be read by index: a resume reads no earlier sample."""
+    """A loader of a map-style dataset. A resume reads no samples before the cursor."""
 
     def __init__(
         self,
@@ -137,9 +139,9 @@ class MapStyleLoader:
         for batch, requests in self._plan_batches():
             if batch.next_cursor.epoch != epoch:
                 epoch = batch.next_cursor.epoch
-                check = self._data_check(epoch)
-                summary = raise_worker_error(self._fetcher[check] if fetched is None else next(fetched))
-                self._begin_epoch(epoch, summary)
+                request = self._summary_request(epoch)
+                summary = raise_worker_error(self._fetcher[request] if fetched is None else next(fetched))
+                self._check_epoch(epoch, summary)
             if fetched is not None and not requests:
                 next(fetched)
             micro = tuple(
@@ -165,15 +167,15 @@ class MapStyleLoader:
         )
 
     def _read_stand_in(self, batch: Batch) -> Any:
-        """Read the first microbatch of a global batch at once, without the data workers."""
+        """Return the first microbatch of a global batch, read without the data workers."""
         request = self._request(batch, 0)
         return raise_worker_error(read_in_process(self._source, lambda: self._fetcher[request], seed=self._seed))
 
-    def _data_check(self, epoch: int) -> MicrobatchRequest:
-        """Return the request that checks the data at an epoch's start: its length, and the samples to compare.
+    def _summary_request(self, epoch: int) -> MicrobatchRequest:
+        """Return the request for a summary of the data at an epoch's start: its length, and samples to compare.
 
-        The compared sample changes from epoch to epoch. Workers of a parameter server may join at any time, so their
-        request also has the samples that were compared at the run's start.
+        Every epoch compares another random sample. A parameter server (`reads_samples` is False) also compares the
+        samples of `property_samples`, because its workers may join later than the start of the run.
         """
         random_sample = (stream_key(self._seed, "glance", epoch) % self._num_samples,)
         samples = (
@@ -195,23 +197,26 @@ class MapStyleLoader:
         for batch, requests in self._plan_batches():
             if batch.next_cursor.epoch != epoch:
                 epoch = batch.next_cursor.epoch
-                yield self._data_check(epoch)
+                yield self._summary_request(epoch)
             yield from [request for _, request in requests] or [MicrobatchRequest(epoch=epoch, indices=())]
 
     def state(self) -> Mapping[str, Any]:
-        """Return the order that the current epoch was started with."""
+        """Return the current epoch, and the checksum or name of its order."""
         return dict(self._epoch_state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Store the order that the resumed epoch was started with."""
+        """Store the saved state, whose order is compared when the epoch is resumed."""
         self._epoch_state = state
 
     def close(self) -> None:
         """Stop the data workers."""
         self._workers.close()
 
-    def _begin_epoch(self, epoch: int, summary: DatasetSummary) -> None:
-        """Check at an epoch's first batch that all replicas have the same data and order, and that neither has changed.
+    def _check_epoch(self, epoch: int, summary: DatasetSummary) -> None:
+        """Check, before an epoch's first batch, that all replicas have the same data and order.
+
+        Check also that the length of the data is that of the run's start, and that a resumed epoch has its old order.
+        Store the checksum of the order for `state`.
 
         Raises:
             DataError: the data is longer or shorter than when the run began.
@@ -234,7 +239,7 @@ class MapStyleLoader:
                 f"train_data has {summary.num_samples:,} samples in epoch {epoch}, "
                 f"but had {self._num_samples:,} at the start.",
                 cause="its __len__ changes from call to call, or depends on set_epoch()",
-                hint="a fixed length; order=lambda num_samples, epoch, seed: [...] says which samples an epoch has",
+                hint="a fixed length, and order=lambda num_samples, epoch, seed: [...] to choose each epoch's samples",
             )
         checksum, order_source = self._order.checksum_or_name(epoch), self._order_source
         if self._order.is_user_defined and self._gather_json is not None:
@@ -255,6 +260,7 @@ class MapStyleLoader:
         return all(self._gather_json(is_repeatable_read(self._source, samples=samples, epoch=epoch, seed=self._seed)))
 
     def _plan_batches(self) -> Iterator[tuple[Batch, list[tuple[int, MicrobatchRequest]]]]:
+        """Yield each batch with this replica's microbatches: their index in the batch, and the request."""
         cursor, partition = self._cursor, self._partition
         while True:
             batch = self._order.next_batch(
@@ -281,8 +287,8 @@ class MapStyleLoader:
 def stream_error() -> JobError:
     """Return the error for a stream under an update rule that assigns samples by index."""
     return JobError(
-        "train_data is a stream, but --update ps assigns samples by their index, so that another worker can read those "
-        "of a lost one.",
+        "train_data is a stream, but --update ps assigns samples by their index, so that another worker can read the "
+        "samples of a lost worker.",
         cause="train_data is an iterable dataset: only the worker that has read a sample has it",
         hint="a dataset with __len__ and __getitem__, or --update sync",
     )
@@ -301,8 +307,9 @@ def read_eval_microbatches(
     totals: dict[str, list[int]] | None = None,
     gather_json: GatherJson | None = None,
 ) -> Iterator[ReplicaMicrobatch]:
-    """Yield microbatches such that each sample is read once over all replicas; replicas may read different numbers.
+    """Yield this replica's microbatches of one pass. Each sample is read by one replica.
 
+    Replicas may have different numbers of microbatches.
     `totals` receives the sample counts and checksums of a stream's shards, so that replicas can compare them. With
     `gather_json`, which gathers a value from every replica, a user-defined order is compared first.
     """
@@ -344,7 +351,7 @@ def read_eval_microbatches(
 
 
 def _equal_length(source: Source, *, seed: int, name: str, gather_json: GatherJson | None) -> int:
-    """Return the number of samples, after replicas have compared it and the middle sample.
+    """Return the number of samples. With `gather_json`, replicas first compare this number and the middle sample.
 
     Raises:
         DesyncError: a replica has other data.

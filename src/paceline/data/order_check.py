@@ -25,7 +25,7 @@ def refuse_different_orders(checksums: Sequence[str], *, order_source: str, epoc
 
 
 def refuse_changed_order(checksum: str, *, saved: str, order_source: str, epoch_note: str) -> None:
-    """Compare the order of a resumed epoch with the one it was started with.
+    """Compare the order of a resumed epoch with the order that the epoch was started with.
 
     Raises:
         ResumeError: the order is different.

@@ -1,9 +1,9 @@
 """A separate process that reads data before the data workers exist.
 
 A file handle that a dataset opens at its first read is shared with every process that is forked later: two of them
-would seek and read at the same time, and get wrong records. So if there are data workers, the process that forks them
-does not use the dataset itself, not even `len()`. It forks a separate process for each such read. To user code, this
-process looks like a data worker. Without data workers nothing is forked, and the rank reads the data itself.
+would seek and read at the same time, and get wrong records. Therefore a rank with data workers never uses the dataset
+itself, not even for `len()`. It forks a separate process for each such read, which looks like a data worker to user
+code. A rank without data workers forks nothing and reads the data itself.
 """
 
 import os
@@ -46,6 +46,8 @@ def read_in_process(source: Source, read: Callable[[], Result], *, seed: int = 0
 
 @dataclass(frozen=True)
 class _Reader:
+    """An object whose method `read` a `DataProcess` can call."""
+
     read: Callable[[], Any]
 
 

@@ -21,6 +21,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 _ORDER_HINT = "order=lambda num_samples, epoch, seed: [indices ...]"
+# An iterator with one of these methods is a dataset, not only the iterator of a generator function.
 _DATASET_METHODS = ("shard", "set_epoch", "state_dict", "num_shards", "n_shards")
 
 
@@ -36,7 +37,10 @@ class RegeneratedIterable:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The data and the settings for reading it."""
+    """The data and the settings for reading it.
+
+    `loader` is the user's DataLoader, if the data was given as one. `notes` are lines for the banner.
+    """
 
     data: Any
     collate: Collate | None = None
@@ -58,15 +62,15 @@ class Source:
 
 
 def is_indexed(data: Any) -> bool:
-    """Return whether samples are read by index. torch's IterableDataset has an index operator that only raises."""
+    """Return whether samples can be read by index. `IterableDataset` has a `__getitem__` too, but it always raises."""
     return not isinstance(data, IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
 class DatasetCache:
-    """A cache of the datasets that functions return: a map-style dataset is created once, any other for each pass."""
+    """A cache of the datasets that functions return. A map-style dataset is created once, an iterable for each pass."""
 
     def __init__(self) -> None:
-        self._datasets: dict[int, tuple[Any, Any]] = {}
+        self._datasets: dict[int, tuple[Any, Any]] = {}  # by `id` of a function: the function and its dataset
 
     def get(self, data: Any) -> Any:
         """Return the dataset: `data` itself, or the result of calling `data` if it is a function or a class."""
@@ -83,7 +87,7 @@ class DatasetCache:
 
 
 def _is_factory(data: Any) -> bool:
-    """Return whether this is a function or a class, which is called to get the dataset."""
+    """Return whether `data` is a function or a class that must be called to get the dataset."""
     is_data = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
     return isinstance(data, type) or (callable(data) and not is_data)
 
@@ -157,6 +161,7 @@ def _check_loader(loader: DataLoader[Any], name: str) -> None:
 
 
 def _order_from_sampler(sampler: Any) -> tuple[Any, str]:
+    """Return the order (None for a shuffle by Paceline's seed) and a note for the banner."""
     if isinstance(sampler, SequentialSampler):
         return "sequential", ""
     if isinstance(sampler, RandomSampler) and not sampler.replacement:
@@ -172,7 +177,7 @@ def _order_from_sampler(sampler: Any) -> tuple[Any, str]:
 
 
 def refuse_no_batch(num_samples: int, *, batch: int) -> None:
-    """Raise an error if an epoch has no full batch; `data.drop_last` would drop its only batch.
+    """Raise an error if an epoch has no full batch, because `data.drop_last` would drop the epoch's only batch.
 
     Raises:
         UsageError: an epoch has fewer samples than a global batch.
@@ -200,13 +205,13 @@ class SampleOrder:
         return self._order is not None and not (isinstance(self._order, str) and self._order == "sequential")
 
     def checksum_or_name(self, epoch: int) -> str:
-        """Return a name that identifies the order; a checksum for a user-defined one."""
+        """Return the checksum of a user-defined order, or the name of another one ("shuffled", "sequential")."""
         if not self.is_user_defined:
             return self._order or "shuffled"
         return f"{zlib.crc32(np.ascontiguousarray(self._indices_of_epoch(epoch)).tobytes()):08x}"
 
     def next_batch(self, cursor: Cursor, *, global_batch_size: int, micro_batch_size: int, drop_last: bool) -> Batch:
-        """Return the batch at `cursor`; each epoch is as long as its own order.
+        """Return the batch at `cursor`. A user-defined order may have a different length in each epoch.
 
         Raises:
             UsageError: short batches are dropped, and an epoch has no full batch.
@@ -255,7 +260,7 @@ class SampleOrder:
         return indices
 
     def _user_indices(self, epoch: int) -> Sequence[Any]:
-        """Return the indices that the user's order gives.
+        """Return the sample indices of an epoch in the user's order.
 
         Raises:
             JobError: `order=` is not an order, or computing it raises an exception.

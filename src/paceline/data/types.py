@@ -28,7 +28,10 @@ class BatchPartition:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaMicrobatch:
-    """A microbatch of this replica: its collated `data`, its position `index` in the global batch, and its samples."""
+    """A microbatch of this replica: its collated `data`, and its position `index` in the global batch.
+
+    `indices` are the indices of its samples; for a stream, their positions in the epoch.
+    """
 
     index: int
     num_samples: int
@@ -49,8 +52,8 @@ class DatasetSummary:
 class StepInput:
     """This replica's part of one global batch; `micro` may be empty.
 
-    `num_micro` and `num_samples` are totals over all replicas. `read_stand_in` reads the data of another replica's
-    microbatch, for a replica without one. `summary` describes the dataset in the batch's epoch. For a stream,
+    `num_micro` and `num_samples` are totals over all replicas. If this replica has no microbatch, `read_stand_in` reads
+    the data of another replica's microbatch. `summary` describes the dataset in the batch's epoch. For a stream,
     `fingerprint` is a checksum that must be equal on all replicas, and `notes` are lines for the log.
     """
 

@@ -20,7 +20,6 @@ class SerializedMicrobatch:
     """A serialized microbatch; its tensors are sent as shared memory, as in any DataLoader."""
 
     content: bytes
-    is_pinned: bool = False
 
     def pin_memory(self) -> "DeserializedMicrobatch":
         """Return the pinned content: torch's pin-memory thread calls this."""

@@ -1,4 +1,4 @@
-"""Data workers: torch's own DataLoader, used to fetch whole microbatches."""
+"""Data workers: the processes of a torch DataLoader whose items are whole microbatches."""
 
 import atexit
 import os
@@ -23,6 +23,7 @@ from paceline.launch.failures.oom_detection import explain_data_worker_error, ex
 from paceline.torch_internals.private_api import mark_shut_down, stop_data_workers
 
 _open_pools: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""The pools of data workers that are closed when the interpreter ends."""
 
 
 def close_at_exit(pool: Any) -> None:
@@ -48,6 +49,8 @@ def worker_generator(seed: int) -> torch.Generator:
 
 
 class _RequestSampler(Sampler[Any]):
+    """A sampler that gives the DataLoader requests for microbatches instead of indices."""
+
     def __init__(self, requests: Iterable[MicrobatchRequest]) -> None:
         self._requests = requests
 
@@ -102,7 +105,7 @@ def start_workers(workers: int) -> Iterator[None]:
         DataError: the system has no more processes, open files, memory or space in /dev/shm.
     """
     children_before = set(active_children())
-    with suppress(OSError):  # the process that needs a socket reports it
+    with suppress(OSError):  # if this fails, the process that needs a socket in this folder reports it
         short_temporary_folder()
     try:
         yield
@@ -148,6 +151,6 @@ def worker_death_error(reason: str) -> DataError:
 
 @atexit.register
 def _close_all() -> None:
-    """Close all workers: otherwise multiprocessing's exit handler sends them SIGTERM, which they ignore, and waits."""
+    """Close all workers before multiprocessing's exit handler would wait for them, because they ignore its SIGTERM."""
     for workers in list(_open_pools):
         workers.close()

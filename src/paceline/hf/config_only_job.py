@@ -19,7 +19,7 @@ from paceline.job import Job, NamedParameters, import_job_module
 
 ROWS = 1 << 20
 MAX_POSITIONS, _DEFAULT_POSITIONS = 4096, 1024  # positions: the maximum, and the default if a config has none
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")  # names of the maximum in configs
 
 
 def make_job(
@@ -69,7 +69,10 @@ def make_job(
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedRows(Dataset[Any]):
-    """A dataset with the requested number of identical rows: a plan depends on shapes alone."""
+    """A dataset of identical rows, because a plan depends only on their shapes.
+
+    `length` is the number of positions in a row, or 0 for the default.
+    """
 
     config: Any
     task: str

@@ -13,6 +13,7 @@ from paceline.hf.hf_model import ConfigModel, FolderModel, infer_task, model_cla
 from paceline.hf.tokenize_and_mask import MaskedRows, TokenizedRows, collate
 from paceline.job import Job, NamedParameters
 
+# A folder with a tokenizer has at least one of these files.
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
 
 

@@ -74,15 +74,16 @@ class FolderModel:
         )
 
     def __call__(self) -> nn.Module:
-        """Build the whole model; a tensor missing in the folder (`new`) is drawn from a random stream for its name."""
+        """Build the whole model. A tensor that the folder lacks (`new`) is drawn from a random stream for its name."""
         return load_full_model(self, seed=torch.initial_seed())
 
 
 def read_config(source: Any) -> tuple[Any, Path | None]:
-    """Return a config prepared for training (no KV cache), and the folder it came from.
+    """Return a config prepared for training (no KV cache), and the folder it came from, if `source` is a folder.
 
     Raises:
-        JobError, CheckpointError: the source is not a config, or the folder has none.
+        CheckpointError: `source` is a folder without a config.
+        JobError: `source` is neither a config nor a folder, or the weights of its model are quantized.
     """
     folder = Path(source) if isinstance(source, str | Path) else None
     if folder is not None:
@@ -122,7 +123,7 @@ def infer_task(config: Any) -> str:
     """Return the task of the model class that the config names, else a task that transformers supports for the config.
 
     Raises:
-        JobError: the task is unknown or ambiguous, so the job must name it.
+        JobError: no task can be inferred from the config, so the job must name one.
     """
     named = " ".join(getattr(config, "architectures", None) or [])
     endings = {

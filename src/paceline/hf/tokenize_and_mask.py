@@ -65,7 +65,11 @@ def tokenize_row(row: Any, *, tokenizer: Any, column: str, target: str | None, l
 
 
 def mask_tokens(ids: Tensor, *, mask_id: int, vocabulary: int, special: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-    """Mask some ids and return labels for them: 80 % masked, 10 % random, 10 % kept (Devlin et al. 2019)."""
+    """Return the ids with some of them masked, and their labels (Devlin et al. 2019).
+
+    A fraction `rate` of the ids that are not `special` is chosen as targets: 80 % of these become `mask_id`, 10 % a
+    random id, and 10 % stay as they are.
+    """
     is_chosen = (torch.rand(ids.shape) < rate) & ~special
     draw = torch.rand(ids.shape)
     random_ids = torch.randint(vocabulary, ids.shape)

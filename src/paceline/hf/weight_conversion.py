@@ -19,7 +19,11 @@ _LOADING = "transformers.core_model_loading"
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertedTensors:
-    """Tensors of the model that are computed from stored tensors: stacked experts, fused projections."""
+    """Tensors of the model that are computed from stored tensors: stacked experts, fused projections.
+
+    `source_names` has the stored names by pattern of the `converter`; `shapes` has the shapes of the model's tensors by
+    name.
+    """
 
     converter: Any
     source_names: Mapping[str, Sequence[str]]
@@ -45,7 +49,7 @@ def convert(
     model: nn.Module,
     read_tensor: Callable[[str], Tensor],
 ) -> dict[str, Tensor]:
-    """Read the stored tensors, and return the model's tensors that one of transformers' converters makes of them."""
+    """Read the stored tensors, and return the model's tensors that transformers' `converter` computes from them."""
     new_converter = copy.deepcopy(converter)
     for pattern, names in source_names.items():
         new_converter.collected_tensors[pattern] = [read_tensor(name) for name in names]
@@ -70,6 +74,7 @@ def weight_sources_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequen
     model_tensors, prefix = model.state_dict(keep_vars=True), str(getattr(model, "base_model_prefix", ""))
 
     def find_target(name: str) -> tuple[str, str | None]:
+        """Return the model's name for a stored tensor, and the pattern of its converter if it must be converted."""
         if rename is None:
             other_name = name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
             return (name if name in model_tensors or other_name not in model_tensors else other_name), None
@@ -80,7 +85,7 @@ def weight_sources_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequen
 
     def find_sources(stored: SafetensorsFolder) -> Sequence[WeightSource]:
         sources: list[WeightSource] = []
-        groups: dict[str, dict[str, list[str]]] = {}
+        groups: dict[str, dict[str, list[str]]] = {}  # stored names by name in the model and by pattern
         for name in sorted(stored.names, key=sort_key):
             new_name, pattern = find_target(name)
             if pattern is None:
@@ -105,7 +110,10 @@ def weight_sources_for(model: nn.Module) -> Callable[[SafetensorsFolder], Sequen
 
 
 def ignored_tensors(model: nn.Module, *, has_new_head: bool) -> Callable[[str], bool]:
-    """Return a test for stored tensors to ignore: those that the class lists and, with `has_new_head`, other heads."""
+    """Return a function that returns whether the stored tensor of a name is ignored.
+
+    Ignored are the tensors that the model's class lists and, with `has_new_head`, all tensors outside the model's body.
+    """
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
     body_prefix = f"{getattr(model, 'base_model_prefix', '')}."
 

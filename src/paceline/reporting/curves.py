@@ -8,12 +8,12 @@ from paceline.reporting.svg.charts import Curve, draw_chart, draw_split_chart, d
 
 TIME_PARTS = ("compute", "communication", "data", "evaluation", "checkpoint")
 _SPEED_METRICS = ("tokens_per_second", "samples_per_second", "mfu")
-_MAX_STATISTICS = 48
+_MAX_STATISTICS = 48  # charts of norms
 _LOSS_TERM_PREFIX = "loss/"
 
 
 def show_curves(history: History) -> str:
-    """Draw losses, metrics, speed, memory and samples over steps."""
+    """Return a section with charts of losses, metrics, speed, memory and samples over steps, as HTML."""
     names, marks = history.metric_names(), history.resume_marks()
     charts = [draw_chart("loss", _loss_curves(history, names), marks=marks)]
     charts += [_metric_chart(history, name, marks) for name in names if name.startswith(_LOSS_TERM_PREFIX)]
@@ -28,7 +28,7 @@ def show_curves(history: History) -> str:
 
 
 def show_time(history: History) -> str:
-    """Draw the time per step, its parts over steps, and its parts over the run."""
+    """Return a section with charts of the time per step, and of its parts per step and over the whole run, as HTML."""
     rows, shares = _split_time(history)
     if not rows:
         return ""
@@ -39,7 +39,7 @@ def show_time(history: History) -> str:
 
 
 def show_statistics(history: History) -> str:
-    """Draw the norms of each parameter and its gradient, if the run logged them."""
+    """Return a section with charts of the norms of each parameter and its gradient, if the run logged them."""
     kinds = ("weight_norm/", "grad_norm/")
     names = [name for name in history.metric_names() if name.startswith(kinds)]
     if not names:
@@ -53,7 +53,9 @@ def show_statistics(history: History) -> str:
         if kind + parameter in names
     )
     omitted_note = (
-        f"<p>{len(parameters) - len(shown)} more are in metrics.jsonl.</p>" if len(parameters) > len(shown) else ""
+        f"<p>Left out: {len(parameters) - len(shown)} more parameters, whose norms are in metrics.jsonl.</p>"
+        if len(parameters) > len(shown)
+        else ""
     )
     title = f"Norms of {len(parameters)} parameters and their gradients"
     return f'<section><details><summary>{escape(title)}</summary>{omitted_note}<div class="charts">{charts}</div></details></section>'
@@ -71,7 +73,7 @@ def _metric_chart(history: History, name: str, marks: Sequence[ResumeMark], *, t
 
 
 def _split_time(history: History) -> tuple[list[tuple[float, list[float]]], dict[str, float]]:
-    """Return the milliseconds of each part for each logged step, and each part's fraction of the total."""
+    """Return each logged step with the milliseconds of its parts, and each part's fraction of the whole time."""
     rows = []
     for step, seconds in history.points("time/step"):
         record = history.steps[int(step)]

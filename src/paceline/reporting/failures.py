@@ -23,15 +23,15 @@ _MAX_CHECKED_BYTES = 4 << 30
 
 
 def show_unreadable_lines(history: History) -> str:
-    """Return a notice about lines that could not be read."""
+    """Return a notice that counts the unreadable lines of the run's log files, as HTML."""
     counts = [f"{count} line{'s' * (count > 1)} of {name}.jsonl" for name, count in history.num_unreadable.items()]
     if not counts:
         return ""
-    return f'<p class="notice">Left out, because it could not be read: {escape(" and ".join(counts))}. A kill or a full disk can cut off a line.</p>'
+    return f'<p class="notice">Unreadable and left out: {escape(" and ".join(counts))}. A kill or a full disk can cut off a line.</p>'
 
 
 def last_failure(run: RunFolder, *, first_attempt: int) -> dict[str, Any] | None:
-    """Return the first failure of the newest training attempt, if its number is at least `first_attempt`."""
+    """Return the first failure of the newest training attempt, if the attempt's number is at least `first_attempt`."""
     training_attempts = [
         folder
         for folder in _attempt_folders(run)
@@ -57,7 +57,7 @@ def _is_training_attempt(attempt: Path) -> bool:
 
 
 def show_failures(run: RunFolder) -> str:
-    """Show each failed attempt: the first rank that failed, its exception, and the user's line."""
+    """Return a section with each failed attempt: the first rank that failed, its exception, and the user's line."""
     parts = [text for folder in _attempt_folders(run) if (text := _show_attempt(folder))]
     return f"<section><h2>Failures</h2>{''.join(parts)}</section>" if parts else ""
 
@@ -111,7 +111,7 @@ def _failure_text(failure: dict[str, Any]) -> str:
 
 
 def show_checkpoints(run: RunFolder) -> str:
-    """Show every checkpoint. If their total size is small, each is read and compared with its digests."""
+    """Return a section with every checkpoint. Up to 4 GiB in total, each is read and compared with its digests."""
     steps = list_checkpoints(run.checkpoints)
     if not steps:
         return ""
@@ -135,6 +135,7 @@ def show_checkpoints(run: RunFolder) -> str:
 
 
 def _checkpoint_state(path: Path) -> tuple[str, str]:
+    """Return "good" and no reason, or "bad" and the reason."""
     try:
         check_checkpoint(path)
     except (CheckpointError, MachineError) as error:

@@ -42,7 +42,7 @@ def _section(event: dict[str, Any]) -> str:
     bar_rows = [BarRow(name="forecast", parts=parts)]
     bar_rows += [] if measured is None else [BarRow(name=_MEASURED, parts={_MEASURED: float(measured)})]
     small_note = "" if measured is None or event["memory_ratio"] is not None else (
-        "<p>No ratio of memory: with a forecast below 512 MiB, most of a process's memory is not for its tensors.</p>"
+        "<p>No ratio is shown for memory: with a forecast below 512 MiB, most of a process's memory is not for tensors.</p>"
     )  # fmt: skip
     other_load = float(event.get("others", 0.0))
     load_note = (

@@ -23,8 +23,9 @@ class MeasuredLayout:
     """The measurements of one layout. A layout that was refused or failed has a `reason` and no numbers.
 
     `memory_by_rank` are the bytes of each kind at the peak of each rank, `sent_by_rank` the bytes of each collective in
-    one step. `bubble` is measured; `planned_bubble` is that of the schedule with equal stages. `schedule` is a picture
-    (SVG) of the planned schedule and, on the same axis, the measured one.
+    one step. `bubble` is the measured bubble, as a fraction of the step; `planned_bubble` is the bubble that the
+    schedule would have if all stages took equally long. `losses` are pairs of step and loss. `schedule` is an SVG with
+    the planned and the measured schedule on the same time axis.
     """
 
     name: str
@@ -104,7 +105,7 @@ def comparison_page(layouts: Sequence[MeasuredLayout], *, job: str, verification
         _section(
             "Memory per rank",
             _memory_bars(measured),
-            "at the peak of one step; before the first backward there are no gradients; activations include all "
+            "at the peak of one step; before the first backward there are no gradients; activations include everything "
             "that is in no other group, such as gathered weights",
         ),
         _loss_section(measured),

@@ -1,4 +1,4 @@
-"""A plan as a page: each layout's memory against the device's limit, the parts of its step, and its schedule."""
+"""A plan as a page: for each layout, the memory compared with the device's, the parts of a step, and the schedule."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -32,7 +32,7 @@ def write_plan_report(answer: Mapping[str, Any], *, job: str, to: Path) -> Path:
 
 
 def plan_page(answer: Mapping[str, Any], *, job: str) -> str:
-    """Return the HTML page of the answer of `plan`, or of a plan.json.
+    """Return the HTML page of a plan. `answer` is the result of `plan`, or the content of a plan.json.
 
     Raises:
         UsageError: the plan does not state its model or its cluster.
@@ -117,6 +117,7 @@ def _table(answer: Mapping[str, Any], rows: Sequence[tuple[Mapping[str, Any], Es
 
 
 def _cells(row: Mapping[str, Any], estimate: Estimate, cost_model: CostModel) -> list[str]:
+    """Return the cells of a layout's row as HTML; an empty one if the layout has no such value."""
     changes = "".join(
         f"<br>{escape(change['change'])}: {format_precise_duration(change['step_seconds'])} per step"
         for change in row["changes"]

@@ -17,9 +17,9 @@ from paceline.reporting.svg.charts import Curve, draw_chart
 from paceline.reporting.verify_section import format_number
 from paceline.run_folder.run_folder import RunFolder
 
-_IGNORED_PREFIXES = ("run_dir", "checkpoint.", "watch.")
-_MACHINE_FACTS = ("python", "torch_build", "host", "cpu", "cores", "threads", "gpus")
-_SPEED_METRICS = {
+_IGNORED_PREFIXES = ("run_dir", "checkpoint.", "watch.")  # of settings that do not change the training
+_MACHINE_FACTS = ("python", "torch_build", "host", "cpu", "cores", "threads", "gpus")  # keys of env.json
+_SPEED_METRICS = {  # the logged metric of each row
     "median_step_seconds": "time/step",
     "median_samples_per_second": "samples_per_second",
     "median_tokens_per_second": "tokens_per_second",
@@ -29,7 +29,7 @@ _CURVES = ("grad_norm", "lr", "samples_per_second", "tokens_per_second", "time/s
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """One run in a comparison."""
+    """One run in a comparison. `speed` has medians over the logged steps."""
 
     name: str
     history: History
@@ -40,11 +40,12 @@ class ComparedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class LossDivergence:
-    """The divergence of a run's losses from those of the first run.
+    """The differences between the losses of a run and those of the first run.
 
-    `first` is the first step whose losses differ, `beyond_floor` the first step that differs by more than `floor`, and
-    `largest` the largest relative difference. `common` is the number of logged steps in common, `until` the last of
-    them. `steps` are the last steps of the first run and of this one.
+    `first` is the first step whose losses differ, and `beyond_floor` the first step whose losses differ by more than
+    `floor`. `largest` is the largest difference. `floor` and `largest` are relative to the loss. `common` is the number
+    of steps that both runs logged, and `until` the last of these steps. `steps` are the last steps of the first run and
+    of this run.
     """
 
     run: str
@@ -88,14 +89,14 @@ def read_runs(paths: Sequence[Path]) -> list[ComparedRun]:
 
 
 def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, list[str | None]]:
-    """Return the settings, and the facts of plan and machine, that differ between the runs."""
+    """Return the settings and facts (`_read_conditions`) that differ between the runs, with the value of each run."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     rows = {name: [run.settings.get(name) for run in runs] for name in names}
     return {name: row for name, row in rows.items() if len(set(row)) > 1}
 
 
 def default_setting_text(name: str) -> str:
-    """Return the text of a setting's default value."""
+    """Return the text for a setting that a run does not set: the default value, if it is known."""
     if name.startswith("job."):
         return "the job's own"
     if name not in known_settings():
@@ -107,7 +108,7 @@ def default_setting_text(name: str) -> str:
 
 
 def loss_divergences(runs: Sequence[ComparedRun], *, floor: float) -> list[LossDivergence]:
-    """Compare each run's losses with those of the first; `floor` is relative."""
+    """Compare each run's losses with those of the first run; `floor` is a relative difference."""
     reference = dict(runs[0].history.points("loss"))
     divergences = []
     for run in runs[1:]:
@@ -131,7 +132,7 @@ def loss_divergences(runs: Sequence[ComparedRun], *, floor: float) -> list[LossD
 def comparison_table(
     runs: Sequence[ComparedRun], divergences: Sequence[LossDivergence]
 ) -> list[tuple[str, list[tuple[str, list[str]]]]]:
-    """Return titled groups of rows, with one cell per run."""
+    """Return groups of rows: the title of each group and its rows, which have a name and one cell per run."""
     results = list(dict.fromkeys(name for run in runs for name in run.result))
     speeds = [name for name in _SPEED_METRICS if any(name in run.speed for run in runs)]
     groups = [
@@ -174,7 +175,10 @@ def _overlay_chart(runs: Sequence[ComparedRun], name: str) -> str:
 
 
 def _charts_against(runs: Sequence[ComparedRun], name: str) -> str:
-    """Draw a metric over samples, seconds and bytes sent, as far as all runs have them, because they show its cost."""
+    """Draw a metric over samples, over seconds and over bytes sent, which show what the metric costs.
+
+    An axis is left out if a run has fewer than two points on it.
+    """
     axes = {
         "samples": [run.history.samples() for run in runs],
         "seconds": [run.history.seconds() for run in runs],
@@ -213,7 +217,7 @@ def _read_run(name: str, run: RunFolder) -> ComparedRun:
 
 
 def _read_conditions(run: RunFolder) -> dict[str, str]:
-    """Return the settings, and the facts of plan and machine that may explain a difference between runs."""
+    """Return a run's settings, batch sizes, machine and package versions, which may explain differences of runs."""
     conditions = {n: v.strip('"') for n, (v, _) in read_settings(run).items() if not n.startswith(_IGNORED_PREFIXES)}
     plan, env = json_or_none(run.path / "plan.json"), json_or_none(run.path / "env.json")
     for name in ("global_batch_size", "micro_batch_size", "num_micro"):

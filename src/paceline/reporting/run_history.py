@@ -25,9 +25,10 @@ class ResumeMark:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """The history of one run. A step that a later attempt repeated has only its last numbers.
+    """The history of one run. `steps` has the metrics of each logged step, as the last attempt logged them.
 
-    `num_repeated` is the number of repeated log records, `num_unreadable` that of unreadable lines by file.
+    `num_repeated` is the number of step records that a later attempt replaced, and `num_unreadable` the number of
+    unreadable lines by file.
     """
 
     run: RunFolder
@@ -51,7 +52,7 @@ class History:
         return events[-1] if events else {}
 
     def points(self, name: str) -> list[Point]:
-        """Return a metric over steps, without non-numeric values but with non-finite ones."""
+        """Return a metric over steps. Infinite values and NaN are included; values that are no numbers are left out."""
         return _points([(step, record.get(name)) for step, record in self.steps.items()])
 
     def samples(self) -> list[Point]:
@@ -66,7 +67,7 @@ class History:
         )
 
     def seconds(self) -> list[Point]:
-        """Return the run's duration over steps: the seconds since each attempt started, added up over attempts."""
+        """Return the run's duration in seconds over steps, without the time between attempts."""
         return self._cumulative_points(lambda record, start: _event_time(record) - start)
 
     def sent_bytes(self) -> list[Point]:
@@ -79,7 +80,10 @@ class History:
         return [(axis_values[step], value) for step, value in self.points(name) if step in axis_values]
 
     def _cumulative_points(self, value_for: Callable[[dict[str, Any], float], Any]) -> list[Point]:
-        """Return a cumulative number over all attempts, from a value that restarts at zero in each attempt."""
+        """Return a number that accumulates over all attempts.
+
+        `value_for` gets a step's record and the start time of its attempt, and returns the number since that start.
+        """
         start_times = [_event_time(start) for start in self.starts] or [0.0]
         points: list[Point] = []
         previous_total, total, attempt = 0.0, 0.0, 0
@@ -157,7 +161,7 @@ def json_or_none(path: Path) -> Any:
 
 
 def _without_repeated_steps(records: list[dict[str, Any]], starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records without those of steps that a later attempt repeated."""
+    """Return the records, except those of steps that a later attempt repeated."""
     resumes = [(_event_time(start), _int_or_zero(start.get("resumed_from"))) for start in starts[1:]]
     return [
         r

@@ -69,7 +69,8 @@ def html_document(title: str, parts: list[str]) -> str:
 def run_status(history: History) -> str:
     """Return the status of the newest attempt, according to its events and the files of its ranks.
 
-    An attempt without a recorded end, whose run no process has locked, was killed, so it failed.
+    If the attempt has no recorded end and no process holds the lock of the run folder, the attempt was killed, and its
+    status is "failed".
     """
     failure = _newest_failure(history)
     if failure is not None:
@@ -83,6 +84,7 @@ def run_status(history: History) -> str:
 
 
 def _has_ended(history: History) -> bool:
+    """Return whether the newest attempt that started has a recorded end."""
     started, ended = history.last_event("RunStarted"), history.last_event("RunEnded")
     return bool(ended) and history.events.index(ended) >= (history.events.index(started) if started else 0)
 
@@ -152,11 +154,12 @@ def _show_table(title: str, rows: dict[str, Any]) -> str:
 
 
 def _without_advice(plan: Any) -> Any:
-    """Return the plan without the advice from which it was chosen."""
+    """Return the content of plan.json without the advice, which `plan` shows and a run does not need."""
     return {key: item for key, item in plan.items() if key not in ADVICE} if isinstance(plan, dict) else plan
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return a nested mapping as a flat one with dotted keys, without `notes`."""
     if not isinstance(value, dict):
         return {}
     flat: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from paceline.filesystem.atomic_files import read_regular
 from paceline.reporting.run_history import json_or_none
 from paceline.run_folder.run_folder import RunFolder
 
-_OPTIONS = ("job", "layout", "update", "compress", "ranks", "device", "faults")
+_OPTIONS = ("job", "layout", "update", "compress", "ranks", "device", "faults")  # keys of task.json
 
 
 def read_settings(run: RunFolder) -> dict[str, tuple[str, str]]:
@@ -38,7 +38,7 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def show_settings(run: RunFolder) -> str:
-    """Return both tables as HTML."""
+    """Return the tables of the changed settings and of the settings at their default as HTML."""
     settings = read_settings(run)
     if not settings:
         return ""

@@ -13,7 +13,10 @@ _MAX_COLUMNS = 8
 
 
 def show_staleness(history: History) -> str:
-    """Return one row per participant, with a bar of its gradients by staleness."""
+    """Return a section as HTML: for each participant, its gradients or microbatches by staleness.
+
+    For local SGD, the section has the bytes that each rank sent to other sites, and the time that it waited for them.
+    """
     event = history.last_event("Staleness")
     participants = [item for item in event.get("told", []) if isinstance(item, dict)]
     sites = [site for site in participants if "waited_seconds" in site]
@@ -36,7 +39,7 @@ def show_staleness(history: History) -> str:
     rows = "".join(_row(participant, max_shown, has_overflow=has_overflow, unit=unit) for participant in participants)
     return (
         f"<section><h2>Staleness of updates</h2><p>{_describe_period(event)}: {plural(2, unit).removeprefix('2 ')} by staleness, the number of "
-        f"updates between the weights of a {unit} and its own update.{_lost_additions_text(participants[0])}</p>"
+        f"updates between the weights that a {unit} used and its own update.{_lost_additions_text(participants[0])}</p>"
         f"<table><tr><th></th><th></th>{headers}</tr>{rows}</table></section>"
     )
 

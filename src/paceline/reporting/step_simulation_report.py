@@ -1,4 +1,4 @@
-"""Output about a simulated step: lines for the screen, its timeline as SVG, and a page with the parts of its time."""
+"""Output about a simulated step: lines for the screen, the timeline as SVG, and a page with the parts of the time."""
 
 import math
 import re
@@ -27,7 +27,7 @@ _MIN_MICROBATCHES = 24  # a picture shows this many microbatches, or two per sta
 
 
 def timeline_svg(cost_model: CostModel, *, candidate: Candidate) -> tuple[str, int]:
-    """Draw one pipeline from its first forward to its last backward; return the SVG and the microbatches that it shows."""
+    """Draw one pipeline from its first forward to its last backward; return the SVG and how many microbatches it has."""
     num_micro = cost_model.num_micro(candidate)
     num_shown = min(num_micro, max(_MIN_MICROBATCHES, 2 * candidate.pp))
     batch = (
@@ -44,7 +44,7 @@ def timeline_svg(cost_model: CostModel, *, candidate: Candidate) -> tuple[str, i
 
 
 def timeline_section(cost_model: CostModel, *, candidate: Candidate) -> str:
-    """Return the picture with its heading; it scrolls if the window is too narrow."""
+    """Return the timeline with its heading as HTML. The timeline scrolls if the window is too narrow."""
     svg, num_shown = timeline_svg(cost_model, candidate=candidate)
     full_width = re.sub(r'<svg (.*?width="(\d+)")', r'<svg style="max-width:none;width:\2px" \1', svg, count=1)
     num_micro = cost_model.num_micro(candidate)
@@ -60,7 +60,7 @@ def timeline_section(cost_model: CostModel, *, candidate: Candidate) -> str:
 
 
 def parts_bars(simulated: CandidateSimulation) -> str:
-    """Draw the simulated seconds, averaged over the ranks, and below them the closed-form seconds of the busiest rank."""
+    """Draw two bars: the simulated seconds, averaged over ranks, and the closed-form seconds of the busiest rank."""
     rows = [
         ("simulated, mean of the ranks", simulated.seconds),
         ("closed forms, busiest rank", simulated.estimate.seconds.parts),

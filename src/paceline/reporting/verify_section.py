@@ -12,17 +12,25 @@ from paceline.reporting.run_history import json_or_none
 from paceline.run_folder.run_folder import RunFolder
 
 _IGNORED_PREFIXES = ("log.", "watch.", "checkpoint.", "eval.", "run_dir", "train.threads", "train.timeout_seconds")
-_MODULE, _PATH_KEY = "module ", "place"  # a prefix of facts; the key of the verdict's own path
+_MODULE, _PATH_KEY = "module ", "place"  # the prefix of conditions about modules; the key for the path of the answer
 _MAX_BYTES = 4 << 20
-_LENGTH_SETTINGS = ("train.steps", "train.epochs", "train.samples", "train.tokens", "train.check_every", "data.workers")
+_IGNORED_SETTINGS = (
+    "train.steps",
+    "train.epochs",
+    "train.samples",
+    "train.tokens",
+    "train.check_every",
+    "data.workers",
+)
 
 
 def find_verdict(run: RunFolder) -> tuple[dict[str, Any] | None, str]:
     """Return the newest verdict on this training from this folder or a nearby one, or the reason why there is none.
 
-    A nearby folder may belong to another user, so it counts only if its owner is that of the run.
+    The verdict is the content of its answer file. A verdict in a nearby folder counts only if the folder has the same
+    owner as the run.
     """
-    run_facts, late_modules, run_answer = _facts_of_run(run), _late_modules(run), run.answer("verify")
+    run_conditions, late_modules, run_answer = _conditions_of_run(run), _late_modules(run), run.answer("verify")
     nearby_answers = [path for folders in ("*", "*/*") for path in run.path.parent.glob(f"{folders}/{run_answer.name}")]
     nearby_answers = [path for path in nearby_answers if path.parent != run.path and _has_same_owner(path, run)]
     reason = ""
@@ -30,9 +38,13 @@ def find_verdict(run: RunFolder) -> tuple[dict[str, Any] | None, str]:
         answer = _read_answer(path)
         if answer is None:
             continue
-        answer_facts = _facts_of_answer(answer, relevant={**run_facts, **late_modules})
+        answer_conditions = _conditions_of_answer(answer, relevant={**run_conditions, **late_modules})
         differences = condition_differences(
-            {**run_facts, **{name: fact for name, fact in late_modules.items() if name in answer_facts}}, answer_facts
+            {
+                **run_conditions,
+                **{name: condition for name, condition in late_modules.items() if name in answer_conditions},
+            },
+            answer_conditions,
         )
         if not differences:
             return {**answer, _PATH_KEY: str(path)}, ""
@@ -64,7 +76,7 @@ def _has_same_owner(path: Path, run: RunFolder) -> bool:
 
 
 def condition_differences(run_conditions: Mapping[str, str], answer_conditions: Mapping[str, str]) -> list[str]:
-    """Return `name (here, there)` for each value that differs."""
+    """Return a text such as `torch (2.4 here, 2.3 there)` for each condition that differs; "here" is the run."""
     names = sorted(set(run_conditions) | set(answer_conditions))
     return [
         f"{n} ({run_conditions.get(n, 'unset')} here, {answer_conditions.get(n, 'unset')} there)"
@@ -73,12 +85,12 @@ def condition_differences(run_conditions: Mapping[str, str], answer_conditions: 
     ]
 
 
-def _facts_of_run(run: RunFolder) -> dict[str, str]:
+def _conditions_of_run(run: RunFolder) -> dict[str, str]:
     task, env = json_or_none(run.path / "task.json"), json_or_none(run.path / "env.json")
     task = task if isinstance(task, dict) else {}
     job = env.get("job") if isinstance(env, dict) else None
     job = job if isinstance(job, dict) else {}
-    return _facts(task, {"device": task.get("device"), **job}, task.get("settings"))
+    return _conditions(task, {"device": task.get("device"), **job}, task.get("settings"))
 
 
 def _late_modules(run: RunFolder) -> dict[str, str]:
@@ -91,30 +103,33 @@ def _late_modules(run: RunFolder) -> dict[str, str]:
     )
 
 
-def _facts_of_answer(answer: Mapping[str, Any], *, relevant: Mapping[str, str]) -> dict[str, str]:
-    """Return the facts of an answer, without modules that only `verify` loaded."""
-    conditions = answer.get("about")
-    conditions = conditions if isinstance(conditions, dict) else {}
-    facts = _facts(answer, conditions, conditions.get("settings"))
-    return {name: fact for name, fact in facts.items() if name in relevant or not name.startswith(_MODULE)}
+def _conditions_of_answer(answer: Mapping[str, Any], *, relevant: Mapping[str, str]) -> dict[str, str]:
+    """Return the conditions of an answer, without modules that only `verify` loaded."""
+    about = answer.get("about")
+    about = about if isinstance(about, dict) else {}
+    conditions = _conditions(answer, about, about.get("settings"))
+    return {
+        name: condition for name, condition in conditions.items() if name in relevant or not name.startswith(_MODULE)
+    }
 
 
-def _facts(placement: Mapping[str, Any], job: Mapping[str, Any], settings: Any) -> dict[str, str]:
-    facts = {name: str(placement.get(name)) for name in ("layout", "update", "ranks")}
-    facts["compress"] = str(placement.get("compress", "none"))
+def _conditions(placement: Mapping[str, Any], job: Mapping[str, Any], settings: Any) -> dict[str, str]:
+    """Return, by name, what must be equal in a run and in a verdict: layout, code, packages and settings."""
+    conditions = {name: str(placement.get(name)) for name in ("layout", "update", "ranks")}
+    conditions["compress"] = str(placement.get("compress", "none"))
     for name, key in (("job file", "digest"), ("torch", "torch_build"), ("device", "device")):
-        facts[name] = str(job.get(key) or "unknown")[: 12 if key == "digest" else None]
+        conditions[name] = str(job.get(key) or "unknown")[: 12 if key == "digest" else None]
     for prefix, key in ((_MODULE, "modules"), ("", "packages")):
         digests = job.get(key)
-        facts |= (
+        conditions |= (
             {f"{prefix}{name}": str(value)[:12] for name, value in digests.items()} if isinstance(digests, dict) else {}
         )
-    facts |= {} if isinstance(job.get("modules"), dict) else {"loaded code": "unknown"}
+    conditions |= {} if isinstance(job.get("modules"), dict) else {"loaded code": "unknown"}
     for name, value in (settings if isinstance(settings, dict) else {}).items():
-        ignored = name.startswith(_IGNORED_PREFIXES) or name in _LENGTH_SETTINGS
+        ignored = name.startswith(_IGNORED_PREFIXES) or name in _IGNORED_SETTINGS
         if not ignored and not _is_default(name, value):
-            facts[name] = mask_value(name, value)
-    return facts
+            conditions[name] = mask_value(name, value)
+    return conditions
 
 
 def _is_default(name: str, value: Any) -> bool:
@@ -149,5 +164,5 @@ def _rung_row(rung: Mapping[str, Any]) -> str:
 
 
 def format_number(value: Any) -> str:
-    """Format a number for people."""
+    """Return a number with four significant digits, and any other value as HTML text; `–` for None."""
     return f"{value:.4g}" if isinstance(value, int | float) else escape(str(value if value is not None else "–"))

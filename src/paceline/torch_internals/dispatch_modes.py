@@ -49,12 +49,12 @@ def hide_from_modes() -> Iterator[None]:
 
 
 def has_dispatch_mode() -> bool:
-    """Return whether a dispatch mode is active in this thread; it does not intercept operations of other threads."""
+    """Return whether this thread has an active dispatch mode. A mode intercepts only operations of its own thread."""
     return bool(_get_current_dispatch_mode_stack())
 
 
 def run_cpu_kernel(operation: Any, args: Any, kwargs: Any) -> Any:
-    """Run the CPU kernel of an operation that is written in Python; a mode can observe the operations inside it."""
+    """Run the CPU kernel of an operation that is written in Python, so that a mode observes the operations inside."""
     return operation._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
 
 
@@ -69,7 +69,7 @@ class PendingCollective(dist.Work):
         self._on_complete, self._inputs = on_complete, inputs
 
     def start(self) -> Any:
-        """Return the boxed collective, as operations do; the object stays alive until `wait`."""
+        """Keep this object alive until `wait`, and return it boxed, as collective operations return their work."""
         _IN_FLIGHT.add(self)
         return self.boxed()
 
@@ -181,7 +181,7 @@ def group_size(group: Any) -> int:
     return 1 if group is None else int(group.size())
 
 
-_RESIZE_OBSERVERS: dict[int, list[Callable[[torch.UntypedStorage], None]]] = {}
+_RESIZE_OBSERVERS: dict[int, list[Callable[[torch.UntypedStorage], None]]] = {}  # by thread id
 _ORIGINAL_RESIZE = torch.UntypedStorage.resize_
 _LOCK = threading.Lock()
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# `;` separates the forms of a function, and `|` the names of a parameter.
 _SIGNATURE_TABLE = """
 addmm(input, mat1, mat2, *, beta=1, alpha=1)
 all(input) ; all(input, dim, keepdim=False) ; all(input, *, keepdim=False)
@@ -88,7 +89,7 @@ var(input, dim=None, *, correction=1, keepdim=False)
 view(input, *size|shape)
 view_as(input, other)
 """
-_NUMPY_NAMES = {
+_NUMPY_NAMES = {  # NumPy's names of parameters, which torch accepts too
     "axis": "dim",
     "keepdims": "keepdim",
     "x": "input",
@@ -97,7 +98,7 @@ _NUMPY_NAMES = {
     "x2": "other",
     "self": "input",
 }
-_REQUIRED = object()
+_REQUIRED = object()  # the default of a parameter that has none
 
 
 def _is_int(value: Any) -> bool:
@@ -141,7 +142,10 @@ class Parameter:
         return self.type_check is None or value is self.default or self.type_check(value)
 
     def pop_keyword(self, kwargs: dict[str, Any]) -> Any:
-        """Remove and return the value given by keyword, or return the default; `_REQUIRED` if there is no one value."""
+        """Remove and return the value given by keyword, or return the default.
+
+        Return `_REQUIRED` if there is neither, or if the value is given under two names.
+        """
         name = self.names[0]
         keys = [key for key in kwargs if key in self.names or _NUMPY_NAMES.get(key) == name]
         if len(keys) != 1:

@@ -350,7 +350,7 @@ def set_up_data_worker(dataset: Any, *, seed: int) -> None:
 
 
 def set_worker_dataset(dataset: Any, *, is_only_worker: bool) -> None:
-    """Make `get_worker_info()` in a data worker report the user's dataset and, if requested, only one worker."""
+    """Make `get_worker_info()` in a data worker report the user's dataset; with `is_only_worker`, a single worker."""
     info = _data_worker._worker_info
     assert info is not None
     for name, value in {"dataset": dataset, **({"id": 0, "num_workers": 1} if is_only_worker else {})}.items():
@@ -380,7 +380,7 @@ def hide_process_group() -> Iterator[None]:
 
 
 class JointScaler(torch.amp.GradScaler):
-    """A loss scaler for sharded gradients: `all_reduce_max`, an in-place MAX, tells all ranks of an overflow on one."""
+    """A loss scaler for sharded gradients. `all_reduce_max` (in place) makes an overflow on one rank known to all."""
 
     def __init__(self, device: str, *, all_reduce_max: Callable[[Tensor], object], **options: Any) -> None:
         super().__init__(device, **options)
@@ -442,7 +442,7 @@ def hook_dicts(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
 
 
 def remove_all_hooks(module: torch.nn.Module) -> None:
-    """Remove all forward and backward hooks of a module and its submodules."""
+    """Remove all forward and backward hooks and call wrappers of a module and its submodules."""
     for part in module.modules():
         part._compiled_call_impl = None
         for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):

@@ -51,8 +51,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
 def map_leaves(value: Any, change: Callable[[str, Any], Any], *, is_leaf: Callable[[str, Any], bool], path: str) -> Any:
     """Return the same structure with `change(path, leaf)` in place of each leaf.
 
-    A leaf is a value that `is_leaf` accepts, or a value that is not a container. Both functions get the leaf's path as
-    a Python expression that begins with `path`.
+    A leaf is a value that `is_leaf(path, value)` accepts, or a value that is not a container. `change` and `is_leaf`
+    get the path of the value as a Python expression that begins with `path`.
     """
 
     def map_part(name: str, part: Any) -> Any:
@@ -80,12 +80,12 @@ def is_column(value: Any, num_samples: int) -> bool:
 
 
 def is_square(value: Any) -> bool:
-    """Return whether every entry of a list is a list as long as this one, so that rows and columns are ambiguous."""
+    """Return whether a list of n entries has only lists of n entries, so that rows and columns are ambiguous."""
     return all(isinstance(entry, tuple | list) and len(entry) == len(value) for entry in value)
 
 
 def concatenate_columns(parts: Sequence[Any]) -> Any:
-    """Return the concatenation of the columns of several microbatches, in the type of the first."""
+    """Return the concatenation of a column's parts, which come from several microbatches, in the first part's type."""
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
     return type(parts[0])(entry for part in parts for entry in part)

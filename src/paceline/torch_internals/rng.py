@@ -86,7 +86,7 @@ class BlockCallCounter:
     """
 
     def __init__(self) -> None:
-        self._call_numbers: dict[int, dict[int, int]] = {}
+        self._call_numbers: dict[int, dict[int, int]] = {}  # by block, then by the generator's seed at the call
 
     def clear(self) -> None:
         """Reset the counts for the next microbatch."""
@@ -100,7 +100,7 @@ class BlockCallCounter:
 
 
 def block_key(microbatch: int, *, block: int, call: int) -> int:
-    """Return the seed of one call of one random block."""
+    """Return the seed of one call of one random block; `microbatch` is the key of the microbatch's stream."""
     mixed = (microbatch ^ (0x9E37_79B9_7F4A_7C15 * (block + 1))) + 0xD1B5_4A32_D192_ED03 * call
     return mixed & 0x7FFF_FFFF_FFFF_FFFF
 
@@ -136,11 +136,11 @@ class RandomStreams:
             for number, block in enumerate(random_blocks(model))
         ]
 
-        def undo() -> None:
+        def remove_hooks() -> None:
             for handle in handles:
                 handle.remove()
 
-        return undo
+        return remove_hooks
 
     def _seeding_hook(self, block: int) -> Callable[[nn.Module, object], None]:
         def seed_block(module: nn.Module, _: object) -> None:

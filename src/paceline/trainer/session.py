@@ -14,7 +14,7 @@ from paceline.checkpoint.files.superseded_checkpoints import move_superseded
 from paceline.checkpoint.lr_schedule_state import refuse_short_schedules
 from paceline.checkpoint.resume_checks import describe_changes
 from paceline.comm.process_group import World
-from paceline.config.job_reference import file_name
+from paceline.config.job_reference import source_name
 from paceline.config.merge_settings import as_toml
 from paceline.config.secret_settings import holds_secret
 from paceline.console.formatting import plural
@@ -186,7 +186,7 @@ class _SessionBuilder:
         forecast = self._find_forecast()
         loaded, events = self._open_checkpoint()
         data_properties = read_data_properties(self.setup.data.train, self.world, seed=prepared_job.settings.seed)
-        identity = run_identity(self.setup, **_data_identity(data_properties), job=file_name(prepared_job.task.job))
+        identity = run_identity(self.setup, **_data_identity(data_properties), job=source_name(prepared_job.task.job))
         cursor = Cursor()
         if loaded is not None:
             cursor = restore(loaded, setup=self.setup, identity=identity, allow=prepared_job.task.allow)

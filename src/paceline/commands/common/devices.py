@@ -16,7 +16,10 @@ _MAX_RANKS_PER_CORE = 64
 
 
 def choose_device(text: str, problems: list[PacelineError]) -> str:
-    """Return `cpu` or `cuda`: the requested device, or for `auto` the one that this machine has."""
+    """Return the requested device; for `auto`, `cuda` if this machine has a GPU, else `cpu`.
+
+    An unknown or missing device is added to `problems`.
+    """
     if text not in ("auto", "cpu", "cuda"):
         hint = "--device auto | cpu | cuda"
         problems.append(
@@ -32,9 +35,9 @@ def choose_device(text: str, problems: list[PacelineError]) -> str:
 def choose_ranks(
     requested_ranks: int | None, joined: JoinedWorld | None, device: str, problems: list[PacelineError]
 ) -> int:
-    """Return the number of ranks: as requested, as another launcher started, or one per GPU."""
+    """Return the number of ranks: the requested number, the number that another launcher started, or one per GPU."""
     if requested_ranks is not None and requested_ranks < 1:
-        problems.append(UsageError(f"--ranks {requested_ranks}: a run needs at least one.", hint="--ranks 2"))
+        problems.append(UsageError(f"--ranks {requested_ranks}: a run needs at least one rank.", hint="--ranks 2"))
         return 1
     if joined is not None:
         if requested_ranks is not None and requested_ranks != joined.world_size:
@@ -63,7 +66,8 @@ def choose_ranks(
 def _rank_count_error(requested_ranks: int, joined: JoinedWorld) -> UsageError:
     if joined.kind != "environment":
         return UsageError(
-            f"--ranks {requested_ranks}, but {joined.kind} started {joined.world_size}.", hint="leave --ranks out"
+            f"--ranks {requested_ranks}, but {joined.kind} started {plural(joined.world_size, 'process')}.",
+            hint="leave --ranks out",
         )
     return UsageError(
         f"--ranks {requested_ranks}, but the environment has RANK={joined.rank} WORLD_SIZE={joined.world_size}: "
@@ -74,9 +78,10 @@ def _rank_count_error(requested_ranks: int, joined: JoinedWorld) -> UsageError:
 
 
 def refuse_missing_backend(backend: str) -> list[PacelineError]:
-    """Refuse a backend that this build of torch lacks, before ranks are started.
+    """Return an error if this build of torch lacks the backend.
 
-    A child process asks torch: this process can't import it before the variables that select kernels are set.
+    A child process imports torch to find out. This process must not import torch before the environment variables that
+    select kernels are set.
     """
     if backend in ("auto", "gloo"):
         return []
@@ -87,11 +92,11 @@ def refuse_missing_backend(backend: str) -> list[PacelineError]:
         )
         return refuse_backend(backend, json.loads(completed.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return []  # the ranks report it instead
+        return []  # if the backend is missing, the ranks report it
 
 
 def refuse_nested_threads(joined: JoinedWorld | None, faults: Sequence[Fault], problems: list[PacelineError]) -> None:
-    """Refuse replicas as threads if a launcher started several processes, and faults on a rank other than 0."""
+    """Add a problem if a launcher started several processes for layout threads, or if a fault is not on rank 0."""
     faulty_ranks = [fault.rank for fault in faults if fault.rank]
     if faulty_ranks:
         problems.append(
@@ -103,7 +108,7 @@ def refuse_nested_threads(joined: JoinedWorld | None, faults: Sequence[Fault], p
     if joined is not None and joined.world_size > 1:
         problems.append(
             UsageError(
-                f"layout threads is one process, but {joined.kind} started {joined.world_size}.",
+                f"layout threads is one process, but {joined.kind} started {plural(joined.world_size, 'process')}.",
                 hint="--layout ddp, or one process: paceline train JOB --layout threads --ranks 2",
             )
         )

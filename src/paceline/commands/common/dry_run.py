@@ -11,7 +11,7 @@ from paceline.config.task import Task
 from paceline.console.formatting import plural
 from paceline.errors import PacelineError, raise_all
 from paceline.launch.environments import detect_world
-from paceline.reporting.sinks.sink_registry import refuse_missing_sinks
+from paceline.reporting.sinks.sink_registry import missing_sink_errors
 from paceline.run_folder.run_folder import ROOT, choose_run
 
 
@@ -47,7 +47,7 @@ def check_folder(path: Path) -> None:
     """Check that a run folder can be written, or created; create nothing.
 
     Raises:
-        UsageError: it can't be written, or it is the home folder or a folder above the working directory.
+        UsageError: the folder can't be written, or is a folder that `refuse_shared_folder` refuses.
     """
     refuse_shared_folder(path)
     try:
@@ -62,5 +62,5 @@ def _check_sinks(task: Task) -> None:
     settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
     file = None if task.job_handle is not None else parse_jobref(task.job).path
     raise_all(
-        refuse_missing_sinks(settings.watch.to, folders=(Path.cwd(), *([file.parent] if file is not None else [])))
+        missing_sink_errors(settings.watch.to, folders=(Path.cwd(), *([file.parent] if file is not None else [])))
     )

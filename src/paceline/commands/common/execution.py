@@ -72,11 +72,11 @@ class RunOptions:
     dry_run: bool = False
     quiet: bool = False
     job_handle: int | None = None
-    """The handle from `open_job_file`, if the job is a Python object."""
+    """The file descriptor from `open_job_file`, if the job is a Python object."""
 
 
 def run_options(options: StartOptions) -> RunOptions:
-    """Return the options of a verb's command line in the form that all verbs take."""
+    """Return the command-line options of a verb as `RunOptions`."""
     return RunOptions(
         ranks=options.ranks,
         layout=options.layout,
@@ -93,7 +93,7 @@ def run_options(options: StartOptions) -> RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOutcome:
-    """The result of a verb."""
+    """The result of a verb. `value` is what rank 0 returned, and `screen` the text to print."""
 
     exit_code: int
     run: Path
@@ -105,13 +105,14 @@ class CommandOutcome:
     launch_outcome: LaunchOutcome | None = None
     """The outcome of processes that were started here; None under another launcher."""
     prints_result: bool = True
-    """False on silent ranks of another launcher: rank 0 prints results, the first failing rank prints errors."""
+    """False on a rank that prints nothing. Under another launcher, rank 0 prints the result, and the first rank that
+    fails prints the error."""
     error: BaseException | None = None
     """The exception that ended this rank, if another launcher started it."""
 
     @property
     def failure(self) -> Failure | None:
-        """Return the first failure of processes that were started here."""
+        """Return the first failure of the processes that were started here, or None."""
         return None if self.launch_outcome is None else self.launch_outcome.failure
 
     def summary(self) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
     """Return the task of a verb, after every check that is possible before a process starts.
 
     Raises:
-        PacelineError, Problems: all problems at once.
+        PacelineError, Problems: a check failed; all problems are reported together.
     """
     problems: list[PacelineError] = []
     ref = None if common.job_handle is not None else collect_problems(problems, lambda: parse_jobref(job))
@@ -184,7 +185,11 @@ def make_task(verb: str, job: str, common: RunOptions, overrides: Sequence[str])
 def _layout_problems(
     verb: str, layout: Layout, update: UpdateRule, ranks: int, settings: Settings | None, requested: RequestedSettings
 ) -> list[PacelineError]:
-    """Return the conflicts of layout, ranks and settings. In `compare`, some layouts may not use every setting."""
+    """Return errors for conflicts of layout, ranks and settings.
+
+    A setting from the command line that the layout does not use is an error too, except in `compare`, which passes the
+    same settings to all layouts.
+    """
     problems: list[PacelineError] = []
     rule = rule_planning(update)
     workers = rule.num_workers(update, ranks=ranks, problems=problems)
@@ -200,7 +205,10 @@ def _layout_problems(
 
 
 def assign_run_folder(task: Task, *, resume: str | None) -> Task:
-    """Return the task with its run folder: a new one, the newest, or the named one. Only rank 0 of a world chooses."""
+    """Return the task with its run folder: a new one, the newest, or the named one.
+
+    Under another launcher, only rank 0 chooses; the other ranks get the task unchanged.
+    """
     joined = detect_world(os.environ)
     if joined is not None and joined.rank != 0:
         return task
@@ -217,7 +225,8 @@ def execute(
 ) -> CommandOutcome:
     """Run `entry` on every rank: in this process if another launcher started it, else in new processes.
 
-    With `logs`, the ranks' logs are written there and the run folder does not change.
+    `entry` is a reference, `module:function`. With `one_thread`, each rank computes with one thread and exact kernels.
+    With `logs`, the ranks' logs are written to that folder, and the run folder does not change.
     """
     joined = detect_world(os.environ)
     if task.run and logs is None and (joined is None or joined.rank == 0):
@@ -260,13 +269,13 @@ def execute(
 
 
 def read_result(task: Task, verb: str) -> Any:
-    """Return the result that rank 0 wrote for the command."""
+    """Return the result that rank 0 wrote for the verb; None if there is none."""
     path = RunFolder(Path(task.run)).answer(verb)
     return read_json(path) if path.exists() else None
 
 
 def command_outcome(task: Task, launch_outcome: LaunchOutcome) -> CommandOutcome:
-    """Return the result of a launch: the final message and, if memory ran out, layouts that need less."""
+    """Return the result of a launch: the final message and, if memory ran out, layouts that need less memory."""
     resume_command = build_resume_command(task) if task.verb == "train" and launch_outcome.can_resume else ""
     extra_lines: tuple[str, ...] = ()
     if resume_command and launch_outcome.failure is not None and launch_outcome.failure.is_short_of_memory:
@@ -299,6 +308,7 @@ def command_outcome(task: Task, launch_outcome: LaunchOutcome) -> CommandOutcome
 def _execute_joined(
     task: Task, entry: str, joined: JoinedWorld, one_thread: bool, *, is_folder_named: bool
 ) -> CommandOutcome:
+    """Run `entry` in this process, which is a rank that another launcher started."""
     settings = merge(RequestedSettings(values={k: v for k, v in task.settings.items() if not k.startswith("job.")}))
     exact = settings.train.exact or one_thread
     if exact and not choose_exact_kernels() and settings.train.exact:
@@ -311,7 +321,7 @@ def _execute_joined(
     per_node = joined.local_world_size * replicas
     cluster = Resources(ranks=task.ranks, cores=usable_cores(), ranks_per_node=per_node)
     threads = choose_threads(resources=cluster, one_thread=exact, requested=settings.train.threads)
-    knows_folder = joined.rank == 0 or is_folder_named  # only rank 0 knows a folder that it chose
+    knows_folder = joined.rank == 0 or is_folder_named  # without --run-dir, rank 0 chooses the folder for itself
     resume_command = build_resume_command(task, joined) if task.verb == "train" and knows_folder else ""
     working_folder, start_time = Path.cwd(), time.monotonic()
     rank_outcome = run_rank(entry, payload, threads=threads)
@@ -337,7 +347,10 @@ def _execute_joined(
 
 
 def failure_result(outcome: CommandOutcome) -> CommandOutcome:
-    """Return the outcome with the text that this rank prints about its failure; unchanged if there is no failure."""
+    """Return the outcome with the text that this rank of another launcher prints about its failure.
+
+    An outcome without an error is returned unchanged.
+    """
     if outcome.error is None:
         return outcome
     failure, scope = report_failure(outcome.error)
@@ -346,7 +359,8 @@ def failure_result(outcome: CommandOutcome) -> CommandOutcome:
         hide_paceline_frames(outcome.error)
         text = "".join(format_exception(outcome.error)) + text
     lines = [text] if scope.prints_all or scope.prints_line else []
-    is_only_echo = scope.is_already_reported and is_echo(failure)  # only a checkpoint shows that resuming helps
+    # If another rank has already reported the cause of this failure, a resume is suggested only if a checkpoint exists.
+    is_only_echo = scope.is_already_reported and is_echo(failure)
     shows_resume = outcome.screen and not (is_only_echo and not has_saves(RunFolder(outcome.run).checkpoints))
     screen = "\n".join([*lines, *([outcome.screen] if shows_resume else [])])
     if screen and not scope.prints_all:
@@ -358,7 +372,7 @@ def create_run_folder(path: Path) -> None:
     """Create the named run folder, if it does not exist.
 
     Raises:
-        UsageError: it can't be written, or it is the home folder or a folder above the working directory.
+        UsageError: the folder can't be written, or is a folder that `refuse_shared_folder` refuses.
     """
     refuse_shared_folder(path)
     try:

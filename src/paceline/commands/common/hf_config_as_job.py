@@ -9,7 +9,7 @@ from paceline.config.merge_settings import read_requested_settings
 from paceline.errors import MachineError, PacelineError, UsageError
 from paceline.planner.hardware.cluster import Cluster
 
-JOB = "paceline.hf.config_only_job:make_job"
+JOB = "paceline.hf.config_only_job:make_job"  # the job that is built from a config
 _CONFIG_FILE = "config.json"
 _SAMPLES_PER_DEVICE = 8
 _BATCH_SETTING = "train.global_batch_size"
@@ -32,13 +32,16 @@ def is_hf_config(job: str) -> bool:
 def config_as_job(
     job: str, overrides: Sequence[str], *, ranks: int, cluster: Cluster | None = None, file: Path | None = None
 ) -> tuple[str, list[str], list[str]]:
-    """Return a job built from the config, its settings, and lines about assumed values; return other jobs unchanged.
+    """Return the job, its settings, and lines about assumed values.
 
-    Values in `overrides` or in the TOML `file` are not assumed. The precision is the usual one for such models on the
-    devices of the `cluster`, which also sets the number of ranks; None is this machine.
+    If `job` is a Hugging Face config, the returned job builds its model from the config; any other job is returned
+    unchanged. A value in `overrides` or in the TOML `file` replaces the assumed one. The assumed batch has 8 samples
+    per rank, and the assumed precision is the usual one for the devices of `cluster`. If `cluster` is None, the job
+    runs on this machine with `ranks` ranks.
 
     Raises:
-        UsageError, MachineError: a folder without a config, or no transformers to read one.
+        UsageError: `job` is a folder without a config.
+        MachineError: transformers, which reads the config, is not installed.
     """
     if not is_hf_config(job):
         if Path(job).is_dir():

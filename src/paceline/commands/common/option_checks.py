@@ -18,9 +18,9 @@ _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 3800  # limits of file systems; a path n
 def check_job_parameters(
     parameters: dict[str, tuple[str, str]] | None, requested: RequestedSettings
 ) -> list[PacelineError]:
-    """Return the problems of `job.` settings: not a parameter of the job's function, of another type, or missing.
+    """Return errors for `job.` settings that are unknown to `make_job` or have the wrong type, and for missing ones.
 
-    `parameters` maps each name to the source of its annotation and default; None if they are unknown.
+    `parameters` maps each name to the source of the parameter's annotation and default; None if they are unknown.
     """
     if parameters is None:
         return []
@@ -48,7 +48,7 @@ def _unknown_parameters(
 
 
 def refuse_job_parameters(requested: RequestedSettings) -> list[PacelineError]:
-    """Return an error for each `job.` setting, because a job that is already an object takes none."""
+    """Return an error for each `job.` setting, because a job that is already an object has no parameters."""
     return [
         UsageError(
             f"{name} is a parameter of make_job, but this job is already built.",

@@ -7,9 +7,9 @@ from typing_extensions import override
 
 
 class Result(Mapping[str, Any]):
-    """The keys of a verb's `--json`, as attributes and as a mapping. Printing it gives what the command prints.
+    """The keys of a verb's `--json`, as attributes and as a mapping. As text, it is what the command prints.
 
-    Objects in the JSON are results themselves, so that `found.first_difference.step` and `found.plans[0].layout` work.
+    Nested objects are `Result`s too, so that `found.first_difference.step` and `found.plans[0].layout` work.
     """
 
     def __init__(self, value: Mapping[str, Any], *, text: str = "") -> None:

@@ -14,8 +14,8 @@ from paceline.run_folder.run_folder import RunFolder
 def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
     """Return `paceline train` with the run folder and every requested setting, without the injected faults.
 
-    A secret is masked with dots. Under another launcher, the line begins with its command, or with an instruction for
-    each node.
+    A secret is masked with dots. Under another launcher, the text begins with the launcher's command, or with an
+    instruction for each node.
     """
     if task.job_handle is not None:
         return f"pl.train(job, run_dir={task.run!r}, ...) with the same arguments"
@@ -40,6 +40,6 @@ def build_resume_command(task: Task, joined: JoinedWorld | None = None) -> str:
 
 
 def build_retry_command(task: Task) -> str:
-    """Return the resume command of a task whose microbatch size changed; if a checkpoint exists, with `--allow`."""
+    """Return the resume command of a task with a changed microbatch size, with `--allow` if a checkpoint exists."""
     allow_option = " --allow micro_batch_size" if has_saves(RunFolder(Path(task.run)).checkpoints) else ""
     return build_resume_command(task) + allow_option

@@ -41,7 +41,7 @@ def next_batch(
     micro_batch_size: int,
     drop_last: bool = False,
 ) -> Batch:
-    """Return the batch at `cursor`. A batch never crosses an epoch; the last one may be short, down to one sample."""
+    """Return the batch at `cursor`. A batch never spans two epochs, so the last batch of an epoch may be short."""
     num_left = num_samples - cursor.position
     if num_left <= 0 or (drop_last and num_left < global_batch_size):
         cursor = Cursor(epoch=cursor.epoch + 1, samples=cursor.samples, step=cursor.step)

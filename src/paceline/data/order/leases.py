@@ -3,9 +3,9 @@
 A *version* is the number of updates applied so far. A gradient that was computed on version v and is applied after u
 updates has the staleness u - v. The bound holds for every gradient, so it is checked before a share is leased, and not
 only when its gradient arrives: with n gradients in flight, the one that is applied last has a staleness of at least
-n - 1. Each leased share has a deadline, the update number v + bound. A share is leased, or an update applied, only if
-all other shares in flight can still be applied by their deadlines, one after another (the feasibility test for
-scheduling jobs of length one with deadlines: Jackson's rule, earliest deadline first).
+n - 1. A share that is computed on version v has a deadline, the update number v + bound. A share is leased, or an
+update applied, only if all other shares in flight can still be applied by their deadlines, one after another (the
+feasibility test for scheduling jobs of length one with deadlines: Jackson's rule, earliest deadline first).
 """
 
 import math
@@ -74,7 +74,7 @@ class Leases:
         self._free_shares += shares
 
     def lease_next(self, worker: int) -> Lease | None:
-        """Return a lease on the oldest free share, or None if no share is free or the bound forbids it."""
+        """Return a lease on the oldest free share, or None if no share is free or the bound forbids another lease."""
         if not self._free_shares or not self._can_lease(self._free_shares[0]):
             return None
         self._num_leases += 1
@@ -106,7 +106,7 @@ class Leases:
         return ()
 
     def record_update(self, leases: Sequence[Lease], *, is_applied: bool = True) -> None:
-        """Record the update of these leases; with `is_applied` False it was skipped and makes no new version."""
+        """Record the update of these leases. If `is_applied` is False, the update was skipped: the version stays."""
         for lease in leases:
             self._in_flight.remove(lease)
             self._pushed.remove(lease)

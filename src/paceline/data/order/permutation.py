@@ -10,15 +10,15 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-_ROUNDS = 8
-_BLOCK = 1 << 14
+_ROUNDS = 8  # of the Feistel network
+_BLOCK = 1 << 14  # positions whose sample indices are computed and cached together
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 Positions = NDArray[np.int64]
 
 
 class Permutation:
-    """The sample order of one epoch. `permutation[a:b]` returns the sample indices at positions a to b."""
+    """The sample order of one epoch. `permutation[a:b]` returns the sample indices at positions a to b - 1."""
 
     def __init__(self, *, num_samples: int, seed: int, epoch: int) -> None:
         if num_samples < 1:

@@ -15,12 +15,12 @@ MAX_SHARDS = 16
 def choose_shards(*, requested: int | None, num_real: int | None, global_batch_size: int) -> int:
     """Return the number of virtual shards: as many as the data has, at most 16 and at most one per sample of a batch.
 
-    The number does not depend on the number of ranks, because the order of samples depends on it. `num_real` is the
-    number of shards of the data, or None if it can be cut into any number. If `requested` is larger than `num_real`,
-    the result is 1: the stream is not split.
+    The result decides the order of samples, so it does not depend on the number of ranks. `num_real` is the number of
+    shards of the data, or None if the data can be cut into any number. If `requested` is larger than `num_real`, the
+    result is 1, and the stream is not split.
 
     Raises:
-        UsageError: more shards than samples in a global batch, or fewer than one.
+        UsageError: `requested` is less than 1, or larger than the global batch.
     """
     if requested is None:
         return min(MAX_SHARDS, global_batch_size, num_real or MAX_SHARDS)

@@ -1,4 +1,4 @@
-"""Lossless conversion of a dataset's own state to JSON and back; other states are refused."""
+"""Conversion of a dataset's own state to JSON and back. A state that can't be converted without loss is refused."""
 
 import base64
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_TAG = "__kind__"
+_TAG = "__kind__"  # the key that marks a JSON object as a value of another type
 
 
 class NotJsonConvertible(Exception):
@@ -18,7 +18,8 @@ def to_json(value: Any) -> Any:
     """Return JSON that `from_json` converts back to an equal value.
 
     Raises:
-        NotJsonConvertible: anything but numbers, text, bytes, lists, tuples, mappings, arrays and tensors.
+        NotJsonConvertible: `value` is or contains an object of another type than numbers, text, bytes, lists, tuples,
+            mappings, arrays and tensors.
     """
     if value is None or type(value) in (bool, int, str, float):
         return value

@@ -1,4 +1,4 @@
-"""An epoch of a stream on one replica: it plans the samples of each batch by shard, and reads the needed ones."""
+"""An epoch of a stream on one replica: which shards each batch is taken from, and the reading of the needed shards."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +19,9 @@ from paceline.data.stream.virtual_sharding import StreamSharding
 from paceline.data.types import BatchPartition
 from paceline.errors import DataError
 
-NUM_BATCHES_AHEAD = 4
-NUM_FIRST_SAMPLES = 4
-NUM_DIAGNOSED_SAMPLES = 64
+NUM_BATCHES_AHEAD = 4  # how many batches replicas plan at once, if they divide the shards between them
+NUM_FIRST_SAMPLES = 4  # how many samples of a shard are compared at the start of an epoch
+NUM_DIAGNOSED_SAMPLES = 64  # how many are compared to find out why the first samples differ
 GatherJson = Callable[[Any], list[Any]]
 
 
@@ -52,7 +52,10 @@ class StreamSettings:
 
 
 class Epoch:
-    """An epoch of a stream. `next_batch` plans how many samples each shard gives next; `take_batch` returns them."""
+    """An epoch of a stream. `next_batch` plans how many samples each shard gives next; `take_batch` returns them.
+
+    `num_read` is, by shard, the number of samples in the batches that were taken. `saved` is a result of `state`.
+    """
 
     def __init__(self, *, settings: StreamSettings, number: int, saved: Mapping[str, Any] | None = None) -> None:
         self._settings = settings
@@ -74,11 +77,11 @@ class Epoch:
             else ()
         ):
             shard_counts[shard] = num_samples
-        self._shard_counts = shard_counts
-        self._last_needs = [
+        self._shard_counts = shard_counts  # how many samples each shard gives to the first batch
+        self._last_needed_shards = [
             settings.needed_shards(shard_counts, replica) for replica in range(settings.partition.replicas)
         ]
-        self._open_shards(sorted(self._last_needs[settings.partition.replica]))
+        self._open_shards(sorted(self._last_needed_shards[settings.partition.replica]))
         if not saved:
             try:
                 self._compare_first_samples()
@@ -88,7 +91,7 @@ class Epoch:
 
     @property
     def notes(self) -> list[str]:
-        """The readers' notes that were not returned before."""
+        """The readers' notes since this property was last read."""
         notes = [note for buffer in self._buffers.values() for note in buffer.notes]
         for buffer in self._buffers.values():
             buffer.notes.clear()
@@ -96,7 +99,7 @@ class Epoch:
 
     @property
     def checksum(self) -> int:
-        """A checksum that must be equal on all replicas."""
+        """A value that must be equal on all replicas: the number of samples read, or their checksum if not split."""
         first_buffer = self._buffers.get(0)
         return (
             first_buffer.checksum
@@ -111,7 +114,7 @@ class Epoch:
         return self._planned_batches[0] if self._planned_batches else None
 
     def take_batch(self) -> list[Any]:
-        """Return the batch's samples by position, with None for the samples that other replicas read."""
+        """Return the batch's samples in order, with None for each sample of a shard that this replica doesn't read."""
         shard_counts = self._planned_batches.popleft()
         needed = self._settings.needed_shards(shard_counts, self._settings.partition.replica)
         self._catch_up(sorted(needed - set(self._buffers)))
@@ -160,7 +163,7 @@ class Epoch:
             )
 
     def _catch_up(self, shards: Sequence[int]) -> None:
-        """Start to read shards that other replicas have read so far, and skip the samples that were used."""
+        """Start to read shards that only other replicas have read so far, and skip the samples of earlier batches."""
         if shards:
             self._open_shards(shards)
         for shard in shards:
@@ -170,12 +173,14 @@ class Epoch:
                 raise _short_shard_error(shard)
 
     def _raise_mismatch(self, gather_json: GatherJson, shard: int, *, ranks: tuple[int, int]) -> NoReturn:
-        """Find out why two ranks have different samples, and raise the error. For this, every replica reads twice.
+        """Raise an error that explains why two ranks have different samples.
+
+        To find out, every replica reads the first samples of the shard twice.
 
         Raises:
             DataError: always.
         """
-        if isinstance(self._settings.source.data, Iterator):  # it can be read only once
+        if isinstance(self._settings.source.data, Iterator):  # an iterator can be read only once
             local_checksums = [self._buffers[shard].peek_checksums(NUM_DIAGNOSED_SAMPLES)] * 2
         else:
             local_checksums = read_in_process(
@@ -220,7 +225,10 @@ class Epoch:
         self._share_records()
 
     def _gather_available(self, num_ahead: int) -> list[int]:
-        """Return how many samples of each shard were read ahead; the result is the same on all replicas."""
+        """Return how many samples of each shard were read ahead, and record which shards have ended.
+
+        The result is the same on all replicas.
+        """
         for shard, buffer in self._buffers.items():
             buffer.read_ahead(num_ahead * max(1, self._shard_counts[shard]) + 1)
         local_progress = {
@@ -240,17 +248,17 @@ class Epoch:
         return available
 
     def _share_records(self) -> None:
-        """Gather every shard's record on all replicas if a replica needs other shards in one of the planned batches."""
+        """Gather every shard's record on all replicas, if a replica's shards change within the planned batches."""
         if not self._settings.divides_shards:
             return
-        needs = [self._last_needs]
+        needs = [self._last_needed_shards]
         needs += [
             [self._settings.needed_shards(shard_counts, r) for r in range(self._settings.partition.replicas)]
             for shard_counts in self._planned_batches
         ]
         if any(before != after for before, after in pairwise(needs)):
             self._records = self._gather_records()
-        self._last_needs = needs[-1]
+        self._last_needed_shards = needs[-1]
 
     def _gather_records(self) -> dict[int, Record]:
         local_records = {str(shard): buffer.record() for shard, buffer in self._buffers.items()}
@@ -261,6 +269,7 @@ class Epoch:
         return records
 
     def _gather(self, value: Any) -> list[Any]:
+        """Return the value of every replica, or only the local one if the shards are not divided."""
         return (
             self._settings.gather_json(value)
             if self._settings.divides_shards and self._settings.gather_json is not None
@@ -270,15 +279,15 @@ class Epoch:
     def _compare_first_samples(self) -> None:
         """Compare the first samples of each shard between replicas.
 
-        Each replica also reads the first samples of the next replica's shards. If the
-        stream is not split, all replicas read the same samples, and all are compared.
+        If the shards are divided, each replica also reads the first samples of the next replica's shards for this.
+        Otherwise, all replicas read the same shards anyway.
         """
         if self._settings.gather_json is None:
             return
         partition = self._settings.partition
         local_checksums = {str(s): buffer.peek_checksums(NUM_FIRST_SAMPLES) for s, buffer in self._buffers.items()}
         if self._settings.divides_shards:
-            next_shards = self._last_needs[(partition.replica + 1) % partition.replicas] - set(self._buffers)
+            next_shards = self._last_needed_shards[(partition.replica + 1) % partition.replicas] - set(self._buffers)
             if next_shards:
                 local_checksums |= read_in_process(
                     self._settings.source, lambda: {str(s): self._read_first_checksums(s) for s in next_shards}
@@ -302,7 +311,7 @@ class Epoch:
 
 @lru_cache(maxsize=64)
 def _shards_by_replica(partition: BatchPartition, shard_counts: tuple[int, ...]) -> list[frozenset[int]]:
-    """Return the shards that each replica's microbatches take samples from; cached, since most batches are alike."""
+    """Return, by replica, the shards that its microbatches take samples from; cached, since most batches are alike."""
     size, result = sum(shard_counts), []
     bounds = [sum(shard_counts[:shard]) for shard in range(len(shard_counts) + 1)]
     micro = -(-size // partition.micro_batch_size)
@@ -324,7 +333,7 @@ def _shards_by_replica(partition: BatchPartition, shard_counts: tuple[int, ...])
 def _different_samples_error(shard: int, rank: int, other: int) -> DataError:
     return DataError(
         f"shard {shard} of the stream gives different samples on rank {other} and rank {rank}.",
-        cause=f"{NOT_SEEDED_CAUSE}, or not on every rank",
+        cause=f"{NOT_SEEDED_CAUSE}, or depends on the rank",
         hint=f"{SEED_HINT}; {WHOLE_STREAM_HINT}",
     )
 

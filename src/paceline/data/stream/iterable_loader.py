@@ -1,8 +1,8 @@
 """The training loader of iterable datasets (streams).
 
 If a stream can be split, it is split into virtual shards, and each replica reads the shards that it needs. Otherwise
-every replica reads all of it and uses only its own microbatches, which is exact but reads more. Checksums detect a
-stream whose samples differ between replicas, or when it is read again on resume.
+every replica reads the whole stream and uses only its own microbatches, which is exact but reads more. Checksums detect
+samples that differ between replicas, or between the reads before and after a resume.
 """
 
 from collections.abc import Iterator, Mapping
@@ -88,7 +88,7 @@ class IterableLoader:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state returned by `state`, with its number of shards.
+        """Resume from a state returned by `state`, with the number of shards in that state.
 
         Raises:
             ResumeError: the stream can't be split as before, or another number of shards is requested.
@@ -98,7 +98,7 @@ class IterableLoader:
         if requested is not None and requested != saved_shards and self._sharding.shards != saved_shards:
             raise ResumeError(
                 f"data.shards was {saved_shards}, is {requested}.",
-                cause="the order of samples depends on it; it is fixed at a run's first start",
+                cause="the order of samples depends on the number of shards, which is fixed when a run first starts",
                 hint="leave --data.shards out",
             )
         sharding = self._sharding
@@ -154,7 +154,7 @@ class IterableLoader:
         return self._epoch
 
     def _resume_epoch(self) -> Epoch:
-        """Return the resumed epoch: from saved records if possible, else by reading from the start of the epoch."""
+        """Return the epoch at the cursor: from saved records if possible, else by reading the epoch from its start."""
         cursor, saved = self._cursor, self._saved_state
         is_saved = saved is not None and saved.get("epoch") == cursor.epoch and "read" in saved
         if saved is not None and is_saved and sum(saved["read"]) == cursor.position:
@@ -165,6 +165,7 @@ class IterableLoader:
         return epoch
 
     def _collate_local(self, batch: Batch, samples: list[Any]) -> tuple[ReplicaMicrobatch, ...]:
+        """Return this replica's microbatches of a batch, collated from the samples of the whole batch."""
         first_position, microbatches = batch.cursor.position, []
         assert self._collator is not None
         for index in assign_microbatches(
@@ -180,7 +181,7 @@ class IterableLoader:
 
 
 def describe_stream(sharding: StreamSharding, *, replicas: int, kind: str) -> str:
-    """Return one line that says how the stream is read."""
+    """Return a line for the banner that says how the stream is read. The line begins with `kind`, such as "data"."""
     if sharding.shards == 1:
         resume = "; a resume continues from its state" if sharding.has_state else ""
         return (

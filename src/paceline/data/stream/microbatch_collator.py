@@ -26,7 +26,7 @@ class Collator:
     def collate_microbatch(
         self, samples: list[Any], *, index: int, start: int, seed: int | None = None
     ) -> ReplicaMicrobatch:
-        """Return one microbatch of the samples from position `start` on.
+        """Return a microbatch of `samples`, whose first one has position `start` in the epoch.
 
         Raises:
             DataError: the collate function raised an exception.
@@ -46,6 +46,8 @@ class Collator:
 
 @dataclass(frozen=True)
 class _Collation:
+    """A collate function that also runs in a separate process, where samples and result are serialized."""
+
     collate: Callable[[list[Any]], Any]
 
     def run(self, samples: list[Any], seed: int | None) -> Any:

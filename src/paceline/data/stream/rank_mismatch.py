@@ -11,8 +11,8 @@ from paceline.errors import DataError
 NOT_SEEDED_CAUSE = "the iterable differs each time it is read"
 SEED_HINT = "seed it, or let it depend only on set_epoch(epoch)"
 SPLIT_TWICE_CAUSE = (
-    "the stream takes its own part by rank (get_rank(), RANK, islice(stream, rank, None, world_size), "
-    "split_dataset_by_node, split_by_node), and the run splits it again"
+    "the stream selects a part by rank (get_rank(), RANK, islice(stream, rank, None, world_size), "
+    "split_dataset_by_node, split_by_node), and the run divides this part again"
 )
 WHOLE_STREAM_HINT = (
     "give every rank the whole stream, as the run distributes the samples: for example islice(stream, 0, None, 1), "
@@ -25,7 +25,7 @@ _SORT_HINT = "sorted(os.listdir(...)), and a shuffle whose seed is the same on e
 def mismatch_error(
     first_reads: Sequence[Sequence[int]], second_reads: Sequence[Sequence[int]], ranks: tuple[int, int], *, where: str
 ) -> DataError:
-    """Return the error for two ranks that read different samples.
+    """Return the error for two `ranks` that read different samples. `where` names the stream in the message.
 
     `first_reads` and `second_reads` are the checksums of every rank's first samples, which each rank has read twice. If
     the two ranks have no sample in common, the stream probably selects a part by rank.

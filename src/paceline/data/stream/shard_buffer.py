@@ -1,4 +1,4 @@
-"""A buffer of one shard on one replica: the samples read ahead, and the record to resume from."""
+"""A buffer of one shard on one replica: the samples that were read ahead, and the record for a resume."""
 
 from collections import deque
 from typing import Any
@@ -10,7 +10,10 @@ from paceline.data.stream.shard_workers import InProcessShards, WorkerShards
 
 
 class ShardBuffer:
-    """A buffer of samples of one shard. `num_read` and `checksum` cover the samples that were taken in this epoch."""
+    """A buffer of samples of one shard.
+
+    `num_read` and `checksum` cover all samples of the epoch that were taken, also before a resume.
+    """
 
     def __init__(self, *, shard: int, pool: InProcessShards | WorkerShards, record: Record | None = None) -> None:
         self.shard = shard
@@ -37,7 +40,7 @@ class ShardBuffer:
         return self._has_ended
 
     def read_ahead(self, num_samples: int) -> None:
-        """Buffer `num_samples`, or fewer if the shard ends. An error is stored until its sample is needed."""
+        """Buffer `num_samples`, or fewer if the shard ends. An error is stored until the failed sample is needed."""
         while self.num_buffered < num_samples and not self._has_ended and self._error is None:
             chunk = self._pool.read_chunk(self.shard)
             self._samples += chunk.samples
@@ -54,7 +57,7 @@ class ShardBuffer:
         return [sample.crc for sample, _ in zip(self._samples, range(num_samples), strict=False)]
 
     def take(self, num_samples: int) -> list[Any]:
-        """Take the next samples from the buffer; fewer than `num_samples` only at the end of the shard."""
+        """Remove the next samples from the buffer and return them; fewer than `num_samples` at the end of the shard."""
         self.read_ahead(num_samples)
         if num_samples > self.num_buffered:
             self.raise_error()
@@ -73,12 +76,12 @@ class ShardBuffer:
         return samples
 
     def record(self) -> dict[str, Any]:
-        """Return the record to resume from, as JSON: a recent state (anchor), and a checksum of the samples since."""
+        """Return the record of this shard for a resume, as JSON (see `shard_reader`)."""
         record: dict[str, Any] = {"read": self.num_read, "checksum": self.checksum}
         if self._anchors and self._anchors[0]["read"] <= self.num_read - NUM_READ_AGAIN:
             record["anchor"] = dict(self._anchors[0])
         return record
 
     def release(self) -> None:
-        """Release the shard."""
+        """Tell the pool that the shard is not needed any more."""
         self._pool.release(self.shard)

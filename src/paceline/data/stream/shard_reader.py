@@ -1,7 +1,8 @@
 """A reader of one virtual shard's samples, in order, from the shard's start or from a record of an earlier run.
 
-An anchor is a state of the dataset in a record. On a resume, the samples between the anchor and the record are read
-again, to check that the state gives the same samples.
+A record says how many samples of a shard were used ("read"), and has their "checksum". It may have an "anchor": the
+dataset's own state some samples earlier, with the checksum of the samples since then. A resume loads this state, reads
+these samples again, and compares their checksum.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +33,10 @@ class StreamSample:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardChunk:
-    """A chunk of consecutive samples of one shard. After the last one, the shard has ended or an `error` occurred."""
+    """A chunk of consecutive samples of one shard.
+
+    `has_ended` is True if the shard has no more samples. `error` is set if the next sample could not be read.
+    """
 
     samples: list[StreamSample]
     has_ended: bool = False
@@ -50,7 +54,7 @@ class ShardPosition:
 
 
 class ShardReader:
-    """A reader of one shard. On resume it reads the last recorded samples again and compares their checksum."""
+    """A reader of one shard. With a record, it first reads the samples since the anchor again and compares them."""
 
     def __init__(self, *, sharding: StreamSharding, position: ShardPosition, record: Record | None = None) -> None:
         self._sharding = sharding
@@ -82,6 +86,7 @@ class ShardReader:
         return notes
 
     def _start(self) -> None:
+        """Open the shard at its record or its start, and check the samples that an earlier attempt read."""
         record = self._record
         if record is None:
             self._open()
@@ -95,15 +100,16 @@ class ShardReader:
         if anchor is not None:
             self._notes.append(
                 f"data: the state_dict of shard {self._position.shard} is incomplete (a shuffle buffer?): "
-                f"its first {record['read']:,} samples were read again, and are the same"
+                f"the first {record['read']:,} samples of the shard were read again, and are the same"
             )
 
     def _is_anchor_valid(self, anchor: Record, num_read: int) -> bool:
-        """Restore the anchor's state; return whether the samples after it are those that were read before."""
+        """Restore the anchor's state; return whether the samples after the anchor are the same as before."""
         self._open(anchor)
         return self._read_checksum(num_read - int(anchor["read"])) == int(anchor["checksum"])
 
     def _read_checksum(self, num_samples: int) -> int | None:
+        """Read the next samples and return their checksum; None if the shard has fewer."""
         total = 0
         try:
             for _ in range(num_samples):
@@ -113,6 +119,7 @@ class ShardReader:
         return total
 
     def _open(self, anchor: Record | None = None) -> None:
+        """Open the shard at the state of `anchor`, or at its start."""
         self._num_read = 0 if anchor is None else int(anchor["read"])
         self._data = self._sharding.open_shard(shard=self._position.shard, epoch=self._position.epoch)
         if anchor is not None:
@@ -142,6 +149,7 @@ class ShardReader:
         return StreamSample(sample=sample, crc=checksum(sample, 0), state=self._state_json())
 
     def _state_json(self) -> Any:
+        """Return the dataset's state after every `ANCHOR_EVERY`-th sample; None after the other samples."""
         if not self._sharding.has_state or not self._can_save_state or self._num_read % ANCHOR_EVERY:
             return None
         try:
@@ -152,7 +160,7 @@ class ShardReader:
             self._can_save_state = False
             self._notes.append(
                 f"data: the state_dict of the stream contains {error}, which JSON can't hold; a "
-                "resume rereads its shards"
+                "resume reads the shards again from their start"
             )
             return None
 

@@ -96,12 +96,12 @@ class WorkerShards:
 
 
 class _ShardDataset(IterableDataset[bytes]):
-    """The dataset of a data worker. Each item has one chunk of every shard that this worker has not finished."""
+    """The dataset of a data worker. An item is serialized, and has one chunk of each shard that has not ended."""
 
     def __init__(self, *, sharding: StreamSharding, requests_by_worker: list[list[ShardRequest]]) -> None:
         self._sharding = sharding
         self._requests_by_worker = requests_by_worker
-        self.worker = 0
+        self.worker = 0  # the number of this worker, which is set when the worker starts
 
     @override
     def __iter__(self) -> Iterator[bytes]:

@@ -1,7 +1,7 @@
 """A single pass over a stream, for evaluation: each sample goes to exactly one replica.
 
-The microbatches are the same for any number of replicas. Replicas need not communicate: a microbatch holds consecutive
-samples of one shard.
+The microbatches are the same for any number of replicas. A microbatch consists of consecutive samples of one shard, so
+replicas need not communicate.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from paceline.data.types import ReplicaMicrobatch
 def read_stream_once(
     *, source: Source, batch_size: int, replica: int, replicas: int, seed: int, totals: dict[str, list[int]]
 ) -> Iterator[ReplicaMicrobatch]:
-    """Yield this replica's microbatches; `totals` receives the sample count and checksum of every shard."""
+    """Yield this replica's microbatches; `totals` receives the sample count and checksum of every shard, by number."""
     sharding = decide_sharding(source, requested=None, global_batch_size=MAX_SHARDS)
     local_shards = [
         shard for shard in range(sharding.shards) if replica in reading_replicas(shard, sharding.shards, replicas)
@@ -48,7 +48,7 @@ def read_stream_once(
 
 
 def reading_replicas(shard: int, shards: int, replicas: int) -> list[int]:
-    """Return the replicas that read this shard; if there are several, they alternate."""
+    """Return the replicas that read this shard. If there are several, they yield its microbatches in turn."""
     if replicas <= shards:
         return [shard % replicas]
     return list(range(shard, replicas, shards))

@@ -12,9 +12,9 @@ from paceline.errors import JobError
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSharding:
-    """A stream that is split into `shards` virtual shards. `has_state`: a shard can resume from its `state_dict`.
+    """A stream that is split into `shards` virtual shards. `reason_not_split` says why there is only one shard.
 
-    `reason_not_split` says why there is only one shard.
+    `has_state`: the dataset has `shard`, `state_dict` and `load_state_dict`, so that a resume can restore each shard.
     """
 
     data: Any
@@ -23,7 +23,7 @@ class StreamSharding:
     reason_not_split: str = ""
 
     def open_shard(self, *, shard: int, epoch: int) -> Any:
-        """Return a new dataset of one shard for this epoch."""
+        """Return the dataset of one shard for this epoch; the whole dataset if it can't be split."""
         _set_epoch(self.data, epoch)
         if not self.has_state:
             return self.data
@@ -39,6 +39,7 @@ def decide_sharding(source: Source, *, requested: int | None, global_batch_size:
     """Return how this stream is split, which depends only on the data, the batch size and the requested number.
 
     Raises:
+        JobError: the stream has no shard.
         UsageError: the requested number of shards is impossible.
     """
     data, num_real = source.data, num_real_shards(source.data)
@@ -60,7 +61,7 @@ def decide_sharding(source: Source, *, requested: int | None, global_batch_size:
 
 
 def num_real_shards(data: Any) -> int | None:
-    """Return the number of shards that the data reports; None if it can be cut into any number."""
+    """Return the number of shards that the data reports; None if it reports no number, and has any number of shards."""
     for name in ("num_shards", "n_shards"):
         value = getattr(data, name, None)
         if isinstance(value, int):
@@ -69,10 +70,10 @@ def num_real_shards(data: Any) -> int | None:
 
 
 def call_user_dataset(call: Callable[[], Any], *, doing: str) -> Any:
-    """Return the value of a call into the user's dataset.
+    """Return the result of `call`, which runs code of the user's dataset.
 
     Raises:
-        DataError: the call raised an exception; the error names the line.
+        DataError: the call raised an exception; the message names the line of the user's code.
     """
     try:
         return call()

@@ -18,7 +18,7 @@ _LOST_CONNECTION_TEXTS = (
     "peer",
     "gloo",
     "nccl",
-    "did not meet the others",
+    "could not join the other ranks",
 )
 
 

@@ -34,7 +34,7 @@ _ROUTINE_TOPICS = (
     "batch",
     "model",
 )  # by importance
-_DETAIL_TOPICS = ("backend", "threads", "precision", "buffers", "batch norm", "lr")
+_DETAIL_TOPICS = ("backend", "threads", "precision", "buffers", "batch norm", "lr")  # printed only with `-v`
 
 
 def format_event(event: Event, *, total: int | None = None) -> str:
@@ -142,7 +142,10 @@ def _print_or_raise(text: str) -> None:
 
 
 class ConsoleSink:
-    """A sink that prints one line per event. It raises if the console can't be written, so that the run records it."""
+    """A sink that prints one line per event.
+
+    It raises an OSError if the console can't be written, so that the run records the loss of output.
+    """
 
     def __init__(self, write: Callable[[str], object] | None = None, *, is_verbose: bool | None = None) -> None:
         self._write = write or _print_or_raise

@@ -1,4 +1,4 @@
-"""The record in the run folder: every event and every logged number, one JSON object per line."""
+"""The sink that writes every event and every logged number to the run folder, one JSON object per line."""
 
 import errno
 import json
@@ -70,17 +70,17 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _open(path: Path) -> int:
-    """Open a file to append. If its last line is truncated, end that line, so that the next record starts a new one."""
-    handle = open_no_follow(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-    size = os.fstat(handle).st_size
-    if size and os.pread(handle, 1, size - 1) != b"\n":
-        os.write(handle, b"\n")
-    return handle
+    """Open a file to append, and return its descriptor. If its last line is truncated, end the line first."""
+    descriptor = open_no_follow(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        os.write(descriptor, b"\n")
+    return descriptor
 
 
-def _append(handle: int, record: Mapping[str, Any]) -> None:
+def _append(descriptor: int, record: Mapping[str, Any]) -> None:
     line = (json.dumps(_json_value(record), default=str) + "\n").encode()
-    if os.write(handle, line) != len(line):
+    if os.write(descriptor, line) != len(line):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

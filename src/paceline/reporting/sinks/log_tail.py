@@ -26,7 +26,7 @@ _LIBRARY_DIAGNOSTICS = re.compile(
 )
 """Diagnostics that libraries print for their developers. The terminal omits them; they are in the rank's log.
 
-It matches no errors except the last message of gloo, which the failure screen replaces by a sentence."""
+The pattern matches no errors, except the last message of gloo, which the failure screen replaces by a sentence."""
 
 
 class LogTail:
@@ -34,15 +34,14 @@ class LogTail:
 
     def __init__(self, folder: Path, *, rank: int = 0, out: TextIO | None = None) -> None:
         self._log = folder / f"rank-{rank}.log"
-        self._pulse = folder / f"pulse-{rank}"
+        self._pulse = folder / f"pulse-{rank}"  # the file of the heartbeats
         self._offset = 0
         self._partial_line = b""
-        self._is_silenced = False
+        self._is_silenced = False  # True after a traceback has begun, which the failure screen shows instead
         self._note = ""
         self._out = out or sys.stdout
-        self._console = Console(
-            file=self._out, force_terminal=self._out.isatty()
-        )  # FORCE_COLOR makes no file a terminal
+        # With `force_terminal`, FORCE_COLOR can't make rich treat a file as a terminal.
+        self._console = Console(file=self._out, force_terminal=self._out.isatty())
         self._bar = self._make_bar() if self._console.is_terminal else None
         self._task = self._bar.add_task("", total=None, loss="") if self._bar else None
 
@@ -74,7 +73,7 @@ class LogTail:
         self._update_bar()
 
     def close(self) -> None:
-        """Restore the terminal."""
+        """Print the rest of the log, and restore the terminal."""
         self()
         if self._partial_line:
             last_line = encodable_job_output(self._partial_line.decode(errors="replace"), self._out)
@@ -83,6 +82,7 @@ class LogTail:
             self._bar.stop()
 
     def _new_lines(self) -> list[str]:
+        """Return the new complete lines of the log, without diagnostics and without everything after a traceback."""
         try:
             with self._log.open("rb") as file:
                 file.seek(self._offset)

@@ -18,8 +18,8 @@ from paceline.run_folder.run_folder import RunFolder
 class TensorBoardSink:
     """A sink for TensorBoard scalars, in `tb/` of the run folder.
 
-    All numbers of a step are one record, which saves a third of a millisecond. Steps of an earlier attempt that a
-    resume repeats are purged, so that two curves never overlap.
+    All numbers of a step are written as one record, which saves a third of a millisecond. A resume purges the steps of
+    earlier attempts that it repeats, so that two curves never overlap.
     """
 
     def __init__(self, run: RunFolder) -> None:
@@ -44,6 +44,7 @@ class TensorBoardSink:
             self._writer.close()
 
     def _open(self, *, after: int | None) -> None:
+        """Open the writer, if it is not open. The steps after `after` of earlier attempts are purged; with None, none."""
         if self._writer is None:
             has_earlier_events = after is not None and any(self._folder.glob("events.*"))
             purge = after + 1 if has_earlier_events and after is not None else None
@@ -74,6 +75,7 @@ class WandbSink:
 
 
 def _numbers(event: Event) -> dict[str, float]:
+    """Return the numbers of an event by metric name; empty for an event without numbers."""
     if isinstance(event, StepDone):
         return dict(step_metrics(event))
     if isinstance(event, ForecastChecked):
@@ -89,16 +91,16 @@ SINKS: dict[str, Callable[[RunFolder], Sink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
 }
-CURVE_SINKS = {"tensorboard", "wandb"}
-_OPTIONAL = {"tensorboard"}
-_REQUIRED = {"wandb": "wandb:init"}
+CURVE_SINKS = {"tensorboard", "wandb"}  # draw the curves of a training, to which an `evaluate` later adds nothing
+_OPTIONAL = {"tensorboard"}  # left out with a note if the package is not installed
+_REQUIRED = {"wandb": "wandb:init"}  # an error if this object can't be imported
 
 
 def make_sinks(names: Sequence[str], *, run: RunFolder) -> tuple[list[Sink], list[str]]:
     """Return the sinks of one run, and notes about sinks that are not installed or could not start.
 
     Raises:
-        UsageError: a name is not that of a sink, or a required package is not installed.
+        UsageError: a name names no sink, or a required package is not installed.
     """
     sinks: list[Sink] = []
     notes: list[str] = []
@@ -118,7 +120,7 @@ def check_names(names: Sequence[str]) -> None:
     """Check that each name is a sink or a reference to one.
 
     Raises:
-        UsageError: a name is neither; the error has a suggestion.
+        UsageError: a name is neither a sink nor a reference; the message has a suggestion.
     """
     for name in names:
         if ":" not in name and name not in SINKS:
@@ -132,7 +134,7 @@ def check_names(names: Sequence[str]) -> None:
             raise UsageError(f"{name!r} does not name a sink.", hint="--watch.to my.pkg:Thing")
 
 
-def refuse_missing_sinks(names: Sequence[str], *, folders: Sequence[Path]) -> list[PacelineError]:
+def missing_sink_errors(names: Sequence[str], *, folders: Sequence[Path]) -> list[PacelineError]:
     """Return an error for each sink whose package is neither installed nor in `folders`, without importing any."""
     errors: list[PacelineError] = []
     for name in names:

@@ -18,8 +18,9 @@ from paceline.reporting.svg.downsampling import (
 
 _WIDTH, _HEIGHT = 420, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 30, 24
-_MAX_COLUMNS, _MAX_DOTS = 90, 24
-_SCIENTIFIC = 1e-3
+_MAX_COLUMNS = 90  # of a split chart
+_MAX_DOTS = 24  # a line with more points has no dots
+_SCIENTIFIC = 1e-3  # a smaller tick is written as a power of ten
 _LABEL_ROWS, _LETTER_WIDTH = 2, 5.2
 NUM_COLORS = 6
 
@@ -50,8 +51,11 @@ class _Frame:
 
 
 def draw_chart(title: str, curves: Sequence[Curve], *, marks: Sequence[ResumeMark] = ()) -> str:
-    """Draw lines over steps. A noisy curve is a band of all values with their running mean. A non-finite value is a gap
-    with a red stroke below. `marks` are dashed vertical lines."""
+    """Draw lines over steps; return '' if there is no finite value.
+
+    A noisy curve is drawn as a band of all values and their running mean. A non-finite value is drawn as a gap, with a
+    red stroke on the axis. `marks` are drawn as dashed vertical lines.
+    """
     finite = [p for curve in curves for p in curve.points if math.isfinite(p[1])]
     if not finite:
         return ""
@@ -136,7 +140,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return three to six round values between the ends."""
+    """Return three to six round values between `low` and `high`."""
     min_interval = (high - low) / 4
     unit = 10.0 ** math.floor(math.log10(min_interval))
     interval = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= min_interval)
@@ -237,7 +241,7 @@ class _Label:
 
     @property
     def svg(self) -> str:
-        """Return the label as SVG, above the lines."""
+        """Return the label as SVG, drawn over the lines of the chart."""
         anchor, x = ("end", self.x - 4) if self._is_left else ("start", self.x + 4)
         text = self.texts[0] if len(self.texts) == 1 else f"{len(self.texts)} resumes"
         y = _TOP + 7 + 11 * self.row

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 Point = tuple[float, float]
-_MAX_POINTS = 360
-_MIN_POINTS = 24
-_NOISY_RATIO = 3.0
-_WINDOWS = 30
+_MAX_POINTS = 360  # of a drawn line
+_MIN_POINTS = 24  # a curve with fewer points is never noisy
+_NOISY_RATIO = 3.0  # of the total change of the values to their range
+_WINDOWS = 30  # about how many windows of the running mean fit side by side in a curve
 
 
 def is_noisy(points: Sequence[Point]) -> bool:

@@ -9,7 +9,7 @@ _DARK = (
     "#4fc3d2", "#e6c75a", "#4f8a4a", "#7d4f96", "#b98a66", "#5b6670",
 )  # fmt: skip
 
-FILLS = len(_LIGHT)
+FILLS = len(_LIGHT)  # the number of fill colours
 
 
 def _color_rules(colours: tuple[str, ...]) -> str:

@@ -331,7 +331,7 @@ def _check_same_samples(totals_by_rank: Sequence[Mapping[str, list[int]]], name:
                 raise DataError(
                     f"{name} gave {totals[0]} samples on rank {rank} and {expected[0]} on rank {first_rank}, "
                     "and the samples differ.",
-                    cause=f"{NOT_SEEDED_CAUSE}, or not on every rank: {SPLIT_TWICE_CAUSE}",
+                    cause=f"{NOT_SEEDED_CAUSE}, or depends on the rank: {SPLIT_TWICE_CAUSE}",
                     hint=f"{SEED_HINT}; {WHOLE_STREAM_HINT}",
                 )
 
