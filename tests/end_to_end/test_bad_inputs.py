@@ -20,7 +20,7 @@ EARLY: dict[str, tuple[tuple[str, ...], str]] = {
     "an empty run to resume": (("train", "job.py", "--resume="), "--resume is empty: is a variable unset?"),
     "a name that no file has": (("train", "x" * 300 + ".py"), "File name too long"),
     "a run folder that no disk takes": (("train", "job.py", "--run-dir", "x" * 300), "300 bytes, at most 255"),
-    "a path that no disk takes": (("train", "job.py", "--run-dir", "x/" * 3000), "is not a valid path"),
+    "a path that no disk takes": (("train", "job.py", "--run-dir", "x/" * 3000), "has 6,000 bytes, at most 3,800"),
     "another spelling of a choice": (("train", "job.py", "--train.precision", "FP32"), "did you mean 'fp32'"),
     "a seed without an end": (("train", "job.py", "--seed", str(10**30)), "expected a 64-bit integer"),
     "a date in a file": (("train", "job.py", "--config", "date.toml"), 'tag = "1979-05-27", as a string'),

@@ -112,9 +112,9 @@ def test_an_evaluation_speaks_at_once_and_leaves_the_run_as_it_was(shop: Shop) -
     assert trained.code == 0, trained.text
     names = ("task.json", "config.toml", "plan.json", "env.json")
     before = {name: (shop.path / "run" / name).read_text() for name in names}
-    ended = shop.run("evaluate", "run")
+    ended = shop.run("evaluate", "run", "--ranks", "2")
     assert ended.code == 0, ended.text
-    assert ended.out.splitlines()[0] == "evaluating run on eval_data with 1 process"
+    assert ended.out.splitlines()[0] == "evaluating run on eval_data with 2 processes"
     assert "parameters 6.000000" in ended.out
     assert {name: (shop.path / "run" / name).read_text() for name in names} == before
     assert shop.run("evaluate", "run", "--json").json()["step"] == 12

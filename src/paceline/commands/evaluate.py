@@ -47,7 +47,9 @@ def evaluate(
     evaluation_task = replace(build_evaluation_task(task, common), update="sync", compress="none", faults="")
     joined = detect_world(os.environ)
     if not common.quiet and (joined is None or joined.rank == 0):
-        print_line(f"evaluating {checkpoint or folder.path} on {split}_data with {plural(task.ranks, 'process')}")
+        print_line(
+            f"evaluating {checkpoint or folder.path} on {split}_data with {plural(evaluation_task.ranks, 'process')}"
+        )
         is_object = common.job_handle is not None
         print_line("the job: the object that was passed" if is_object else f"the job (its code runs): {task.job}")
     if joined is None:

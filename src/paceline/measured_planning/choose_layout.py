@@ -76,7 +76,9 @@ def choose_layout(
             break
         selection.replay_or_remove(row.estimate)
     best_name = str(advice.recommended.candidate)
-    unreplayed_reason = f"{selection.num_refused} better layouts were refused in replay, and the time limit was reached"
+    unreplayed_reason = (
+        f"{selection.num_refused} better layouts were refused or did not fit in replay, and the time limit was reached"
+    )
     advice = replace(advice, case=case, not_replayed_reason="" if best_name in selection.replays else unreplayed_reason)
     return ChosenLayout(forecast=selection.forecast, advice=advice, replays=selection.replays)
 

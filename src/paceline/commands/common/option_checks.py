@@ -66,7 +66,12 @@ def refuse_invalid_run_dir(text: str) -> list[PacelineError]:
         return [UsageError("--run-dir is empty: is a variable unset?", hint="--run-dir runs/first, or leave it out")]
     longest = max(len(os.fsencode(part)) for part in Path(text).parts)
     if longest > _MAX_NAME_BYTES or len(os.fsencode(text)) > _MAX_PATH_BYTES or "\0" in text:
-        reason = f"its longest part has {longest:,} bytes, at most {_MAX_NAME_BYTES} are allowed"
+        if "\0" in text:
+            reason = "it contains a NUL character"
+        elif longest > _MAX_NAME_BYTES:
+            reason = f"its longest part has {longest:,} bytes, at most {_MAX_NAME_BYTES} are allowed"
+        else:
+            reason = f"it has {len(os.fsencode(text)):,} bytes, at most {_MAX_PATH_BYTES:,} are allowed"
         return [UsageError(f"--run-dir {text[:40]}... is not a valid path: {reason}.", hint="--run-dir runs/first")]
     return []
 

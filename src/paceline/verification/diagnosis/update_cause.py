@@ -114,7 +114,7 @@ def buffer_cause(
         return f"buffers: {prefix}not updated at all"
     if not (np.all(np.isfinite(actual)) and np.all(np.isfinite(expected))):
         return f"buffers: {prefix}not finite, here or in one process"
-    if momentum is None or len(expected) == 0:
+    if momentum is None:
         return (
             f"buffers: {prefix}in one process, the forward of every microbatch changes this buffer; here it was "
             "updated a different number of times, or from one rank's microbatches only (rank 0's value is sent to all)"

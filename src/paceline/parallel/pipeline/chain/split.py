@@ -266,8 +266,7 @@ def _buffers_of_stages(model: nn.Module, trace: ForwardTrace, bounds: Bounds) ->
                 cause="a copy of the model (copy.deepcopy), its state_dict(), or code that reads running statistics",
                 hint="read it inside of its block; or --layout ddp or fsdp",
             )
-    block_statistics = {name for name in statistics if stages_by_buffer.get(name)}  # only blocks use them
-    outside = {name for name, blocks in trace.buffer_uses.items() if None in blocks and name not in block_statistics}
+    outside = {name for name, blocks in trace.buffer_uses.items() if None in blocks}
     return [
         frozenset(outside | {name for name, stages in stages_by_buffer.items() if index in stages})
         for index in range(len(bounds))
