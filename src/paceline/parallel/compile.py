@@ -18,7 +18,7 @@ from paceline.torch_internals.private_api import enable_compile_errors
 from paceline.torch_internals.rng import get_rng_states, set_rng_states
 
 Report = Callable[[str], None]
-_NUM_GUARDED_CALLS = 2  # the first calls, which compile: the buffers are restored if that fails
+_NUM_GUARDED_CALLS = 2  # the first calls compile; if one fails, buffers are restored
 
 
 def compile_blocks(model: nn.Module, *, report: Report, blocks: Sequence[Block] | None = None) -> Undo:
@@ -52,10 +52,10 @@ class CompiledForward:
         self._caches = KVCaches(block=block, forward=forward)
         self._buffers = BlockBuffers(name=name, block=block)
         self._num_calls = 0
-        self._checked_modes: set[bool] = set()
+        self._checked_modes: set[bool] = set()  # values of `block.training` for which buffer writes were checked
 
     def select_forward(self) -> Callable[..., Any]:
-        """Return the function that the next call runs, compiled or not, so that the recomputation runs the same one."""
+        """Return the function, compiled or not, that a call and its recomputation in backward both run."""
         if self._compiled is None:
             return self._uncompiled
         if self._block.training in self._checked_modes:
@@ -95,8 +95,8 @@ class CompiledForward:
     def _check_buffer_writes(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward uncompiled once, and disable compilation if it writes to a buffer.
 
-        If a forward reads and writes a buffer, a compiled backward reads the new value: gradients are silently wrong
-        (pytorch#197039). Statistics of normalization layers are only written, so they are allowed.
+        If a forward reads and writes a buffer, a compiled backward reads the new value, and gradients are silently
+        wrong (pytorch#197039). Statistics of normalization layers are only written, so they are allowed.
         """
         self._checked_modes.add(self._block.training)
         snapshot = BufferSnapshot(BlockBuffers(name=self._name, block=self._block))

@@ -1,8 +1,8 @@
 """Protect a block's buffers while its forward is recomputed.
 
-A recomputed forward must not read or change the buffers that the first run has written: BatchNorm would count its batch
-twice, and a spectral norm would start from other vectors. So while a block is recomputed, each buffer that its forward
-writes is replaced by a copy from the start of the first run.
+A recomputed forward must not read or change the buffers that the first run has written. Otherwise BatchNorm would count
+its batch twice, and a spectral norm would start from other vectors. So while a block is recomputed, copies from the
+start of the first run replace all buffers that the block's forward writes.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from paceline.torch_internals.dispatch_modes import hide_from_modes
 from paceline.torch_internals.private_api import NormBase, tensor_version
 
 _MARK = "paceline_stand_in"
-_Key = tuple[nn.Module, str]
+_Key = tuple[nn.Module, str]  # a module and the name of its buffer
 
 
 def is_stand_in(buffer: Tensor | None) -> bool:

@@ -1,14 +1,14 @@
 """Keep BatchNorm's running statistics equal to those of one process, which updates them microbatch by microbatch.
 
 Norm layers are not replaced: each updates its statistics with its momentum whenever it is called. So a process that
-runs all microbatches in order needs no correction. If several ranks run them, each microbatch starts from the values
-before the step, and the values after each call are recorded on a tape. An update is linear, new = (1 - w) * old +
-w * batch, so the result for one old value follows from the result for another. At the end of the step all tape rows
-are gathered on every rank and applied in microbatch order. The result is bitwise equal for any number of ranks and any
-assignment of microbatches.
+runs all microbatches in order needs no correction. If several ranks run the microbatches, each microbatch starts from
+the values before the step, and the values after each call are recorded on a tape. An update is linear: new = (1 - w) *
+old + w * batch. So the result for one old value follows from the result for another. At the end of the step all tape
+rows are gathered on every rank and applied in microbatch order. The result is bitwise equal for any number of ranks and
+any assignment of microbatches.
 
-A forward that reads or changes state of earlier microbatches is not linear. Then the step is rerun, and the ranks run
-their forwards sequentially (`sequential_forwards`).
+If a forward reads or changes state of earlier microbatches, the update is not linear. Then the step is rerun, and the
+ranks run their forwards sequentially (`sequential_forwards`).
 """
 
 from collections.abc import Callable, Sequence
@@ -58,11 +58,11 @@ class StatisticsRecorder:
 
     Call `begin_step`, then `set_microbatch(j)` before and `end_forward(j)` after each forward, then `fold`.
 
-    `in_order`: this process runs its microbatches sequentially, each forward and backward. `can_wait`: a forward may
-    wait for another rank's forward, since forwards don't communicate. `over_batch`: a forward can't wait, since the
-    loss is over the full batch. `is_compiled`: reads in a forward can't be watched. `exact`: one rank folds the tape as
-    several ranks do, for the same bits. Outside a step (an evaluation, a loaded checkpoint, user code that sets
-    statistics) nothing is recorded or refused.
+    `in_order`: this process ends the backward of a microbatch before the next forward. `can_wait`: a forward may wait
+    for another rank's forward, since forwards don't communicate. `over_batch`: a forward can't wait, since the loss is
+    over the full batch. `is_compiled`: reads in a forward can't be detected. `exact`: a single rank folds the tape too,
+    so that it gets the same bits as several ranks. Outside a step (an evaluation, a loaded checkpoint, user code that
+    sets statistics) nothing is recorded or refused.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class StatisticsRecorder:
         return self._relay is not None
 
     def begin_step(self, *, num_micro: int = 0) -> None:
-        """Start a step; in a rerun, restore statistics and numbers in module attributes first.
+        """Start a step; in a rerun, first restore the statistics, and the numbers in module attributes.
 
-        `num_micro` is the number of microbatches on all ranks; if it is 0, no forward waits for another.
+        `num_micro` is the number of microbatches of all ranks together; if it is 0, no forward waits for another.
         """
         if self._numbers is not None:
             self._numbers.begin(num_micro=0 if self._over_batch else num_micro, is_rerun=self._has_run)
@@ -140,7 +140,7 @@ class StatisticsRecorder:
             self._relay.begin(num_micro=num_micro)
 
     def set_microbatch(self, microbatch: int, *, has_samples: bool = True) -> None:
-        """Set the microbatch of the next forward or backward; without samples its statistics are not recorded."""
+        """Set the microbatch of the next forward or backward; without samples, do not record its statistics."""
         is_new_microbatch = not self._has_run or (has_samples and microbatch != self._microbatch)
         if self._is_relayed and has_samples:
             assert self._relay is not None
@@ -159,8 +159,8 @@ class StatisticsRecorder:
     def recording_context(self) -> AbstractContextManager[object]:
         """Return a context for a forward and its loss, or a backward, that detects reads of norm statistics.
 
-        It detects reads in the first step, and in each step that follows a step in which user code accessed the
-        statistics. An access from a new place in the code causes a rerun of the step, in which it detects reads too.
+        The context detects reads in the first step, and in each step after a step in which user code accessed the
+        statistics. If user code accesses the statistics from a new line, the step is rerun with detection of reads.
         """
         self._reads = None
         if not self._is_watched or self._is_relayed or (self._is_checked and not self._is_used):
@@ -172,7 +172,7 @@ class StatisticsRecorder:
         return self._reads
 
     def end_forward(self, microbatch: int) -> None:
-        """Send the statistics on after this microbatch's forward, if forwards run in order."""
+        """Send the statistics to the rank of the next microbatch, if forwards run sequentially over all ranks."""
         if self._is_relayed and self._has_samples:
             assert self._relay is not None
             for norm_tape in self._norm_tapes:
@@ -182,7 +182,7 @@ class StatisticsRecorder:
     def fold(self, *, num_micro: int) -> bool:
         """Set every norm's statistics to those of one process after `num_micro` microbatches.
 
-        Return False, on all ranks, if they can't be computed: the step must be repeated with sequential forwards.
+        Return False, on all ranks, if this is not possible and the step must be rerun.
 
         Raises:
             DesyncError: a norm is in training mode on some ranks and in eval mode on others.
@@ -257,9 +257,9 @@ class StatisticsRecorder:
     def _detect_writes(self, norm_tape: NormTape, *, by_value: bool = False) -> None:
         """Detect writes by code around the norm.
 
-        If the code restored the statistics from before a call, drop that call. Any other write can be reproduced only
-        with sequential forwards. `by_value`: compare values, since `F.batch_norm` does not change versions; this is
-        slow, so it is done only in the first step.
+        If the code restored the statistics from before some calls, drop these calls. Any other write can be reproduced
+        only with sequential forwards. `by_value`: compare values, since `F.batch_norm` does not change versions. This
+        is slow, so it is done only in the first step.
         """
         if self._is_relayed or not norm_tape.has_statistics or not (by_value or norm_tape.is_modified()):
             return
@@ -284,7 +284,7 @@ class StatisticsRecorder:
         norm_tape.is_bypassed = True  # stays set, because only the first step compares values
 
     def _gather_calls(self, num_micro: int) -> tuple[list[TapedCalls], bool]:
-        """Return each norm's calls in each microbatch on all ranks, and whether all numbers changed as expected."""
+        """Return each norm's calls on all ranks, and whether the numbers in module attributes changed as expected."""
         assert self._numbers is not None
         table = torch.zeros(len(self._norm_tapes) + 1, 2 * num_micro + _NUM_FLAGS, dtype=torch.int64)
         table[-1, 0] = int(not self._numbers.changed_as_expected(is_relayed=self._is_relayed))
@@ -326,7 +326,7 @@ class StatisticsRecorder:
         return taped_calls, not has_unexpected_changes
 
     def _must_rerun_watched(self) -> bool:
-        """Watch the next forwards if new code accessed statistics; return True if this step must be rerun for it."""
+        """Detect reads from now on if a new line accessed the statistics; return True if this step must be rerun."""
         self._is_used = self._is_used or self._has_new_access
         return self._has_new_access and self._can_wait
 

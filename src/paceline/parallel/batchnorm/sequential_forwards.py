@@ -1,9 +1,9 @@
-"""Sequential forwards: each rank sends the norm statistics after its microbatch to the next one's rank.
+"""Sequential forwards: after its microbatch, a rank sends the norm statistics to the rank of the next microbatch.
 
-This is needed if a forward reads or changes the state of earlier microbatches: a pass in eval mode inside a training
-step, a momentum that decays from call to call. A rank waits only for the forward of the previous microbatch, so
-backwards still run concurrently. Numbers in module attributes are sent too, because a forward may compute a momentum
-from them.
+This is needed if a forward reads or changes the state of earlier microbatches. Examples are a pass in eval mode inside
+a training step, and a momentum that decays from call to call. A rank waits only for the forward of the previous
+microbatch, so backwards still run concurrently. Numbers in module attributes are sent too, because a forward may
+compute a momentum from them.
 """
 
 from collections.abc import Sequence

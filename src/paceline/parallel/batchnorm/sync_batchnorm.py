@@ -1,9 +1,9 @@
 """Synchronize BatchNorm over one microbatch of every replica, on any device.
 
-torch's `SyncBatchNorm` refuses CPU tensors. This one sums counts and values over the ranks, and then the squared
-deviations from the joint mean. The mean of squares minus the squared mean would need only one sum, but it loses all
-digits if the two terms are nearly equal.
-Every rank takes part in every call, also a rank without samples.
+torch's `SyncBatchNorm` refuses CPU tensors. The layers here first sum counts and values over the ranks, and then the
+squared deviations from the joint mean. The formula "mean of squares minus squared mean" would need only one all-reduce,
+but it loses all digits if the two terms are nearly equal. Every rank takes part in every call, also a rank without
+samples.
 """
 
 import copy
@@ -38,7 +38,10 @@ class _JointMoments(torch.autograd.Function):
 
 @dataclass
 class SyncBatchNormWeights:
-    """The weight of this rank's samples in all synchronized layers: zero on a rank that runs a stand-in batch."""
+    """The weight of this rank's samples in all synchronized layers.
+
+    It is 1, or 0 while a rank without samples runs a stand-in batch.
+    """
 
     weight: float = 1.0
 

@@ -1,8 +1,9 @@
 """A check, in one process and before the run starts, that a model gives the same results on a sharded sequence.
 
-Threads simulate the ranks and share the model's memory. Each runs its shard; outputs, loss terms and gradients are
-compared with those of the full sequence. The check uses float64, in which rounding errors are ten orders of magnitude
-smaller than mistakes. It runs the model in evaluation mode first, then in training mode with its random draws.
+Threads simulate the ranks and share the model's memory. Each thread runs the model on its shard. Outputs, loss terms
+and gradients are compared with those of the full sequence. The check uses float64, in which rounding errors are ten
+orders of magnitude smaller than mistakes. It runs the model first in evaluation mode and then in training mode, where
+it also compares random draws.
 """
 
 import copy
@@ -42,7 +43,7 @@ from paceline.torch_internals.pytree import tensor_leaves
 from paceline.torch_internals.rng import cpu_rng_states
 
 _SEED = 0
-_MIN_GRADIENT_RATIO = 1e-4  # gradients below this fraction of the model's largest are rounding
+_MIN_GRADIENT_RATIO = 1e-4  # the tolerance of tiny gradients is relative to this fraction of the largest gradient
 _FLOAT64_DTYPES = {
     torch.float32: torch.float64,
     torch.float16: torch.float64,
@@ -52,7 +53,7 @@ _FLOAT64_DTYPES = {
 
 
 class Float64Mode(TorchFunctionMode):
-    """A mode that replaces a lower precision that a forward or loss requests by float64: rounding would hide errors."""
+    """A mode that uses float64 where a forward or loss requests a lower precision, whose rounding would hide errors."""
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -78,8 +79,8 @@ class _RunResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainingRun:
-    """A run of forward, loss and backward on a rank's shard, or on the full sequence if there is one rank."""
+class _SimulatedRun:
+    """Forward, loss and backward of one rank on its shard; with one rank, on the full sequence."""
 
     model: nn.Module
     batch: Any
@@ -93,7 +94,7 @@ class _TrainingRun:
     def __call__(self, world: World) -> _RunResult:
         shared_buffers = {id(buffer): buffer for buffer in (() if self.model.training else self.model.buffers())}
         shared_parameters = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.model.parameters()}
-        model = copy.deepcopy(self.model, {**shared_buffers, **shared_parameters})  # with its own hooks and gradients
+        model = copy.deepcopy(self.model, {**shared_buffers, **shared_parameters})  # hooks and gradients are separate
         context = ContextParallel(model=model, sequence=self.sequence, world=world, is_model_loss=self.is_model_loss)
         batch_shard = context.shard(self.batch)
         recorder: AbstractContextManager[Sequence[RandomOp]] = (
@@ -142,7 +143,7 @@ def check_context(
     batch = to_float64(batch)
     sharding = SequenceSharding(length=batch_length(batch, sequence=sequence), ranks=ranks)
     model_copy = use_eager_experts(copy_model(model).double().eval())
-    run = _TrainingRun(
+    run = _SimulatedRun(
         model=model_copy,
         batch=batch,
         sequence=sequence,
@@ -153,7 +154,7 @@ def check_context(
     )
     names = [name for name, parameter in model_copy.named_parameters() if parameter.requires_grad]
     try:
-        # A copy shares with the model the generators and the objects that hooks write to.
+        # The copy and the model share random generators, and the objects that hooks write to.
         with side_effect_free(model, parameters=False):
             (full_result,) = run_simulated_ranks(run, ranks=1)
             _compare(full_result, run_simulated_ranks(run, ranks=ranks), sharding=sharding, names=names)
@@ -165,7 +166,7 @@ def check_context(
         raise _different_recompute() from error
 
 
-def _compare_training(run: _TrainingRun, *, sharding: SequenceSharding, names: Sequence[str]) -> None:
+def _compare_training(run: _SimulatedRun, *, sharding: SequenceSharding, names: Sequence[str]) -> None:
     """Compare in training mode, with the same seed on each rank."""
     (full_result,) = run_simulated_ranks(run, ranks=1, seed=_SEED)
     shard_results = run_simulated_ranks(run, ranks=sharding.ranks, seed=_SEED)
@@ -178,8 +179,8 @@ def _compare_training(run: _TrainingRun, *, sharding: SequenceSharding, names: S
         raise _random_op_error(run, sharding) or different_hidden_draws()
 
 
-def _random_op_error(run: _TrainingRun, sharding: SequenceSharding) -> LayoutError | None:
-    """Run again, compare every random draw, and return an error for the first difference."""
+def _random_op_error(run: _SimulatedRun, sharding: SequenceSharding) -> LayoutError | None:
+    """Run again with recorded random operations; return an error for the first difference, or None."""
     run = replace(run, should_record_random_ops=True)
     (full_result,) = run_simulated_ranks(run, ranks=1, seed=_SEED)
     shard_results = run_simulated_ranks(run, ranks=sharding.ranks, seed=_SEED)
@@ -196,7 +197,7 @@ def _different_recompute() -> LayoutError:
 
 
 class _WeightedSum:
-    """A weighted sum of outputs with one random weight per element, so that its gradient depends on all of them."""
+    """A sum of all output elements with random weights, so that a change of one element changes the sum."""
 
     def __init__(self, *, sharding: SequenceSharding) -> None:
         self._sharding = sharding
@@ -267,7 +268,7 @@ def _compare(
         if full_gradient is None and not gradients:
             continue
         total = torch.stack(gradients).sum(0) if gradients else torch.zeros(())
-        # The gradient of a key's bias sums to 0: its rounding error is relative to the terms.
+        # Terms may cancel, as in the gradient of a key's bias: its rounding error depends on the size of the terms.
         scale = max([min_scale, *map(largest_magnitude, gradients)])
         if full_gradient is None or not equal_up_to_rounding(total, full_gradient, scale=scale):
             raise LayoutError(
@@ -309,7 +310,7 @@ def use_eager_experts(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _record_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Record the first output of each module without children, by name and class, in the order of the forward."""
+    """Record the output of the first call of each module without children, by "name (class)", in call order."""
     outputs: dict[str, Tensor] = {}
     handles = []
 

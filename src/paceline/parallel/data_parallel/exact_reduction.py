@@ -1,9 +1,10 @@
 """Exact gradient sums: gradients are added as integers, so the sum is bitwise equal for any order of addition.
 
-Each microbatch's gradient is rounded to a multiple of 2^k, with one k per parameter, and added as int64. Adding
-1.5 * 2^(52+k) to a float64 leaves the rounded value in its low bits, so plain torch operations suffice; then the
-bits of the constant are subtracted. The exponent k is chosen from the previous step's largest gradient magnitude over
-*all* microbatches, so it does not depend on which rank computed which microbatch.
+Each microbatch's gradient is rounded to a multiple of 2^k, with one k per parameter, and added as int64. For this, the
+constant 1.5 * 2^(52+k) is added to the gradient in float64. The low bits of the sum are then the rounded gradient as an
+integer, from which the bits of the constant are subtracted. So plain torch operations suffice. The exponent k is chosen
+from the previous step's largest gradient magnitude over *all* microbatches, so it does not depend on which rank
+computed which microbatch.
 """
 
 import math
@@ -29,11 +30,12 @@ MAX_MICROBATCHES = 1 << 12  # up to this number, the sums fit in an int64
 
 
 class FixedPointGrid:
-    """The fixed-point exponent k of each parameter, None before its first gradient; checkpoints contain it.
+    """The fixed-point grid: the exponent k of each parameter, or None before its first gradient.
 
-    `names` are the full model's trainable parameters. Ranks of `extra_worlds` hold other parameters; magnitudes are
-    exchanged with them too, because all ranks rerun a step together. `tied_uses` separates a tied weight's gradients
-    by use; the ties set by `set_ties` are summed over pipeline stages.
+    Checkpoints contain `exponents`. `names` are the full model's trainable parameters. Ranks of `extra_worlds` hold
+    other parameters. Magnitudes are exchanged with them too, because all ranks rerun a step together. `tied_uses`
+    separates a tied weight's gradients by use. Gradients of the ties in `set_ties` are summed over pipeline stages.
+    In the methods, `largest` is the result of `max_magnitudes`, or one magnitude.
     """
 
     def __init__(
@@ -60,11 +62,11 @@ class FixedPointGrid:
             self._tied_uses.close()
 
     def gradients_by_use(self, name: str, gradient: Tensor) -> list[Tensor]:
-        """Return the terms of a parameter's gradient in one microbatch: one per use of a tied weight, else only one."""
+        """Return the terms of a parameter's gradient in one microbatch: one per use if the weight is tied, else one."""
         return [gradient] if self._tied_uses is None else self._tied_uses.gradients_by_use(name, gradient)
 
     def sum_over_stages(self, name: str, sums: Tensor) -> Tensor:
-        """Return the integer sums over all stages that hold the parameter; each stage calls this, in the same order."""
+        """Return the integer sums over all stages that hold the parameter; these stages call this in the same order."""
         return sums if self._ties is None else self._ties.sum_over_stages(name, sums)
 
     def max_magnitudes(self, magnitudes: "GradientMagnitudes", worlds: Sequence[World]) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""Keep the module buffers of all replicas equal, by one of several policies, if a forward changes them."""
+"""Keep the buffers of modules equal on all replicas, by one of several policies, although forwards change them."""
 
 from typing import Literal
 
@@ -23,8 +23,8 @@ POLICIES = {
 class BufferPolicy:
     """The policy that synchronizes changed buffers over the ranks.
 
-    With `fold`, `StatisticsRecorder` handles running statistics; other changed buffers get rank 0's value, and the
-    user gets a note.
+    With the policy `fold`, `StatisticsRecorder` handles running statistics. Other changed buffers get rank 0's value,
+    and the user gets a note.
     """
 
     def __init__(self, *, model: nn.Module, world: World, policy: Policy, exact: bool) -> None:

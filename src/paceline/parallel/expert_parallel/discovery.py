@@ -1,9 +1,9 @@
 """Discovery of the modules of a model that hold experts, and assignment of experts to ranks.
 
-A module can be sharded if its forward is `(tokens, expert_index, expert_weight) -> tokens`: tokens of shape
-(tokens, width), the experts chosen for each token, (tokens, choices), and their weights. The experts modules of
-transformers have this interface. The experts are stacked in parameters with the same first dimension, or are modules of
-an `nn.ModuleList`.
+A module can be sharded if its forward is `(tokens, expert_index, expert_weight) -> tokens`. `tokens` has the shape
+(tokens, width). `expert_index` and `expert_weight`, of shape (tokens, choices), are the experts chosen for each token
+and their weights. The experts modules of transformers have this interface. The experts are either stacked along the
+first dimension of the module's parameters, or are the modules of an `nn.ModuleList`.
 """
 
 import inspect
@@ -23,8 +23,8 @@ _INDEX_WORDS, _WEIGHT_WORDS = ("index", "indices", "expert"), ("weight", "score"
 class ExpertsModule:
     """A module with `num_experts` experts.
 
-    `stacked_parameters` are the names of the parameters whose first dimension is the experts. `list_name` is the name
-    of the `nn.ModuleList` if the experts are modules.
+    `stacked_parameters` are the names of the parameters with one row per expert, if the experts are stacked.
+    `list_name` is the name of the `nn.ModuleList`, if the experts are modules.
     """
 
     name: str
@@ -35,17 +35,20 @@ class ExpertsModule:
 
 
 def expert_ranges(num_experts: int, *, ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return the experts `[start, stop)` of each rank, as even as possible; some are empty if there are more ranks."""
+    """Return each rank's range of experts `[start, stop)`, of nearly equal sizes; with few experts, some are empty."""
     min_size, remainder = divmod(num_experts, ranks)
     starts = [rank * min_size + min(rank, remainder) for rank in range(ranks + 1)]
     return tuple(pairwise(starts))
 
 
 def find_experts(model: nn.Module, *, pattern: str | None = None) -> list[ExpertsModule]:
-    """Return the experts modules of a model, or those whose names match `pattern` ("*.mlp.experts").
+    """Return the modules of a model that hold experts.
+
+    They are the modules whose names match `pattern`, such as "*.mlp.experts". Without a pattern, they are the modules
+    with a routed forward (see `has_routed_forward`).
 
     Raises:
-        LayoutError: there are none, or a module with experts cannot be sharded; the message gives name and reason.
+        LayoutError: no module is found, or a module with experts cannot be sharded; the message gives name and reason.
     """
     experts_modules: list[ExpertsModule] = []
     for name, module in model.named_modules():
@@ -73,6 +76,7 @@ def has_routed_forward(module: nn.Module) -> bool:
 
 
 def _describe_experts(name: str, module: nn.Module) -> ExpertsModule:
+    """Return how a module stores its experts; raise LayoutError if it cannot be sharded."""
     own_parameters = dict(module.named_parameters(recurse=False))
     lists = [(n, m) for n, m in module.named_children() if isinstance(m, nn.ModuleList) and len(m) > 1]
     if not has_routed_forward(module):
@@ -99,6 +103,7 @@ def _expert_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
 
 
 def _is_covered(name: str, module: nn.Module, experts_modules: Sequence[ExpertsModule]) -> bool:
+    """Return whether a module is one of the experts modules, or is inside one."""
     return any(name.startswith(f"{experts.name}.") or experts.module is module for experts in experts_modules)
 
 

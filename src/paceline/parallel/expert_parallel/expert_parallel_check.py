@@ -1,8 +1,9 @@
 """A check, in one process and before the run starts, that a model gives the same results with sharded experts.
 
-As for `cp`, threads simulate the ranks, in float64. The experts run in training mode, all other modules in evaluation
-mode. The check rejects an experts forward that draws random numbers, does not derive the number of experts from its
-parameters, drops tokens beyond a capacity, or combines several tokens.
+Threads simulate the ranks, in float64, as in `context_parallel_check`. The experts run in training mode, all other
+modules in evaluation mode. The check rejects a forward of an experts module in four cases. It draws random numbers,
+takes the number of experts from something other than the parameters, drops tokens beyond a capacity, or combines
+several tokens.
 """
 
 import inspect
@@ -46,7 +47,7 @@ def check_experts(
     forward: Callable[[nn.Module, Any], Any],
     experts: str | None = None,
 ) -> None:
-    """Compare `forward(model, batch)` on one batch per rank, with all experts and with sharded experts.
+    """Compare `forward(model, batch)` with unsharded and with sharded experts. `batches` has one batch per rank.
 
     Raises:
         LayoutError: the experts cannot be sharded, or outputs or gradients differ.
@@ -90,10 +91,10 @@ def check_experts(
 
 @contextmanager
 def _record_calls(model: nn.Module, pattern: str | None) -> Iterator[dict[str, set[tuple[int, int]]]]:
-    """Record the token widths and the numbers of choices of each experts module's calls.
+    """Record, by experts module, the pairs (token width, choices per token) with which the model calls it.
 
     Raises:
-        LayoutError: a module draws random numbers, which would differ when the experts are sharded.
+        LayoutError: a module draws random numbers, which would differ if the experts were sharded.
     """
     device = next(model.parameters()).device
     call_shapes: dict[str, set[tuple[int, int]]] = {}
@@ -127,7 +128,8 @@ def _record_calls(model: nn.Module, pattern: str | None) -> Iterator[dict[str, s
 def _is_tokenwise(module: nn.Module, *, num_experts: int, width: int, num_choices: int) -> bool:
     """Return whether each token's result is independent of the other tokens.
 
-    The tokens are computed together and in two halves, once spread over all experts and once with the same experts.
+    Tokens are computed together and then in two halves. The test is made twice: with tokens routed to all experts in
+    turn, and with all tokens routed to the same experts.
     """
     generator = torch.Generator().manual_seed(0)
     device = next(module.parameters()).device

@@ -204,7 +204,7 @@ def model_tensor_after_placement(
 def optimizer_tensor_after_placement(
     member: NamedParameter, row_shard: NamedParameter | None, base_specs: ShardSpecs
 ) -> LocalTensor:
-    """Return the shard of a parameter that this rank's optimizer updates."""
+    """Return the shard of a parameter that this rank's optimizer updates; an empty one if `row_shard` is None."""
     shape, dtype = member.parameter.shape, member.parameter.dtype
     if row_shard is None:
         return LocalTensor(name=member.name, shard_spec=ShardSpec.empty(shape), dtype=dtype, get_tensor=_raise_absent)

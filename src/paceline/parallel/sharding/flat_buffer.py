@@ -1,8 +1,9 @@
 """Pack the rows of several parameters into a flat buffer, for one reduce-scatter or all-gather.
 
-The buffer has one chunk for each rank of the shard group, all of one size. Parameters that are split by rows have the
-same offset in every chunk, so that a full tensor is copied in or out at once; a rank with fewer rows leaves the end of
-its space unused. Parameters that one rank owns follow, in that rank's chunk only.
+The buffer has one chunk for each rank of the shard group, all of one size. A parameter that is split by rows has the
+same offset in every chunk, so that its full tensor is copied in or out at once. If a rank has fewer rows, the rest of
+the parameter's space in its chunk stays unused. After these parameters, each chunk has the parameters that its rank
+alone owns.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,10 @@ from paceline.torch_internals.private_api import copy_all
 
 
 class FlatBufferLayout:
-    """The layout of the parameters of one bucket in a flat buffer. `chunk_numel` is the size of one rank's chunk."""
+    """The layout of the parameters of one bucket, `members`, in a flat buffer.
+
+    `chunk_numel` is the number of elements in one rank's chunk. A `position` is the index of a parameter in `members`.
+    """
 
     def __init__(
         self, members: Sequence[NamedParameter], *, row_splits: Mapping[str, RowSplit], num_shards: int

@@ -1,9 +1,9 @@
 """ZeRO-3 on `fully_shard`: between uses, each rank holds only its rows of every parameter.
 
-`fully_shard` gathers a unit's parameters before they are used and frees them afterwards. It does not reduce gradients:
-the ZeRO-2 reducer takes them as soon as autograd has written them. So exact mode, parameters without a gradient and
-replicas work as in ZeRO-2, and a unit may be any module. With replicas (hybrid sharding; Zhao et al., "PyTorch FSDP",
-VLDB 2023) each rank all-reduces the gradient sums of its rows over the replicas.
+`fully_shard` gathers a unit's parameters before they are used and frees them afterwards. It does not reduce gradients
+here: the ZeRO-2 reducer removes each gradient as soon as autograd has written it. So exact mode, parameters without a
+gradient and replicas work as in ZeRO-2, and a unit may be any module. With replicas (hybrid sharding; Zhao et al.,
+"PyTorch FSDP", VLDB 2023) each rank all-reduces the gradient sums of its rows over the replicas.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -49,9 +49,10 @@ def shard_zero3(
 ) -> ShardedModel:  # fmt: skip
     """Shard the model in place. Every rank calls this with the same full weights; on one rank nothing is sharded.
 
-    `absent_names`: the parameters of other pipeline stages, None without a pipeline. In a pipeline, other forwards run
-    before the model's backward, so parameters outside all units stay gathered until the end of the step.
-    `base_specs`: the specs under tensor parallelism. `deferred_rows`: this rank's rows of a model on the meta device.
+    `absent_names` are the parameters of other pipeline stages; None means that there is no pipeline. In a pipeline,
+    other forwards run before the model's backward, so parameters outside all units stay gathered until the end of the
+    step. `expert_names` are the expert parameters, which are not sharded here. `base_specs` are the shard specs after
+    tensor parallelism. `deferred_rows` are this rank's rows of a model on the meta device.
 
     Raises:
         LayoutError: a parameter can't be sharded, or the model does not have a named unit.
@@ -106,9 +107,10 @@ def shard_zero3(
 class _PostUpdateSync:
     """The synchronization after an update: send scalars to every rank, and reshard units that are still gathered.
 
-    Backward usually reshards them. The root unit stays gathered, with outdated values, after an evaluation, or if the
-    model's output is an object that hides its tensors. In a pipeline, `fully_shard` never sees the end of the model's
-    forward. It then reshards only units with `reshard_after_forward`, so this option is on during the call.
+    Backward usually reshards the units. But the root unit stays gathered, with outdated values, after an evaluation, or
+    if the model's output is an object that hides its tensors. In a pipeline, `fully_shard` does not see the end of the
+    model's forward. `reshard` then affects only units with `reshard_after_forward`, so `__call__` switches this option
+    on for a moment.
     """
 
     def __init__(self, model: nn.Module, all_gather_scalars: ParameterAllGather, *, is_pipelined: bool) -> None:
@@ -135,7 +137,11 @@ def _apply_fully_shard(
     is_pipelined: bool,
     contexts: Sequence[Callable[[nn.Module], AbstractContextManager[None]]],
 ) -> UnitGuards:
-    """Apply `fully_shard` to the units and the model; it registers each unit's hooks inside `contexts`."""
+    """Apply `fully_shard` to the units and the model; return the guards of the units.
+
+    `fully_shard` registers the hooks of a unit while the contexts that `contexts` return for this unit are active.
+    `ignored` are the parameters that it does not shard.
+    """
     device = data_groups.shard_world.device.type
     assert data_groups.shard_world.group is not None
     mesh = DeviceMesh.from_group(data_groups.shard_world.group, device, mesh_dim_names=("dp_shard",))
@@ -183,6 +189,7 @@ def row_shard_specs(model: nn.Module, *, world: World, base_specs: ShardSpecs | 
 def _fill_deferred_rows(
     model: nn.Module, deferred_rows: DeferredRows, *, device: torch.device, excluded_ids: set[int]
 ) -> None:
+    """Allocate the model's sharded parameters on `device`, and fill them with this rank's rows."""
     allocate_meta_tensors(
         model, device=device, excluded_ids=excluded_ids | {id(buffer) for buffer in model.buffers() if buffer.is_meta}
     )
@@ -225,7 +232,7 @@ def _refuse_mixed_dtypes(units: Sequence[nn.Module], model: nn.Module, ignored: 
 
 
 def _set_prefetch(model: nn.Module, num_units: int) -> None:
-    """Set prefetching of `num_units` units in module order, which is the forward order if blocks form a chain."""
+    """Make each unit prefetch the next `num_units` units; their order in the model is taken as the forward order."""
     units: list[FSDPModule] = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
     for position, unit in enumerate(units if num_units else ()):
         unit.set_modules_to_forward_prefetch(units[position + 1 : position + 1 + num_units])

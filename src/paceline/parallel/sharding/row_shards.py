@@ -1,7 +1,7 @@
 """Row shards: the rows of each parameter that this rank's optimizer updates, as plain local tensors.
 
-A parameter is split along its first dimension, as by `torch.chunk` and `fully_shard`. If its update rule needs the full
-tensor, one rank owns all rows. A scalar counts as one row, which belongs to rank 0 of the shard group.
+A parameter is split along its first dimension, in the same way as by `torch.chunk` and `fully_shard`. If its update
+rule needs the full tensor, one rank owns all rows. A scalar counts as one row, which rank 0 of the shard group owns.
 """
 
 from collections.abc import Collection, Sequence
@@ -38,7 +38,7 @@ class RowSplit:
         return (stop - start) * self.row_numel
 
     def shard_shape(self, shard_rank: int) -> tuple[int, ...]:
-        """Return the shape of a rank's shard; (0,) for a scalar that another rank has."""
+        """Return the shape of a rank's shard; (0,) for a scalar that another rank owns."""
         start, stop = self.ranges[shard_rank]
         if not self.shape:
             return () if stop > start else (0,)
@@ -74,7 +74,10 @@ class RowShard(NamedParameter):
 def make_row_splits(
     named_parameters: Sequence[NamedParameter], *, num_shards: int, full_tensor_names: Collection[str] = ()
 ) -> dict[str, RowSplit]:
-    """Split parameters by rows. Those in `full_tensor_names` get one owner each, to balance the bytes per rank."""
+    """Return the row split of each parameter, by name.
+
+    Each parameter in `full_tensor_names` gets one owner, chosen so that the ranks own similar numbers of bytes.
+    """
     row_splits = {
         m.name: _split_by_rows(tuple(m.parameter.shape), num_shards)
         for m in named_parameters

@@ -20,8 +20,8 @@ from paceline.parallel.sharding.zero1_zero2_reducers import ParameterAllGather, 
 class DataGroups:
     """The data-parallel groups of this rank.
 
-    `all_ranks` split the batch, `shard_world` splits the rows of parameters, and the ranks of `replica_world` hold the
-    same rows. `compression` is the gradient compression for ranks with unsharded parameters.
+    The batch is split over `all_ranks`, and the rows of parameters over `shard_world`. The ranks of `replica_world`
+    hold the same rows. `compression` is the gradient compression, which unsharded parameters use.
     """
 
     all_ranks: World

@@ -1,6 +1,7 @@
-"""Build the job's optimizer on row shards: its groups are those of the full model, its updates act on local tensors.
+"""Build the job's optimizer on row shards, with the parameter groups of the full model.
 
-An elementwise update rule is correct on any shard. For each rule, `shardability_check` tests this by experiment.
+An elementwise update rule is correct on any shard. `shardability_check` tests by experiment whether a rule is correct
+on shards.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -45,7 +46,7 @@ class ShardedOptimizerFactory:
         """Return the names of the parameters whose update rule needs full tensors, each with the reason.
 
         Raises:
-            JobError: a rule combines several parameters, so it is correct on no shard.
+            JobError: a rule combines several parameters, so it would be wrong on shards.
         """
         names = {id(p): name for name, p in self.pairs}
         reasons: dict[str, str] = {}
@@ -105,10 +106,10 @@ class ShardedOptimizerFactory:
                     )
 
     def make_optimizers(self, row_shards: Sequence[NamedParameter]) -> list[Optimizer]:
-        """Return the optimizers with the same groups and options over the row shards.
+        """Return the optimizers over the row shards, with the same groups and options.
 
-        Parameters without a row shard are left out, and so are empty row shards if the rule fails on empty tensors.
-        Call this once: it changes the optimizers in place.
+        Parameters without a row shard are left out. Empty row shards are left out if the rule fails on empty tensors.
+        Call this only once, because it changes the optimizers in place.
         """
         local_parameters = {row_shard.name: row_shard.parameter for row_shard in row_shards}
         names = {id(p): name for name, p in self.pairs}
