@@ -54,7 +54,7 @@ class PlacementRequest:
 
 @dataclass(kw_only=True)
 class Placement:
-    """The state of placement. Each parallelism changes the model in place, and stores here what later parallelisms need.
+    """The state of placement: each parallelism changes the model in place, and stores here what later ones need.
 
     `tensors` are the parameters and buffers of the full model, `named_parameters` its trainable parameters.
     `current_parameters` are this rank's trainable parameters before they are sharded over the data-parallel ranks.

@@ -103,7 +103,7 @@ def _create_shared_memory(size: int, *, world: World, has_name: bool) -> tuple[i
         raise MachineError(
             f"there is no room for {size} bytes of shared memory: {problem}.",
             where=str(_SHARED_MEMORY_FOLDER),
-            hint="a container with more of it (--shm-size)",
+            hint="a container with more shared memory (--shm-size)",
         )
     return descriptor, path
 

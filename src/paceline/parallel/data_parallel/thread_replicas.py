@@ -42,7 +42,7 @@ class ThreadReplicas:
         self.refresh()
 
     def refresh(self) -> None:
-        """Update all replicas from the first one before a step, because its weights may be loaded, averaged or frozen."""
+        """Update all replicas from the first before a step, in case its weights were loaded, averaged or frozen."""
         for source, target in self._weights:
             if source.device != target.device:
                 target.data.copy_(source.data, non_blocking=target.is_cuda)
