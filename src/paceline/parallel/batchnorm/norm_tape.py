@@ -77,8 +77,8 @@ class NormTape:
         """Return whether the statistics were replaced or written to since `record_version`."""
         return self._version() != self.recorded_version
 
-    def write_statistics(self, statistics: Tensor, num_calls: int) -> None:
-        """Set mean and variance, and set the batch count to `initial_count` plus `num_calls`."""
+    def write_statistics(self, statistics: Tensor, count_increment: int) -> None:
+        """Set mean and variance, and set the batch count to `initial_count` plus `count_increment`."""
         module, num_channels = self.module, statistics.numel() // 2
         if module.running_mean is None or module.running_var is None:
             return
@@ -86,7 +86,7 @@ class NormTape:
         module.running_mean.data.copy_(statistics[:num_channels].view_as(module.running_mean))
         module.running_var.data.copy_(statistics[num_channels:].view_as(module.running_var))
         if module.num_batches_tracked is not None and self.initial_count is not None:
-            module.num_batches_tracked.data.copy_(self.initial_count + num_calls)
+            module.num_batches_tracked.data.copy_(self.initial_count + count_increment)
         self.record_version()
 
     def _momentum(self) -> float | None:

@@ -84,7 +84,7 @@ class StatisticsRecorder:
         self._reported_notes: set[str] = set()
         self._has_new_access = False
         self._microbatch, self._has_samples = 0, True
-        self._has_run = self._is_checked = False
+        self._has_run = self._is_checked = False  # a microbatch of this step has run; the first step is complete
         self._norm_tapes = [open_tape(name, module) for name, module in norms_with_statistics(model)]
         self._records = world.world_size > 1 or exact or not in_order
         self._numbers = (

@@ -36,7 +36,7 @@ def interpret_mask(mask: Tensor | None, *, is_causal: bool, batch: int, length: 
         return InterpretedMask(is_causal=is_causal, key_mask=None)
     attended = _attended_pairs(mask)
     if attended is None or mask.shape[-1] != length or mask.shape[-2] not in (1, length):
-        raise _unsupported_mask(mask)
+        raise _unsupported_mask_error(mask)
     attended = attended.expand(*attended.shape[:-2], length, length) if attended.shape[-2] == 1 else attended
     while attended.dim() > 4 or (attended.dim() > 3 and bool((attended[:, :1] == attended).all())):
         attended = attended[:, 0]  # the mask is equal for all heads
@@ -44,7 +44,7 @@ def interpret_mask(mask: Tensor | None, *, is_causal: bool, batch: int, length: 
     lower_triangle = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
     is_causal_mask = bool(torch.equal(attended, last_row & lower_triangle))
     if attended.dim() > 3 or not (is_causal_mask or torch.equal(attended, last_row.expand_as(attended))):
-        raise _unsupported_mask(mask)
+        raise _unsupported_mask_error(mask)
     key_mask = last_row.reshape(-1, length).expand(batch, length)
     has_padding = not bool(key_mask.all())
     return InterpretedMask(
@@ -60,7 +60,7 @@ def _attended_pairs(mask: Tensor) -> Tensor | None:
     return ~is_masked if bool(((mask == 0) | is_masked).all()) else None
 
 
-def _unsupported_mask(mask: Tensor) -> LayoutError:
+def _unsupported_mask_error(mask: Tensor) -> LayoutError:
     return LayoutError(
         f"an attention mask of shape {tuple(mask.shape)} is neither causal, nor padding, nor both.",
         cause="a sliding window, a position bias (ALiBi, T5), packed documents or a cross-attention: "

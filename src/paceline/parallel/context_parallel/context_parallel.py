@@ -188,11 +188,11 @@ def refuse_model(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
-            raise _unsupported_layer(
+            raise _unsupported_layer_error(
                 name, module, "each position depends on the one before it", "--layout fsdp, tp or pp"
             )
         if isinstance(module, NormBase) and getattr(module, "track_running_stats", False):
-            raise _unsupported_layer(
+            raise _unsupported_layer_error(
                 name, module, "its statistics cover the whole sequence", "nn.LayerNorm, or leave cp out"
             )
     config = getattr(model, "config", None)
@@ -231,5 +231,5 @@ def refuse_window(model: nn.Module, *, length: int) -> None:
         )
 
 
-def _unsupported_layer(name: str, module: nn.Module, reason: str, hint: str) -> LayoutError:
+def _unsupported_layer_error(name: str, module: nn.Module, reason: str, hint: str) -> LayoutError:
     return LayoutError(f"{name} ({type(module).__name__}) can't be split along the sequence: {reason}.", hint=hint)

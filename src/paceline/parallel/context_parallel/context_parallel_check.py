@@ -31,8 +31,8 @@ from paceline.parallel.context_parallel.context_parallel import ContextParallel,
 from paceline.parallel.context_parallel.random_ops import (
     NoAttentionDropout,
     RandomOp,
-    different_hidden_draws,
-    different_random_op,
+    find_random_op_error,
+    hidden_draws_error,
     record_random_ops,
 )
 from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding, batch_length
@@ -163,7 +163,7 @@ def check_context(
     except RuntimeError as error:
         if not isinstance(error, CheckpointError) and "use_reentrant" not in str(error):
             raise
-        raise _different_recompute() from error
+        raise _recompute_error() from error
 
 
 def _compare_training(run: _SimulatedRun, *, sharding: SequenceSharding, names: Sequence[str]) -> None:
@@ -176,7 +176,7 @@ def _compare_training(run: _SimulatedRun, *, sharding: SequenceSharding, names: 
         what = f"in training mode, {error.what}"
         raise _random_op_error(run, sharding) or LayoutError(what, cause=error.cause, hint=error.hint) from None
     if any(result.rng_states != full_result.rng_states for result in shard_results):
-        raise _random_op_error(run, sharding) or different_hidden_draws()
+        raise _random_op_error(run, sharding) or hidden_draws_error()
 
 
 def _random_op_error(run: _SimulatedRun, sharding: SequenceSharding) -> LayoutError | None:
@@ -184,10 +184,10 @@ def _random_op_error(run: _SimulatedRun, sharding: SequenceSharding) -> LayoutEr
     run = replace(run, should_record_random_ops=True)
     (full_result,) = run_simulated_ranks(run, ranks=1, seed=_SEED)
     shard_results = run_simulated_ranks(run, ranks=sharding.ranks, seed=_SEED)
-    return different_random_op(full_result.random_ops, [result.random_ops for result in shard_results])
+    return find_random_op_error(full_result.random_ops, [result.random_ops for result in shard_results])
 
 
-def _different_recompute() -> LayoutError:
+def _recompute_error() -> LayoutError:
     return LayoutError(
         "this model recomputes parts of its forward in backward (torch.utils.checkpoint), and these behave differently "
         "there.",
@@ -249,7 +249,7 @@ def _compare(
 ) -> None:
     for index, expected in enumerate(full_result.outputs):
         if not equal_when_joined(expected, [result.outputs[index] for result in shard_results], sharding):
-            raise _different_outputs(_first_different_module(full_result, shard_results, sharding))
+            raise _different_outputs_error(_first_different_module(full_result, shard_results, sharding))
     for index, expected in enumerate(full_result.loss_terms):
         terms = torch.stack([result.loss_terms[index] for result in shard_results])
         total = terms.sum()
@@ -290,7 +290,7 @@ def _first_different_module(
     return "the model's own forward, after its last module"
 
 
-def _different_outputs(name: str) -> LayoutError:
+def _different_outputs_error(name: str) -> LayoutError:
     return LayoutError(
         f"split along the sequence, this model gives different outputs; the first that differs is that of {name}.",
         cause="it combines several positions (attention by matmul and softmax, a shift, a sum over the sequence) or "

@@ -62,7 +62,7 @@ def record_random_ops() -> Iterator[list[RandomOp]]:
         yield random_ops
 
 
-def different_random_op(full_ops: Sequence[RandomOp], shard_ops: Sequence[Sequence[RandomOp]]) -> LayoutError | None:
+def find_random_op_error(full_ops: Sequence[RandomOp], shard_ops: Sequence[Sequence[RandomOp]]) -> LayoutError | None:
     """Return an error for the first operation that draws a different number of elements on a shard, or None."""
     for ops in shard_ops:
         for full_op, shard_op in zip(full_ops, ops, strict=False):
@@ -77,7 +77,7 @@ def different_random_op(full_ops: Sequence[RandomOp], shard_ops: Sequence[Sequen
     return None
 
 
-def different_hidden_draws() -> LayoutError:
+def hidden_draws_error() -> LayoutError:
     """Return the error for different random draws that `record_random_ops` does not see, such as those of numpy."""
     return LayoutError(
         "in training mode this model draws a different number of random numbers on a part of the sequence than on the "

@@ -1,8 +1,8 @@
 """Exact gradient sums: gradients are added as integers, so the sum is bitwise equal for any order of addition.
 
 Each microbatch's gradient is rounded to a multiple of 2^k, with one k per parameter, and added as int64. For this, the
-constant 1.5 * 2^(52+k) is added to the gradient in float64. The low bits of the sum are then the rounded gradient as an
-integer, from which the bits of the constant are subtracted. So plain torch operations suffice. The exponent k is chosen
+constant 1.5 * 2^(52+k) is added to the gradient in float64. The bits of this sum minus the bits of the constant, both
+read as int64, are the rounded gradient in units of 2^k. So plain torch operations suffice. The exponent k is chosen
 from the previous step's largest gradient magnitude over *all* microbatches, so it does not depend on which rank
 computed which microbatch.
 """
@@ -240,7 +240,7 @@ class GradientMagnitudes:
 
     def __init__(self, *, num_parameters: int) -> None:
         self._num_parameters = num_parameters
-        self._extremes: list[tuple[int, Tensor, Tensor]] = []
+        self._extremes: list[tuple[int, Tensor, Tensor]] = []  # index of the parameter, minimum, maximum
 
     def record(self, index: int, gradient: Tensor) -> None:
         """Record the minimum and maximum of one parameter's gradient in one microbatch."""

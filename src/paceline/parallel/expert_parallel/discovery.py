@@ -44,8 +44,8 @@ def expert_ranges(num_experts: int, *, ranks: int) -> tuple[tuple[int, int], ...
 def find_experts(model: nn.Module, *, pattern: str | None = None) -> list[ExpertsModule]:
     """Return the modules of a model that hold experts.
 
-    They are the modules whose names match `pattern`, such as "*.mlp.experts". Without a pattern, they are the modules
-    with a routed forward (see `has_routed_forward`).
+    They are the modules with a routed forward (see `has_routed_forward`). With a `pattern`, such as "*.mlp.experts",
+    they are the modules whose names match it; these must have a routed forward too.
 
     Raises:
         LayoutError: no module is found, or a module with experts cannot be sharded; the message gives name and reason.
@@ -57,10 +57,10 @@ def find_experts(model: nn.Module, *, pattern: str | None = None) -> list[Expert
         if name and is_match and not is_nested:
             experts_modules.append(_describe_experts(name, module))
     if not experts_modules:
-        raise _no_experts_found(model, pattern)
+        raise _no_experts_found_error(model, pattern)
     for name, module in _expert_lists(model) if pattern is None else ():
         if not _is_covered(name, module, experts_modules):
-            raise _unsupported_interface(name, module)
+            raise _unsupported_interface_error(name, module)
     return experts_modules
 
 
@@ -80,7 +80,7 @@ def _describe_experts(name: str, module: nn.Module) -> ExpertsModule:
     own_parameters = dict(module.named_parameters(recurse=False))
     lists = [(n, m) for n, m in module.named_children() if isinstance(m, nn.ModuleList) and len(m) > 1]
     if not has_routed_forward(module):
-        raise _unsupported_interface(name, module)
+        raise _unsupported_interface_error(name, module)
     if len(lists) == 1 and not own_parameters:
         return ExpertsModule(name=name, module=module, num_experts=len(lists[0][1]), list_name=lists[0][0])
     sizes = {parameter.shape[0] for parameter in own_parameters.values() if parameter.dim()}
@@ -107,7 +107,7 @@ def _is_covered(name: str, module: nn.Module, experts_modules: Sequence[ExpertsM
     return any(name.startswith(f"{experts.name}.") or experts.module is module for experts in experts_modules)
 
 
-def _unsupported_interface(name: str, module: nn.Module) -> LayoutError:
+def _unsupported_interface_error(name: str, module: nn.Module) -> LayoutError:
     return LayoutError(
         f"{name} ({type(module).__name__}) holds experts that are called one by one with their tokens.",
         cause="the routing of all tokens must be known before any expert runs, or ranks would wait for each other",
@@ -116,10 +116,10 @@ def _unsupported_interface(name: str, module: nn.Module) -> LayoutError:
     )
 
 
-def _no_experts_found(model: nn.Module, pattern: str | None) -> LayoutError:
+def _no_experts_found_error(model: nn.Module, pattern: str | None) -> LayoutError:
     lists = [name for name, _ in _expert_lists(model)]
     if lists and pattern is None:
-        return _unsupported_interface(lists[0], model.get_submodule(lists[0]))
+        return _unsupported_interface_error(lists[0], model.get_submodule(lists[0]))
     return LayoutError(
         f"{type(model).__name__} has no module {pattern}."
         if pattern

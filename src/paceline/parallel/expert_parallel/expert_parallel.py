@@ -48,8 +48,7 @@ class ShardedExperts:
 def split_experts(*, model: nn.Module, world: World | None = None, experts: str | None = None) -> ShardedExperts:
     """Remove the experts of other ranks from the model, in place; parameter names do not change.
 
-    `experts` is a pattern for the names of the experts modules. It is needed if `has_routed_forward` does not recognise
-    their forward.
+    `experts` is a pattern that selects the experts modules by name, as in `find_experts`; by default all are sharded.
 
     Raises:
         LayoutError: the model has no experts, or has experts that cannot be sharded; the message names them.

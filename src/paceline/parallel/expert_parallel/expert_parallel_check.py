@@ -1,9 +1,8 @@
 """A check, in one process and before the run starts, that a model gives the same results with sharded experts.
 
 Threads simulate the ranks, in float64, as in `context_parallel_check`. The experts run in training mode, all other
-modules in evaluation mode. The check rejects a forward of an experts module in four cases. It draws random numbers,
-takes the number of experts from something other than the parameters, drops tokens beyond a capacity, or combines
-several tokens.
+modules in evaluation mode. The check rejects an experts module if its forward draws random numbers, takes the number of
+experts from something other than its parameters, drops tokens beyond a capacity, or combines several tokens.
 """
 
 import inspect
@@ -63,7 +62,7 @@ def check_experts(
         for width, num_choices in sorted(call_shapes.get(experts_module.name, ())):
             module = copy_model(experts_module.module)
             if not _is_tokenwise(module, num_experts=num_experts, width=width, num_choices=num_choices):
-                raise _different_results("outputs", experts_module.name)
+                raise _different_results_error("outputs", experts_module.name)
 
     def run_rank(world: World) -> _RankResult:
         sharded_model = copy_model(full_model)
@@ -82,11 +81,11 @@ def check_experts(
     for (expected_outputs, _), rank_result in zip(full_results, rank_results, strict=True):
         pairs = zip(rank_result.outputs, expected_outputs, strict=True)
         if not all(equal_up_to_rounding(result, expected) for result, expected in pairs):
-            raise _different_results("outputs", modules)
+            raise _different_results_error("outputs", modules)
     for name in [name for name, parameter in full_model.named_parameters() if parameter.requires_grad]:
         expected = _sum_present([gradients.get(name) for _, gradients in full_results])
         if not _is_gradient_equal(name, expected, rank_results):
-            raise _different_results(f"gradients of {name}", modules)
+            raise _different_results_error(f"gradients of {name}", modules)
 
 
 @contextmanager
@@ -180,7 +179,7 @@ def _is_gradient_equal(name: str, expected: Tensor | None, rank_results: Sequenc
     return True
 
 
-def _different_results(what: str, modules: str) -> LayoutError:
+def _different_results_error(what: str, modules: str) -> LayoutError:
     return LayoutError(
         f"with the experts of {modules} spread over ranks, the model's {what} differ.",
         cause="their forward combines several tokens (a capacity, a statistic), or counts its experts "

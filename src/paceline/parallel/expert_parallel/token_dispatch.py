@@ -59,9 +59,9 @@ def plan_route(index: Tensor, *, ranges: Sequence[tuple[int, int]], world: World
 
 
 def _most_loaded_counts(received: Tensor) -> Tensor:
-    """Return an estimate of the received counts of the most loaded rank, for a simulation of one rank.
+    """Return an estimate of the received counts of the most loaded rank, for a simulation without a real router.
 
-    The total is two standard deviations above the mean of a router that sends each choice to a random rank.
+    If a router sends each choice to a random rank, the estimate is two standard deviations above the mean.
     """
     total = int(received.sum())
     margin = 2 * (max(total, 1) * (1 - 1 / received.shape[0])) ** 0.5 / max(total, 1)

@@ -202,7 +202,7 @@ def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
 
 
 def _results_agree(first: Tensor, second: Tensor, exact: bool) -> bool:
-    """Return whether two results agree, bit by bit if `exact`. Equal overflows, as of large gradients, also agree."""
+    """Return whether two results agree, bit by bit if `exact`. NaN agrees with NaN: large gradients may overflow."""
     if torch.equal(first, second):
         return True
     first, second = first.nan_to_num(), second.nan_to_num()

@@ -36,7 +36,7 @@ _MAX_DEPTH = 8
 _ALTERNATIVE = "--layout zero2 (zero=2 in a mixture), which keeps parameters whole"
 _COPY_REFUSING_FILES = ("_fully_shard.py", "parallel/tensor_parallel/sharded_tensor.py")
 _forward_state = threading.local()
-_open_forwards: list[None] = []  # one entry per running forward of any thread, since GPU backwards have own threads
+_open_forwards: list[None] = []  # one entry per running forward of all threads, since a GPU's backward has its own
 
 
 class UnitGuards:

@@ -53,7 +53,7 @@ def find_units(model: nn.Module, *, choice: UnitChoice) -> dict[str, nn.Module]:
     """Return the units by module name, nested units first, without the model itself.
 
     A module that shares a parameter with a module outside it does not become a unit. Its parameters then belong to the
-    unit around it, or to the model.
+    root module.
 
     Raises:
         LayoutError: no module has a given name or class.

@@ -37,7 +37,10 @@ def make_meta_parameters(named_parameters: Sequence[NamedParameter]) -> Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedOptimizerFactory:
-    """The job's optimizers over `pairs`, the full model's parameters on the meta device."""
+    """A factory of this rank's optimizers, from the `optimizers` that the job's factory has created.
+
+    `pairs` are the names and the parameters of the full model on the meta device, which these optimizers contain.
+    """
 
     pairs: Pairs
     optimizers: Sequence[Optimizer]

@@ -37,10 +37,11 @@ class WeightDecision:
     """The decision for one weight or bias.
 
     `kind` is "column", "row", "whole" (not sharded), or "" before the decision. `dim` is the sharded dimension, `size`
-    its full size, and `borders` the positions between its sections. `reason` says why the weight is not sharded, and
-    `heads` is the number of heads that an incompatible reshape suggests. `bias` is the name of the bias that is sharded
-    with the weight. `is_suggested`: the borders come from the same weight in another block. `rejects_suggestions`:
-    borders from another block did not fit this weight.
+    its full size, and `borders` the positions between its sections. `reason` says why the weight is not sharded; for a
+    weight that is sharded along the vocabulary, it is "head" or "embedding". `heads` is the number of heads that an
+    incompatible reshape suggests. `bias` is the name of the bias that is sharded with the weight. `is_suggested`: the
+    borders come from the same weight in another block. `rejects_suggestions`: borders from another block did not fit
+    this weight.
     """
 
     dim: int | None = None

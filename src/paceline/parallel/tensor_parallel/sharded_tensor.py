@@ -335,8 +335,8 @@ def local_operand(value: Any, *, like: ShardPropagatingTensor, dim: int) -> Any:
     """Return the part of an operand that this rank combines with the sharded tensor `like` in a broadcast.
 
     `dim` is the sharded dimension of `like`, counted from the end (negative). A full operand is sliced if it has this
-    dimension. If it lacks the dimension or has size 1 there, the part is the full operand. A larger operand than `like`
-    along `dim` raises `NoRule`.
+    dimension. If it lacks the dimension or has size 1 there, the part is the full operand. An operand
+    with another size there raises `NoRule`.
     """
     if not isinstance(value, Tensor):
         return value
