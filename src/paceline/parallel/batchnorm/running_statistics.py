@@ -79,29 +79,29 @@ class StatisticsRecorder:
         self._world = world
         self._can_wait, self._over_batch = can_wait and not over_batch, over_batch
         self._relay: StatisticsRelay | None = None
-        self._is_relayed = False
+        self._is_relayed = False  # the relay is used in this step
         self.notes: list[str] = []
         self._reported_notes: set[str] = set()
-        self._has_new_access = False
+        self._has_new_access = False  # on any rank, user code accessed statistics from a new line
         self._microbatch, self._has_samples = 0, True
         self._has_run = self._is_checked = False  # a microbatch of this step has run; the first step is complete
         self._norm_tapes = [open_tape(name, module) for name, module in norms_with_statistics(model)]
-        self._records = world.world_size > 1 or exact or not in_order
+        self._must_record = world.world_size > 1 or exact or not in_order
         self._numbers = (
-            _make_forward_numbers(model, world=world, norm_tapes=self._norm_tapes) if self._records else None
+            _make_forward_numbers(model, world=world, norm_tapes=self._norm_tapes) if self._must_record else None
         )
         self._reads: StatisticsReads | None = None
-        self._is_watched = bool(self._norm_tapes) and self._records and not is_compiled
+        self._is_watched = bool(self._norm_tapes) and self._must_record and not is_compiled
         watched_tapes = {norm_tape.module: norm_tape for norm_tape in self._norm_tapes if self._is_watched}
 
         def mark_read(norm: NormBase) -> None:
             watched_tapes[norm].is_read = True  # stays set, because later steps may not be watched
 
         self._mark_read = mark_read
-        self._accesses, self._is_used = StatisticsAccesses(watched_tapes, on_read=mark_read), False
+        self._accesses, self._was_accessed = StatisticsAccesses(watched_tapes, on_read=mark_read), False
         self._handles = [
             handle
-            for norm_tape in (self._norm_tapes if self._records else [])
+            for norm_tape in (self._norm_tapes if self._must_record else [])
             for handle in (
                 norm_tape.module.register_forward_pre_hook(self._make_pre_hook(norm_tape)),
                 norm_tape.module.register_forward_hook(self._make_post_hook(norm_tape), always_call=True),
@@ -147,7 +147,7 @@ class StatisticsRecorder:
             self._relay.receive(microbatch)
             for norm_tape in self._norm_tapes:
                 norm_tape.record_momentum()
-        elif self._records and is_new_microbatch and has_samples:
+        elif self._must_record and is_new_microbatch and has_samples:
             for norm_tape in self._norm_tapes:
                 self._detect_writes(norm_tape, by_value=not self._is_checked)
                 self._start_microbatch(norm_tape, microbatch)
@@ -163,7 +163,7 @@ class StatisticsRecorder:
         statistics. If user code accesses the statistics from a new line, the step is rerun with detection of reads.
         """
         self._reads = None
-        if not self._is_watched or self._is_relayed or (self._is_checked and not self._is_used):
+        if not self._is_watched or self._is_relayed or (self._is_checked and not self._was_accessed):
             return nullcontext()
         tapes_by_norm = {norm_tape.module: norm_tape for norm_tape in self._norm_tapes if norm_tape.has_statistics}
         self._reads = StatisticsReads(
@@ -288,10 +288,10 @@ class StatisticsRecorder:
         assert self._numbers is not None
         table = torch.zeros(len(self._norm_tapes) + 1, 2 * num_micro + _NUM_FLAGS, dtype=torch.int64)
         table[-1, 0] = int(not self._numbers.changed_as_expected(is_relayed=self._is_relayed))
-        was_watched = not self._is_checked or self._is_used
-        table[-1, 1] = int(self._accesses.is_new and not (was_watched or self._is_relayed))
-        self._is_used, self._is_checked = self._accesses.is_used, True
-        self._accesses.is_new = self._accesses.is_used = False
+        was_watched = not self._is_checked or self._was_accessed
+        table[-1, 1] = int(self._accesses.has_new_access and not (was_watched or self._is_relayed))
+        self._was_accessed, self._is_checked = self._accesses.has_access, True
+        self._accesses.has_new_access = self._accesses.has_access = False
         for norm_tape, row in zip(self._norm_tapes, table, strict=False):
             flags = row[2 * num_micro :]
             flags[_TRAIN_MODE if norm_tape.begins_training else _EVAL_MODE] = 1
@@ -327,7 +327,7 @@ class StatisticsRecorder:
 
     def _must_rerun_watched(self) -> bool:
         """Detect reads from now on if a new line accessed the statistics; return True if this step must be rerun."""
-        self._is_used = self._is_used or self._has_new_access
+        self._was_accessed = self._was_accessed or self._has_new_access
         return self._has_new_access and self._can_wait
 
     def _write_final_statistics(self, calls: Sequence[TapedCalls], *, stays_sequential: bool) -> None:

@@ -112,14 +112,14 @@ class StatisticsReads(TorchFunctionMode):
 class StatisticsAccesses:
     """An observer of user code that accesses the statistics of norms while `is_armed`.
 
-    Observation costs a fraction of a microsecond per access, so it is always on, unlike `StatisticsReads`. The owner
-    clears the flags `is_used` and `is_new`. `is_used` is set by every access, and `is_new` by the first access of each
-    place in the code, after which the owner detects reads with `StatisticsReads`. On some devices this is not possible
-    in backward. So the first access of each place in a backward counts as a read: `on_read(norm)` is called.
+    Observation costs a fraction of a microsecond per access, so it is always on, unlike `StatisticsReads`. Every access
+    sets `has_access`. The first access of each place in the code also sets `has_new_access`, after which the owner of
+    this observer detects reads with `StatisticsReads`, and clears both flags. On some devices `StatisticsReads` does
+    not work in backward. So the first access of each place in a backward counts as a read: `on_read(norm)` is called.
     """
 
     def __init__(self, norms: Iterable[NormBase], *, on_read: Callable[[NormBase], None]) -> None:
-        self.is_armed = self.is_new = self.is_used = False
+        self.is_armed = self.has_new_access = self.has_access = False
         self._known_places: set[tuple[Any, int]] = set()
         self._on_read = on_read
         self._accesses = [
@@ -134,10 +134,10 @@ class StatisticsAccesses:
     def _on_access(self, norm: NormBase, code: CodeType, instruction: int) -> None:
         if not self.is_armed or code.co_filename in _TORCH_NORM_FILES or code.co_filename.startswith(_PACKAGE_FOLDER):
             return
-        self.is_used = True
+        self.has_access = True
         if (code, instruction) not in self._known_places:
             self._known_places.add((code, instruction))
-            self.is_new = True
+            self.has_new_access = True
             if is_in_backward():
                 self._on_read(norm)
 

@@ -70,6 +70,8 @@ def _to_float64_dtype(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _RunResult:
+    """The results of one rank. `module_outputs` maps "name (class)" of modules without children to their outputs."""
+
     outputs: list[Tensor]
     loss_terms: list[Tensor]
     gradients: list[Tensor | None]
@@ -80,7 +82,10 @@ class _RunResult:
 
 @dataclass(frozen=True, kw_only=True)
 class _SimulatedRun:
-    """Forward, loss and backward of one rank on its shard; with one rank, on the full sequence."""
+    """A function that runs forward, loss and backward of one rank on its shard; with one rank, on the full sequence.
+
+    `weighted_sum` of the outputs, plus the loss, is the scalar on which it calls backward.
+    """
 
     model: nn.Module
     batch: Any
@@ -203,6 +208,7 @@ class _WeightedSum:
         self._sharding = sharding
 
     def __call__(self, outputs: Sequence[Tensor], *, rank: int, size: int) -> Tensor:
+        """Return the part of the sum that rank `rank` of `size` ranks computes."""
         total = outputs[0].new_zeros(())
         local_length = self._sharding.local_length(rank) if size > 1 else self._sharding.length
         for output in outputs:
@@ -247,6 +253,7 @@ def _loss_terms(loss: Any) -> list[Tensor]:
 def _compare(
     full_result: _RunResult, shard_results: Sequence[_RunResult], *, sharding: SequenceSharding, names: Sequence[str]
 ) -> None:
+    """Raise LayoutError if the shards' outputs, loss terms or gradients differ from those of the full sequence."""
     for index, expected in enumerate(full_result.outputs):
         if not equal_when_joined(expected, [result.outputs[index] for result in shard_results], sharding):
             raise _different_outputs_error(_first_different_module(full_result, shard_results, sharding))
@@ -281,6 +288,7 @@ def _compare(
 def _first_different_module(
     full_result: _RunResult, shard_results: Sequence[_RunResult], sharding: SequenceSharding
 ) -> str:
+    """Return the name and class of the first module, in call order, whose outputs differ."""
     for name, expected in full_result.module_outputs.items():
         outputs = [result.module_outputs.get(name) for result in shard_results]
         if any(m is None for m in outputs) or not equal_when_joined(

@@ -188,7 +188,7 @@ class ContextParallelMode(TorchFunctionMode):
         return positions.to(device=device or torch.get_default_device(), dtype=dtype or torch.int64)
 
     def _index_table(self, tensor: Tensor, index: Any) -> Any:
-        """Index a position table at the shard's positions if `index` takes its first rows, as many as the shard has.
+        """Return the rows of a position table at the shard's positions, if `index` is a slice up to the shard's length.
 
         Return NotImplemented for other tensors and indices.
         """
@@ -226,7 +226,7 @@ class ContextParallelMode(TorchFunctionMode):
     ) -> Any:
         """Gather the full sequence, and convolve the positions of this rank's chunks.
 
-        Return NotImplemented if the convolution is not along the sequence, or changes its length.
+        Return NotImplemented if the convolution is not along the sequence, or if its output has another length.
         """
         stride, dilation = _single_int(stride), _single_int(dilation)
         halo = dilation * (weight.shape[-1] - 1)

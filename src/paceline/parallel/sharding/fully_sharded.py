@@ -92,7 +92,7 @@ def shard_zero3(
     leaves = [leaf_by_name[shard.name] for shard in row_shards]
     reducer = ScatterReducer(
         row_shards=row_shards, leaf_parameters=leaves, row_splits=splits, shard_world=data_groups.shard_world,
-        replica_world=data_groups.replica_world, grid=grid, order_check=guards.order,
+        replica_world=data_groups.replica_world, grid=grid, order_check=guards.order_check,
     )  # fmt: skip
     return ShardedModel(
         row_shards=row_shards, reducer=reducer, sync_after_update=sync, sync_after_load=sync,

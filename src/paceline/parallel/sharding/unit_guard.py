@@ -48,9 +48,9 @@ class UnitGuards:
     def __init__(self, model: nn.Module, units: Sequence[nn.Module], *, world: World, is_pipelined: bool) -> None:
         names = {id(module): name or "the model itself" for name, module in model.named_modules()}
         self._guards = {id(unit): _Guard(self, names[id(unit)], index) for index, unit in enumerate(units)}
-        self.order = UnitOrderCheck([guard.name for guard in self._guards.values()], world=world)
+        self.order_check = UnitOrderCheck([guard.name for guard in self._guards.values()], world=world)
         self._is_pipelined, self._model = is_pipelined, model
-        self._num_running = 0
+        self._num_running = 0  # calls of the model
 
     @contextmanager
     def add_hooks_around(self, unit: nn.Module) -> Iterator[None]:
@@ -172,7 +172,7 @@ class _Guard:
     def record_arguments(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Record the arguments and parameter versions; a forward pre-hook that runs after `fully_shard`'s."""
         if not is_in_backward():
-            self._guards.order.record_gather(self._index)
+            self._guards.order_check.record_gather(self._index)
         self._sync_requires_grad()
         caller_ids = set(map(id, self._caller_containers))
         containers: Iterable[Any] = _containers((*args, *kwargs.values())) if caller_ids else ()
@@ -215,7 +215,7 @@ class _Guard:
             return
         checks: list[Callable[[], None]] = [
             self._guards.refuse_early_backward,
-            partial(self._guards.order.record_gather, self._index, backward=True),
+            partial(self._guards.order_check.record_gather, self._index, backward=True),
         ]
 
         def run_checks(_: Tensor) -> None:
