@@ -35,7 +35,7 @@ class FixedPointGrid:
     Checkpoints contain `exponents`. `names` are the full model's trainable parameters. Ranks of `extra_worlds` hold
     other parameters. Magnitudes are exchanged with them too, because all ranks rerun a step together. `tied_uses`
     separates a tied weight's gradients by use. Gradients of the ties in `set_ties` are summed over pipeline stages.
-    In the methods, `largest` is the result of `max_magnitudes`, or one magnitude.
+    In the methods, `largest` is the result of `max_magnitudes`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class FixedPointGrid:
         return magnitudes.max_over_ranks([*worlds, *self._extra_worlds])
 
     def fits_all(self, largest: Sequence[Sequence[float]]) -> bool:
-        """Return whether gradients of these magnitudes all fit the grid; every rank gets the same result."""
+        """Return whether gradients of these magnitudes all fit the grid; the result is equal on every rank."""
         return all(self.fits(index, magnitude) for index, (magnitude, _) in enumerate(largest))
 
     def update_exponents(self, largest: Sequence[Sequence[float]]) -> None:
@@ -87,20 +87,20 @@ class FixedPointGrid:
             check_magnitude(name, magnitude)
             self.update_exponent(index, magnitude)
 
-    def fits(self, index: int, largest: float) -> bool:
+    def fits(self, index: int, magnitude: float) -> bool:
         """Return whether the grid represents a gradient of this magnitude without overflow and with enough bits."""
         exponent = self.exponents[index]
-        if largest == 0.0 or not math.isfinite(largest):
+        if magnitude == 0.0 or not math.isfinite(magnitude):
             return True
         if exponent is None:
             return False
-        num_bits = math.frexp(largest)[1] - exponent
+        num_bits = math.frexp(magnitude)[1] - exponent
         return num_bits <= VALUE_BITS and (num_bits >= MIN_BITS or exponent == MIN_EXPONENT)
 
-    def update_exponent(self, index: int, largest: float) -> None:
+    def update_exponent(self, index: int, magnitude: float) -> None:
         """Choose one parameter's exponent for gradients of this magnitude, with headroom."""
-        if largest > 0.0 and math.isfinite(largest):
-            exponent = math.frexp(largest)[1] + HEADROOM_BITS - VALUE_BITS
+        if magnitude > 0.0 and math.isfinite(magnitude):
+            exponent = math.frexp(magnitude)[1] + HEADROOM_BITS - VALUE_BITS
             self.exponents[index] = min(max(exponent, MIN_EXPONENT), MAX_EXPONENT)
 
 
@@ -248,9 +248,10 @@ class GradientMagnitudes:
             self._extremes.append((index, *torch.aminmax(gradient)))
 
     def max_over_ranks(self, worlds: Sequence[World]) -> list[list[float]]:
-        """Return for each parameter the largest magnitude over all microbatches, and 1 if it got a gradient, else 0.
+        """Return for each parameter a list of two numbers, as maxima over all microbatches and ranks.
 
-        NaN counts as infinite, because MAX over ranks would drop it.
+        They are the largest magnitude of the parameter's gradient, and 1 if it got a gradient, else 0. NaN counts as
+        infinite, because the maximum over ranks would drop it.
         """
         rows = torch.zeros(self._num_parameters, 2, dtype=torch.float64)
         if self._extremes:
@@ -266,15 +267,15 @@ class GradientMagnitudes:
         return result
 
 
-def check_magnitude(name: str, largest: float) -> None:
+def check_magnitude(name: str, magnitude: float) -> None:
     """Refuse a gradient that is too large for any exponent.
 
     Raises:
         RunError: the magnitude is too large; raised on every rank, because all ranks have the same magnitudes.
     """
-    if math.isfinite(largest) and math.frexp(largest)[1] > MAX_EXPONENT + VALUE_BITS:
+    if math.isfinite(magnitude) and math.frexp(magnitude)[1] > MAX_EXPONENT + VALUE_BITS:
         raise RunError(
-            f"the gradient of {name} reaches {largest:.3g}: exact mode adds values below "
+            f"the gradient of {name} reaches {magnitude:.3g}: exact mode adds values below "
             f"2**{MAX_EXPONENT + VALUE_BITS}.",
             cause="a learning rate that is too high, a loss that was scaled up, or a division by almost zero",
             hint="a smaller --job.lr or loss, or leave --train.exact out",

@@ -117,4 +117,5 @@ def _move_storage(tensor: Tensor, memory: Tensor, *, write: bool) -> None:
 
 
 def _align(size: int) -> int:
+    """Round a number of bytes up to a multiple of the alignment."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -148,6 +148,7 @@ def _is_tokenwise(module: nn.Module, *, num_experts: int, width: int, num_choice
 
 
 def _outputs_and_gradients(model: nn.Module, batch: Any, forward: Any) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+    """Return the model's outputs, and the gradients of a weighted sum of them by parameter name."""
     with Float64Mode():
         outputs = [t for t in tensor_leaves(forward(model, batch)) if t.is_floating_point() and t.requires_grad]
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

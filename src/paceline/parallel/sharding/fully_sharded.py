@@ -80,9 +80,10 @@ def shard_zero3(
         _fill_deferred_rows(model, deferred_rows, device=device, excluded_ids={id(p) for p in ignored})
     leaf_by_name = {**scalars, **_find_unsharded_parameters(model, guards)}
     guards.intercept_calls()
-    local = {n: p for n, p in model.named_parameters() if n not in excluded}
+    parameters_by_name = {n: p for n, p in model.named_parameters() if n not in excluded}
     row_shards = [
-        _make_row_shard(m, local[m.name], splits, data_groups.shard_world.rank, specs) for m in named_parameters
+        _make_row_shard(m, parameters_by_name[m.name], splits, data_groups.shard_world.rank, specs)
+        for m in named_parameters
     ]
     scalar_shards = [shard for shard in row_shards if shard.name in scalars]
     sync = _PostUpdateSync(
@@ -97,9 +98,10 @@ def shard_zero3(
     return ShardedModel(
         row_shards=row_shards, reducer=reducer, sync_after_update=sync, sync_after_load=sync,
         shard_specs={
-            n: specs[n] if n in scalars else splits[n].shard_spec(specs[n], data_groups.shard_world.rank) for n in local
+            n: specs[n] if n in scalars else splits[n].shard_spec(specs[n], data_groups.shard_world.rank)
+            for n in parameters_by_name
         },
-        local_tensors={name: _local_tensor(p) for name, p in local.items()},
+        local_tensors={name: _local_tensor(p) for name, p in parameters_by_name.items()},
         leaf_parameters=leaves, data_groups=data_groups,
     )  # fmt: skip
 
@@ -152,7 +154,7 @@ def _apply_fully_shard(
     _refuse_mixed_dtypes([*units, model], model, ignored)
     guards = UnitGuards(model, [*units, model], world=data_groups.shard_world, is_pipelined=is_pipelined)
     for unit in [*units, model]:
-        output = torch.float32 if options.param_dtype is not None and unit is model else None
+        output_dtype = torch.float32 if options.param_dtype is not None and unit is model else None
         with ExitStack() as stack:
             for context in (guards.add_hooks_around, *contexts):
                 stack.enter_context(context(unit))
@@ -161,7 +163,7 @@ def _apply_fully_shard(
                 unit,
                 mesh=mesh,
                 reshard_after_forward=False if is_pipelined and unit is model else options.reshard,
-                mp_policy=MixedPrecisionPolicy(param_dtype=options.param_dtype, output_dtype=output),
+                mp_policy=MixedPrecisionPolicy(param_dtype=options.param_dtype, output_dtype=output_dtype),
                 offload_policy=offload,
                 ignored_params=ignored,
             )
@@ -174,8 +176,8 @@ def _apply_fully_shard(
 def row_shard_specs(model: nn.Module, *, world: World, base_specs: ShardSpecs | None = None) -> ShardSpecs:
     """Return the shard spec of each parameter on this rank of `world`, without scalars, which are not sharded.
 
-    `base_specs`: the parameters to shard, with their shard specs after tensor parallelism; None: all parameters, each
-    a full tensor.
+    `base_specs` are the shard specs, after tensor parallelism, of the parameters to shard; None means that all
+    parameters are sharded, and are full tensors before.
     """
     specs_before = (
         {n: ShardSpec.full(p.shape) for n, p in model.named_parameters()} if base_specs is None else base_specs
@@ -240,7 +242,10 @@ def _set_prefetch(model: nn.Module, num_units: int) -> None:
 
 
 def _find_unsharded_parameters(model: nn.Module, guards: UnitGuards) -> dict[str, nn.Parameter]:
-    """Return the unsharded parameters, to which autograd writes; each unit is gathered once to find them."""
+    """Return the gathered parameters, to which autograd writes, by name; gather each unit once to find them.
+
+    Also register the sharded and the gathered form of each parameter with the guards.
+    """
     model_parameters = dict(model.named_parameters())
     first_names = {id(p): name for name, p in model_parameters.items()}
     unsharded: dict[str, nn.Parameter] = {}
@@ -261,6 +266,7 @@ def _find_unsharded_parameters(model: nn.Module, guards: UnitGuards) -> dict[str
 
 
 def _sharded_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Return the parameters that `fully_shard` has sharded: their modules, their names there, and themselves."""
     return [
         (owner, name, parameter)
         for owner in module.modules()
@@ -291,11 +297,13 @@ def _make_row_shard(
 
 
 def _local_tensor(parameter: Tensor) -> Tensor:
+    """Return this rank's rows of a sharded parameter, or an unsharded parameter itself, without gradient."""
     local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.detach()
 
 
 def _contiguous_parameters(model: nn.Module, excluded_names: Collection[str]) -> list[NamedParameter]:
+    """Return the model's parameters without the excluded ones; raise LayoutError if one is not contiguous."""
     local_parameters = [(n, p) for n, p in model.named_parameters() if n not in excluded_names]
     parameters = [NamedParameter(index=i, name=n, parameter=p) for i, (n, p) in enumerate(local_parameters)]
     for member in parameters:

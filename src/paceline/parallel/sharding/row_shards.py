@@ -63,8 +63,8 @@ class RowSplit:
 class RowShard(NamedParameter):
     """The rows of one parameter that this rank's optimizer updates.
 
-    `index` is the parameter's position in the full model; `parameter` contains this rank's rows, possibly none;
-    `shard_spec` locates them in the full tensor; `model_parameter` is the parameter in the model.
+    `index` is the parameter's position in the full model. `parameter` contains this rank's rows, possibly none, and
+    `shard_spec` locates these rows in the full tensor. `model_parameter` is the parameter in the model.
     """
 
     shard_spec: ShardSpec
@@ -112,7 +112,7 @@ def make_row_shards(
 ) -> list[RowShard]:
     """Return views of this rank's rows, in the storage of the model's parameters.
 
-    `base_specs`: the parameters' shard specs after tensor parallelism; None: all are full tensors.
+    `base_specs` are the parameters' shard specs after tensor parallelism; None means that all are full tensors.
     """
     return [
         RowShard(

@@ -42,7 +42,7 @@ from paceline.torch_internals.dispatch_modes import has_dispatch_mode
 
 ModelRun = Callable[[nn.Module], Any]
 LOCAL_MODULE_REASON = "its module runs on shards"
-MIN_VOCABULARY = 1000  # an embedding without a head counts as a vocabulary from this number of rows
+MIN_VOCABULARY = 1000  # an embedding without a head counts as a vocabulary if it has at least this many rows
 
 
 def choose_plan(

@@ -75,7 +75,7 @@ class PlanSearchMode(TorchFunctionMode):
         self.consumers: dict[str, set[str]] = {}
         self._names, self._decisions, self._ranks = names, decisions, ranks
         self._sharded_tensors: dict[str, ShardPropagatingTensor] = {}
-        self._transposed: dict[int, tuple[Tensor, nn.Parameter]] = {}
+        self._transposed: dict[int, tuple[Tensor, nn.Parameter]] = {}  # by id of the transposed tensor, with its source
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -200,6 +200,7 @@ class PlanCheckGroup(DryRunGroup):
         return original
 
     def _compare_ranks(self, name: str, rank_results: list[list[Any]], references: list[Any]) -> None:
+        """Raise LayoutError if a result of a rank differs from its shard of the reference, by more than rounding."""
         has_floats = any(isinstance(reference, Tensor) and reference.is_floating_point() for reference in references)
         for rank, results in enumerate(rank_results):
             for result, reference in zip(results, references, strict=True):
@@ -245,6 +246,7 @@ def _draws_random_numbers(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _devices(leaves: list[Any]) -> set[str]:
+    """Return the device types of the tensors among these leaves that support autocast."""
     device_types = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
     return {device_type for device_type in device_types if torch.amp.is_autocast_available(device_type)}
 

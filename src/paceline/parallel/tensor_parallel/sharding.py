@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 SectionBounds = tuple[int, ...]
+"""The positions in a section at which the ranks' slices start, and its size as the last element."""
 
 
 @dataclass(frozen=True, kw_only=True)

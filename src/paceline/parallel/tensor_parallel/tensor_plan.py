@@ -252,6 +252,7 @@ def unknown_names(model: nn.Module, roles: Mapping[str, object]) -> list[Pacelin
 def _unsharded_local_parameters(
     model: nn.Module, local_modules: Sequence[str], shardings: Mapping[str, DimSharding]
 ) -> list[PacelineError]:
+    """Return an error for each parameter of a `local` module that is not sharded."""
     problems: list[PacelineError] = []
     for name in local_modules:
         for key, _ in model.get_submodule(name).named_parameters():
