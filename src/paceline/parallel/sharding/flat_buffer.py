@@ -75,7 +75,7 @@ class FlatBufferLayout:
         return [*pairs, (buffer[num_full_shards].narrow(0, offset, remainder.numel()), remainder)]
 
     def views_by_rank(self, position: int, buffer: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs of flat views of the buffer and of a parameter's tensor, rank by rank; strided rows are copied."""
+        """Yield pairs of flat views of the buffer and of a parameter's tensor, by rank; strided rows are copied."""
         for shard_rank, row_split in enumerate([self.row_splits[position]] * self.num_shards):
             if row_split.numel(shard_rank):
                 buffer_view = buffer[shard_rank].narrow(0, self._offsets[position], row_split.numel(shard_rank))
