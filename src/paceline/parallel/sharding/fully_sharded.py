@@ -57,8 +57,8 @@ def shard_zero3(
     Raises:
         LayoutError: a parameter can't be sharded, or the model does not have a named unit.
     """
-    options = options or FullShardOptions()
-    if data_groups.shard_world.world_size == 1:
+    options, shard_world = options or FullShardOptions(), data_groups.shard_world
+    if shard_world.world_size == 1:
         _refuse_single_rank(options)
         return shard_zero12(
             stage=2, model=model, named_parameters=named_parameters, data_groups=data_groups,
@@ -66,7 +66,7 @@ def shard_zero3(
         )  # fmt: skip
     excluded = {*(absent_names or ()), *expert_names}
     parameters = _contiguous_parameters(model, excluded)
-    splits = make_row_splits(parameters, num_shards=data_groups.shard_world.world_size)
+    splits = make_row_splits(parameters, num_shards=shard_world.world_size)
     specs = base_specs or {m.name: ShardSpec.full(m.parameter.shape) for m in parameters}
     scalars = {m.name: m.parameter for m in parameters if not m.parameter.dim()}
     ignored = {p for n, p in model.named_parameters() if n in excluded}
@@ -76,32 +76,28 @@ def shard_zero3(
         is_pipelined=absent_names is not None, contexts=contexts,
     )  # fmt: skip
     if deferred_rows is not None:
-        device = torch.device("cpu") if options.offload else data_groups.shard_world.device
+        device = torch.device("cpu") if options.offload else shard_world.device
         _fill_deferred_rows(model, deferred_rows, device=device, excluded_ids={id(p) for p in ignored})
     leaf_by_name = {**scalars, **_find_unsharded_parameters(model, guards)}
     guards.intercept_calls()
-    parameters_by_name = {n: p for n, p in model.named_parameters() if n not in excluded}
+    local_parameters = {n: p for n, p in model.named_parameters() if n not in excluded}
     row_shards = [
-        _make_row_shard(m, parameters_by_name[m.name], splits, data_groups.shard_world.rank, specs)
-        for m in named_parameters
+        _make_row_shard(m, local_parameters[m.name], splits, shard_world.rank, specs) for m in named_parameters
     ]
     scalar_shards = [shard for shard in row_shards if shard.name in scalars]
-    sync = _PostUpdateSync(
-        model, ParameterAllGather(scalar_shards, row_splits=splits, world=data_groups.shard_world),
-        is_pipelined=absent_names is not None,
-    )  # fmt: skip
+    all_gather_scalars = ParameterAllGather(scalar_shards, row_splits=splits, world=shard_world)
+    sync = _PostUpdateSync(model, all_gather_scalars, is_pipelined=absent_names is not None)
     leaves = [leaf_by_name[shard.name] for shard in row_shards]
     reducer = ScatterReducer(
-        row_shards=row_shards, leaf_parameters=leaves, row_splits=splits, shard_world=data_groups.shard_world,
+        row_shards=row_shards, leaf_parameters=leaves, row_splits=splits, shard_world=shard_world,
         replica_world=data_groups.replica_world, grid=grid, order_check=guards.order_check,
     )  # fmt: skip
     return ShardedModel(
         row_shards=row_shards, reducer=reducer, sync_after_update=sync, sync_after_load=sync,
         shard_specs={
-            n: specs[n] if n in scalars else splits[n].shard_spec(specs[n], data_groups.shard_world.rank)
-            for n in parameters_by_name
+            n: specs[n] if n in scalars else splits[n].shard_spec(specs[n], shard_world.rank) for n in local_parameters
         },
-        local_tensors={name: _local_tensor(p) for name, p in parameters_by_name.items()},
+        local_tensors={name: _local_tensor(p) for name, p in local_parameters.items()},
         leaf_parameters=leaves, data_groups=data_groups,
     )  # fmt: skip
 
