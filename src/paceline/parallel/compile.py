@@ -1,7 +1,8 @@
-"""Compile a model block by block: all blocks of a class share one compilation; a block that fails runs uncompiled.
+"""Compile a model block by block.
 
-Only a block's forward is compiled. Hooks on the block, such as those that start its random stream or gather its
-weights, run around it unchanged; activation checkpointing recomputes the compiled forward.
+All blocks of a class share one compilation. A block that cannot be compiled runs uncompiled. Only a block's forward is
+compiled. Hooks on the block, such as those that start its random stream or gather its weights, run before and after the
+forward as usual. Activation checkpointing recomputes the compiled forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ def compile_blocks(model: nn.Module, *, report: Report, blocks: Sequence[Block] 
 
 
 class CompiledForward:
-    """A forward that is compiled at its first call, and uncompiled from the first failure on."""
+    """A forward that is compiled at its first call; after a failure, all calls run the original forward."""
 
     def __init__(self, *, name: str, block: nn.Module, forward: Callable[..., Any], report: Report) -> None:
         self.__wrapped__ = self._uncompiled = forward

@@ -31,6 +31,7 @@ class BufferSnapshot:
     def __init__(self, block: "BlockBuffers") -> None:
         self._block = block
         self._buffers = {key: (buffer, tensor_version(buffer)) for key, buffer in block.current_buffers()}
+        # the first call copies all buffers; later calls copy norm statistics and the buffers that earlier calls wrote
         copied = (
             self._buffers
             if block.written_buffers is None
@@ -39,9 +40,9 @@ class BufferSnapshot:
         self._copies = {key: self._buffers[key][0].detach().clone() for key in copied}
 
     def finish_first_run(self) -> list[str]:
-        """Record the buffers that the first run has written, and free the copies of the others.
+        """Record the buffers that the first run has written or replaced, and free the copies of all other buffers.
 
-        Return the names of written buffers that are not norm statistics.
+        Return the names of written or replaced buffers that are not norm statistics.
 
         Raises:
             JobError: the run has written a buffer that no earlier call wrote, so its old value was not saved.
@@ -71,7 +72,7 @@ class BufferSnapshot:
                 self._buffers[key][0].copy_(copy)
 
     def _has_changed(self, key: _Key, buffer: Tensor) -> bool:
-        """Return True if a buffer has changed without a version change, as BatchNorm's buffers do.
+        """Return True if a buffer may have changed without a version change, as BatchNorm's buffers do.
 
         Other buffers are compared only in the first call, because the comparison synchronizes a GPU.
         """

@@ -118,6 +118,7 @@ def _apply_along_dim(call: FunctionCall) -> Any:
 
 
 def _apply_to_unsharded_dims(call: FunctionCall, x: ShardPropagatingTensor, sharding: DimSharding) -> Any:
+    """Apply the function to the local shard of `x`; wrap each result with `sharding`."""
     result = call.call_with(lambda value: x.local if value is x else value)
     return (
         wrap_like(x, result, sharding)
@@ -133,7 +134,7 @@ def _reduce_sharded_dim(call: FunctionCall, x: ShardPropagatingTensor, dims: lis
     """
     keepdim = call.arguments.get("keepdim", False)
     if call.name in ("all", "any"):
-        local = x.local.bool() if call.name == "any" else ~x.local.bool()
+        local = x.local.bool() if call.name == "any" else ~x.local.bool()  # all(x) is computed as not any(not x)
         is_any = x.group.all_reduce_max(
             local.any(dims, keepdim).byte() if local.numel() else _any_of_empty(local, dims, keepdim)
         ).bool()
