@@ -73,6 +73,7 @@ class CompiledForward:
         return self.select_forward()(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled forward; if this fails, restore random generators and buffers, and run the original one."""
         if self._compiled is None:
             return self._uncompiled(*args, **kwargs)
         if torch.is_grad_enabled() and self._caches.find_filled(args, kwargs) is None:

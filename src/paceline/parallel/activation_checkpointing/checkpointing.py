@@ -147,6 +147,7 @@ def _wrap_forward(name: str, block: nn.Module, context_fn: Contexts) -> Undo:
 
 
 def _refuse_checkpointed(model: nn.Module) -> None:
+    """Raise LayoutError if a module of the model already checkpoints its activations."""
     for name, module in model.named_modules():
         has_own_checkpointing = getattr(module, "gradient_checkpointing", False) is True
         if (

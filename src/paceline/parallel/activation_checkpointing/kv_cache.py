@@ -46,6 +46,7 @@ class KVCaches:
 
 
 def _copy_caches(value: Any) -> Any:
+    """Return a shallow copy of a cache, or of a list with caches; return other values unchanged."""
     if isinstance(value, list):
         return [_copy_caches(item) for item in value]
     if not _is_cache(value):

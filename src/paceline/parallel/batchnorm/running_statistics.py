@@ -396,6 +396,7 @@ class StatisticsRecorder:
         return hook
 
     def _record_call(self, norm_tape: NormTape, *, has_output: bool) -> None:
+        """Record the calls of the kernels in one call of the norm; `has_output` is False if it raised an error."""
         watch = norm_tape.watches.pop().stop() if norm_tape.watches else None
         has_run = has_output or is_in_backward()  # checkpointing may stop a recomputed forward before its end
         if not (self._has_run and has_run and self._has_samples and norm_tape.has_statistics):

@@ -326,6 +326,7 @@ def _single_int(value: Any) -> int:
 
 
 def _refuse_other_lengths(query: Tensor, key: Tensor, local_length: int) -> None:
+    """Raise LayoutError if an attention has another number of queries or keys than the shard has positions."""
     if query.shape[-2] != local_length or key.shape[-2] != local_length:
         raise LayoutError(
             f"an attention has {query.shape[-2]} queries and {key.shape[-2]} keys but this rank's part of the "

@@ -183,6 +183,7 @@ def has_padding(batch: Any) -> bool:
 
 
 def _sequence_entry(entries: Mapping[str, Tensor], name: str, dim: int) -> Tensor:
+    """Return an entry by name; raise JobError if it is missing or does not have the dimension."""
     entry = entries.get(name)
     if entry is None or not -entry.dim() <= dim < entry.dim():
         shapes = ", ".join(f"{n} {tuple(v.shape)}" for n, v in entries.items()) or "no tensor"
@@ -195,6 +196,7 @@ def _sequence_entry(entries: Mapping[str, Tensor], name: str, dim: int) -> Tenso
 
 
 def _tensor_entries(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the tensor of each entry that is a tensor."""
     if isinstance(batch, Tensor):
         yield "0", batch
     else:

@@ -226,6 +226,7 @@ class ExactReducer:
     def _make_gradient(
         self, member: NamedParameter, sums: Tensor, largest: Sequence[float], divisor: float | Tensor | None
     ) -> Tensor | None:
+        """Return the gradient from its integer sums, or None if no rank has one; `largest` is (magnitude, has_grad)."""
         magnitude, has_grad = largest
         if not has_grad:
             return None

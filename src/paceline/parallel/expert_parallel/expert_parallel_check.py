@@ -164,6 +164,7 @@ def _sum_present(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _is_gradient_equal(name: str, expected: Tensor | None, rank_results: Sequence[_RankResult]) -> bool:
+    """Return whether the gradient of a parameter on the ranks, summed or sharded, equals the expected one."""
     if name not in rank_results[0].shard_specs:
         total = _sum_present([result.gradients.get(name) for result in rank_results])
         if total is None or expected is None:

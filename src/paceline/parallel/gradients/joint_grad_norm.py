@@ -32,6 +32,7 @@ def joint_norm(owned_tensors: Sequence[Tensor], *, worlds: Sequence[World], exac
 
 
 def _float_norm(tensors: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> Tensor:
+    """Return the norm; if squares may have overflowed or underflowed, divide by the largest magnitude first."""
     total = _joint_sum_of_squares(tensors, worlds, device)
     if device.type != "cpu" or _TINY < total.item() < math.inf:
         return total.sqrt()  # the value is not checked on a GPU, because that would synchronize

@@ -69,6 +69,7 @@ class TiedUses:
         return gradients
 
     def _insert_view(self, module: nn.Module, _: Any, *, name: str, attribute: str) -> None:
+        """Replace a weight by a view for one call of a module, and store the gradient of the view."""
         parameter = module._parameters[attribute]
         if parameter is None or not (parameter.requires_grad and torch.is_grad_enabled()):
             return

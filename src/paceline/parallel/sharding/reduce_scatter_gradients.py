@@ -243,6 +243,7 @@ class ScatterReducer:
             self._pending.pop(0)()
 
     def _finish(self, divisor: float | Tensor | None) -> bool:
+        """Set the gradients of the parameters that got a gradient on any rank."""
         has_grad_anywhere = torch.ones(len(self._row_shards), device=self._shard_world.device)  # 1.0 or 0.0
         missing_indices = [index for index, has_grad in enumerate(self._has_grad) if not has_grad]
         if missing_indices:
@@ -259,6 +260,7 @@ class ScatterReducer:
         return True
 
     def _finish_exact(self, grid: FixedPointGrid, divisor: float | Tensor | None) -> bool:
+        """Set the gradients from the integer sums if all of them fit the grid; return whether they do."""
         largest = grid.max_magnitudes(self._magnitudes, self._worlds)
         fits = grid.fits_all(largest)
         for bucket in self._buckets if fits else ():

@@ -281,6 +281,7 @@ def _module_copy_error(error: Exception) -> LayoutError | None:
 
 
 def _clearer_error(error: Exception) -> LayoutError | None:
+    """Return an error that explains an error of `fully_shard`, or None for other errors."""
     message = str(error)
     if "DTensor" in message and not is_raised_by_user_code(error):
         return _outside_unit_error("a parameter")

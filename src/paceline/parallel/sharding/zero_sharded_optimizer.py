@@ -170,6 +170,7 @@ def _make_group(
 
 
 def _refuse_hooked(optimizer: Optimizer) -> None:
+    """Raise JobError if the job's factory has hooked or replaced the optimizer's `step`."""
     attributes = vars(optimizer)
     hooks = [h for when in ("pre", "post") for h in attributes.get(f"_optimizer_step_{when}_hooks", {}).values()]
     step = attributes.get("step")
@@ -185,6 +186,7 @@ def _refuse_hooked(optimizer: Optimizer) -> None:
 
 
 def _refuse_parameter_references(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    """Raise JobError if another attribute than `param_groups` holds parameters of the job's factory."""
     for field, value in vars(optimizer).items():
         referenced = value.param_groups if isinstance(value, Optimizer) else value
         if field in OPTIMIZER_FIELDS or referenced is optimizer.param_groups:
@@ -198,6 +200,7 @@ def _refuse_parameter_references(optimizer: Optimizer, names: Mapping[int, str])
 
 
 def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in a value, also in nested containers."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):

@@ -57,6 +57,7 @@ def attach_reference(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _call_in_one_process(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call the function on the full tensors of its sharded arguments."""
     leaves, spec = tree_flatten((args, kwargs))
     args, kwargs = tree_unflatten(
         [leaf.full_tensor() if isinstance(leaf, ShardPropagatingTensor) else leaf for leaf in leaves], spec

@@ -15,7 +15,7 @@ def expose_local_shards(module: nn.Module) -> Iterator[None]:
     """Return a context; module hooks that are registered inside it get plain shards in place of sharded tensors.
 
     Register pre-hooks with `prepend=True`. If a hook returns another tensor in place of a shard, it is wrapped with the
-    sharding of the shard. `fully_shard` needs this, because it puts autograd hooks on activations, and autograd sees only
+    sharding of the shard. `fully_shard` needs this: it puts autograd hooks on activations, and autograd sees only
     plain shards.
     """
     inputs, outputs = _CallShards(), _CallShards()
