@@ -27,7 +27,7 @@ _MIN_LR = 1e-3  # a learning rate of 0, which a schedule raises later, would hid
 
 
 def merge_equal_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the optimizer's non-empty groups; groups that differ only in learning rate or name are merged."""
+    """Return the optimizer's non-empty groups, and merge groups that differ only in learning rate or name."""
     merged: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         ignored_keys = ("params", "param_names", "lr", "initial_lr", "name")
@@ -39,7 +39,10 @@ def merge_equal_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def shardability_error(optimizer: Optimizer, group: Mapping[str, Any], *, exact: bool, dim: int) -> str:
-    """Return the reason why the rule is wrong on tensors split along `dim`; empty if it is correct."""
+    """Return the reason why the update rule is wrong on tensors that are split along `dim`; empty if it is correct.
+
+    With `exact`, the results on the two halves must be bitwise equal to the result on the whole tensor.
+    """
     kind = type(optimizer).__name__
     for shape in (
         shape for dims in sorted({p.dim() for p in group["params"] if p.dim()}) for shape in _trial_shapes(dims)

@@ -31,12 +31,15 @@ class UnitChoice:
 
 
 def parse_units(entries: Sequence[str], *, model: nn.Module) -> UnitChoice:
-    """Parse `place.units`: one number is a size, a module's class name is a class, other entries are name patterns.
+    """Parse `place.units`.
+
+    One number is a minimum size in parameter elements. A class name of a module, or another capitalized word that is
+    not a pattern, is a class. All other entries are patterns of module names.
 
     Raises:
-        LayoutError: a number is given together with other words.
+        LayoutError: a number is given together with other entries.
     """
-    sizes = [word for word in entries if word.isdigit()]
+    sizes = [entry for entry in entries if entry.isdigit()]
     if sizes and len(entries) > 1:
         raise LayoutError(
             f"place.units={','.join(entries)} mixes a size and names.",
@@ -44,8 +47,10 @@ def parse_units(entries: Sequence[str], *, model: nn.Module) -> UnitChoice:
             hint=f"--place.units {sizes[0]}, or the names",
         )
     class_names = {type(module).__name__ for module in model.modules()}
-    classes = [word for word in entries if word in class_names or not (set(word) & set(".*?[") or word[:1].islower())]
-    names = [word for word in entries if word not in classes and word not in sizes]
+    classes = [
+        entry for entry in entries if entry in class_names or not (set(entry) & set(".*?[") or entry[:1].islower())
+    ]
+    names = [entry for entry in entries if entry not in classes and entry not in sizes]
     return UnitChoice(classes=[] if sizes else classes, names=names, min_numel=int(sizes[0]) if sizes else None)
 
 

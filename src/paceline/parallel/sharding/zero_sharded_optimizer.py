@@ -25,6 +25,7 @@ from paceline.parallel.sharding.shardability_check import (
 )
 
 Pairs = list[tuple[str, nn.Parameter]]
+"""Parameters with their names, as the job's optimizer factory gets them."""
 
 
 def make_meta_parameters(named_parameters: Sequence[NamedParameter]) -> Pairs:
@@ -62,7 +63,7 @@ class ShardedOptimizerFactory:
         return reasons
 
     def refuse_rows(self, *, layout: str, exact: bool = False) -> None:
-        """Refuse rules that need full tensors, for layouts that shard every parameter by rows.
+        """Refuse update rules that need full tensors, for layouts that shard every parameter by rows.
 
         Raises:
             LayoutError: a rule is not correct on rows; the message names it.
@@ -77,7 +78,7 @@ class ShardedOptimizerFactory:
             )
 
     def refuse_combining_rules(self) -> None:
-        """Refuse rules that combine parameters, for layouts in which a rank's optimizer has only some of them.
+        """Refuse update rules that combine parameters, for layouts in which a rank's optimizer has only some of them.
 
         Raises:
             JobError: a rule combines several parameters.
@@ -86,7 +87,7 @@ class ShardedOptimizerFactory:
             refuse_combining_rule(optimizer)
 
     def refuse_slices(self, split_names: Collection[str], *, layout: str) -> None:
-        """Refuse rules that are wrong on the parameters in `split_names`, which are split along any dimension.
+        """Refuse update rules that are wrong on slices of the parameters in `split_names`, along any dimension.
 
         Raises:
             LayoutError: a rule is not correct on slices; the message names it.
