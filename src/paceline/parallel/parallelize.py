@@ -44,8 +44,8 @@ from paceline.planner.layout.mesh import layout_label
 class ParallelismEntry:
     """One row of `PARALLELISMS`: a transformation of the model, and the reason for its position in the order.
 
-    `layouts` are the layouts that use only this parallelism; `cost` is the field of the planner's `StepTime` that
-    counts its time. Both are empty for an entry that only supports other entries.
+    `layouts` are the layouts that use only this parallelism. `cost` is the field of the planner's `StepTime` for the
+    time of this parallelism. Both are empty for an entry that only supports other entries.
     """
 
     parallelism: Parallelism

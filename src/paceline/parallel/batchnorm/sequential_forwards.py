@@ -19,8 +19,9 @@ from paceline.torch_internals.private_api import NormBase
 class StatisticsRelay:
     """A relay of the running statistics of `modules`, and of `numbers`, from microbatch to microbatch.
 
-    Rank j % world_size of `world` runs microbatch j. Call `begin`, then on each rank `receive(j)` before and `send(j)`
-    after each of its forwards, in order, and at the end `broadcast_last` on every rank.
+    Rank j % world_size of `world` runs microbatch j. In each step, every rank calls `begin`. Then each rank calls
+    `receive(j)` before and `send(j)` after its forward of microbatch j, in order. At the end, every rank calls
+    `broadcast_last`.
     """
 
     def __init__(self, modules: Sequence[NormBase], *, numbers: ForwardNumbers, world: World) -> None:

@@ -37,7 +37,7 @@ class _JointMoments(torch.autograd.Function):
 
 
 @dataclass
-class SyncBatchNormWeights:
+class SyncBatchNormSampleWeight:
     """The weight of this rank's samples in all synchronized layers.
 
     It is 1, or 0 while a rank without samples runs a stand-in batch.
@@ -49,8 +49,8 @@ class SyncBatchNormWeights:
 class _SynchronizedForward:
     """The forward of one BatchNorm layer, with moments over all ranks."""
 
-    def __init__(self, module: BatchNormBase, world: World, sample_weights: SyncBatchNormWeights) -> None:
-        self._sample_weights = sample_weights
+    def __init__(self, module: BatchNormBase, world: World, sample_weight: SyncBatchNormSampleWeight) -> None:
+        self._sample_weights = sample_weight
         self._module = module
         self._world = world
         self._local_forward = module.forward
@@ -96,7 +96,7 @@ class _SynchronizedForward:
             module.running_var.lerp_(variance, momentum)
 
 
-def synchronize_batchnorms(model: nn.Module, *, world: World) -> SyncBatchNormWeights:
+def synchronize_batchnorms(model: nn.Module, *, world: World) -> SyncBatchNormSampleWeight:
     """Synchronize every BatchNorm of the model over all replicas; names and parameters don't change.
 
     Raises:
@@ -105,7 +105,7 @@ def synchronize_batchnorms(model: nn.Module, *, world: World) -> SyncBatchNormWe
     norms = [module for module in model.modules() if isinstance(module, BatchNormBase)]
     if not norms:
         raise LayoutError("train.buffers=sync_bn, but the model has no BatchNorm.", hint="--train.buffers fold")
-    sample_weights = SyncBatchNormWeights()
+    sample_weight = SyncBatchNormSampleWeight()
     for module in norms:
-        module.forward = _SynchronizedForward(module, world, sample_weights)  # type: ignore[method-assign, assignment]
-    return sample_weights
+        module.forward = _SynchronizedForward(module, world, sample_weight)  # type: ignore[method-assign, assignment]
+    return sample_weight

@@ -18,7 +18,10 @@ from paceline.torch_internals.private_api import divide_all
 
 
 class ErrorFeedbackBucket(Protocol):
-    """A bucket of gradients that are sent together, in one or two messages; `residuals` are the unsent parts."""
+    """A bucket of gradients that are sent together, in one or two messages.
+
+    `residuals` are the parts of the gradients that are not sent.
+    """
 
     residuals: DoubleBufferedTensors
 
@@ -81,7 +84,7 @@ class ErrorFeedbackReducer:
         """Do nothing, since autograd has already added to `.grad`."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Divide, send and sum the gradients; if a gradient is not finite, the residuals stay unchanged."""
+        """Divide, send and sum the gradients; keep the old residuals if a gradient is not finite. Return True."""
         grads = [member.parameter.grad for member in self._named_parameters]
         flags = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8, device=self._world.device)
         wait_flags = self._world.start_all_reduce(flags, op="max")

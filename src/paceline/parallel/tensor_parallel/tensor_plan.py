@@ -35,9 +35,10 @@ class ParameterRole:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """Roles by pattern: `*` matches one name between dots, `**` any number; an exact name wins over a pattern.
+    """The roles of modules and parameters, by name or pattern.
 
-    Parameters that match no pattern are not sharded. `source` describes the origin of the plan.
+    `*` matches one name between dots, `**` any number of them. An exact name has precedence over a pattern. Parameters
+    that match no pattern are not sharded. `source` describes the origin of the plan.
     """
 
     roles: Mapping[str, ParameterRole]

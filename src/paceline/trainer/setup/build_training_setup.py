@@ -335,7 +335,7 @@ def _build_replica_context(
 ) -> ReplicaContext:
     """Return the context of one replica."""
     train = settings.train
-    sync_bn_weights = synchronize_batchnorms(model, world=worlds.data) if train.buffers == "sync_bn" else None
+    sync_bn_sample_weight = synchronize_batchnorms(model, world=worlds.data) if train.buffers == "sync_bn" else None
     streams = RandomStreams(seed=settings.seed)
     streams.attach(model)
     return ReplicaContext(
@@ -359,7 +359,7 @@ def _build_replica_context(
         random_streams=streams,
         precision=train.precision,
         exact=train.exact,
-        sync_bn_weights=sync_bn_weights,
+        sync_bn_sample_weight=sync_bn_sample_weight,
         rng_turns=rng_turns,
         undo_reduction=parallelized_model.reducer.undo
         if isinstance(parallelized_model.reducer, ErrorFeedbackReducer)
