@@ -97,7 +97,9 @@ class _SynchronizedForward:
 
 
 def synchronize_batchnorms(model: nn.Module, *, world: World) -> SyncBatchNormSampleWeight:
-    """Synchronize every BatchNorm of the model over all replicas; names and parameters don't change.
+    """Synchronize every BatchNorm of the model over all replicas, without changes of names and parameters.
+
+    Return the weight of this rank's samples, which the caller sets.
 
     Raises:
         LayoutError: the model has no BatchNorm.
