@@ -34,7 +34,10 @@ class Ring:
     dropout: float = 0.0
 
     def blocks(self, owner: int) -> Iterator[tuple[SequenceChunk, SequenceChunk]]:
-        """Yield blocks of this rank's queries and `owner`'s keys, except those that a causal mask excludes."""
+        """Yield pairs of a block of this rank's queries and a block of the keys of rank `owner`.
+
+        Pairs in which a causal mask masks all keys are left out.
+        """
         for query_chunk in self.sharding.chunks(self.world.rank):
             for query_block in query_chunk.split(max_size=BLOCK_SIZE):
                 for key_chunk in self.sharding.chunks(owner):
@@ -43,7 +46,7 @@ class Ring:
                             yield query_block, key_block
 
     def key_owner(self, round_index: int) -> int:
-        """Return the rank whose keys this rank has in a round."""
+        """Return the rank from which the keys come that this rank uses in a round."""
         return (self.world.rank - round_index) % self.world.world_size
 
 

@@ -37,8 +37,8 @@ def wrap_full_tensor(
 def attach_reference(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of a function with the values of one process.
 
-    For this, also compute the function on full tensors. A sharded tensor in the result gets the full tensor as its
-    `reference`, and other tensors are replaced.
+    For this, also compute the function on full tensors. Each sharded tensor in `result` gets the full tensor as its
+    `reference`. Other tensors in `result` are replaced by those of one process.
     """
     leaves, spec = tree_flatten(result)
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
