@@ -81,7 +81,8 @@ def test_after_a_dozen_refusals_it_says_loudly_that_it_was_not_replayed() -> Non
     found, replays = decided(lambda one: refused(one, "why " + "x" * next(turns)))
     assert len(replays.asked) == 12 and found.best is None
     assert (
-        found.advice.not_replayed_reason == "12 better layouts were refused or did not fit in replay, and the time limit was reached"
+        found.advice.not_replayed_reason
+        == "12 better layouts were refused or did not fit in replay, and the time limit was reached"
     )
     told, text = found.advice.as_json(), "\n".join(found.advice.lines())
     assert told["replayed"] is False and told["unreplayed"] == found.advice.not_replayed_reason

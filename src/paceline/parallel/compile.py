@@ -1,7 +1,8 @@
-"""Compile a model block by block: all blocks of a class share one compilation; a block that fails runs uncompiled.
+"""Compile a model block by block.
 
-Only a block's forward is compiled. Hooks on the block, such as those that start its random stream or gather its
-weights, run around it unchanged; activation checkpointing recomputes the compiled forward.
+All blocks of a class share one compilation. A block that cannot be compiled runs uncompiled. Only a block's forward is
+compiled. Hooks on the block, such as those that start its random stream or gather its weights, run before and after the
+forward as usual. Activation checkpointing recomputes the compiled forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from paceline.torch_internals.private_api import enable_compile_errors
 from paceline.torch_internals.rng import get_rng_states, set_rng_states
 
 Report = Callable[[str], None]
-_NUM_GUARDED_CALLS = 2  # the first calls, which compile: the buffers are restored if that fails
+_NUM_GUARDED_CALLS = 2  # the first calls compile; if one fails, buffers are restored
 
 
 def compile_blocks(model: nn.Module, *, report: Report, blocks: Sequence[Block] | None = None) -> Undo:
@@ -40,7 +41,7 @@ def compile_blocks(model: nn.Module, *, report: Report, blocks: Sequence[Block] 
 
 
 class CompiledForward:
-    """A forward that is compiled at its first call, and uncompiled from the first failure on."""
+    """A forward that is compiled at its first call; after a failure, all calls run the original forward."""
 
     def __init__(self, *, name: str, block: nn.Module, forward: Callable[..., Any], report: Report) -> None:
         self.__wrapped__ = self._uncompiled = forward
@@ -52,10 +53,10 @@ class CompiledForward:
         self._caches = KVCaches(block=block, forward=forward)
         self._buffers = BlockBuffers(name=name, block=block)
         self._num_calls = 0
-        self._checked_modes: set[bool] = set()
+        self._checked_modes: set[bool] = set()  # values of `block.training` for which buffer writes were checked
 
     def select_forward(self) -> Callable[..., Any]:
-        """Return the function that the next call runs, compiled or not, so that the recomputation runs the same one."""
+        """Return the function, compiled or not, that a call and its recomputation in backward both run."""
         if self._compiled is None:
             return self._uncompiled
         if self._block.training in self._checked_modes:
@@ -72,6 +73,7 @@ class CompiledForward:
         return self.select_forward()(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled forward; if this fails, restore random generators and buffers, and run the original one."""
         if self._compiled is None:
             return self._uncompiled(*args, **kwargs)
         if torch.is_grad_enabled() and self._caches.find_filled(args, kwargs) is None:
@@ -95,8 +97,8 @@ class CompiledForward:
     def _check_buffer_writes(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward uncompiled once, and disable compilation if it writes to a buffer.
 
-        If a forward reads and writes a buffer, a compiled backward reads the new value: gradients are silently wrong
-        (pytorch#197039). Statistics of normalization layers are only written, so they are allowed.
+        If a forward reads and writes a buffer, a compiled backward reads the new value, and gradients are silently
+        wrong (pytorch#197039). Statistics of normalization layers are only written, so they are allowed.
         """
         self._checked_modes.add(self._block.training)
         snapshot = BufferSnapshot(BlockBuffers(name=self._name, block=self._block))

@@ -44,8 +44,8 @@ from paceline.planner.layout.mesh import layout_label
 class ParallelismEntry:
     """One row of `PARALLELISMS`: a transformation of the model, and the reason for its position in the order.
 
-    `layouts` are the layouts that use only this parallelism; `cost` is the field of the planner's `StepTime` that
-    counts its time. Both are empty for an entry that only supports other entries.
+    `layouts` are the layouts that use only this parallelism. `cost` is the field of the planner's `StepTime` for the
+    time of this parallelism. Both are empty for an entry that only supports other entries.
     """
 
     parallelism: Parallelism
@@ -78,7 +78,7 @@ class TensorPlanning:
         return request.worlds.mesh.tp > 1
 
     def apply(self, placement: Placement) -> None:
-        """Choose the plan, in which the weights of distributed experts are not split."""
+        """Choose the plan; it does not split the weights of experts that are distributed over `ep` ranks."""
         request, mesh, settings = placement.request, placement.request.worlds.mesh, placement.request.settings
         if mesh.ep > 1:
             experts = (name_pattern(block.name) for block in find_experts(placement.model))
@@ -119,7 +119,7 @@ class PipelineStages:
 
 
 class ExpertParallel:
-    """Expert parallelism: each rank keeps some of the experts, and tokens are sent to the rank of their expert."""
+    """Expert parallelism: each rank keeps some of the experts, and tokens are sent to the ranks of their experts."""
 
     name = "experts"
 
@@ -161,7 +161,7 @@ class ContextParallelism:
         return request.context_parallel is not None
 
     def apply(self, placement: Placement) -> None:
-        """Pass the context to the step, which enters it around each forward."""
+        """Store the `ContextParallel` object, which the training step uses around each forward."""
         placement.context_parallel = placement.request.context_parallel
 
 
@@ -175,7 +175,7 @@ class DeferredValues:
         return request.deferred_model is not None
 
     def apply(self, placement: Placement) -> None:
-        """Fill the parameters that this rank keeps; with full sharding, rows are created when a unit takes them."""
+        """Fill the parameters that this rank keeps; with full sharding, prepare their rows, which are filled later."""
         deferred_model, worlds = placement.request.deferred_model, placement.request.worlds
         assert deferred_model is not None
         shard = worlds.shard if worlds.mesh.zero == 3 and worlds.shard.world_size > 1 else None
@@ -434,7 +434,7 @@ def parallelize_thread_replica(
     world: ThreadWorld,
     exact: bool,
 ) -> ParallelizedModel:
-    """Return the model of a replica that runs in a thread; its gradients are added to those of `targets`."""
+    """Return the model of a thread replica; gradients of its parameters `members` are added to those of `targets`."""
     reducer: Reducer = ThreadReducer(named_parameters=members, target_parameters=targets, world=world)
     grid = None
     if exact:

@@ -31,11 +31,11 @@ from paceline.parallel.trace_example_forward import ExampleRun
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementRequest:
-    """The layout and the options for `parallelize`. `example_run` runs forward and loss on one microbatch; pp needs it.
+    """The layout and the options for `parallelize`.
 
-    `full_tensor_names` are the parameters whose update rule needs the full tensor; `report` prints a message for the
-    user. If the model is on the meta device, `deferred_model` creates the values, and `deferred_rows` are this rank's
-    rows of its parameters.
+    `example_run` runs forward and loss on one microbatch; pipeline parallelism needs it. `report` prints a message for
+    the user. `full_tensor_names` are the parameters whose update rule needs the full tensor. If the model is on the
+    meta device, `deferred_model` creates the values, and `deferred_rows` are this rank's rows of the parameters.
     """
 
     layout: Layout
@@ -54,7 +54,7 @@ class PlacementRequest:
 
 @dataclass(kw_only=True)
 class Placement:
-    """The state of placement. Each parallelism changes the model in place and stores here what later ones need.
+    """The state of placement: each parallelism changes the model in place, and stores here what later ones need.
 
     `tensors` are the parameters and buffers of the full model, `named_parameters` its trainable parameters.
     `current_parameters` are this rank's trainable parameters before they are sharded over the data-parallel ranks.
@@ -153,7 +153,7 @@ class ParallelizedModel:
 
     The optimizer updates `named_parameters`. Call `sync_after_update` after each optimizer update, and
     `sync_after_load` after new values were copied into the model's tensors. `weights` are the parameters and buffers
-    of the ranks' models; `optim_shards` are the shards of them that the ranks' optimizers update. Autograd writes
+    of all ranks' models. `optim_shards` are the shards of parameters that all ranks' optimizers update. Autograd writes
     gradients to `leaf_parameters`. `hooked_names` are the parameters on which the user registered hooks.
     """
 

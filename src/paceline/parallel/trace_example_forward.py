@@ -40,7 +40,8 @@ def make_block_timer(
 ) -> Callable[[Mapping[str, nn.Module]], list[float]] | None:
     """Return a function that measures each block's forward and backward on rank 0; None if stages need no times.
 
-    A model on the meta device gets values for one block at a time, and for the modules outside the blocks throughout.
+    If the model is on the meta device, the modules outside the blocks get values during the whole measurement, and each
+    block only while it is measured.
     """
     if settings.balance != "measured" or settings.stages:
         return None
@@ -74,6 +75,7 @@ def _measure_blocks(
 
 
 def _scalar(terms: Any) -> Tensor:
+    """Return the sum of all loss terms."""
     total: Tensor = sum(terms.values())
     return total
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.comm.mesh_groups import MeshGroups
 from paceline.comm.process_group import World
-from paceline.parallel.batchnorm.sync_batchnorm import SyncBatchNormWeights
+from paceline.parallel.batchnorm.sync_batchnorm import SyncBatchNormSampleWeight
 from paceline.parallel.context_parallel.context_parallel import ContextParallel
 from paceline.parallel.data_parallel.module_buffers import BufferPolicy
 from paceline.parallel.data_parallel.reducer import Reducer
@@ -105,7 +105,7 @@ class ReplicaContext:
     random_streams: RandomStreams
     precision: str = "fp32"
     exact: bool = False
-    sync_bn_weights: SyncBatchNormWeights | None = None
+    sync_bn_sample_weight: SyncBatchNormSampleWeight | None = None
     rng_turns: RngTurns | None = None
     context_parallel: ContextParallel | None = None
     undo_reduction: Callable[[], None] = do_nothing
@@ -150,8 +150,8 @@ class ReplicaContext:
 
     @property
     def needs_equal_microbatches(self) -> bool:
-        """True if a forward or backward waits for other replicas, so that all need the same number of microbatches."""
-        return self.sync_bn_weights is not None or self.reducer.needs_equal_microbatches
+        """True if a forward or backward waits for other replicas; all must then run the same number of microbatches."""
+        return self.sync_bn_sample_weight is not None or self.reducer.needs_equal_microbatches
 
     @cached_property
     def watched_buffers(self) -> Sequence[BufferPolicy]:
@@ -161,18 +161,20 @@ class ReplicaContext:
     @contextmanager
     def zero_weight_context(self) -> Iterator[None]:
         """Return a context for a microbatch of weight zero: running statistics and other buffers stay unchanged."""
-        if self.sync_bn_weights is not None:
-            self.sync_bn_weights.weight = 0.0
+        if self.sync_bn_sample_weight is not None:
+            self.sync_bn_sample_weight.weight = 0.0
         saved_buffers = (
-            [] if self.sync_bn_weights is not None else [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+            []
+            if self.sync_bn_sample_weight is not None
+            else [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         )
         try:
             yield
         finally:
             for buffer, value in saved_buffers:
                 copy_into(buffer.data, value)
-            if self.sync_bn_weights is not None:
-                self.sync_bn_weights.weight = 1.0
+            if self.sync_bn_sample_weight is not None:
+                self.sync_bn_sample_weight.weight = 1.0
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the autocast context that the forward and the loss run in.

@@ -1,8 +1,8 @@
 """Protect a block's buffers while its forward is recomputed.
 
-A recomputed forward must not read or change the buffers that the first run has written: BatchNorm would count its batch
-twice, and a spectral norm would start from other vectors. So while a block is recomputed, each buffer that its forward
-writes is replaced by a copy from the start of the first run.
+A recomputed forward must not read or change the buffers that the first run has written. Otherwise BatchNorm would count
+its batch twice, and a spectral norm would start from other vectors. So while a block is recomputed, copies from the
+start of the first run replace all buffers that the block's forward writes.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from paceline.torch_internals.dispatch_modes import hide_from_modes
 from paceline.torch_internals.private_api import NormBase, tensor_version
 
 _MARK = "paceline_stand_in"
-_Key = tuple[nn.Module, str]
+_Key = tuple[nn.Module, str]  # a module and the name of its buffer
 
 
 def is_stand_in(buffer: Tensor | None) -> bool:
@@ -31,6 +31,7 @@ class BufferSnapshot:
     def __init__(self, block: "BlockBuffers") -> None:
         self._block = block
         self._buffers = {key: (buffer, tensor_version(buffer)) for key, buffer in block.current_buffers()}
+        # the first call copies all buffers; later calls copy norm statistics and the buffers that earlier calls wrote
         copied = (
             self._buffers
             if block.written_buffers is None
@@ -39,9 +40,9 @@ class BufferSnapshot:
         self._copies = {key: self._buffers[key][0].detach().clone() for key in copied}
 
     def finish_first_run(self) -> list[str]:
-        """Record the buffers that the first run has written, and free the copies of the others.
+        """Record the buffers that the first run has written or replaced, and free the copies of all other buffers.
 
-        Return the names of written buffers that are not norm statistics.
+        Return the names of written or replaced buffers that are not norm statistics.
 
         Raises:
             JobError: the run has written a buffer that no earlier call wrote, so its old value was not saved.
@@ -71,7 +72,7 @@ class BufferSnapshot:
                 self._buffers[key][0].copy_(copy)
 
     def _has_changed(self, key: _Key, buffer: Tensor) -> bool:
-        """Return True if a buffer has changed without a version change, as BatchNorm's buffers do.
+        """Return True if a buffer may have changed without a version change, as BatchNorm's buffers do.
 
         Other buffers are compared only in the first call, because the comparison synchronizes a GPU.
         """

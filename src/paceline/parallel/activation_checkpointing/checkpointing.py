@@ -1,8 +1,8 @@
 """Activation checkpointing of a model's blocks: activations are freed in forward and recomputed in backward.
 
-Blocks are not wrapped in another module, so names stay unchanged: only the `forward` of the block's *instance* is
-replaced. The second run is bitwise equal to the first: torch restores the random generators and autocast, this package
-restores the buffers. Chen et al., "Training deep nets with sublinear memory cost", arXiv 1604.06174.
+Blocks are not wrapped in another module. Only the `forward` of the block's *instance* is replaced, so names stay
+unchanged. The second run is bitwise equal to the first, because torch restores the random generators and autocast, and
+this package restores the buffers. Chen et al., "Training deep nets with sublinear memory cost", arXiv 1604.06174.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -56,7 +56,10 @@ def repeated_blocks(model: nn.Module) -> list[Block]:
 
 
 def _select_blocks(blocks: Sequence[Block], policy: Remat) -> list[Block]:
-    """Return the first of each `policy.every` blocks: checkpointing the last block saves the least memory."""
+    """Return the first block of every group of `policy.every` consecutive blocks.
+
+    The first one is chosen because checkpointing the model's last block saves the least memory.
+    """
     return list(blocks)[:: policy.every]
 
 
@@ -144,6 +147,7 @@ def _wrap_forward(name: str, block: nn.Module, context_fn: Contexts) -> Undo:
 
 
 def _refuse_checkpointed(model: nn.Module) -> None:
+    """Raise LayoutError if a module of the model already checkpoints its activations."""
     for name, module in model.named_modules():
         has_own_checkpointing = getattr(module, "gradient_checkpointing", False) is True
         if (

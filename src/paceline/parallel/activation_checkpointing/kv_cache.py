@@ -25,7 +25,8 @@ class KVCaches:
     def with_copied_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments with a shallow copy of each cache, for one run.
 
-        Without a cache, tensors have a different memory layout, and kernels may sum in a different order.
+        Caches are not left out here, because without a cache tensors have a different memory layout, in which kernels
+        may sum in a different order.
         """
         return [_copy_caches(value) for value in args], {name: _copy_caches(value) for name, value in kwargs.items()}
 
@@ -45,6 +46,7 @@ class KVCaches:
 
 
 def _copy_caches(value: Any) -> Any:
+    """Return a shallow copy of a cache, or of a list with caches; return other values unchanged."""
     if isinstance(value, list):
         return [_copy_caches(item) for item in value]
     if not _is_cache(value):

@@ -24,9 +24,10 @@ Contexts = Callable[[], tuple[Any, Any]]
 
 @contextmanager
 def recompute_together() -> Iterator[None]:
-    """Save no result of the operations inside this context, so that `remat=selective` recomputes all of them.
+    """Return a context in which `remat=selective` saves no results and so recomputes all operations.
 
-    In ring attention these results are blocks of attention scores, which must never be in memory all at once.
+    Ring attention needs it, because the saved results would be all blocks of attention scores, which do not fit in
+    memory together.
     """
     _recompute_state.depth = getattr(_recompute_state, "depth", 0) + 1
     try:
@@ -56,7 +57,10 @@ def checkpoint_contexts(names: Sequence[str]) -> Contexts:
 
 
 def is_random_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return True if this call draws random numbers; if the second run skipped it, later draws would differ."""
+    """Return True if this call draws random numbers.
+
+    The second run must repeat it, because otherwise later draws would differ.
+    """
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     arguments = func._schema.arguments

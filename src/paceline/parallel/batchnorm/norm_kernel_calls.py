@@ -36,10 +36,10 @@ def copy_statistics(module: NormBase) -> Tensor:
 
 
 def torch_norm_calls(module: NormBase) -> tuple[list[Call], int, bool]:
-    """Return the last call of a torch norm, its increment of the batch count, and whether it used running statistics.
+    """Describe the last call of a norm with torch's forward.
 
-    The list of calls is empty if the call wrote no statistics.
-    A negative weight marks a cumulative average: -1/n for the n-th call.
+    Return a list with the call, or an empty list if it wrote no statistics; how much it increased the batch count; and
+    whether it used running statistics. A negative weight marks a cumulative average: -1/n for the n-th call.
     """
     has_count, tracks_statistics = isinstance(module, BatchNormBase), module.track_running_stats
     uses_batch_statistics = module.training or not (has_count or tracks_statistics)
@@ -56,8 +56,9 @@ def torch_norm_calls(module: NormBase) -> tuple[list[Call], int, bool]:
 class KernelWatch(TorchFunctionMode):
     """A function mode that records the kernel calls of one norm call that use the norm's running statistics.
 
-    A write without such a kernel, by a formula in Python, counts as one call with the norm's momentum. With `inputs`,
-    the formula is checked, and `is_unknown` is set if it is not a running average.
+    A formula in Python may write to the statistics without such a kernel. This write counts as one call with the norm's
+    momentum. If the norm's `inputs` are given, the formula is checked, and `is_unknown` is set if it is not a running
+    average.
     """
 
     def __init__(self, module: NormBase, inputs: tuple[object, ...] = ()) -> None:
@@ -102,7 +103,7 @@ class KernelWatch(TorchFunctionMode):
         return result
 
     def _weight(self, weight: float | None) -> float:
-        """Return the weight of a write; negative for a cumulative average."""
+        """Return the weight of the batch in a write, negative for a cumulative average; `weight` is the momentum."""
         if self._module.momentum is None and self._module.num_batches_tracked is not None:
             return -1.0 / max(1.0, float(self._module.num_batches_tracked))
         return float(weight or 0.0)

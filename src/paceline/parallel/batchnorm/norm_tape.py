@@ -13,12 +13,14 @@ from paceline.torch_internals.private_api import NormBase, tensor_version
 
 @dataclass
 class NormTape:
-    """The record of one norm's statistics in a step, by microbatch.
+    """The record of one norm's statistics in a step.
 
-    `initial_statistics` and `initial_count`: the statistics and the batch count at the start of the step. `calls`: the
-    calls of each microbatch. `count_increments`: the increments of the batch count. `begins_training`: the norm's mode
-    at the start of the step. `is_inside`: a call of the norm is running. The other flags are those of
-    `OrderDependence`.
+    `initial_statistics` and `initial_count` are the statistics and the batch count at the start of the step. `calls`
+    and `count_increments` map a microbatch to its calls of the norm and to its increase of the batch count.
+    `begins_training`: the norm is in training mode at the start of the step. `is_inside`: the norm is being called.
+    `num_momentum_changes` counts the consecutive microbatches that changed the momentum; `momentum_before` has the
+    momentum before the running microbatch, or is empty. `watches` are those of the running calls. The other flags are
+    those of `OrderDependence`.
     """
 
     name: str
@@ -75,8 +77,8 @@ class NormTape:
         """Return whether the statistics were replaced or written to since `record_version`."""
         return self._version() != self.recorded_version
 
-    def write_statistics(self, statistics: Tensor, num_calls: int) -> None:
-        """Set mean and variance, and set the batch count to `initial_count` plus `num_calls`."""
+    def write_statistics(self, statistics: Tensor, count_increment: int) -> None:
+        """Set mean and variance, and set the batch count to `initial_count` plus `count_increment`."""
         module, num_channels = self.module, statistics.numel() // 2
         if module.running_mean is None or module.running_var is None:
             return
@@ -84,7 +86,7 @@ class NormTape:
         module.running_mean.data.copy_(statistics[:num_channels].view_as(module.running_mean))
         module.running_var.data.copy_(statistics[num_channels:].view_as(module.running_var))
         if module.num_batches_tracked is not None and self.initial_count is not None:
-            module.num_batches_tracked.data.copy_(self.initial_count + num_calls)
+            module.num_batches_tracked.data.copy_(self.initial_count + count_increment)
         self.record_version()
 
     def _momentum(self) -> float | None:
@@ -110,7 +112,7 @@ class TapedCalls:
 
 
 def norms_with_statistics(model: nn.Module) -> list[tuple[str, NormBase]]:
-    """Return the norms that keep running statistics, by FQN; a shared one appears once."""
+    """Return the name and module of each norm with running statistics; a shared norm appears once."""
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -121,13 +123,13 @@ def norms_with_statistics(model: nn.Module) -> list[tuple[str, NormBase]]:
 def fold_statistics(calls: TapedCalls, tape: Tensor) -> Tensor:
     """Return the statistics of one process after all calls.
 
-    After the first microbatch they are bitwise equal to those of the rank that ran it.
+    Their values after the first microbatch are bitwise equal to those on the rank that ran this microbatch.
     """
     norm_tape, rows = calls.norm_tape, iter(tape.view(-1, calls.norm_tape.width))
     start = norm_tape.initial_statistics.to(tape.dtype)
     folded, num_earlier = start, 0
     for num_calls, increments in zip(calls.num_calls, calls.count_increments, strict=True):
-        local_statistics = start
+        local_statistics = start  # those of the rank that ran this microbatch
         for _ in range(num_calls):
             row = next(rows)
             after, weight = row[:-1], float(row[-1])

@@ -11,11 +11,12 @@ _SYNC_BN_HINT = "; or --train.buffers sync_bn, with which all ranks always have 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderDependence:
-    """The reasons why the norm `name` depends on the order of microbatches; a flag is set if any rank has set it.
+    """The reasons why the norm `name` depends on the order of microbatches, on at least one rank.
 
-    `uses_eval_mode`: the norm ran in eval mode as well as in training mode. `momentum_changes`: a forward changed its
-    momentum; `momentum_keeps_changing`: the next forward changed it too. `is_read`: other code read its statistics.
-    `is_bypassed`: other code wrote to them. `is_recomputed`: a backward ran the norm a second time.
+    `uses_eval_mode`: the norm ran in eval mode as well as in training mode. `momentum_changes`: a forward changed the
+    momentum; `momentum_keeps_changing`: the next forward changed the momentum again. `is_read`: code outside the norm
+    read the running statistics. `is_bypassed`: something other than the running average wrote to the statistics.
+    `is_recomputed`: backward ran the norm a second time, as activation checkpointing does.
     """
 
     name: str
@@ -43,9 +44,10 @@ class OrderDependence:
         return f"the running statistics of {self.name} were written by other code than the running average"
 
     def refuse(self, *, over_batch: bool = False) -> None:
-        """Refuse an order-dependent norm if microbatches run concurrently, except for a single change of momentum.
+        """Refuse an order-dependent norm; call this if microbatches run concurrently.
 
-        `over_batch`: the loss is over the full batch, so the hint names no other layout and no sync_bn.
+        A single change of the momentum, and reads of the statistics, are not refused. `over_batch`: the loss is over
+        the full batch, so the hint suggests neither another layout nor sync_bn.
 
         Raises:
             JobError: each rank would have different statistics from one process.

@@ -1,14 +1,14 @@
 """Keep BatchNorm's running statistics equal to those of one process, which updates them microbatch by microbatch.
 
 Norm layers are not replaced: each updates its statistics with its momentum whenever it is called. So a process that
-runs all microbatches in order needs no correction. If several ranks run them, each microbatch starts from the values
-before the step, and the values after each call are recorded on a tape. An update is linear, new = (1 - w) * old +
-w * batch, so the result for one old value follows from the result for another. At the end of the step all tape rows
-are gathered on every rank and applied in microbatch order. The result is bitwise equal for any number of ranks and any
-assignment of microbatches.
+runs all microbatches in order needs no correction. If several ranks run the microbatches, each microbatch starts from
+the values before the step, and the values after each call are recorded on a tape. An update is linear: new = (1 - w) *
+old + w * batch. So the result for one old value follows from the result for another. At the end of the step all tape
+rows are gathered on every rank and applied in microbatch order. The result is bitwise equal for any number of ranks and
+any assignment of microbatches.
 
-A forward that reads or changes state of earlier microbatches is not linear. Then the step is rerun, and the ranks run
-their forwards sequentially (`sequential_forwards`).
+If a forward reads or changes state of earlier microbatches, the update is not linear. Then the step is rerun, and the
+ranks run their forwards sequentially (`sequential_forwards`).
 """
 
 from collections.abc import Callable, Sequence
@@ -58,11 +58,11 @@ class StatisticsRecorder:
 
     Call `begin_step`, then `set_microbatch(j)` before and `end_forward(j)` after each forward, then `fold`.
 
-    `in_order`: this process runs its microbatches sequentially, each forward and backward. `can_wait`: a forward may
-    wait for another rank's forward, since forwards don't communicate. `over_batch`: a forward can't wait, since the
-    loss is over the full batch. `is_compiled`: reads in a forward can't be watched. `exact`: one rank folds the tape as
-    several ranks do, for the same bits. Outside a step (an evaluation, a loaded checkpoint, user code that sets
-    statistics) nothing is recorded or refused.
+    `in_order`: this process ends the backward of a microbatch before the next forward. `can_wait`: a forward may wait
+    for another rank's forward, since forwards don't communicate. `over_batch`: a forward can't wait, since the loss is
+    over the full batch. `is_compiled`: reads in a forward can't be detected. `exact`: a single rank folds the tape too,
+    so that it gets the same bits as several ranks. Outside a step (an evaluation, a loaded checkpoint, user code that
+    sets statistics) nothing is recorded or refused.
     """
 
     def __init__(
@@ -79,29 +79,29 @@ class StatisticsRecorder:
         self._world = world
         self._can_wait, self._over_batch = can_wait and not over_batch, over_batch
         self._relay: StatisticsRelay | None = None
-        self._is_relayed = False
+        self._is_relayed = False  # the relay is used in this step
         self.notes: list[str] = []
         self._reported_notes: set[str] = set()
-        self._has_new_access = False
+        self._has_new_access = False  # on any rank, user code accessed statistics from a new line
         self._microbatch, self._has_samples = 0, True
-        self._has_run = self._is_checked = False
+        self._has_run = self._is_checked = False  # a microbatch of this step has run; the first step is complete
         self._norm_tapes = [open_tape(name, module) for name, module in norms_with_statistics(model)]
-        self._records = world.world_size > 1 or exact or not in_order
+        self._must_record = world.world_size > 1 or exact or not in_order
         self._numbers = (
-            _make_forward_numbers(model, world=world, norm_tapes=self._norm_tapes) if self._records else None
+            _make_forward_numbers(model, world=world, norm_tapes=self._norm_tapes) if self._must_record else None
         )
         self._reads: StatisticsReads | None = None
-        self._is_watched = bool(self._norm_tapes) and self._records and not is_compiled
+        self._is_watched = bool(self._norm_tapes) and self._must_record and not is_compiled
         watched_tapes = {norm_tape.module: norm_tape for norm_tape in self._norm_tapes if self._is_watched}
 
         def mark_read(norm: NormBase) -> None:
             watched_tapes[norm].is_read = True  # stays set, because later steps may not be watched
 
         self._mark_read = mark_read
-        self._accesses, self._is_used = StatisticsAccesses(watched_tapes, on_read=mark_read), False
+        self._accesses, self._was_accessed = StatisticsAccesses(watched_tapes, on_read=mark_read), False
         self._handles = [
             handle
-            for norm_tape in (self._norm_tapes if self._records else [])
+            for norm_tape in (self._norm_tapes if self._must_record else [])
             for handle in (
                 norm_tape.module.register_forward_pre_hook(self._make_pre_hook(norm_tape)),
                 norm_tape.module.register_forward_hook(self._make_post_hook(norm_tape), always_call=True),
@@ -114,9 +114,9 @@ class StatisticsRecorder:
         return self._relay is not None
 
     def begin_step(self, *, num_micro: int = 0) -> None:
-        """Start a step; in a rerun, restore statistics and numbers in module attributes first.
+        """Start a step; in a rerun, first restore the statistics, and the numbers in module attributes.
 
-        `num_micro` is the number of microbatches on all ranks; if it is 0, no forward waits for another.
+        `num_micro` is the number of microbatches of all ranks together; if it is 0, no forward waits for another.
         """
         if self._numbers is not None:
             self._numbers.begin(num_micro=0 if self._over_batch else num_micro, is_rerun=self._has_run)
@@ -140,14 +140,14 @@ class StatisticsRecorder:
             self._relay.begin(num_micro=num_micro)
 
     def set_microbatch(self, microbatch: int, *, has_samples: bool = True) -> None:
-        """Set the microbatch of the next forward or backward; without samples its statistics are not recorded."""
+        """Set the microbatch of the next forward or backward; without samples, do not record its statistics."""
         is_new_microbatch = not self._has_run or (has_samples and microbatch != self._microbatch)
         if self._is_relayed and has_samples:
             assert self._relay is not None
             self._relay.receive(microbatch)
             for norm_tape in self._norm_tapes:
                 norm_tape.record_momentum()
-        elif self._records and is_new_microbatch and has_samples:
+        elif self._must_record and is_new_microbatch and has_samples:
             for norm_tape in self._norm_tapes:
                 self._detect_writes(norm_tape, by_value=not self._is_checked)
                 self._start_microbatch(norm_tape, microbatch)
@@ -159,11 +159,11 @@ class StatisticsRecorder:
     def recording_context(self) -> AbstractContextManager[object]:
         """Return a context for a forward and its loss, or a backward, that detects reads of norm statistics.
 
-        It detects reads in the first step, and in each step that follows a step in which user code accessed the
-        statistics. An access from a new place in the code causes a rerun of the step, in which it detects reads too.
+        The context detects reads in the first step, and in each step after a step in which user code accessed the
+        statistics. If user code accesses the statistics from a new line, the step is rerun with detection of reads.
         """
         self._reads = None
-        if not self._is_watched or self._is_relayed or (self._is_checked and not self._is_used):
+        if not self._is_watched or self._is_relayed or (self._is_checked and not self._was_accessed):
             return nullcontext()
         tapes_by_norm = {norm_tape.module: norm_tape for norm_tape in self._norm_tapes if norm_tape.has_statistics}
         self._reads = StatisticsReads(
@@ -172,7 +172,7 @@ class StatisticsRecorder:
         return self._reads
 
     def end_forward(self, microbatch: int) -> None:
-        """Send the statistics on after this microbatch's forward, if forwards run in order."""
+        """Send the statistics to the rank of the next microbatch, if forwards run sequentially over all ranks."""
         if self._is_relayed and self._has_samples:
             assert self._relay is not None
             for norm_tape in self._norm_tapes:
@@ -182,7 +182,7 @@ class StatisticsRecorder:
     def fold(self, *, num_micro: int) -> bool:
         """Set every norm's statistics to those of one process after `num_micro` microbatches.
 
-        Return False, on all ranks, if they can't be computed: the step must be repeated with sequential forwards.
+        Return False, on all ranks, if this is not possible and the step must be rerun.
 
         Raises:
             DesyncError: a norm is in training mode on some ranks and in eval mode on others.
@@ -257,9 +257,9 @@ class StatisticsRecorder:
     def _detect_writes(self, norm_tape: NormTape, *, by_value: bool = False) -> None:
         """Detect writes by code around the norm.
 
-        If the code restored the statistics from before a call, drop that call. Any other write can be reproduced only
-        with sequential forwards. `by_value`: compare values, since `F.batch_norm` does not change versions; this is
-        slow, so it is done only in the first step.
+        If the code restored the statistics from before some calls, drop these calls. Any other write can be reproduced
+        only with sequential forwards. `by_value`: compare values, since `F.batch_norm` does not change versions. This
+        is slow, so it is done only in the first step.
         """
         if self._is_relayed or not norm_tape.has_statistics or not (by_value or norm_tape.is_modified()):
             return
@@ -284,14 +284,14 @@ class StatisticsRecorder:
         norm_tape.is_bypassed = True  # stays set, because only the first step compares values
 
     def _gather_calls(self, num_micro: int) -> tuple[list[TapedCalls], bool]:
-        """Return each norm's calls in each microbatch on all ranks, and whether all numbers changed as expected."""
+        """Return each norm's calls on all ranks, and whether the numbers in module attributes changed as expected."""
         assert self._numbers is not None
         table = torch.zeros(len(self._norm_tapes) + 1, 2 * num_micro + _NUM_FLAGS, dtype=torch.int64)
         table[-1, 0] = int(not self._numbers.changed_as_expected(is_relayed=self._is_relayed))
-        was_watched = not self._is_checked or self._is_used
-        table[-1, 1] = int(self._accesses.is_new and not (was_watched or self._is_relayed))
-        self._is_used, self._is_checked = self._accesses.is_used, True
-        self._accesses.is_new = self._accesses.is_used = False
+        was_watched = not self._is_checked or self._was_accessed
+        table[-1, 1] = int(self._accesses.has_new_access and not (was_watched or self._is_relayed))
+        self._was_accessed, self._is_checked = self._accesses.has_access, True
+        self._accesses.has_new_access = self._accesses.has_access = False
         for norm_tape, row in zip(self._norm_tapes, table, strict=False):
             flags = row[2 * num_micro :]
             flags[_TRAIN_MODE if norm_tape.begins_training else _EVAL_MODE] = 1
@@ -326,8 +326,8 @@ class StatisticsRecorder:
         return taped_calls, not has_unexpected_changes
 
     def _must_rerun_watched(self) -> bool:
-        """Watch the next forwards if new code accessed statistics; return True if this step must be rerun for it."""
-        self._is_used = self._is_used or self._has_new_access
+        """Detect reads from now on if a new line accessed the statistics; return True if this step must be rerun."""
+        self._was_accessed = self._was_accessed or self._has_new_access
         return self._has_new_access and self._can_wait
 
     def _write_final_statistics(self, calls: Sequence[TapedCalls], *, stays_sequential: bool) -> None:
@@ -396,6 +396,7 @@ class StatisticsRecorder:
         return hook
 
     def _record_call(self, norm_tape: NormTape, *, has_output: bool) -> None:
+        """Record the calls of the kernels in one call of the norm; `has_output` is False if it raised an error."""
         watch = norm_tape.watches.pop().stop() if norm_tape.watches else None
         has_run = has_output or is_in_backward()  # checkpointing may stop a recomputed forward before its end
         if not (self._has_run and has_run and self._has_samples and norm_tape.has_statistics):

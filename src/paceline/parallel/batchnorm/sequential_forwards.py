@@ -1,9 +1,9 @@
-"""Sequential forwards: each rank sends the norm statistics after its microbatch to the next one's rank.
+"""Sequential forwards: after its microbatch, a rank sends the norm statistics to the rank of the next microbatch.
 
-This is needed if a forward reads or changes the state of earlier microbatches: a pass in eval mode inside a training
-step, a momentum that decays from call to call. A rank waits only for the forward of the previous microbatch, so
-backwards still run concurrently. Numbers in module attributes are sent too, because a forward may compute a momentum
-from them.
+This is needed if a forward reads or changes the state of earlier microbatches. Examples are a pass in eval mode inside
+a training step, and a momentum that decays from call to call. A rank waits only for the forward of the previous
+microbatch, so backwards still run concurrently. Numbers in module attributes are sent too, because a forward may
+compute a momentum from them.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,9 @@ from paceline.torch_internals.private_api import NormBase
 class StatisticsRelay:
     """A relay of the running statistics of `modules`, and of `numbers`, from microbatch to microbatch.
 
-    Rank j % world_size of `world` runs microbatch j. Call `begin`, then on each rank `receive(j)` before and `send(j)`
-    after each of its forwards, in order, and at the end `broadcast_last` on every rank.
+    Rank j % world_size of `world` runs microbatch j. In each step, every rank calls `begin`. Then each rank calls
+    `receive(j)` before and `send(j)` after its forward of microbatch j, in order. At the end, every rank calls
+    `broadcast_last`.
     """
 
     def __init__(self, modules: Sequence[NormBase], *, numbers: ForwardNumbers, world: World) -> None:

@@ -1,9 +1,9 @@
 """Detect user code that reads a norm's statistics during a step, such as `h + self.norm.running_mean`.
 
-Each microbatch of a rank starts from the statistics before the step, so such a read gets different values from those of
-one process. The norm's own use of its statistics is allowed: `KernelWatch` records its kernels, and a formula such as
-`self.running_mean += w * (mean - self.running_mean)` only updates them. A formula whose result is used elsewhere is a
-read.
+Each microbatch of a rank starts from the statistics before the step, so this code reads other values than in one
+process. The norm itself may use its statistics: `KernelWatch` records its kernels, and a formula such as
+`self.running_mean += w * (mean - self.running_mean)` only updates the statistics. A formula whose result is used
+elsewhere counts as a read.
 """
 
 import sys
@@ -50,6 +50,7 @@ class StatisticsReads(TorchFunctionMode):
         self._all_norms = list(norms)
         self._norm_by_storage: dict[int, NormBase] = {}
         self._is_inside, self._on_read = is_inside, on_read
+        # tensors that a norm's call computed from its statistics, by id, with the norm
         self._derived: dict[int, tuple[TensorWeakRef, NormBase]] = {}
         self._find_storages()
 
@@ -109,16 +110,16 @@ class StatisticsReads(TorchFunctionMode):
 
 
 class StatisticsAccesses:
-    """The places in user code that access the statistics of norms while `is_armed`.
+    """An observer of user code that accesses the statistics of norms while `is_armed`.
 
-    An access costs a fraction of a microsecond, so this is always on, unlike `StatisticsReads`. `is_used`: an access
-    was recorded since the flag was cleared; `is_new`: it was at a new place, so the step must be watched. In a
-    backward, which is not watched on every device, an access at a new place counts as a read: `on_read(norm)` is
-    called.
+    Observation costs a fraction of a microsecond per access, so it is always on, unlike `StatisticsReads`. Every access
+    sets `has_access`. The first access of each place in the code also sets `has_new_access`, after which the owner of
+    this observer detects reads with `StatisticsReads`, and clears both flags. On some devices `StatisticsReads` does
+    not work in backward. So the first access of each place in a backward counts as a read: `on_read(norm)` is called.
     """
 
     def __init__(self, norms: Iterable[NormBase], *, on_read: Callable[[NormBase], None]) -> None:
-        self.is_armed = self.is_new = self.is_used = False
+        self.is_armed = self.has_new_access = self.has_access = False
         self._known_places: set[tuple[Any, int]] = set()
         self._on_read = on_read
         self._accesses = [
@@ -133,10 +134,10 @@ class StatisticsAccesses:
     def _on_access(self, norm: NormBase, code: CodeType, instruction: int) -> None:
         if not self.is_armed or code.co_filename in _TORCH_NORM_FILES or code.co_filename.startswith(_PACKAGE_FOLDER):
             return
-        self.is_used = True
+        self.has_access = True
         if (code, instruction) not in self._known_places:
             self._known_places.add((code, instruction))
-            self.is_new = True
+            self.has_new_access = True
             if is_in_backward():
                 self._on_read(norm)
 

@@ -1,9 +1,9 @@
 """Synchronize BatchNorm over one microbatch of every replica, on any device.
 
-torch's `SyncBatchNorm` refuses CPU tensors. This one sums counts and values over the ranks, and then the squared
-deviations from the joint mean. The mean of squares minus the squared mean would need only one sum, but it loses all
-digits if the two terms are nearly equal.
-Every rank takes part in every call, also a rank without samples.
+torch's `SyncBatchNorm` refuses CPU tensors. The layers here first sum counts and values over the ranks, and then the
+squared deviations from the joint mean. The formula "mean of squares minus squared mean" would need only one all-reduce,
+but it loses all digits if the two terms are nearly equal. Every rank takes part in every call, also a rank without
+samples.
 """
 
 import copy
@@ -37,8 +37,11 @@ class _JointMoments(torch.autograd.Function):
 
 
 @dataclass
-class SyncBatchNormWeights:
-    """The weight of this rank's samples in all synchronized layers: zero on a rank that runs a stand-in batch."""
+class SyncBatchNormSampleWeight:
+    """The weight of this rank's samples in all synchronized layers.
+
+    It is 1, or 0 while a rank without samples runs a stand-in batch.
+    """
 
     weight: float = 1.0
 
@@ -46,8 +49,8 @@ class SyncBatchNormWeights:
 class _SynchronizedForward:
     """The forward of one BatchNorm layer, with moments over all ranks."""
 
-    def __init__(self, module: BatchNormBase, world: World, sample_weights: SyncBatchNormWeights) -> None:
-        self._sample_weights = sample_weights
+    def __init__(self, module: BatchNormBase, world: World, sample_weight: SyncBatchNormSampleWeight) -> None:
+        self._sample_weights = sample_weight
         self._module = module
         self._world = world
         self._local_forward = module.forward
@@ -93,8 +96,10 @@ class _SynchronizedForward:
             module.running_var.lerp_(variance, momentum)
 
 
-def synchronize_batchnorms(model: nn.Module, *, world: World) -> SyncBatchNormWeights:
-    """Synchronize every BatchNorm of the model over all replicas; names and parameters don't change.
+def synchronize_batchnorms(model: nn.Module, *, world: World) -> SyncBatchNormSampleWeight:
+    """Synchronize every BatchNorm of the model over all replicas, without changes of names and parameters.
+
+    Return the weight of this rank's samples, which the caller sets.
 
     Raises:
         LayoutError: the model has no BatchNorm.
@@ -102,7 +107,7 @@ def synchronize_batchnorms(model: nn.Module, *, world: World) -> SyncBatchNormWe
     norms = [module for module in model.modules() if isinstance(module, BatchNormBase)]
     if not norms:
         raise LayoutError("train.buffers=sync_bn, but the model has no BatchNorm.", hint="--train.buffers fold")
-    sample_weights = SyncBatchNormWeights()
+    sample_weight = SyncBatchNormSampleWeight()
     for module in norms:
-        module.forward = _SynchronizedForward(module, world, sample_weights)  # type: ignore[method-assign, assignment]
-    return sample_weights
+        module.forward = _SynchronizedForward(module, world, sample_weight)  # type: ignore[method-assign, assignment]
+    return sample_weight

@@ -1,4 +1,4 @@
-"""Build the reducer of replicas that compress their gradients, and its codec."""
+"""Build the reducer that sums compressed gradients over the replicas, and the codec that it uses."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

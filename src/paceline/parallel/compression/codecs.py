@@ -1,4 +1,4 @@
-"""Codecs pack numbers into bytes; each row of the packed tensor is sent to one rank."""
+"""Codecs, which pack the numbers of gradients into bytes. Each row of a packed tensor is sent to one rank."""
 
 from typing import Protocol
 
@@ -45,9 +45,9 @@ class Bf16:
 
 
 class BlockScaledCodec:
-    """A codec with float16 or int8 numbers and one float32 scale per block.
+    """A codec with float16 numbers (`is_float`) or int8 numbers, and one float32 scale per block.
 
-    If a block's scale is not finite, none of its numbers is finite after unpacking.
+    If a block's scale is infinite or NaN, so are all numbers of the block after unpacking.
     """
 
     def __init__(self, *, block: int, is_float: bool) -> None:

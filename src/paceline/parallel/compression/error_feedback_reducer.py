@@ -1,8 +1,8 @@
 """Reduce gradients with error feedback: the unsent part (the residual) is added to the next step's gradient.
 
-The residual is in units of the mean gradient, so that its weight does not depend on the sample count of the next batch
-(Stich et al., "Sparsified SGD with memory", 2018; Karimireddy et al., "Error feedback fixes SignSGD", 2019). The count
-is known only after backward, so nothing is sent before.
+Gradients are divided by the sample count of their batch before compression. So the weight of a residual does not depend
+on the sample count of the next batch (Stich et al., "Sparsified SGD with memory", 2018; Karimireddy et al., "Error
+feedback fixes SignSGD", 2019). Since the sample count is known only after backward, nothing is sent before.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,10 @@ from paceline.torch_internals.private_api import divide_all
 
 
 class ErrorFeedbackBucket(Protocol):
-    """A bucket of gradients that are sent together, in one or two messages; `residuals` are the unsent parts."""
+    """A bucket of gradients that are sent together, in one or two messages.
+
+    `residuals` are the parts of the gradients that are not sent.
+    """
 
     residuals: DoubleBufferedTensors
 
@@ -36,14 +39,17 @@ class ErrorFeedbackBucket(Protocol):
         """Wait for the first message, and start the second if there is one."""
 
     def finish(self) -> Tensor:
-        """Write the sums to each `.grad`, and return a float64 that is finite if all sums are.
+        """Write the sums to each `.grad`, and return a float64 that is finite if all sums are finite.
 
-        The float64 does not overflow where a float32 sum would.
+        It is a float64 because a float32 total of finite sums may overflow.
         """
 
 
 class ErrorFeedbackReducer:
-    """A reducer that sums the compressed gradients of all ranks; each rank stores its own residuals."""
+    """A reducer that sums the compressed gradients of all ranks. Each rank stores its own residuals.
+
+    `replica` is the index of this rank among the `num_replicas` ranks.
+    """
 
     needs_equal_microbatches = False
 
@@ -78,7 +84,7 @@ class ErrorFeedbackReducer:
         """Do nothing, since autograd has already added to `.grad`."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Divide, send and sum the gradients; if a gradient is not finite, the residuals stay unchanged."""
+        """Divide, send and sum the gradients; keep the old residuals if a gradient is not finite. Return True."""
         grads = [member.parameter.grad for member in self._named_parameters]
         flags = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8, device=self._world.device)
         wait_flags = self._world.start_all_reduce(flags, op="max")

@@ -1,4 +1,7 @@
-"""Compress gradients to low rank by one step of a power iteration (Vogels et al., "PowerSGD", 2019)."""
+"""Compress gradients to low rank by one step of a power iteration (Vogels et al., "PowerSGD", 2019).
+
+The matrix of a gradient is sent as two thin factors, left and right. The right factor is the basis of the next step.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -20,16 +23,16 @@ class LowRankBucket:
     def __init__(self, members: Sequence[NamedParameter], *, compression: Compression) -> None:
         first = members[0].parameter
         self._dtype, self._device = accumulation_dtype(first.dtype), first.device
-        ranks = {m.name: compression.factor_rank(*_matrix_shape(m.parameter)) for m in members}
-        self._compressed = [m for m in members if ranks[m.name]]
-        self._uncompressed = [m for m in members if not ranks[m.name]]
+        factor_ranks = {m.name: compression.factor_rank(*_matrix_shape(m.parameter)) for m in members}  # 0: unchanged
+        self._compressed = [m for m in members if factor_ranks[m.name]]
+        self._uncompressed = [m for m in members if not factor_ranks[m.name]]
         shapes = {m.name: _matrix_shape(m.parameter) for m in self._compressed}
         self.residuals = DoubleBufferedTensors(shapes, dtype=self._dtype, device=self._device)
-        bases = {name: (columns, ranks[name]) for name, (_, columns) in shapes.items()}
-        self.basis = DoubleBufferedTensors(bases, dtype=self._dtype, device=self._device)
+        basis_shapes = {name: (columns, factor_ranks[name]) for name, (_, columns) in shapes.items()}
+        self.basis = DoubleBufferedTensors(basis_shapes, dtype=self._dtype, device=self._device)
         for name, tensor in self.basis.current.items():
             tensor.copy_(make_first_basis(name, tensor.shape))
-        self._left_shapes = [(rows, ranks[name]) for name, (rows, _) in shapes.items()]
+        self._left_shapes = [(rows, factor_ranks[name]) for name, (rows, _) in shapes.items()]
         self._first_message = self._second_message = torch.zeros(0, dtype=self._dtype, device=self._device)
         self._left_factors: list[Tensor] = []
         self._world: World | None = None
@@ -47,7 +50,7 @@ class LowRankBucket:
         return 2 * (ranks - 1) / ranks * numel * self._dtype.itemsize
 
     def launch(self, world: World) -> None:
-        """Send each matrix times its basis, and the uncompressed gradients."""
+        """Start to sum the product of each matrix and its basis, and the uncompressed gradients, over all ranks."""
         self._world = world
         self.residuals.add_gradients([_gradient(m).reshape(_matrix_shape(m.parameter)) for m in self._compressed])
         messages = [_gradient(m).reshape(-1).to(self._dtype) for m in self._uncompressed]
@@ -57,7 +60,7 @@ class LowRankBucket:
         self._wait = world.start_all_reduce(self._first_message)
 
     def start_second_message(self) -> None:
-        """Orthonormalize the summed columns, send each matrix's projection onto them, and store the residual."""
+        """Orthonormalize each product to the left factor, start to sum the right factors, and store the residuals."""
         assert self._wait is not None and self._world is not None
         self._wait()
         self._wait = None
@@ -77,7 +80,7 @@ class LowRankBucket:
         self._wait = self._world.start_all_reduce(self._second_message)
 
     def finish(self) -> Tensor:
-        """Multiply the factors into `.grad`, and return a number that is finite if every gradient is."""
+        """Write the product of the factors to each `.grad`; return a number that is finite if all gradients are."""
         if self._wait is not None:
             self._wait()
             self.basis.next_flat.copy_(self._second_message)
@@ -95,7 +98,7 @@ class LowRankBucket:
 
 
 def make_first_basis(name: str, shape: Sequence[int]) -> Tensor:
-    """Return the basis of the first step: the same on every rank and in every run."""
+    """Return the basis of the first step, which is equal on every rank and in every run."""
     generator = torch.Generator().manual_seed(stream_key("powersgd", name))
     return torch.randn(*shape, generator=generator)
 

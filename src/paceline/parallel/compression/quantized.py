@@ -59,7 +59,7 @@ class QuantizedBucket:
         self.num_ready, self.wait, self._wait_second, self._wait_flags, self._is_finished = 0, None, None, None, False
 
     def launch(self, world: World) -> None:
-        """Pack the gradients and send each rank its chunk."""
+        """Pack the gradients, and start to send a chunk to each rank."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         self._flat.zero_()
         copy_all(self._views, grads)
@@ -73,7 +73,7 @@ class QuantizedBucket:
         self.wait = world.start_all_to_all(self._received, self._packed)
 
     def start_second_message(self) -> None:
-        """Wait for this rank's chunk from all ranks, sum it, and send the sums to all ranks."""
+        """Wait until all ranks have sent this rank's chunk, sum it, and start to send the sums to all ranks."""
         if self._wait_second is not None:
             return
         assert self.wait is not None and self._world is not None

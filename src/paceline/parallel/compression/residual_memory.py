@@ -48,7 +48,10 @@ class DoubleBufferedTensors:
         self._is_committed = False
 
     def commit(self, *, is_finite: Tensor, unused_names: Collection[str]) -> None:
-        """Make `next` current, except tensors in `unused_names`, and only if `is_finite` (on any device) is true."""
+        """Make the tensors in `next` current, except those in `unused_names`.
+
+        If `is_finite`, a scalar on any device, is False, all current tensors stay unchanged.
+        """
         torch.where(is_finite, self._flats[1], self._flats[0], out=self._flats[1])
         for name in unused_names:
             if name in self._shapes:

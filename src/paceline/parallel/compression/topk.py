@@ -1,4 +1,4 @@
-"""Top-k compression: send the largest elements of each gradient, keep the rest as residual (Stich et al. 2018)."""
+"""Top-k compression: the largest elements of a gradient are sent, the rest is the residual (Stich et al., 2018)."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -11,7 +11,11 @@ _MIN_MAGNITUDE = 1e-6
 
 
 def equal_up_to_rounding(result: Tensor, expected: Tensor, *, scale: float = 0.0) -> bool:
-    """Return whether two tensors differ by rounding only, relative to their magnitude or the `scale` of their terms."""
+    """Return whether two tensors differ by rounding only.
+
+    The tolerance is relative to the larger of two magnitudes: that of `expected`, and `scale`, that of the terms of a
+    sum that may cancel.
+    """
     if result.shape != expected.shape:
         return False
     magnitude = max(largest_magnitude(expected), scale, _MIN_MAGNITUDE)
@@ -24,7 +28,7 @@ def largest_magnitude(tensor: Tensor) -> float:
 
 
 def equal_when_joined(expected: Tensor, shards: Sequence[Tensor], sharding: SequenceSharding) -> bool:
-    """Return whether the joined shards equal the expected tensor.
+    """Return whether the joined shards equal the expected tensor up to rounding.
 
     The shards are joined along the sequence dimension, which may be flattened with the batch dimension. Without a
     sequence dimension, each shard must equal the expected tensor.

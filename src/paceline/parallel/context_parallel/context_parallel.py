@@ -1,8 +1,8 @@
 """Context parallelism: a sequence sharded over the ranks of a `cp` axis, with the model's forward unchanged.
 
-Create one `ContextParallel` for a model. `cut` returns this rank's shard of a batch; run the model on it inside
-`forward(part)`. The loss of a shard is `(sum, count)`: the step adds sums, counts and gradients over the data ranks and
-the `cp` ranks.
+Create one `ContextParallel` for a model. Its method `shard` returns this rank's shard of a batch. Run the model on the
+shard inside the context that `forward(batch_shard)` returns. The loss of a shard is a pair `(sum, count)`. The training
+step adds sums, counts and gradients over all data-parallel ranks and all `cp` ranks.
 """
 
 import inspect
@@ -33,7 +33,8 @@ _POSITIONS, _MASK, _LABELS, _SHIFTED_LABELS = "position_ids", "attention_mask", 
 class BatchShard:
     """A rank's shard of one batch.
 
-    `has_padding`: a key of the full batch is masked, on any rank. `num_sequences`: the batch size.
+    `data` is the batch with its tensors sharded. `has_padding` is True if the attention mask of the full batch masks at
+    least one position. `num_sequences` is the batch size.
     """
 
     data: Any
@@ -43,11 +44,11 @@ class BatchShard:
 
 
 class ContextParallel:
-    """Context parallelism of one model over a `cp` axis. `sequence` maps batch entries to their sequence dimension.
+    """Context parallelism of one model over a `cp` axis, whose ranks form `world`.
 
-    `is_model_loss`: the loss is the model's `output.loss`. If the model shifts its labels to compute it, the labels
-    are shifted over the full sequence before sharding. In training, `check_length(batch, length)` is called with each
-    batch before it is sharded.
+    `sequence` maps the name of a batch entry to its sequence dimension. `is_model_loss` is True if the loss is the
+    model's `output.loss`. If the model then shifts the labels by one position, `shard` does this over the full sequence
+    before it shards the batch. In training, `shard` calls `check_length(batch, length)` with each full batch.
 
     Raises:
         LayoutError: the model has a layer or a setting that does not support context parallelism.
@@ -71,7 +72,7 @@ class ContextParallel:
             refuse_model(model)
 
     def shard(self, batch: Any) -> BatchShard:
-        """Return this rank's shard of the full batch; labels are shifted first if the model shifts them itself."""
+        """Return this rank's shard of the full batch; with `should_shift_labels`, shift the labels first."""
         world = self._world
         sharding = SequenceSharding(length=batch_length(batch, sequence=self._sequence), ranks=world.world_size)
         if world.world_size == 1:
@@ -111,7 +112,7 @@ class ContextParallel:
 
     @contextmanager
     def backward(self, batch_shard: BatchShard) -> Iterator[None]:
-        """Return a context for the backward of this shard: recomputed forwards run as the original forward did."""
+        """Return a context for the backward of this shard, in which recomputed forwards also run on the shard."""
         if self._world.world_size == 1:
             yield
             return
@@ -130,14 +131,15 @@ class ContextParallel:
         )
 
     def recompute_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[Any]]:
-        """Return two contexts: a `context_fn` for `torch.utils.checkpoint.checkpoint`.
+        """Return the contexts of a checkpointed forward and of its recomputation in backward.
 
-        With it, a forward that backward recomputes runs as the original forward did.
+        Pass this method as `context_fn` to `torch.utils.checkpoint.checkpoint`. The recomputation then runs in the same
+        mode as the last `forward` context.
         """
         return nullcontext(), self._last_mode if self._last_mode is not None else nullcontext()
 
     def gather(self, output: Tensor, *, batch_shard: BatchShard, dim: int = 1) -> Tensor:
-        """Return the full tensor of an output that is sharded over the ranks, without gradient. A collective call."""
+        """Return the full output, without gradient, of an output sharded along `dim`. A collective call."""
         world, dim = self._world, dim % output.dim()
         sizes = [batch_shard.sharding.local_length(rank) for rank in range(world.world_size)]
         shapes = [tuple(size if d == dim else n for d, n in enumerate(output.shape)) for size in sizes]
@@ -145,9 +147,11 @@ class ContextParallel:
 
 
 def _argument_hook(model: nn.Module, world: World, sharding: SequenceSharding) -> Any:
-    """Return a pre-hook that adds positions if the forward accepts them and the call omits them.
+    """Return a forward pre-hook that adds the arguments which a forward on a shard needs.
 
-    The hook also adds a mask. Without a mask, transformers interprets gaps between positions as packed documents.
+    The hook adds positions if the forward accepts them and the call omits them. With the positions it adds a mask of
+    ones, because without a mask transformers interprets gaps between positions as packed documents. If the model's loss
+    shifts labels, the hook also passes `labels`, which `shard` has shifted, as `shift_labels`.
     """
     forward_parameters = inspect.signature(model.forward).parameters
     names = [name for name in forward_parameters if name != "self"]
@@ -164,8 +168,8 @@ def _argument_hook(model: nn.Module, world: World, sharding: SequenceSharding) -
         if should_pass_labels and arguments.get(_LABELS) is not None and arguments.get(_SHIFTED_LABELS) is None:
             added[_SHIFTED_LABELS] = arguments[_LABELS]
         num_positional = min([len(args), *(names.index(name) for name in added if name in names)])
-        now_named = dict(zip(names[num_positional:], args[num_positional:], strict=False))
-        return args[:num_positional], {**now_named, **kwargs, **added}
+        by_keyword = dict(zip(names[num_positional:], args[num_positional:], strict=False))
+        return args[:num_positional], {**by_keyword, **kwargs, **added}
 
     return hook
 
@@ -177,25 +181,25 @@ def loss_shifts_labels(model: nn.Module) -> bool:
 
 
 def refuse_model(model: nn.Module) -> None:
-    """Raise if a layer or a setting of the model does not support context parallelism.
+    """Refuse a model with a layer or a setting that does not support context parallelism.
 
     Raises:
-        LayoutError: such a layer or setting exists; the message gives its name and the reason.
+        LayoutError: the model has this kind of layer or setting; the message gives its name and the reason.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
-            raise _unsupported_layer(
+            raise _unsupported_layer_error(
                 name, module, "each position depends on the one before it", "--layout fsdp, tp or pp"
             )
         if isinstance(module, NormBase) and getattr(module, "track_running_stats", False):
-            raise _unsupported_layer(
+            raise _unsupported_layer_error(
                 name, module, "its statistics cover the whole sequence", "nn.LayerNorm, or leave cp out"
             )
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise LayoutError(
             f"{type(model).__name__} has two sequences, an encoder's and a decoder's.",
-            cause="its cross-attention has queries from one and keys from the other, but a ring covers one sequence",
+            cause="in its cross-attention, queries and keys come from different sequences; a ring covers one sequence",
             hint="leave cp out: --layout fsdp, or tp",
         )
     attention = getattr(config, "_attn_implementation", None)
@@ -227,5 +231,5 @@ def refuse_window(model: nn.Module, *, length: int) -> None:
         )
 
 
-def _unsupported_layer(name: str, module: nn.Module, reason: str, hint: str) -> LayoutError:
+def _unsupported_layer_error(name: str, module: nn.Module, reason: str, hint: str) -> LayoutError:
     return LayoutError(f"{name} ({type(module).__name__}) can't be split along the sequence: {reason}.", hint=hint)

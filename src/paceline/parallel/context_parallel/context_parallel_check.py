@@ -1,8 +1,9 @@
 """A check, in one process and before the run starts, that a model gives the same results on a sharded sequence.
 
-Threads simulate the ranks and share the model's memory. Each runs its shard; outputs, loss terms and gradients are
-compared with those of the full sequence. The check uses float64, in which rounding errors are ten orders of magnitude
-smaller than mistakes. It runs the model in evaluation mode first, then in training mode with its random draws.
+Threads simulate the ranks and share the model's memory. Each thread runs the model on its shard. Outputs, loss terms
+and gradients are compared with those of the full sequence. The check uses float64, in which rounding errors are ten
+orders of magnitude smaller than mistakes. It runs the model first in evaluation mode and then in training mode, where
+it also compares random draws.
 """
 
 import copy
@@ -30,8 +31,8 @@ from paceline.parallel.context_parallel.context_parallel import ContextParallel,
 from paceline.parallel.context_parallel.random_ops import (
     NoAttentionDropout,
     RandomOp,
-    different_hidden_draws,
-    different_random_op,
+    find_random_op_error,
+    hidden_draws_error,
     record_random_ops,
 )
 from paceline.parallel.context_parallel.sequence_sharding import SequenceSharding, batch_length
@@ -42,7 +43,7 @@ from paceline.torch_internals.pytree import tensor_leaves
 from paceline.torch_internals.rng import cpu_rng_states
 
 _SEED = 0
-_MIN_GRADIENT_RATIO = 1e-4  # gradients below this fraction of the model's largest are rounding
+_MIN_GRADIENT_RATIO = 1e-4  # the tolerance of tiny gradients is relative to this fraction of the largest gradient
 _FLOAT64_DTYPES = {
     torch.float32: torch.float64,
     torch.float16: torch.float64,
@@ -52,7 +53,7 @@ _FLOAT64_DTYPES = {
 
 
 class Float64Mode(TorchFunctionMode):
-    """A mode that replaces a lower precision that a forward or loss requests by float64: rounding would hide errors."""
+    """A mode that uses float64 where a forward or loss requests a lower precision, whose rounding would hide errors."""
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -69,6 +70,8 @@ def _to_float64_dtype(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _RunResult:
+    """The results of one rank. `module_outputs` maps "name (class)" of modules without children to their outputs."""
+
     outputs: list[Tensor]
     loss_terms: list[Tensor]
     gradients: list[Tensor | None]
@@ -78,8 +81,11 @@ class _RunResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TrainingRun:
-    """A run of forward, loss and backward on a rank's shard, or on the full sequence if there is one rank."""
+class _SimulatedRun:
+    """A function that runs forward, loss and backward of one rank on its shard; with one rank, on the full sequence.
+
+    `weighted_sum` of the outputs, plus the loss, is the scalar on which it calls backward.
+    """
 
     model: nn.Module
     batch: Any
@@ -93,7 +99,7 @@ class _TrainingRun:
     def __call__(self, world: World) -> _RunResult:
         shared_buffers = {id(buffer): buffer for buffer in (() if self.model.training else self.model.buffers())}
         shared_parameters = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.model.parameters()}
-        model = copy.deepcopy(self.model, {**shared_buffers, **shared_parameters})  # with its own hooks and gradients
+        model = copy.deepcopy(self.model, {**shared_buffers, **shared_parameters})  # hooks and gradients are separate
         context = ContextParallel(model=model, sequence=self.sequence, world=world, is_model_loss=self.is_model_loss)
         batch_shard = context.shard(self.batch)
         recorder: AbstractContextManager[Sequence[RandomOp]] = (
@@ -142,7 +148,7 @@ def check_context(
     batch = to_float64(batch)
     sharding = SequenceSharding(length=batch_length(batch, sequence=sequence), ranks=ranks)
     model_copy = use_eager_experts(copy_model(model).double().eval())
-    run = _TrainingRun(
+    run = _SimulatedRun(
         model=model_copy,
         batch=batch,
         sequence=sequence,
@@ -153,7 +159,7 @@ def check_context(
     )
     names = [name for name, parameter in model_copy.named_parameters() if parameter.requires_grad]
     try:
-        # A copy shares with the model the generators and the objects that hooks write to.
+        # The copy and the model share random generators, and the objects that hooks write to.
         with side_effect_free(model, parameters=False):
             (full_result,) = run_simulated_ranks(run, ranks=1)
             _compare(full_result, run_simulated_ranks(run, ranks=ranks), sharding=sharding, names=names)
@@ -162,10 +168,10 @@ def check_context(
     except RuntimeError as error:
         if not isinstance(error, CheckpointError) and "use_reentrant" not in str(error):
             raise
-        raise _different_recompute() from error
+        raise _recompute_error() from error
 
 
-def _compare_training(run: _TrainingRun, *, sharding: SequenceSharding, names: Sequence[str]) -> None:
+def _compare_training(run: _SimulatedRun, *, sharding: SequenceSharding, names: Sequence[str]) -> None:
     """Compare in training mode, with the same seed on each rank."""
     (full_result,) = run_simulated_ranks(run, ranks=1, seed=_SEED)
     shard_results = run_simulated_ranks(run, ranks=sharding.ranks, seed=_SEED)
@@ -175,18 +181,18 @@ def _compare_training(run: _TrainingRun, *, sharding: SequenceSharding, names: S
         what = f"in training mode, {error.what}"
         raise _random_op_error(run, sharding) or LayoutError(what, cause=error.cause, hint=error.hint) from None
     if any(result.rng_states != full_result.rng_states for result in shard_results):
-        raise _random_op_error(run, sharding) or different_hidden_draws()
+        raise _random_op_error(run, sharding) or hidden_draws_error()
 
 
-def _random_op_error(run: _TrainingRun, sharding: SequenceSharding) -> LayoutError | None:
-    """Run again, compare every random draw, and return an error for the first difference."""
+def _random_op_error(run: _SimulatedRun, sharding: SequenceSharding) -> LayoutError | None:
+    """Run again with recorded random operations; return an error for the first difference, or None."""
     run = replace(run, should_record_random_ops=True)
     (full_result,) = run_simulated_ranks(run, ranks=1, seed=_SEED)
     shard_results = run_simulated_ranks(run, ranks=sharding.ranks, seed=_SEED)
-    return different_random_op(full_result.random_ops, [result.random_ops for result in shard_results])
+    return find_random_op_error(full_result.random_ops, [result.random_ops for result in shard_results])
 
 
-def _different_recompute() -> LayoutError:
+def _recompute_error() -> LayoutError:
     return LayoutError(
         "this model recomputes parts of its forward in backward (torch.utils.checkpoint), and these behave differently "
         "there.",
@@ -196,12 +202,13 @@ def _different_recompute() -> LayoutError:
 
 
 class _WeightedSum:
-    """A weighted sum of outputs with one random weight per element, so that its gradient depends on all of them."""
+    """A sum of all output elements with random weights, so that a change of one element changes the sum."""
 
     def __init__(self, *, sharding: SequenceSharding) -> None:
         self._sharding = sharding
 
     def __call__(self, outputs: Sequence[Tensor], *, rank: int, size: int) -> Tensor:
+        """Return the part of the sum that rank `rank` of `size` ranks computes."""
         total = outputs[0].new_zeros(())
         local_length = self._sharding.local_length(rank) if size > 1 else self._sharding.length
         for output in outputs:
@@ -246,9 +253,10 @@ def _loss_terms(loss: Any) -> list[Tensor]:
 def _compare(
     full_result: _RunResult, shard_results: Sequence[_RunResult], *, sharding: SequenceSharding, names: Sequence[str]
 ) -> None:
+    """Raise LayoutError if the shards' outputs, loss terms or gradients differ from those of the full sequence."""
     for index, expected in enumerate(full_result.outputs):
         if not equal_when_joined(expected, [result.outputs[index] for result in shard_results], sharding):
-            raise _different_outputs(_first_different_module(full_result, shard_results, sharding))
+            raise _different_outputs_error(_first_different_module(full_result, shard_results, sharding))
     for index, expected in enumerate(full_result.loss_terms):
         terms = torch.stack([result.loss_terms[index] for result in shard_results])
         total = terms.sum()
@@ -267,7 +275,7 @@ def _compare(
         if full_gradient is None and not gradients:
             continue
         total = torch.stack(gradients).sum(0) if gradients else torch.zeros(())
-        # The gradient of a key's bias sums to 0: its rounding error is relative to the terms.
+        # Terms may cancel, as in the gradient of a key's bias: its rounding error depends on the size of the terms.
         scale = max([min_scale, *map(largest_magnitude, gradients)])
         if full_gradient is None or not equal_up_to_rounding(total, full_gradient, scale=scale):
             raise LayoutError(
@@ -280,6 +288,7 @@ def _compare(
 def _first_different_module(
     full_result: _RunResult, shard_results: Sequence[_RunResult], sharding: SequenceSharding
 ) -> str:
+    """Return the name and class of the first module, in call order, whose outputs differ."""
     for name, expected in full_result.module_outputs.items():
         outputs = [result.module_outputs.get(name) for result in shard_results]
         if any(m is None for m in outputs) or not equal_when_joined(
@@ -289,7 +298,7 @@ def _first_different_module(
     return "the model's own forward, after its last module"
 
 
-def _different_outputs(name: str) -> LayoutError:
+def _different_outputs_error(name: str) -> LayoutError:
     return LayoutError(
         f"split along the sequence, this model gives different outputs; the first that differs is that of {name}.",
         cause="it combines several positions (attention by matmul and softmax, a shift, a sum over the sequence) or "
@@ -309,7 +318,7 @@ def use_eager_experts(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _record_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Record the first output of each module without children, by name and class, in the order of the forward."""
+    """Record the output of the first call of each module without children, by "name (class)", in call order."""
     outputs: dict[str, Tensor] = {}
     handles = []
 

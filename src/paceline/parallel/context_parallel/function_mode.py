@@ -3,8 +3,8 @@
 The mode replaces the functions that depend on the full sequence. `F.scaled_dot_product_attention` becomes ring
 attention. `torch.arange(length of the shard)` returns the positions of the shard, and `table[:, :length of the shard]`
 of a parameter or buffer returns the rows of these positions. `F.pad` and convolutions along the sequence read the
-neighbouring positions. Dropout draws a mask for the full sequence and applies its shard. All other functions are
-unchanged: most work on each position separately, and `check_context` detects the others.
+neighbouring positions. Dropout draws a mask for the full sequence and applies this rank's shard of the mask. All other
+functions are unchanged. Most of them treat each position separately; `check_context` detects those that do not.
 """
 
 import math
@@ -37,10 +37,10 @@ _CONVOLUTIONS = (torch.conv1d, F.conv1d)
 class ContextParallelMode(TorchFunctionMode):
     """The function mode of a forward on a shard of the sequence.
 
-    `should_replace_positions` is False if the model gets its positions as an argument. `has_padding`: at least one key
-    of the batch is masked, on any rank. `num_sequences` is the batch size, for models that flatten (batch, sequence) to
-    one dimension. `is_recompute`: the mode is active during a backward and applies to recomputed forwards only, which
-    are the code with gradients enabled.
+    `should_replace_positions` is False if the model gets its positions as an argument. `has_padding` is True if at
+    least one rank has a masked key. `num_sequences` is the batch size, for models that flatten (batch, sequence) to
+    one dimension. With `is_recompute`, the mode is active during backward. It then changes only the recomputed
+    forwards, which it recognises because gradients are enabled in them.
     """
 
     def __init__(
@@ -58,7 +58,9 @@ class ContextParallelMode(TorchFunctionMode):
         self._world, self._sharding, self._is_recompute = world, sharding, is_recompute
         self._has_padding, self._num_sequences = has_padding, num_sequences
         self._local_length = sharding.local_length(world.rank)
+        # tuples of the mask, the arguments `is_causal` and `batch`, and the result
         self._interpreted_masks: list[tuple[Any, ...]] = []
+        # by the id of a padded tensor: a reference to it, the tensor before padding, and the padding left and right
         self._padded_tensors: dict[int, tuple[ref[Tensor], Tensor, int, int]] = {}
         self._table_ids = _find_table_ids(model) if should_replace_positions else set()
         self._replacements: dict[Any, Callable[..., Any]] = {
@@ -114,7 +116,7 @@ class ContextParallelMode(TorchFunctionMode):
         batch, num_heads = query.shape[:2]
         group_size = num_heads // key.shape[1] if enable_gqa else 1
         if group_size > 1 and self._has_padding:
-            # On ranks with padding, transformers repeats the heads, so all ranks repeat them.
+            # transformers repeats the key heads on ranks with padding only, but the ring needs equal shapes.
             key, value = (t.repeat_interleave(group_size, 1) for t in (key, value))
             group_size = 1
         key, value = (t.expand(batch, num_heads // group_size, *t.shape[-2:]) for t in (key, value))
@@ -137,7 +139,10 @@ class ContextParallelMode(TorchFunctionMode):
     def _draw_dropout_mask(
         self, query: Tensor, p: float, sharded_query: ShardPropagatingTensor | None
     ) -> Tensor | None:
-        """Draw the dropout mask of all attention weights, as one process does; return this rank's rows and heads."""
+        """Draw the dropout mask of all attention weights, as one process does; return this rank's part of it.
+
+        The part has this rank's queries and, under tensor parallelism, its heads; it is None for a rate `p` of 0.
+        """
         if p == 0.0:
             return None
         if sharded_query is not None and sharded_query.sharding.dim != len(sharded_query.full_shape) - 3:
@@ -171,6 +176,7 @@ class ContextParallelMode(TorchFunctionMode):
     # -- positions
 
     def _arange(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the shard's positions for a range over the shard's length; NotImplemented for other ranges."""
         range_arguments: dict[str, Any] = {name: kwargs[name] for name in ("start", "end", "step") if name in kwargs}
         bounds = bind_arguments("arange", args, range_arguments) or {}
         numbers = (bounds.get("start", 0), bounds.get("end"), bounds.get("step", 1))
@@ -182,6 +188,10 @@ class ContextParallelMode(TorchFunctionMode):
         return positions.to(device=device or torch.get_default_device(), dtype=dtype or torch.int64)
 
     def _index_table(self, tensor: Tensor, index: Any) -> Any:
+        """Return the rows of a position table at the shard's positions, if `index` is a slice up to the shard's length.
+
+        Return NotImplemented for other tensors and indices.
+        """
         local = _local_tensor(tensor)
         if not isinstance(local, nn.Parameter) and id(local) not in self._table_ids:
             return NotImplemented
@@ -197,6 +207,7 @@ class ContextParallelMode(TorchFunctionMode):
     # -- neighbours
 
     def _pad(self, input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
+        """Pad as usual, and record a sequence before its padding, for a convolution that follows."""
         padded = F.pad(input, pad, mode, value)
         is_sequence = input.dim() == 3 and input.shape[-1] == self._local_length
         if is_sequence and len(pad) == 2 and min(pad) >= 0 and mode == "constant" and not value:
@@ -213,7 +224,10 @@ class ContextParallelMode(TorchFunctionMode):
         dilation: Any = 1,
         groups: int = 1,
     ) -> Any:
-        """Convolve the gathered sequence, restricted to the positions of this rank's chunks."""
+        """Gather the full sequence, and convolve the positions of this rank's chunks.
+
+        Return NotImplemented if the convolution is not along the sequence, or if its output has another length.
+        """
         stride, dilation = _single_int(stride), _single_int(dilation)
         halo = dilation * (weight.shape[-1] - 1)
         unpadded, left, right = self._unpadded_input(input)
@@ -228,7 +242,7 @@ class ContextParallelMode(TorchFunctionMode):
         return torch.cat([F.conv1d(x, weight, bias, 1, 0, dilation, groups) for x in inputs], dim=-1)
 
     def _unpadded_input(self, tensor: Tensor) -> tuple[Tensor, int, int]:
-        """Return the tensor before padding, and the padding on the left and right; the tensor itself if unpadded."""
+        """Return the tensor before `_pad`, and the padding left and right; an unpadded tensor itself with (0, 0)."""
         padded, source, left, right = self._padded_tensors.get(id(tensor), (None, tensor, 0, 0))
         return (source, left, right) if padded is not None and padded() is tensor else (tensor, 0, 0)
 
@@ -247,7 +261,7 @@ class ContextParallelMode(TorchFunctionMode):
         return input.mul_(mask) if inplace else input * mask
 
     def _sequence_layout(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Return the sequence dimension and the number of sequences flattened into it; None if there is none."""
+        """Return the sequence dimension, and how many sequences are flattened into it; None without this dimension."""
         dims = [d for d in (1, *range(tensor.dim())) if d < tensor.dim() and tensor.shape[d] == self._local_length]
         flat_length = self._num_sequences * self._local_length
         is_flat = self._num_sequences > 1 and tensor.dim() > 0 and tensor.shape[0] == flat_length
@@ -275,12 +289,12 @@ class _GatherSequence(torch.autograd.Function):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather_sequence(shard: Tensor, *, dim: int, world: World, sharding: SequenceSharding) -> Tensor:
-    """Return the full sequence on every rank; backward sums its gradients over the ranks."""
+    """Return the full sequence on every rank; backward sums its gradient over the ranks and returns the shard's."""
     return _GatherSequence.apply(shard, dim % shard.dim(), world, sharding)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _ones_in_layout(shape: Sequence[int], *, layout_like: Tensor) -> Tensor:
-    """Return ones in the memory layout of `layout_like`: dropout draws its mask in memory order."""
+    """Return ones with the order of strides of `layout_like`, because dropout draws its mask in memory order."""
     strides = torch.empty_like(_local_tensor(layout_like)).stride()
     memory_order = sorted(range(layout_like.dim()), key=lambda d: -strides[d])
     ones = torch.ones([shape[d] for d in memory_order], dtype=layout_like.dtype, device=layout_like.device)
@@ -293,23 +307,26 @@ def _local_tensor(tensor: Tensor) -> Tensor:
 
 
 def _find_table_ids(model: nn.Module) -> set[int]:
-    """Return the ids of buffers and plain tensors, which may be position tables.
+    """Return the ids of the model's buffers and tensor attributes, which may be position tables.
 
-    Parameters are recognised by their type instead, because `fully_shard` replaces them during the forward.
+    Parameters may be tables too. They are recognised by their type, because `fully_shard` replaces them in the forward.
     """
     attributes = [value for module in model.modules() for value in vars(module).values()]
     return {id(tensor) for tensor in (*model.buffers(), *attributes) if isinstance(tensor, Tensor)}
 
 
 def _is_prefix(index: Any, length: int) -> bool:
+    """Return whether an index is the slice `[:length]`."""
     return isinstance(index, slice) and index.start in (None, 0) and index.step in (None, 1) and index.stop == length
 
 
 def _single_int(value: Any) -> int:
+    """Return a number, or the number in a tuple or list of one."""
     return int(value[0] if isinstance(value, tuple | list) else value)
 
 
 def _refuse_other_lengths(query: Tensor, key: Tensor, local_length: int) -> None:
+    """Raise LayoutError if an attention has another number of queries or keys than the shard has positions."""
     if query.shape[-2] != local_length or key.shape[-2] != local_length:
         raise LayoutError(
             f"an attention has {query.shape[-2]} queries and {key.shape[-2]} keys but this rank's part of the "

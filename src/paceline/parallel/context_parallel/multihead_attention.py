@@ -16,7 +16,10 @@ _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
 def multi_head_attention(*args: Any, attention: Attention, **kwargs: Any) -> tuple[Tensor, None]:
-    """Return the output of `F.multi_head_attention_forward` for (length, batch, width), without attention weights.
+    """Compute `F.multi_head_attention_forward` with `attention` in place of `F.scaled_dot_product_attention`.
+
+    Inputs have the shape (length, batch, width) or (length, width). Return the output, and None for the attention
+    weights.
 
     Raises:
         LayoutError: the module adds keys of its own, which have no position in the sequence.
@@ -66,7 +69,10 @@ def _split_heads(projection: Tensor, num_heads: int) -> Tensor:
 
 
 def _merge_masks(mask: Tensor | None, padding_mask: Tensor | None, batch: int, num_heads: int) -> Tensor | None:
-    """Return one additive mask (batch or 1, heads or 1, queries, keys). In boolean inputs, True masks a key."""
+    """Return one additive mask of shape (batch or 1, heads or 1, queries, keys), or None if neither mask is given.
+
+    In the given masks, a boolean True masks a key.
+    """
     merged: Tensor | None = None
     if mask is not None:
         merged = _to_additive_mask(mask)

@@ -1,4 +1,4 @@
-"""Detection of random draws that differ between a shard and the full sequence, with the user's line."""
+"""Detection of random draws that have a different size on a shard than on the full sequence."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ _HINT = (
 
 @dataclass(frozen=True, kw_only=True)
 class RandomOp:
-    """A random operation: the shape of its result, and the user's line."""
+    """A random operation: the shape of its result, and the line (`file:number`) of the model's code that called it."""
 
     shape: tuple[int, ...]
     line: str
@@ -36,8 +36,8 @@ class RandomOp:
 class NoAttentionDropout(TorchFunctionMode):
     """A mode that turns attention dropout off.
 
-    The check skips attention dropout: its draws equal those of one process by construction, and checking them would
-    need T x T random numbers.
+    Attention dropout needs no check, because each rank draws it for the full sequence. A check would also need a random
+    number for each pair of positions.
     """
 
     @override
@@ -50,7 +50,7 @@ class NoAttentionDropout(TorchFunctionMode):
 
 @contextmanager
 def record_random_ops() -> Iterator[list[RandomOp]]:
-    """Record every random operation of this thread, in order."""
+    """Return a context that records every random operation of this thread, in order."""
     random_ops: list[RandomOp] = []
 
     def record(_: Any, __: Any, kwargs: Mapping[str, Any], result: Any, has_drawn: bool) -> None:
@@ -62,8 +62,8 @@ def record_random_ops() -> Iterator[list[RandomOp]]:
         yield random_ops
 
 
-def different_random_op(full_ops: Sequence[RandomOp], shard_ops: Sequence[Sequence[RandomOp]]) -> LayoutError | None:
-    """Return an error for the first draw whose number of elements differs on a shard; None if there is none."""
+def find_random_op_error(full_ops: Sequence[RandomOp], shard_ops: Sequence[Sequence[RandomOp]]) -> LayoutError | None:
+    """Return an error for the first operation that draws a different number of elements on a shard, or None."""
     for ops in shard_ops:
         for full_op, shard_op in zip(full_ops, ops, strict=False):
             if torch.Size(full_op.shape).numel() != torch.Size(shard_op.shape).numel():
@@ -77,8 +77,8 @@ def different_random_op(full_ops: Sequence[RandomOp], shard_ops: Sequence[Sequen
     return None
 
 
-def different_hidden_draws() -> LayoutError:
-    """Return the error for random draws that are not torch operations."""
+def hidden_draws_error() -> LayoutError:
+    """Return the error for different random draws that `record_random_ops` does not see, such as those of numpy."""
     return LayoutError(
         "in training mode this model draws a different number of random numbers on a part of the sequence than on the "
         "whole.",
@@ -88,7 +88,7 @@ def different_hidden_draws() -> LayoutError:
 
 
 def _user_line() -> str:
-    """Return the innermost line that is neither in torch nor in this library."""
+    """Return `file:number` of the innermost line on the stack that is neither in torch nor in this library."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,10 +1,11 @@
 """Ring attention over a sequence that is sharded over the ranks.
 
-Each rank keeps its queries. In each round it attends to the keys and values of one rank and passes them on to the next
-rank. The running result is an output and, for each query, the logarithm of the sum of exponentials (LSE), with which
-two partial results are merged exactly. Backward passes keys, values and their gradients around the ring until each
-gradient is back on its own rank (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023; the merging:
-Milakov and Gimelshein, 2018). Forward and backward compute blocks of at most `BLOCK` x `BLOCK` scores.
+Each rank keeps its queries. In each round it attends to the keys and values of one rank and then sends them to the next
+rank. The result so far is an output and, for each query, the logarithm of the sum of exponentials of its scores (LSE).
+With the LSE, two partial results are merged exactly. Backward sends keys, values and their gradients around the ring
+until each gradient is back on the rank of its key (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers",
+2023; merging: Milakov and Gimelshein, 2018). Forward and backward compute blocks of at most `BLOCK_SIZE` x `BLOCK_SIZE`
+scores. In this file, `keys_values` is a list of keys, values and, if there is one, the key mask.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,10 @@ class Ring:
     dropout: float = 0.0
 
     def blocks(self, owner: int) -> Iterator[tuple[SequenceChunk, SequenceChunk]]:
-        """Yield blocks of this rank's queries and `owner`'s keys, except those that a causal mask excludes."""
+        """Yield pairs of a block of this rank's queries and a block of the keys of rank `owner`.
+
+        Pairs in which a causal mask masks all keys are left out.
+        """
         for query_chunk in self.sharding.chunks(self.world.rank):
             for query_block in query_chunk.split(max_size=BLOCK_SIZE):
                 for key_chunk in self.sharding.chunks(owner):
@@ -42,7 +46,7 @@ class Ring:
                             yield query_block, key_block
 
     def key_owner(self, round_index: int) -> int:
-        """Return the rank whose keys this rank has in a round."""
+        """Return the rank from which the keys come that this rank uses in a round."""
         return (self.world.rank - round_index) % self.world.world_size
 
 
@@ -58,9 +62,10 @@ def ring_attention(
 ) -> Tensor:
     """Return attention of this rank's queries over the keys of all ranks.
 
-    `query` (batch, key heads, queries per key head, length, width), `key` and `value` (batch, key heads, length,
-    width); `key_mask` (batch, length), uint8, is zero for masked keys of this rank; `dropout_mask` (batch, heads,
-    length, full length) is True where dropout keeps a weight. The output of a query without keys is 0.
+    `query` has the shape (batch, key heads, queries per key head, length, width); `key` and `value` have the shape
+    (batch, key heads, length, width). `key_mask`, uint8 of shape (batch, length), is zero for masked keys of this rank.
+    `dropout_mask`, of shape (batch, heads, length, full length), is True where dropout keeps a weight. The output of a
+    query is 0 if all its keys are masked.
     """
     with recompute_together():
         output: Tensor = _RingAttention.apply(query, key, value, key_mask, dropout_mask, ring)  # type: ignore[no-untyped-call]
@@ -118,7 +123,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _start_ring_shift(ring: Ring, tensors: list[Tensor], round_index: int) -> Any:
-    """Start to send tensors to the next rank and to receive those of the next round from the previous rank."""
+    """Start to send tensors to the next rank; return a function that waits for those of the previous rank."""
     length = ring.sharding.local_length(ring.key_owner(round_index + 1))
     shapes = [(*t.shape[:-2], length, t.shape[-1]) if t.dim() == 4 else (t.shape[0], length) for t in tensors]
     return ring.world.start_ring_shift(tensors, shapes=shapes)
@@ -196,7 +201,11 @@ def _backward_block(
     key_block: SequenceChunk,
     ring: Ring,
 ) -> None:
-    """Add the gradients of a block to those of its queries, keys and values."""
+    """Add the gradients of one block to `d_query` and `d_keys_values`.
+
+    `saved` contains the queries, the gradient and the delta (see `backward`) of the output, the LSE and the dropout
+    mask.
+    """
     query, grad, delta, lse, dropout_mask = saved
     query_slice, key_slice = query_block.local_slice, key_block.local_slice
     scores = _scores(query, keys_values, query_block, key_block, ring, d_query.dtype)

@@ -1,8 +1,8 @@
 """Sharding of a sequence over the ranks of a `cp` axis, and of a batch along it.
 
-A sequence is split into twice as many chunks as ranks; rank r holds the chunk r from the start and the chunk r from the
-end. So each rank has early positions, which attend to few keys under a causal mask, and late positions, which attend to
-many: all ranks have equal work (the "zigzag" of Brandon et al., "Striped Attention", 2023, and of Llama 3's training).
+A sequence is split into twice as many chunks as ranks. Rank r holds two chunks: number r from the start and number r
+from the end. Under a causal mask, early positions attend to few keys and late positions to many. Since each rank has
+both, all ranks have equal work (the "zigzag" of Brandon et al., "Striped Attention", 2023, and of Llama 3's training).
 """
 
 import math
@@ -51,7 +51,7 @@ class SequenceChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSharding:
-    """The sharding of `length` positions over `ranks`; chunks differ by at most one position."""
+    """The sharding of `length` positions over `ranks`; the sizes of chunks differ by at most one position."""
 
     length: int
     ranks: int
@@ -143,11 +143,12 @@ def count_sequences(batch: Any, *, sequence: Mapping[str, int]) -> int:
 
 
 def shard_batch(batch: Any, *, sequence: Mapping[str, int], ranks: int, rank: int, shift_labels: bool = False) -> Any:
-    """Return a rank's shard of the batch: a tensor, a tuple or list (entries named "0", "1", ...) or a dict.
+    """Return a rank's shard of a batch, which is a tensor, a dict, a tuple or a list.
 
-    `sequence` maps entries to their sequence dimension. Other tensors whose leading shape up to this dimension is equal
-    are sharded too. With `shift_labels`, the entry `labels` is first shifted one position to the left over the full
-    sequence (with the ignored label -100 at the end), so that the last label of each shard is correct.
+    `sequence` maps the name of an entry to its sequence dimension; entries of a tuple or list have the names "0", "1",
+    ... . Another tensor is sharded too if its shape is equal to that of a named entry up to the sequence dimension.
+    With `shift_labels`, the entry `labels` is first shifted one position to the left over the full sequence. The last
+    label of each shard is then correct; that of the full sequence is the ignored label -100.
     """
     sharding = SequenceSharding(length=batch_length(batch, sequence=sequence), ranks=ranks)
     entries = dict(_tensor_entries(batch))
@@ -182,6 +183,7 @@ def has_padding(batch: Any) -> bool:
 
 
 def _sequence_entry(entries: Mapping[str, Tensor], name: str, dim: int) -> Tensor:
+    """Return an entry by name; raise JobError if it is missing or does not have the dimension."""
     entry = entries.get(name)
     if entry is None or not -entry.dim() <= dim < entry.dim():
         shapes = ", ".join(f"{n} {tuple(v.shape)}" for n, v in entries.items()) or "no tensor"
@@ -194,6 +196,7 @@ def _sequence_entry(entries: Mapping[str, Tensor], name: str, dim: int) -> Tenso
 
 
 def _tensor_entries(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the tensor of each entry that is a tensor."""
     if isinstance(batch, Tensor):
         yield "0", batch
     else:
@@ -202,7 +205,7 @@ def _tensor_entries(batch: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _map_entries(batch: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Return the same batch with each entry replaced by `change(name, entry)`."""
+    """Return a batch of the same structure, with each entry replaced by `change(name, entry)`."""
     if isinstance(batch, Tensor):
         return change("0", batch)
     if isinstance(batch, Mapping):

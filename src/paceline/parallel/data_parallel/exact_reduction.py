@@ -1,9 +1,10 @@
 """Exact gradient sums: gradients are added as integers, so the sum is bitwise equal for any order of addition.
 
-Each microbatch's gradient is rounded to a multiple of 2^k, with one k per parameter, and added as int64. Adding
-1.5 * 2^(52+k) to a float64 leaves the rounded value in its low bits, so plain torch operations suffice; then the
-bits of the constant are subtracted. The exponent k is chosen from the previous step's largest gradient magnitude over
-*all* microbatches, so it does not depend on which rank computed which microbatch.
+Each microbatch's gradient is rounded to a multiple of 2^k, with one k per parameter, and added as int64. For this, the
+constant 1.5 * 2^(52+k) is added to the gradient in float64. The bits of this sum minus the bits of the constant, both
+read as int64, are the rounded gradient in units of 2^k. So plain torch operations suffice. The exponent k is chosen
+from the previous step's largest gradient magnitude over *all* microbatches, so it does not depend on which rank
+computed which microbatch.
 """
 
 import math
@@ -29,11 +30,12 @@ MAX_MICROBATCHES = 1 << 12  # up to this number, the sums fit in an int64
 
 
 class FixedPointGrid:
-    """The fixed-point exponent k of each parameter, None before its first gradient; checkpoints contain it.
+    """The fixed-point grid: the exponent k of each parameter, or None before its first gradient.
 
-    `names` are the full model's trainable parameters. Ranks of `extra_worlds` hold other parameters; magnitudes are
-    exchanged with them too, because all ranks rerun a step together. `tied_uses` separates a tied weight's gradients
-    by use; the ties set by `set_ties` are summed over pipeline stages.
+    Checkpoints contain `exponents`. `names` are the full model's trainable parameters. Ranks of `extra_worlds` hold
+    other parameters. Magnitudes are exchanged with them too, because all ranks rerun a step together. `tied_uses`
+    separates a tied weight's gradients by use. Gradients of the ties in `set_ties` are summed over pipeline stages.
+    In the methods, `largest` is the result of `max_magnitudes`.
     """
 
     def __init__(
@@ -60,11 +62,11 @@ class FixedPointGrid:
             self._tied_uses.close()
 
     def gradients_by_use(self, name: str, gradient: Tensor) -> list[Tensor]:
-        """Return the terms of a parameter's gradient in one microbatch: one per use of a tied weight, else only one."""
+        """Return the terms of a parameter's gradient in one microbatch: one per use if the weight is tied, else one."""
         return [gradient] if self._tied_uses is None else self._tied_uses.gradients_by_use(name, gradient)
 
     def sum_over_stages(self, name: str, sums: Tensor) -> Tensor:
-        """Return the integer sums over all stages that hold the parameter; each stage calls this, in the same order."""
+        """Return the integer sums over all stages that hold the parameter; these stages call this in the same order."""
         return sums if self._ties is None else self._ties.sum_over_stages(name, sums)
 
     def max_magnitudes(self, magnitudes: "GradientMagnitudes", worlds: Sequence[World]) -> list[list[float]]:
@@ -72,7 +74,7 @@ class FixedPointGrid:
         return magnitudes.max_over_ranks([*worlds, *self._extra_worlds])
 
     def fits_all(self, largest: Sequence[Sequence[float]]) -> bool:
-        """Return whether gradients of these magnitudes all fit the grid; every rank gets the same result."""
+        """Return whether gradients of these magnitudes all fit the grid; the result is equal on every rank."""
         return all(self.fits(index, magnitude) for index, (magnitude, _) in enumerate(largest))
 
     def update_exponents(self, largest: Sequence[Sequence[float]]) -> None:
@@ -85,20 +87,20 @@ class FixedPointGrid:
             check_magnitude(name, magnitude)
             self.update_exponent(index, magnitude)
 
-    def fits(self, index: int, largest: float) -> bool:
+    def fits(self, index: int, magnitude: float) -> bool:
         """Return whether the grid represents a gradient of this magnitude without overflow and with enough bits."""
         exponent = self.exponents[index]
-        if largest == 0.0 or not math.isfinite(largest):
+        if magnitude == 0.0 or not math.isfinite(magnitude):
             return True
         if exponent is None:
             return False
-        num_bits = math.frexp(largest)[1] - exponent
+        num_bits = math.frexp(magnitude)[1] - exponent
         return num_bits <= VALUE_BITS and (num_bits >= MIN_BITS or exponent == MIN_EXPONENT)
 
-    def update_exponent(self, index: int, largest: float) -> None:
+    def update_exponent(self, index: int, magnitude: float) -> None:
         """Choose one parameter's exponent for gradients of this magnitude, with headroom."""
-        if largest > 0.0 and math.isfinite(largest):
-            exponent = math.frexp(largest)[1] + HEADROOM_BITS - VALUE_BITS
+        if magnitude > 0.0 and math.isfinite(magnitude):
+            exponent = math.frexp(magnitude)[1] + HEADROOM_BITS - VALUE_BITS
             self.exponents[index] = min(max(exponent, MIN_EXPONENT), MAX_EXPONENT)
 
 
@@ -224,6 +226,7 @@ class ExactReducer:
     def _make_gradient(
         self, member: NamedParameter, sums: Tensor, largest: Sequence[float], divisor: float | Tensor | None
     ) -> Tensor | None:
+        """Return the gradient from its integer sums, or None if no rank has one; `largest` is (magnitude, has_grad)."""
         magnitude, has_grad = largest
         if not has_grad:
             return None
@@ -238,7 +241,7 @@ class GradientMagnitudes:
 
     def __init__(self, *, num_parameters: int) -> None:
         self._num_parameters = num_parameters
-        self._extremes: list[tuple[int, Tensor, Tensor]] = []
+        self._extremes: list[tuple[int, Tensor, Tensor]] = []  # index of the parameter, minimum, maximum
 
     def record(self, index: int, gradient: Tensor) -> None:
         """Record the minimum and maximum of one parameter's gradient in one microbatch."""
@@ -246,9 +249,10 @@ class GradientMagnitudes:
             self._extremes.append((index, *torch.aminmax(gradient)))
 
     def max_over_ranks(self, worlds: Sequence[World]) -> list[list[float]]:
-        """Return for each parameter the largest magnitude over all microbatches, and 1 if it got a gradient, else 0.
+        """Return for each parameter a list of two numbers, as maxima over all microbatches and ranks.
 
-        NaN counts as infinite, because MAX over ranks would drop it.
+        They are the largest magnitude of the parameter's gradient, and 1 if it got a gradient, else 0. NaN counts as
+        infinite, because the maximum over ranks would drop it.
         """
         rows = torch.zeros(self._num_parameters, 2, dtype=torch.float64)
         if self._extremes:
@@ -264,15 +268,15 @@ class GradientMagnitudes:
         return result
 
 
-def check_magnitude(name: str, largest: float) -> None:
+def check_magnitude(name: str, magnitude: float) -> None:
     """Refuse a gradient that is too large for any exponent.
 
     Raises:
         RunError: the magnitude is too large; raised on every rank, because all ranks have the same magnitudes.
     """
-    if math.isfinite(largest) and math.frexp(largest)[1] > MAX_EXPONENT + VALUE_BITS:
+    if math.isfinite(magnitude) and math.frexp(magnitude)[1] > MAX_EXPONENT + VALUE_BITS:
         raise RunError(
-            f"the gradient of {name} reaches {largest:.3g}: exact mode adds values below "
+            f"the gradient of {name} reaches {magnitude:.3g}: exact mode adds values below "
             f"2**{MAX_EXPONENT + VALUE_BITS}.",
             cause="a learning rate that is too high, a loss that was scaled up, or a division by almost zero",
             hint="a smaller --job.lr or loss, or leave --train.exact out",

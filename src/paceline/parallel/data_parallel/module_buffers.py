@@ -1,4 +1,4 @@
-"""Keep the module buffers of all replicas equal, by one of several policies, if a forward changes them."""
+"""Keep the buffers of modules equal on all replicas, by one of several policies, although forwards change them."""
 
 from typing import Literal
 
@@ -23,8 +23,8 @@ POLICIES = {
 class BufferPolicy:
     """The policy that synchronizes changed buffers over the ranks.
 
-    With `fold`, `StatisticsRecorder` handles running statistics; other changed buffers get rank 0's value, and the
-    user gets a note.
+    With the policy `fold`, `StatisticsRecorder` handles running statistics. Other changed buffers get rank 0's value,
+    and the user gets a note.
     """
 
     def __init__(self, *, model: nn.Module, world: World, policy: Policy, exact: bool) -> None:
@@ -40,10 +40,10 @@ class BufferPolicy:
             if not any(name.startswith(prefix) for prefix in folded_prefixes) and not tensor.is_meta
         ]
         self._can_restart = bool(folded_prefixes) and policy == "fold" and world.world_size > 1
-        self._restorable_names: set[str] = set()
-        self._previous_values: dict[str, Tensor] = {}
+        self._restorable_names: set[str] = set()  # of the buffers whose values are saved in every step
+        self._previous_values: dict[str, Tensor] = {}  # the values of these buffers at the end of the last step
         self._versions: list[int] = []
-        self._initial_values: list[Tensor] | None = None
+        self._initial_values: list[Tensor] | None = None  # all values at the start of the first step, None later
         self._changed_without_version: list[str] = []
         self.notes: list[str] = []
         self._has_reported = False

@@ -100,9 +100,10 @@ class Bucket(Protocol):
 
 
 class _AllReduceBucket:
-    """A bucket of gradients reduced by one all-reduce. A single large gradient is reduced in place, without a copy.
+    """A bucket of gradients that are reduced by one all-reduce.
 
-    The last bucket has `num_flags` extra elements, one for each parameter of the model: 1 if it got a gradient.
+    If the bucket has only one gradient, it is reduced in place, without a copy. The last bucket has `num_flags` extra
+    elements, one for each parameter of the model: 1 if the parameter got a gradient, else 0.
     """
 
     def __init__(self, members: Sequence[NamedParameter], *, num_flags: int = 0) -> None:
@@ -204,7 +205,7 @@ class BucketReducer:
         self._next_bucket = 0
 
     def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
-        """Enable communication for the last microbatch; before it, gradients only accumulate locally."""
+        """Enable communication if this is the last microbatch; in earlier ones, gradients only accumulate locally."""
         self._is_last_microbatch = last
 
     def after_backward(self) -> None:

@@ -19,10 +19,11 @@ _ALIGNMENT = 64
 class SharedModel:
     """The trainable parameters and buffers that all ranks share, in one shared memory file.
 
-    The file also contains two arrays of counters. `worker_counts` has one per worker, which only that worker writes.
-    `parameter_counts` has one per parameter: each update adds 1 without a lock, as it adds to the parameter. Missing
-    counts at the end show how often two writers collided. This estimates lost updates of the weights, which are not
-    counted directly. The file is unlinked as soon as all ranks have opened it.
+    The file also contains two arrays of counters. `worker_counts` has one counter per worker, to which only this worker
+    writes. `parameter_counts` has one counter per parameter, to which every update adds 1 without a lock, in the same
+    way as it adds to the parameter. Missing counts at the end show how often two writers collided. They are an estimate
+    of the lost updates of weights, which are not counted directly. The file is unlinked as soon as all ranks have
+    opened it.
     """
 
     def __init__(self, model: nn.Module, *, world: World) -> None:
@@ -68,7 +69,7 @@ def _open_shared_memory(size: int, *, world: World) -> Tensor:
             hint="--update sync, or all ranks on one machine",
         )
     descriptor, path = _create_shared_memory(size, world=world, has_name=False)
-    if not all(world.gather_json(os.access(path, os.R_OK | os.W_OK))):  # ranks that don't see each other's processes
+    if not all(world.gather_json(os.access(path, os.R_OK | os.W_OK))):  # as in containers without common PIDs
         descriptor, path = _create_shared_memory(size, world=world, has_name=True)
     memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     world.barrier()
@@ -102,7 +103,7 @@ def _create_shared_memory(size: int, *, world: World, has_name: bool) -> tuple[i
         raise MachineError(
             f"there is no room for {size} bytes of shared memory: {problem}.",
             where=str(_SHARED_MEMORY_FOLDER),
-            hint="a container with more of it (--shm-size)",
+            hint="a container with more shared memory (--shm-size)",
         )
     return descriptor, path
 
@@ -116,4 +117,5 @@ def _move_storage(tensor: Tensor, memory: Tensor, *, write: bool) -> None:
 
 
 def _align(size: int) -> int:
+    """Round a number of bytes up to a multiple of the alignment."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,8 +1,9 @@
 """Thread replicas: several models in one process that share the weights of the first one.
 
-Each replica is built like a separate process's model. Then its parameters are set to the memory of the first replica's,
-so that after one optimizer step every replica has the new weights. Each replica has its own gradients, buffers and
-activations. Replicas on another device get a copy of the weights before each step, as in `nn.DataParallel`.
+Each replica is built in the same way as the model of a separate process. Then its parameters are made to share the
+memory of the first replica's parameters, so that after one optimizer step every replica has the new weights. Each
+replica has its own gradients, buffers and activations. Replicas on another device get a copy of the weights before each
+step, as in `nn.DataParallel`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,9 @@ from paceline.torch_internals.private_api import add_all, divide_all
 
 
 class ThreadReplicas:
-    """The replicas of one process, whose weights, buffers, modes and exact-mode grid are synchronized with the first.
+    """The replicas of one process.
+
+    Their weights, buffers, training modes and exact-mode grids are synchronized with those of the first replica.
 
     Raises:
         JobError: `model=` did not build a new model each time.
@@ -39,7 +42,7 @@ class ThreadReplicas:
         self.refresh()
 
     def refresh(self) -> None:
-        """Update all replicas from the first before a step: its weights may have been loaded, averaged or frozen."""
+        """Update all replicas from the first before a step, in case its weights were loaded, averaged or frozen."""
         for source, target in self._weights:
             if source.device != target.device:
                 target.data.copy_(source.data, non_blocking=target.is_cuda)
@@ -75,7 +78,7 @@ class ThreadReplicas:
 class ThreadReducer:
     """A reducer that sums the replicas' gradients into the first replica, in replica order.
 
-    Each thread sums the gradients of some of the parameters.
+    `target_parameters` are the parameters of the first replica. Each thread sums the gradients of some of them.
     """
 
     needs_equal_microbatches = False
@@ -103,7 +106,7 @@ class ThreadReducer:
         """Do nothing: autograd has already added to this replica's `.grad`."""
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Wait until all replicas have run backward, then sum and divide the gradients assigned to this thread."""
+        """Wait until all replicas have run backward, then sum this thread's share of the gradients and divide."""
         all_gradients: list[list[Tensor | None]] = self._world.exchange([p.grad for p in self._parameters])
         local_indices = range(self._world.rank, len(self._target_parameters), self._world.world_size)
         totals: dict[int, Tensor] = {}
@@ -152,6 +155,7 @@ def _move_divisor(divisor: float | Tensor, target_parameters: Sequence[nn.Parame
 
 
 def _check_separate(first: nn.Module, other: nn.Module) -> None:
+    """Raise JobError if two replicas share a module or tensor, or differ; copy `requires_grad` from the first."""
     other_ids = {id(part) for part in (*other.modules(), *other.parameters(), *other.buffers())}
     parts: list[tuple[str, object]] = [(name, part) for name, part in first.named_modules() if any(part.children())]
     parts = [*parts, *first.named_parameters(), *first.named_buffers()]

@@ -1,9 +1,9 @@
 """Discovery of the modules of a model that hold experts, and assignment of experts to ranks.
 
-A module can be sharded if its forward is `(tokens, expert_index, expert_weight) -> tokens`: tokens of shape
-(tokens, width), the experts chosen for each token, (tokens, choices), and their weights. The experts modules of
-transformers have this interface. The experts are stacked in parameters with the same first dimension, or are modules of
-an `nn.ModuleList`.
+A module can be sharded if its forward is `(tokens, expert_index, expert_weight) -> tokens`. `tokens` has the shape
+(tokens, width). `expert_index` and `expert_weight`, of shape (tokens, choices), are the experts chosen for each token
+and their weights. The experts modules of transformers have this interface. The experts are either stacked along the
+first dimension of the module's parameters, or are the modules of an `nn.ModuleList`.
 """
 
 import inspect
@@ -23,8 +23,8 @@ _INDEX_WORDS, _WEIGHT_WORDS = ("index", "indices", "expert"), ("weight", "score"
 class ExpertsModule:
     """A module with `num_experts` experts.
 
-    `stacked_parameters` are the names of the parameters whose first dimension is the experts. `list_name` is the name
-    of the `nn.ModuleList` if the experts are modules.
+    `stacked_parameters` are the names of the parameters with one row per expert, if the experts are stacked.
+    `list_name` is the name of the `nn.ModuleList`, if the experts are modules.
     """
 
     name: str
@@ -35,17 +35,20 @@ class ExpertsModule:
 
 
 def expert_ranges(num_experts: int, *, ranks: int) -> tuple[tuple[int, int], ...]:
-    """Return the experts `[start, stop)` of each rank, as even as possible; some are empty if there are more ranks."""
+    """Return each rank's range of experts `[start, stop)`, of nearly equal sizes; with few experts, some are empty."""
     min_size, remainder = divmod(num_experts, ranks)
     starts = [rank * min_size + min(rank, remainder) for rank in range(ranks + 1)]
     return tuple(pairwise(starts))
 
 
 def find_experts(model: nn.Module, *, pattern: str | None = None) -> list[ExpertsModule]:
-    """Return the experts modules of a model, or those whose names match `pattern` ("*.mlp.experts").
+    """Return the modules of a model that hold experts.
+
+    They are the modules with a routed forward (see `has_routed_forward`). With a `pattern`, such as "*.mlp.experts",
+    they are the modules whose names match it; these must have a routed forward too.
 
     Raises:
-        LayoutError: there are none, or a module with experts cannot be sharded; the message gives name and reason.
+        LayoutError: no module is found, or a module with experts cannot be sharded; the message gives name and reason.
     """
     experts_modules: list[ExpertsModule] = []
     for name, module in model.named_modules():
@@ -54,10 +57,10 @@ def find_experts(model: nn.Module, *, pattern: str | None = None) -> list[Expert
         if name and is_match and not is_nested:
             experts_modules.append(_describe_experts(name, module))
     if not experts_modules:
-        raise _no_experts_found(model, pattern)
+        raise _no_experts_found_error(model, pattern)
     for name, module in _expert_lists(model) if pattern is None else ():
         if not _is_covered(name, module, experts_modules):
-            raise _unsupported_interface(name, module)
+            raise _unsupported_interface_error(name, module)
     return experts_modules
 
 
@@ -73,10 +76,11 @@ def has_routed_forward(module: nn.Module) -> bool:
 
 
 def _describe_experts(name: str, module: nn.Module) -> ExpertsModule:
+    """Return how a module stores its experts; raise LayoutError if it cannot be sharded."""
     own_parameters = dict(module.named_parameters(recurse=False))
     lists = [(n, m) for n, m in module.named_children() if isinstance(m, nn.ModuleList) and len(m) > 1]
     if not has_routed_forward(module):
-        raise _unsupported_interface(name, module)
+        raise _unsupported_interface_error(name, module)
     if len(lists) == 1 and not own_parameters:
         return ExpertsModule(name=name, module=module, num_experts=len(lists[0][1]), list_name=lists[0][0])
     sizes = {parameter.shape[0] for parameter in own_parameters.values() if parameter.dim()}
@@ -99,10 +103,11 @@ def _expert_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
 
 
 def _is_covered(name: str, module: nn.Module, experts_modules: Sequence[ExpertsModule]) -> bool:
+    """Return whether a module is one of the experts modules, or is inside one."""
     return any(name.startswith(f"{experts.name}.") or experts.module is module for experts in experts_modules)
 
 
-def _unsupported_interface(name: str, module: nn.Module) -> LayoutError:
+def _unsupported_interface_error(name: str, module: nn.Module) -> LayoutError:
     return LayoutError(
         f"{name} ({type(module).__name__}) holds experts that are called one by one with their tokens.",
         cause="the routing of all tokens must be known before any expert runs, or ranks would wait for each other",
@@ -111,10 +116,10 @@ def _unsupported_interface(name: str, module: nn.Module) -> LayoutError:
     )
 
 
-def _no_experts_found(model: nn.Module, pattern: str | None) -> LayoutError:
+def _no_experts_found_error(model: nn.Module, pattern: str | None) -> LayoutError:
     lists = [name for name, _ in _expert_lists(model)]
     if lists and pattern is None:
-        return _unsupported_interface(lists[0], model.get_submodule(lists[0]))
+        return _unsupported_interface_error(lists[0], model.get_submodule(lists[0]))
     return LayoutError(
         f"{type(model).__name__} has no module {pattern}."
         if pattern

@@ -1,9 +1,9 @@
-"""Expert parallelism: experts sharded over the ranks of an `ep` axis, each of which has its own tokens.
+"""Expert parallelism: experts sharded over the ranks of an `ep` axis.
 
-Each rank holds some of the experts and all other parameters. An all-to-all sends tokens to the ranks of their experts,
-the module's own forward runs on the received tokens, and a second all-to-all returns the results. The gradient of an
-expert is then already the sum over the tokens of all `ep` ranks, so it is reduced only over data ranks outside the `ep`
-group.
+Each rank holds some of the experts and all other parameters, and has its own tokens. An all-to-all sends each token to
+the ranks of its experts. There the module's own forward runs on the received tokens, and a second all-to-all returns
+the results. The gradient of an expert then already includes the tokens of all `ep` ranks. So it is reduced only over
+the data-parallel ranks outside the `ep` group.
 """
 
 import inspect
@@ -29,8 +29,8 @@ ExpertRanges = tuple[tuple[int, int], ...]
 class ShardedExperts:
     """The result of `split_experts` on one rank.
 
-    `shard_specs` contains all sharded parameters, including those of which this rank holds nothing; `names` are the
-    expert parameters that it holds.
+    `shard_specs` contains the parameters of all experts, also of those on other ranks. `names` are the expert
+    parameters of which this rank holds at least a part. `module_names` are the names of the experts modules.
     """
 
     shard_specs: Mapping[str, ShardSpec]
@@ -39,7 +39,7 @@ class ShardedExperts:
     _undos: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def close(self) -> None:
-        """Restore the modules' own forward. Their parameters remain sharded."""
+        """Restore the original forward of the experts modules. Their parameters remain sharded."""
         for undo in self._undos:
             undo()
         self._undos.clear()
@@ -48,11 +48,10 @@ class ShardedExperts:
 def split_experts(*, model: nn.Module, world: World | None = None, experts: str | None = None) -> ShardedExperts:
     """Remove the experts of other ranks from the model, in place; parameter names do not change.
 
-    `experts` is a pattern for the names of the experts modules. It is needed if the parameter names of their forward do
-    not identify them.
+    `experts` is a pattern that selects the experts modules by name, as in `find_experts`; by default all are sharded.
 
     Raises:
-        LayoutError: there are no experts, or some cannot be sharded; the message names them.
+        LayoutError: the model has no experts, or has experts that cannot be sharded; the message names them.
     """
     world = world or World.alone()
     experts_modules = find_experts(model, pattern=experts)
@@ -74,7 +73,7 @@ def split_experts(*, model: nn.Module, world: World | None = None, experts: str 
 
 
 def _shard_stacked(experts_module: ExpertsModule, local_range: tuple[int, int]) -> dict[str, ShardSpec]:
-    """Replace stacked parameters by their rows of this rank's experts."""
+    """Replace each stacked parameter by its rows for this rank's experts; return the shard specs by full name."""
     start, stop = local_range
     shard_specs: dict[str, ShardSpec] = {}
     for name in experts_module.stacked_parameters:
@@ -89,7 +88,10 @@ def _shard_stacked(experts_module: ExpertsModule, local_range: tuple[int, int]) 
 
 
 def _shard_list(experts_module: ExpertsModule, local_range: tuple[int, int]) -> dict[str, ShardSpec]:
-    """Replace other ranks' experts by empty modules, so that the remaining ones keep their indices and names."""
+    """Replace other ranks' experts by placeholders, so that this rank's experts keep their indices and names.
+
+    Return the shard specs by full name.
+    """
     experts = getattr(experts_module.module, str(experts_module.list_name))
     start, stop = local_range
     shard_specs: dict[str, ShardSpec] = {}
@@ -104,7 +106,7 @@ def _shard_list(experts_module: ExpertsModule, local_range: tuple[int, int]) -> 
 
 
 class RemoteExpert(nn.Module):
-    """A placeholder for an expert that another rank holds; it never gets a token."""
+    """A placeholder for an expert that another rank holds; its input is always empty."""
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
@@ -114,7 +116,10 @@ class RemoteExpert(nn.Module):
 
 
 def _wrap_forward(experts_module: ExpertsModule, ranges: ExpertRanges, world: World) -> Callable[[], None]:
-    """Wrap the forward in the token exchange, as a method, so that a copy of the module uses its own experts."""
+    """Replace the module's forward by one that exchanges tokens; return a function that restores the original.
+
+    The new forward is a bound method, so that a copy of the module uses the copy's experts.
+    """
     module = experts_module.module
     signature = inspect.signature(module.forward)
     sharded_forward: Callable[..., Tensor] = _ShardedForward(
@@ -133,7 +138,10 @@ def _wrap_forward(experts_module: ExpertsModule, ranges: ExpertRanges, world: Wo
 
 
 def _forward_function(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward as a function of (module, ...); a forward that was set on the instance ignores the module."""
+    """Return the module's forward as a function whose first argument is the module.
+
+    A forward that was set on the instance ignores this argument.
+    """
     forward: Any = module.forward
     function: Any = getattr(forward, "__func__", None)
     return function if function is not None else lambda _, *args: forward(*args)
@@ -163,10 +171,10 @@ class _ShardedForward:
         route = plan_route(index, ranges=self.ranges, world=self.world)
         rows, weights = dispatch(flat, weight, route=route)
         is_list = self.experts_module.list_name is not None
-        first = self.ranges[self.world.rank][0] if is_list else 0
+        first_expert = self.ranges[self.world.rank][0] if is_list else 0  # a list keeps the indices of all experts
         outputs = rows
         if len(rows) or is_list:
-            outputs = self.original_forward(module, rows, route.expert_index[:, None] + first, weights[:, None])
+            outputs = self.original_forward(module, rows, route.expert_index[:, None] + first_expert, weights[:, None])
         trainable = [p for p in module.parameters() if p.requires_grad]
         outputs = _JoinBackward.apply(not is_list, outputs, rows, *trainable)  # type: ignore[no-untyped-call]
         return combine(outputs, like=flat, route=route).view(tokens.shape)
@@ -175,7 +183,8 @@ class _ShardedForward:
 class _JoinBackward(torch.autograd.Function):
     """An identity that makes this rank's backward take part in the all-to-alls even if the rank received no rows.
 
-    Stacked experts without tokens get a zero gradient, as in one process, where other experts of the stack have tokens.
+    If this rank's stacked experts get no tokens, their gradient is zero rather than None. One process has a gradient
+    for them too, because it stacks them with experts that get tokens.
     """
 
     @staticmethod
@@ -194,7 +203,7 @@ class _JoinBackward(torch.autograd.Function):
 
 
 def _refuse_tied_experts(model: nn.Module, experts_modules: list[ExpertsModule]) -> None:
-    """Raise if a parameter of an expert is tied to another parameter.
+    """Refuse a model in which a parameter of an expert is tied to another parameter.
 
     Raises:
         LayoutError: a parameter is tied; the message gives both names.

@@ -1,8 +1,8 @@
 """A check, in one process and before the run starts, that a model gives the same results with sharded experts.
 
-As for `cp`, threads simulate the ranks, in float64. The experts run in training mode, all other modules in evaluation
-mode. The check rejects an experts forward that draws random numbers, does not derive the number of experts from its
-parameters, drops tokens beyond a capacity, or combines several tokens.
+Threads simulate the ranks, in float64, as in `context_parallel_check`. The experts run in training mode, all other
+modules in evaluation mode. The check rejects an experts module if its forward draws random numbers, takes the number of
+experts from something other than its parameters, drops tokens beyond a capacity, or combines several tokens.
 """
 
 import inspect
@@ -46,7 +46,7 @@ def check_experts(
     forward: Callable[[nn.Module, Any], Any],
     experts: str | None = None,
 ) -> None:
-    """Compare `forward(model, batch)` on one batch per rank, with all experts and with sharded experts.
+    """Compare `forward(model, batch)` with unsharded and with sharded experts. `batches` has one batch per rank.
 
     Raises:
         LayoutError: the experts cannot be sharded, or outputs or gradients differ.
@@ -62,7 +62,7 @@ def check_experts(
         for width, num_choices in sorted(call_shapes.get(experts_module.name, ())):
             module = copy_model(experts_module.module)
             if not _is_tokenwise(module, num_experts=num_experts, width=width, num_choices=num_choices):
-                raise _different_results("outputs", experts_module.name)
+                raise _different_results_error("outputs", experts_module.name)
 
     def run_rank(world: World) -> _RankResult:
         sharded_model = copy_model(full_model)
@@ -81,19 +81,19 @@ def check_experts(
     for (expected_outputs, _), rank_result in zip(full_results, rank_results, strict=True):
         pairs = zip(rank_result.outputs, expected_outputs, strict=True)
         if not all(equal_up_to_rounding(result, expected) for result, expected in pairs):
-            raise _different_results("outputs", modules)
+            raise _different_results_error("outputs", modules)
     for name in [name for name, parameter in full_model.named_parameters() if parameter.requires_grad]:
         expected = _sum_present([gradients.get(name) for _, gradients in full_results])
         if not _is_gradient_equal(name, expected, rank_results):
-            raise _different_results(f"gradients of {name}", modules)
+            raise _different_results_error(f"gradients of {name}", modules)
 
 
 @contextmanager
 def _record_calls(model: nn.Module, pattern: str | None) -> Iterator[dict[str, set[tuple[int, int]]]]:
-    """Record the token widths and the numbers of choices of each experts module's calls.
+    """Record, by experts module, the pairs (token width, choices per token) with which the model calls it.
 
     Raises:
-        LayoutError: a module draws random numbers, which would differ when the experts are sharded.
+        LayoutError: a module draws random numbers, which would differ if the experts were sharded.
     """
     device = next(model.parameters()).device
     call_shapes: dict[str, set[tuple[int, int]]] = {}
@@ -127,7 +127,8 @@ def _record_calls(model: nn.Module, pattern: str | None) -> Iterator[dict[str, s
 def _is_tokenwise(module: nn.Module, *, num_experts: int, width: int, num_choices: int) -> bool:
     """Return whether each token's result is independent of the other tokens.
 
-    The tokens are computed together and in two halves, once spread over all experts and once with the same experts.
+    Tokens are computed together and then in two halves. The test is made twice: with tokens routed to all experts in
+    turn, and with all tokens routed to the same experts.
     """
     generator = torch.Generator().manual_seed(0)
     device = next(module.parameters()).device
@@ -147,6 +148,7 @@ def _is_tokenwise(module: nn.Module, *, num_experts: int, width: int, num_choice
 
 
 def _outputs_and_gradients(model: nn.Module, batch: Any, forward: Any) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+    """Return the model's outputs, and the gradients of a weighted sum of them by parameter name."""
     with Float64Mode():
         outputs = [t for t in tensor_leaves(forward(model, batch)) if t.is_floating_point() and t.requires_grad]
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -162,6 +164,7 @@ def _sum_present(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _is_gradient_equal(name: str, expected: Tensor | None, rank_results: Sequence[_RankResult]) -> bool:
+    """Return whether the gradient of a parameter on the ranks, summed or sharded, equals the expected one."""
     if name not in rank_results[0].shard_specs:
         total = _sum_present([result.gradients.get(name) for result in rank_results])
         if total is None or expected is None:
@@ -178,7 +181,7 @@ def _is_gradient_equal(name: str, expected: Tensor | None, rank_results: Sequenc
     return True
 
 
-def _different_results(what: str, modules: str) -> LayoutError:
+def _different_results_error(what: str, modules: str) -> LayoutError:
     return LayoutError(
         f"with the experts of {modules} spread over ranks, the model's {what} differ.",
         cause="their forward combines several tokens (a capacity, a statistic), or counts its experts "

@@ -1,8 +1,8 @@
-"""Dispatch of tokens to the ranks that hold their experts, and return of the results: all-to-all with uneven counts.
+"""Dispatch of tokens to the ranks of their experts, and return of the results, by all-to-all with uneven counts.
 
-Each (token, expert) pair is a row; rows are ordered by expert. A first all-to-all exchanges the counts, so that each
-rank knows the number of rows from each other rank, which may be zero. Backward uses the reverse all-to-all (Lepikhin et
-al., "GShard", 2020; uneven counts: Gale et al., "MegaBlocks", 2022).
+Each pair of a token and one of its experts is a row. Rows are ordered by expert. A first all-to-all exchanges the
+counts, so that each rank knows how many rows (perhaps none) it gets from each other rank. Backward sends the gradients
+of rows in the opposite direction (Lepikhin et al., "GShard", 2020; uneven counts: Gale et al., "MegaBlocks", 2022).
 """
 
 from collections.abc import Sequence
@@ -18,20 +18,21 @@ from paceline.comm.process_group import World
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRoute:
-    """The routing of rows in one forward: the counts of rows per rank, and the indices of the rows."""
+    """The routing of rows in one forward: how many rows go to and come from each rank, and the indices of the rows."""
 
     world: World
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
-    token_index: Tensor  # the token of each sent row, in the order of experts
-    pair_index: Tensor  # the index of each sent row among all (token, choice) pairs
-    expert_index: Tensor  # the expert of each received row, counted from 0 on this rank
+    token_index: Tensor  # the token of each sent row; rows are ordered by expert
+    pair_index: Tensor  # the index of each sent row in the flattened (tokens, choices)
+    expert_index: Tensor  # the expert of each received row; the first expert of this rank is 0
 
 
 def plan_route(index: Tensor, *, ranges: Sequence[tuple[int, int]], world: World) -> TokenRoute:
-    """Return the route for the chosen experts `index`, (tokens, choices), and the expert ranges of the ranks.
+    """Return the route of the tokens. A collective call.
 
-    A choice outside of all ranges (a masked expert) is not sent.
+    `index`, of shape (tokens, choices), is the chosen experts. `ranges` is each rank's range of experts. A choice
+    outside of all ranges (a masked expert) is not sent.
     """
     num_experts = ranges[-1][1]
     flat_index = index.reshape(-1)
@@ -58,9 +59,9 @@ def plan_route(index: Tensor, *, ranges: Sequence[tuple[int, int]], world: World
 
 
 def _most_loaded_counts(received: Tensor) -> Tensor:
-    """Return estimated counts for the most loaded rank, for a simulation without a real router.
+    """Return an estimate of the received counts of the most loaded rank, for a simulation without a real router.
 
-    The estimate is two standard deviations above the mean, if each choice is equally likely to be on any rank.
+    If a router sends each choice to a random rank, the estimate is two standard deviations above the mean.
     """
     total = int(received.sum())
     margin = 2 * (max(total, 1) * (1 - 1 / received.shape[0])) ** 0.5 / max(total, 1)
@@ -69,18 +70,24 @@ def _most_loaded_counts(received: Tensor) -> Tensor:
 
 
 def dispatch(tokens: Tensor, weights: Tensor, *, route: TokenRoute) -> tuple[Tensor, Tensor]:
-    """Return the rows and weights of this rank's experts, from the tokens of all ranks."""
+    """Send tokens and weights to the ranks of their experts; return the rows and weights of this rank's experts."""
     return _AllToAll.apply(route, False, tokens[route.token_index], weights.reshape(-1)[route.pair_index])  # type: ignore[no-untyped-call,no-any-return]
 
 
 def combine(rows: Tensor, *, like: Tensor, route: TokenRoute) -> Tensor:
-    """Return the rows to their ranks, and add the rows of each token, in the order of experts."""
+    """Send the rows back to the ranks of their tokens; return each token's sum of rows, added in order of experts.
+
+    `like` gives the shape and dtype of the result.
+    """
     (received,) = _AllToAll.apply(route, True, rows)  # type: ignore[no-untyped-call]
     return torch.zeros_like(like).index_add(0, route.token_index, received.to(like.dtype))
 
 
 class _AllToAll(torch.autograd.Function):
-    """An all-to-all of rows; one autograd node for all tensors, so that backward has the same order on every rank."""
+    """An all-to-all of the rows of several tensors, in one autograd node: backward has one order on all ranks.
+
+    `is_return` is True for rows that go back to the ranks of their tokens.
+    """
 
     @staticmethod
     @override

@@ -10,7 +10,7 @@ from paceline.parallel.data_parallel.reducer import Reducer
 class ComposedReducer:
     """A reducer that forwards each call to several reducers.
 
-    `needs_equal_microbatches`: the forward communicates too, so all ranks must run equally many microbatches.
+    Set `needs_equal_microbatches` if the forward communicates too: then all ranks must run equally many microbatches.
     """
 
     def __init__(self, reducers: Sequence[Reducer], *, needs_equal_microbatches: bool) -> None:

@@ -1,8 +1,9 @@
 """Compute the norm of a gradient that is sharded over several ranks.
 
-Each element of the full gradient is counted by one rank. By default, float32 norms of short rows are squared and summed
-in float64. This is as accurate as float64 throughout and many times faster; a single float32 sum over millions of
-elements has an error in the fourth digit. Exact mode sums integers, so the bits are equal for any sharding.
+Each element of the full gradient is counted by one rank. By default, the norms of short rows are computed in float32,
+and their squares are summed in float64. This is as accurate as computing all of it in float64, and many times faster. A
+single float32 sum over millions of elements would have an error in the fourth digit. Exact mode sums integers, so the
+bits are equal for any sharding.
 """
 
 import math
@@ -16,7 +17,7 @@ from paceline.comm.process_group import World
 LIMB_BITS = 28
 _CHUNK = 1 << 16
 _ROW = 4096
-_TINY = 1e-30  # below it float32 squares may have underflowed
+_TINY = 1e-30  # in a smaller sum of squares, float32 squares may have underflowed
 
 
 def joint_norm(owned_tensors: Sequence[Tensor], *, worlds: Sequence[World], exact: bool = False) -> Tensor:
@@ -31,6 +32,7 @@ def joint_norm(owned_tensors: Sequence[Tensor], *, worlds: Sequence[World], exac
 
 
 def _float_norm(tensors: Sequence[Tensor], worlds: Sequence[World], device: torch.device) -> Tensor:
+    """Return the norm; if squares may have overflowed or underflowed, divide by the largest magnitude first."""
     total = _joint_sum_of_squares(tensors, worlds, device)
     if device.type != "cpu" or _TINY < total.item() < math.inf:
         return total.sqrt()  # the value is not checked on a GPU, because that would synchronize

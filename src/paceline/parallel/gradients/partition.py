@@ -72,10 +72,10 @@ def build_reducer(
 class ShardingRequest:
     """The layout, groups and earlier splits that determine how parameters are partitioned over data-parallel ranks.
 
-    `base_specs`: the shard specs of the parameters after tensor parallelism; empty if all are full tensors.
-    `absent_names`: the parameters of other pipeline stages, None without a pipeline. `expert_names`: the parameters of
-    experts, which are not sharded. `full_tensor_names`: the parameters whose update rule needs the full tensor.
-    `deferred_rows`: this rank's rows of parameters that are still on the meta device.
+    `base_specs` are the shard specs of the parameters after expert and tensor parallelism; they are empty if all
+    parameters are full tensors. `absent_names` are the parameters of other pipeline stages, or None without a pipeline.
+    `expert_names` are the parameters of experts, which are not sharded here. `full_tensor_names` are the parameters
+    whose update rule needs the full tensor. `deferred_rows` are this rank's rows of parameters on the meta device.
     """
 
     layout: Layout
@@ -204,7 +204,7 @@ def model_tensor_after_placement(
 def optimizer_tensor_after_placement(
     member: NamedParameter, row_shard: NamedParameter | None, base_specs: ShardSpecs
 ) -> LocalTensor:
-    """Return the shard of a parameter that this rank's optimizer updates."""
+    """Return the shard of a parameter that this rank's optimizer updates; an empty one if `row_shard` is None."""
     shape, dtype = member.parameter.shape, member.parameter.dtype
     if row_shard is None:
         return LocalTensor(name=member.name, shard_spec=ShardSpec.empty(shape), dtype=dtype, get_tensor=_raise_absent)

@@ -9,18 +9,21 @@ from paceline.comm.process_group import World
 from paceline.parallel.data_parallel.reducer import Reducer
 from paceline.parallel.module_access.parameters import NamedParameter
 
-_TAG = 1 << 20  # message tags from here on, which activations do not use
+_TAG = 1 << 20  # the first message tag of tied gradients; activations use lower tags
 
 
 class ExactTies:
-    """Exact mode's integer sums of tied gradients over pipeline stages, which equal those of one process."""
+    """The summation of tied gradients over pipeline stages in exact mode, as integers, as in one process.
+
+    `ties` maps the name of each tied parameter to the ranks of the pipeline group `world` that hold it.
+    """
 
     def __init__(self, ties: Mapping[str, Sequence[int]], *, world: World) -> None:
         self._world = world
         self._holders = {name: (index, ranks) for index, (name, ranks) in enumerate(sorted(ties.items()))}
 
     def sum_over_stages(self, name: str, local_sum: Tensor) -> Tensor:
-        """Return the sum over the ranks that hold the parameter; each calls this, in the same order of parameters."""
+        """Return the sum over the ranks that hold the parameter; they call this in the same order of parameters."""
         index, ranks = self._holders.get(name, (0, ()))
         return sum_in_rank_order(local_sum, ranks=ranks, index=index, world=self._world) if ranks else local_sum
 

@@ -1,8 +1,8 @@
 """Record a separate gradient for each use of a tied weight, so that exact mode adds the same terms in every layout.
 
-In one process autograd sums the gradients of all uses in floating point, while each pipeline stage sees only its own
-uses. So while a module runs, a tied weight is replaced by a view. The view's gradient is stored here, and the weight
-itself gets zeros, so that its hook still reports when all gradients are ready.
+In one process, autograd sums the gradients of all uses in floating point. A pipeline stage sees only its own uses. So
+while a module runs, a view replaces each of its tied weights. The gradient of the view is stored here, and the weight
+itself gets zeros, so that its gradient hook still reports when all gradients are ready.
 """
 
 from collections import Counter
@@ -19,7 +19,8 @@ from paceline.errors import LayoutError
 class TiedUses:
     """The uses of a model's tied weights.
 
-    `names` are the tied weights' first names; `multi_stage_names` are those that several pipeline stages hold.
+    `names` are the first names of the tied weights. `multi_stage_names` are the names of weights that several pipeline
+    stages hold.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,6 +69,7 @@ class TiedUses:
         return gradients
 
     def _insert_view(self, module: nn.Module, _: Any, *, name: str, attribute: str) -> None:
+        """Replace a weight by a view for one call of a module, and store the gradient of the view."""
         parameter = module._parameters[attribute]
         if parameter is None or not (parameter.requires_grad and torch.is_grad_enabled()):
             return

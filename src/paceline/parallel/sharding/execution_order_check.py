@@ -1,8 +1,8 @@
 """Check that all ranks gather the same FSDP units in the same order.
 
-All-gathers are matched by their order: if two ranks call different units of the same shape, each rank silently gets
-rows of both units. So each rank adds its unit gathers, forward and backward, to a checksum, and the ranks compare
-their checksums once a step, before the update.
+The ranks' all-gathers are matched by their order. If two ranks call different units of the same shape, each rank
+silently gets rows of both units. So each rank adds every gather of a unit, in forward and backward, to a checksum. Once
+a step, before the update, the ranks compare their checksums.
 """
 
 import zlib
@@ -23,6 +23,7 @@ class UnitOrderCheck:
     def __init__(self, names: Sequence[str], *, world: World) -> None:
         self._names, self._world = tuple(names), world
         self._checksum, self._count, self._recorded = 0, 0, list[int]()
+        # the last comparison: its result in host memory, the event of the copy, and this rank's recorded gathers
         self._pending: tuple[Tensor, torch.cuda.Event | None, list[int]] | None = None
 
     def record_gather(self, unit_index: int, *, backward: bool = False) -> None:
@@ -36,7 +37,8 @@ class UnitOrderCheck:
     def compare(self) -> None:
         """Compare the ranks' checksums; every rank calls this once a step.
 
-        On a GPU it reads the result of the previous step's comparison, so that it does not wait for the device.
+        On a GPU, this call starts the comparison of this step and reads the result of the previous step, so that it
+        does not wait for the device.
 
         Raises:
             DesyncError: the ranks have gathered different units, or in a different order.
@@ -56,7 +58,7 @@ class UnitOrderCheck:
             self.check_pending()
 
     def check_pending(self) -> None:
-        """Read the result of the last comparison.
+        """Read the result of the last comparison, if it has not been read yet.
 
         Raises:
             DesyncError: the ranks have gathered different units, or in a different order.

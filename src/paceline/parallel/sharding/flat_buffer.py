@@ -1,8 +1,9 @@
 """Pack the rows of several parameters into a flat buffer, for one reduce-scatter or all-gather.
 
-The buffer has one chunk for each rank of the shard group, all of one size. Parameters that are split by rows have the
-same offset in every chunk, so that a full tensor is copied in or out at once; a rank with fewer rows leaves the end of
-its space unused. Parameters that one rank owns follow, in that rank's chunk only.
+The buffer has one chunk for each rank of the shard group, all of one size. A parameter that is split by rows has the
+same offset in every chunk, so that its full tensor is copied in or out at once. If a rank has fewer rows, the rest of
+the parameter's space in its chunk stays unused. After these parameters, each chunk has the parameters that its rank
+alone owns.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,10 @@ from paceline.torch_internals.private_api import copy_all
 
 
 class FlatBufferLayout:
-    """The layout of the parameters of one bucket in a flat buffer. `chunk_numel` is the size of one rank's chunk."""
+    """The layout of the parameters of one bucket, `members`, in a flat buffer.
+
+    `chunk_numel` is the number of elements in one rank's chunk. A `position` is the index of a parameter in `members`.
+    """
 
     def __init__(
         self, members: Sequence[NamedParameter], *, row_splits: Mapping[str, RowSplit], num_shards: int
@@ -46,7 +50,10 @@ class FlatBufferLayout:
         return [chunk.narrow(0, start if size else 0, size) for start, size in zip(self._offsets, sizes, strict=True)]
 
     def matching_views(self, position: int, buffer: Tensor, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of matching views of the buffer and of a parameter's contiguous tensor, as few as possible."""
+        """Return as few pairs of equal-shaped views as possible, of the buffer and of a parameter's contiguous tensor.
+
+        Together the views cover all elements of the parameter.
+        """
         row_split, offset, flat = self.row_splits[position], self._offsets[position], tensor.view(-1)
         if row_split.owner is not None:
             return [(buffer[row_split.owner].narrow(0, offset, flat.numel()), flat)] if flat.numel() else []
@@ -62,13 +69,13 @@ class FlatBufferLayout:
             if num_full_shards
             else []
         )
-        remainder = flat[num_full_shards * shard_numel :]  # the rows of a rank that has fewer
+        remainder = flat[num_full_shards * shard_numel :]  # the rows of the last rank, if it has fewer
         if not remainder.numel():
             return pairs
         return [*pairs, (buffer[num_full_shards].narrow(0, offset, remainder.numel()), remainder)]
 
     def views_by_rank(self, position: int, buffer: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield flat (buffer, tensor) views of a parameter's elements, rank by rank; strided rows are copied first."""
+        """Yield pairs of flat views of the buffer and of a parameter's tensor, by rank; strided rows are copied."""
         for shard_rank, row_split in enumerate([self.row_splits[position]] * self.num_shards):
             if row_split.numel(shard_rank):
                 buffer_view = buffer[shard_rank].narrow(0, self._offsets[position], row_split.numel(shard_rank))

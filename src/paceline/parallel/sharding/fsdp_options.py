@@ -12,12 +12,13 @@ from paceline.parallel.sharding.units import UnitChoice, parse_units
 
 @dataclass(frozen=True, kw_only=True)
 class FullShardOptions:
-    """Options of full sharding. `units` chooses the modules whose parameters are gathered together.
+    """Options of full sharding.
 
-    `reshard`: whether a unit's parameters are freed between forward and backward. None frees them for all units except
-    the root module, whose parameters backward needs first. `prefetch`: the number of units that are gathered ahead; 0
-    selects torch's default. `param_dtype`: the dtype in which parameters are gathered and used; None keeps each
-    parameter's dtype. `offload`: keep parameters, gradients and optimizer state in host memory.
+    `units` chooses the modules whose parameters are gathered together. With `reshard`, the parameters of a unit are
+    freed between forward and backward. None frees them for all units except the root module, whose parameters backward
+    needs first. `prefetch` is the number of units that are gathered ahead; 0 selects torch's default. `param_dtype` is
+    the dtype in which parameters are gathered and used; None keeps each parameter's dtype. With `offload`, parameters,
+    gradients and optimizer state are kept in host memory.
     """
 
     units: UnitChoice = field(default_factory=UnitChoice)

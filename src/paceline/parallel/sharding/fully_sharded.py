@@ -1,9 +1,9 @@
 """ZeRO-3 on `fully_shard`: between uses, each rank holds only its rows of every parameter.
 
-`fully_shard` gathers a unit's parameters before they are used and frees them afterwards. It does not reduce gradients:
-the ZeRO-2 reducer takes them as soon as autograd has written them. So exact mode, parameters without a gradient and
-replicas work as in ZeRO-2, and a unit may be any module. With replicas (hybrid sharding; Zhao et al., "PyTorch FSDP",
-VLDB 2023) each rank all-reduces the gradient sums of its rows over the replicas.
+`fully_shard` gathers a unit's parameters before they are used and frees them afterwards. It does not reduce gradients
+here: the ZeRO-2 reducer removes each gradient as soon as autograd has written it. So exact mode, parameters without a
+gradient and replicas work as in ZeRO-2, and a unit may be any module. With replicas (hybrid sharding; Zhao et al.,
+"PyTorch FSDP", VLDB 2023) each rank all-reduces the gradient sums of its rows over the replicas.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -49,15 +49,16 @@ def shard_zero3(
 ) -> ShardedModel:  # fmt: skip
     """Shard the model in place. Every rank calls this with the same full weights; on one rank nothing is sharded.
 
-    `absent_names`: the parameters of other pipeline stages, None without a pipeline. In a pipeline, other forwards run
-    before the model's backward, so parameters outside all units stay gathered until the end of the step.
-    `base_specs`: the specs under tensor parallelism. `deferred_rows`: this rank's rows of a model on the meta device.
+    `absent_names` are the parameters of other pipeline stages; None means that there is no pipeline. In a pipeline,
+    other forwards run before the model's backward, so parameters outside all units stay gathered until the end of the
+    step. `expert_names` are the expert parameters, which are not sharded here. `base_specs` are the shard specs after
+    tensor parallelism. `deferred_rows` are this rank's rows of a model on the meta device.
 
     Raises:
         LayoutError: a parameter can't be sharded, or the model does not have a named unit.
     """
-    options = options or FullShardOptions()
-    if data_groups.shard_world.world_size == 1:
+    options, shard_world = options or FullShardOptions(), data_groups.shard_world
+    if shard_world.world_size == 1:
         _refuse_single_rank(options)
         return shard_zero12(
             stage=2, model=model, named_parameters=named_parameters, data_groups=data_groups,
@@ -65,7 +66,7 @@ def shard_zero3(
         )  # fmt: skip
     excluded = {*(absent_names or ()), *expert_names}
     parameters = _contiguous_parameters(model, excluded)
-    splits = make_row_splits(parameters, num_shards=data_groups.shard_world.world_size)
+    splits = make_row_splits(parameters, num_shards=shard_world.world_size)
     specs = base_specs or {m.name: ShardSpec.full(m.parameter.shape) for m in parameters}
     scalars = {m.name: m.parameter for m in parameters if not m.parameter.dim()}
     ignored = {p for n, p in model.named_parameters() if n in excluded}
@@ -75,30 +76,28 @@ def shard_zero3(
         is_pipelined=absent_names is not None, contexts=contexts,
     )  # fmt: skip
     if deferred_rows is not None:
-        device = torch.device("cpu") if options.offload else data_groups.shard_world.device
+        device = torch.device("cpu") if options.offload else shard_world.device
         _fill_deferred_rows(model, deferred_rows, device=device, excluded_ids={id(p) for p in ignored})
     leaf_by_name = {**scalars, **_find_unsharded_parameters(model, guards)}
     guards.intercept_calls()
-    local = {n: p for n, p in model.named_parameters() if n not in excluded}
+    local_parameters = {n: p for n, p in model.named_parameters() if n not in excluded}
     row_shards = [
-        _make_row_shard(m, local[m.name], splits, data_groups.shard_world.rank, specs) for m in named_parameters
+        _make_row_shard(m, local_parameters[m.name], splits, shard_world.rank, specs) for m in named_parameters
     ]
     scalar_shards = [shard for shard in row_shards if shard.name in scalars]
-    sync = _PostUpdateSync(
-        model, ParameterAllGather(scalar_shards, row_splits=splits, world=data_groups.shard_world),
-        is_pipelined=absent_names is not None,
-    )  # fmt: skip
+    all_gather_scalars = ParameterAllGather(scalar_shards, row_splits=splits, world=shard_world)
+    sync = _PostUpdateSync(model, all_gather_scalars, is_pipelined=absent_names is not None)
     leaves = [leaf_by_name[shard.name] for shard in row_shards]
     reducer = ScatterReducer(
-        row_shards=row_shards, leaf_parameters=leaves, row_splits=splits, shard_world=data_groups.shard_world,
-        replica_world=data_groups.replica_world, grid=grid, order_check=guards.order,
+        row_shards=row_shards, leaf_parameters=leaves, row_splits=splits, shard_world=shard_world,
+        replica_world=data_groups.replica_world, grid=grid, order_check=guards.order_check,
     )  # fmt: skip
     return ShardedModel(
         row_shards=row_shards, reducer=reducer, sync_after_update=sync, sync_after_load=sync,
         shard_specs={
-            n: specs[n] if n in scalars else splits[n].shard_spec(specs[n], data_groups.shard_world.rank) for n in local
+            n: specs[n] if n in scalars else splits[n].shard_spec(specs[n], shard_world.rank) for n in local_parameters
         },
-        local_tensors={name: _local_tensor(p) for name, p in local.items()},
+        local_tensors={name: _local_tensor(p) for name, p in local_parameters.items()},
         leaf_parameters=leaves, data_groups=data_groups,
     )  # fmt: skip
 
@@ -106,9 +105,10 @@ def shard_zero3(
 class _PostUpdateSync:
     """The synchronization after an update: send scalars to every rank, and reshard units that are still gathered.
 
-    Backward usually reshards them. The root unit stays gathered, with outdated values, after an evaluation, or if the
-    model's output is an object that hides its tensors. In a pipeline, `fully_shard` never sees the end of the model's
-    forward. It then reshards only units with `reshard_after_forward`, so this option is on during the call.
+    Backward usually reshards the units. But the root unit stays gathered, with outdated values, after an evaluation, or
+    if the model's output is an object that hides its tensors. In a pipeline, `fully_shard` does not see the end of the
+    model's forward. `reshard` then affects only units with `reshard_after_forward`, so `__call__` switches this option
+    on for a moment.
     """
 
     def __init__(self, model: nn.Module, all_gather_scalars: ParameterAllGather, *, is_pipelined: bool) -> None:
@@ -135,7 +135,11 @@ def _apply_fully_shard(
     is_pipelined: bool,
     contexts: Sequence[Callable[[nn.Module], AbstractContextManager[None]]],
 ) -> UnitGuards:
-    """Apply `fully_shard` to the units and the model; it registers each unit's hooks inside `contexts`."""
+    """Apply `fully_shard` to the units and the model; return the guards of the units.
+
+    `fully_shard` registers the hooks of a unit while the contexts that `contexts` return for this unit are active.
+    `ignored` are the parameters that it does not shard.
+    """
     device = data_groups.shard_world.device.type
     assert data_groups.shard_world.group is not None
     mesh = DeviceMesh.from_group(data_groups.shard_world.group, device, mesh_dim_names=("dp_shard",))
@@ -146,7 +150,7 @@ def _apply_fully_shard(
     _refuse_mixed_dtypes([*units, model], model, ignored)
     guards = UnitGuards(model, [*units, model], world=data_groups.shard_world, is_pipelined=is_pipelined)
     for unit in [*units, model]:
-        output = torch.float32 if options.param_dtype is not None and unit is model else None
+        output_dtype = torch.float32 if options.param_dtype is not None and unit is model else None
         with ExitStack() as stack:
             for context in (guards.add_hooks_around, *contexts):
                 stack.enter_context(context(unit))
@@ -155,7 +159,7 @@ def _apply_fully_shard(
                 unit,
                 mesh=mesh,
                 reshard_after_forward=False if is_pipelined and unit is model else options.reshard,
-                mp_policy=MixedPrecisionPolicy(param_dtype=options.param_dtype, output_dtype=output),
+                mp_policy=MixedPrecisionPolicy(param_dtype=options.param_dtype, output_dtype=output_dtype),
                 offload_policy=offload,
                 ignored_params=ignored,
             )
@@ -168,8 +172,8 @@ def _apply_fully_shard(
 def row_shard_specs(model: nn.Module, *, world: World, base_specs: ShardSpecs | None = None) -> ShardSpecs:
     """Return the shard spec of each parameter on this rank of `world`, without scalars, which are not sharded.
 
-    `base_specs`: the parameters to shard, with their shard specs after tensor parallelism; None: all parameters, each
-    a full tensor.
+    `base_specs` are the shard specs, after tensor parallelism, of the parameters to shard; None means that all
+    parameters are sharded, and are full tensors before.
     """
     specs_before = (
         {n: ShardSpec.full(p.shape) for n, p in model.named_parameters()} if base_specs is None else base_specs
@@ -183,6 +187,7 @@ def row_shard_specs(model: nn.Module, *, world: World, base_specs: ShardSpecs | 
 def _fill_deferred_rows(
     model: nn.Module, deferred_rows: DeferredRows, *, device: torch.device, excluded_ids: set[int]
 ) -> None:
+    """Allocate the model's sharded parameters on `device`, and fill them with this rank's rows."""
     allocate_meta_tensors(
         model, device=device, excluded_ids=excluded_ids | {id(buffer) for buffer in model.buffers() if buffer.is_meta}
     )
@@ -225,7 +230,7 @@ def _refuse_mixed_dtypes(units: Sequence[nn.Module], model: nn.Module, ignored: 
 
 
 def _set_prefetch(model: nn.Module, num_units: int) -> None:
-    """Set prefetching of `num_units` units in module order, which is the forward order if blocks form a chain."""
+    """Make each unit prefetch the next `num_units` units; their order in the model is taken as the forward order."""
     units: list[FSDPModule] = [m for m in model.modules() if isinstance(m, FSDPModule) and m is not model]
     for position, unit in enumerate(units if num_units else ()):
         unit.set_modules_to_forward_prefetch(units[position + 1 : position + 1 + num_units])
@@ -233,7 +238,10 @@ def _set_prefetch(model: nn.Module, num_units: int) -> None:
 
 
 def _find_unsharded_parameters(model: nn.Module, guards: UnitGuards) -> dict[str, nn.Parameter]:
-    """Return the unsharded parameters, to which autograd writes; each unit is gathered once to find them."""
+    """Return the gathered parameters, to which autograd writes, by name; gather each unit once to find them.
+
+    Also register the sharded and the gathered form of each parameter with the guards.
+    """
     model_parameters = dict(model.named_parameters())
     first_names = {id(p): name for name, p in model_parameters.items()}
     unsharded: dict[str, nn.Parameter] = {}
@@ -254,6 +262,7 @@ def _find_unsharded_parameters(model: nn.Module, guards: UnitGuards) -> dict[str
 
 
 def _sharded_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Return the parameters that `fully_shard` has sharded: their modules, their names there, and themselves."""
     return [
         (owner, name, parameter)
         for owner in module.modules()
@@ -284,11 +293,13 @@ def _make_row_shard(
 
 
 def _local_tensor(parameter: Tensor) -> Tensor:
+    """Return this rank's rows of a sharded parameter, or an unsharded parameter itself, without gradient."""
     local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.detach()
 
 
 def _contiguous_parameters(model: nn.Module, excluded_names: Collection[str]) -> list[NamedParameter]:
+    """Return the model's parameters without the excluded ones; raise LayoutError if one is not contiguous."""
     local_parameters = [(n, p) for n, p in model.named_parameters() if n not in excluded_names]
     parameters = [NamedParameter(index=i, name=n, parameter=p) for i, (n, p) in enumerate(local_parameters)]
     for member in parameters:

@@ -8,7 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 def offload_state(optimizer: Optimizer) -> list[RemovableHandle]:
-    """Keep the optimizer's state in host memory between steps, and return the hook handles."""
+    """Register hooks that keep the optimizer's state in host memory between steps; return their handles."""
     return [
         optimizer.register_step_pre_hook(lambda stepped, *_: _move_state(stepped, to_host=False)),
         optimizer.register_step_post_hook(lambda stepped, *_: _move_state(stepped, to_host=True)),
@@ -17,7 +17,7 @@ def offload_state(optimizer: Optimizer) -> list[RemovableHandle]:
 
 def _move_state(optimizer: Optimizer, *, to_host: bool) -> None:
     for group in optimizer.param_groups:
-        is_step_on_device = bool(group.get("fused") or group.get("capturable"))
+        is_step_on_device = bool(group.get("fused") or group.get("capturable"))  # where the optimizer needs `step`
         for parameter in group["params"]:
             state: dict[str, Any] = optimizer.state.get(parameter, {})
             for key, value in state.items():

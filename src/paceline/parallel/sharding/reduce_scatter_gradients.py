@@ -1,9 +1,9 @@
 """Reduce-scatter gradients: each rank keeps only its rows of the sums (ZeRO-2 and -3; Rajbhandari et al., 2020).
 
-A hook copies each gradient to the buffer of its bucket as soon as backward has computed it. A full bucket is
-reduce-scattered at once, while backward continues, and its buffer is freed when this is done. The hook is registered
-on the parameter that autograd writes to, so it works for unsharded parameters (ZeRO-2) and for those that
-`fully_shard` gathers (ZeRO-3). In exact mode the messages are int64 sums on the grid.
+A hook copies each gradient to the buffer of its bucket as soon as backward has computed it. When a bucket has all its
+gradients, it is reduce-scattered while backward continues, and then its buffer is freed. The hook is registered on the
+parameter that autograd writes to. So it works for unsharded parameters (ZeRO-2) and for those that `fully_shard`
+gathers (ZeRO-3). In exact mode, integers on the fixed-point grid are summed instead of floating-point gradients.
 """
 
 import math
@@ -55,7 +55,10 @@ class _ScatterBucket:
         return self.buffer
 
     def launch(self, world: World, *, is_first: bool) -> Callable[[], None]:
-        """Start the reduce-scatter; return a function that waits for it and adds the result to the sums."""
+        """Start the reduce-scatter; return a function that waits for it and adds the result to the sums.
+
+        In the first microbatch (`is_first`), the result replaces the sums.
+        """
         buffer, self.buffer = self.get_buffer(), None
         out = torch.empty(self.layout.chunk_numel, dtype=buffer.dtype, device=buffer.device)
         wait = start_reduce_scatter(buffer, out=out, world=world)
@@ -116,7 +119,7 @@ class ScatterReducer:
         return self._shard_world.world_size > 1
 
     def begin(self) -> None:
-        """Clear the gradients of the previous step, and wait for its messages if it was dropped."""
+        """Clear the gradients of the previous step; if that step was dropped, wait for its collectives first."""
         self._finish_pending(max_pending=0)
         self._reset()
         if self._grid is not None:
@@ -126,7 +129,7 @@ class ScatterReducer:
             leaf.grad = None
 
     def before_backward(self, *, last: bool, has_samples: bool = True) -> None:
-        """Prepare for a microbatch's backward; with `has_samples=False` it contributes zeros."""
+        """Prepare for a microbatch's backward; with `has_samples=False`, this rank contributes zeros."""
         self._has_samples = has_samples
         self._next_bucket = 0
         for bucket in self._buckets:
@@ -140,7 +143,9 @@ class ScatterReducer:
         self._num_backwards += 1
 
     def finish(self, *, divisor: float | Tensor | None) -> bool:
-        """Set the row shards' `.grad`; if a gradient did not fit exact mode's grid, choose new exponents, return False.
+        """Set the row shards' `.grad` to the sums divided by `divisor`, and return True.
+
+        If a gradient did not fit the grid of exact mode, choose new exponents and return False instead.
 
         Raises:
             RunError: a gradient is too large for any exponent; raised on every rank.
@@ -238,22 +243,24 @@ class ScatterReducer:
             self._pending.pop(0)()
 
     def _finish(self, divisor: float | Tensor | None) -> bool:
-        flags = torch.ones(len(self._row_shards), device=self._shard_world.device)
+        """Set the gradients of the parameters that got a gradient on any rank."""
+        has_grad_anywhere = torch.ones(len(self._row_shards), device=self._shard_world.device)  # 1.0 or 0.0
         missing_indices = [index for index, has_grad in enumerate(self._has_grad) if not has_grad]
         if missing_indices:
-            flags[missing_indices] = 0.0
+            has_grad_anywhere[missing_indices] = 0.0
         for world in self._worlds:
-            world.all_reduce(flags, op="max")
+            world.all_reduce(has_grad_anywhere, op="max")
         for bucket in self._buckets:
             if divisor is not None:
                 bucket.grad_sums.div_(divisor)
             for member, local_sum in zip(bucket.layout.members, bucket.member_sums, strict=True):
-                if self._has_grad[member.index] or flags[member.index]:
+                if self._has_grad[member.index] or has_grad_anywhere[member.index]:
                     parameter = self._row_shards[member.index].parameter
                     parameter.grad = local_sum.view(parameter.shape).to(parameter.device)
         return True
 
     def _finish_exact(self, grid: FixedPointGrid, divisor: float | Tensor | None) -> bool:
+        """Set the gradients from the integer sums if all of them fit the grid; return whether they do."""
         largest = grid.max_magnitudes(self._magnitudes, self._worlds)
         fits = grid.fits_all(largest)
         for bucket in self._buckets if fits else ():

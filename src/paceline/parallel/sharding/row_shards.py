@@ -1,7 +1,7 @@
 """Row shards: the rows of each parameter that this rank's optimizer updates, as plain local tensors.
 
-A parameter is split along its first dimension, as by `torch.chunk` and `fully_shard`. If its update rule needs the full
-tensor, one rank owns all rows. A scalar counts as one row, which belongs to rank 0 of the shard group.
+A parameter is split along its first dimension, in the same way as by `torch.chunk` and `fully_shard`. If its update
+rule needs the full tensor, one rank owns all rows. A scalar counts as one row, which rank 0 of the shard group owns.
 """
 
 from collections.abc import Collection, Sequence
@@ -38,7 +38,7 @@ class RowSplit:
         return (stop - start) * self.row_numel
 
     def shard_shape(self, shard_rank: int) -> tuple[int, ...]:
-        """Return the shape of a rank's shard; (0,) for a scalar that another rank has."""
+        """Return the shape of a rank's shard; (0,) for a scalar that another rank owns."""
         start, stop = self.ranges[shard_rank]
         if not self.shape:
             return () if stop > start else (0,)
@@ -63,8 +63,8 @@ class RowSplit:
 class RowShard(NamedParameter):
     """The rows of one parameter that this rank's optimizer updates.
 
-    `index` is the parameter's position in the full model; `parameter` contains this rank's rows, possibly none;
-    `shard_spec` locates them in the full tensor; `model_parameter` is the parameter in the model.
+    `index` is the parameter's position in the full model. `parameter` contains this rank's rows, possibly none, and
+    `shard_spec` locates these rows in the full tensor. `model_parameter` is the parameter in the model.
     """
 
     shard_spec: ShardSpec
@@ -74,7 +74,10 @@ class RowShard(NamedParameter):
 def make_row_splits(
     named_parameters: Sequence[NamedParameter], *, num_shards: int, full_tensor_names: Collection[str] = ()
 ) -> dict[str, RowSplit]:
-    """Split parameters by rows. Those in `full_tensor_names` get one owner each, to balance the bytes per rank."""
+    """Return the row split of each parameter, by name.
+
+    Each parameter in `full_tensor_names` gets one owner, chosen so that the ranks own similar numbers of bytes.
+    """
     row_splits = {
         m.name: _split_by_rows(tuple(m.parameter.shape), num_shards)
         for m in named_parameters
@@ -109,7 +112,7 @@ def make_row_shards(
 ) -> list[RowShard]:
     """Return views of this rank's rows, in the storage of the model's parameters.
 
-    `base_specs`: the parameters' shard specs after tensor parallelism; None: all are full tensors.
+    `base_specs` are the parameters' shard specs after tensor parallelism; None means that all are full tensors.
     """
     return [
         RowShard(

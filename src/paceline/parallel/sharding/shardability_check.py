@@ -1,7 +1,8 @@
 """Check by experiment that an optimizer's update rule is correct on a shard of its parameters.
 
-A copy of the optimizer takes a few steps on a random tensor and on its two halves, and on a tensor alone and together
-with another one. A rule that differs only after more steps, or only on larger tensors, is not detected.
+A copy of the optimizer makes a few steps on a random tensor, and then on the two halves of the tensor. Another test
+compares steps on one tensor with steps on two tensors together. The check does not detect a rule that differs only
+after more steps, or only on larger tensors.
 """
 
 import copy
@@ -26,7 +27,7 @@ _MIN_LR = 1e-3  # a learning rate of 0, which a schedule raises later, would hid
 
 
 def merge_equal_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the optimizer's non-empty groups; groups that differ only in learning rate or name are merged."""
+    """Return the optimizer's non-empty groups, and merge groups that differ only in learning rate or name."""
     merged: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         ignored_keys = ("params", "param_names", "lr", "initial_lr", "name")
@@ -38,7 +39,10 @@ def merge_equal_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def shardability_error(optimizer: Optimizer, group: Mapping[str, Any], *, exact: bool, dim: int) -> str:
-    """Return the reason why the rule is wrong on tensors split along `dim`; empty if it is correct."""
+    """Return the reason why the update rule is wrong on tensors that are split along `dim`; empty if it is correct.
+
+    With `exact`, the results on the two halves must be bitwise equal to the result on the whole tensor.
+    """
     kind = type(optimizer).__name__
     for shape in (
         shape for dims in sorted({p.dim() for p in group["params"] if p.dim()}) for shape in _trial_shapes(dims)
@@ -119,7 +123,7 @@ def refuse_ignored_groups(optimizer: Optimizer) -> None:
 
 
 def accepts_empty_tensor(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer can step on an empty tensor; True also if it can't step on any single tensor."""
+    """Return whether the optimizer can step on an empty tensor; True also if steps on other single tensors fail."""
     for group in merge_equal_groups(optimizer):
         non_empty = torch.zeros(_trial_shapes(max(p.dim() for p in group["params"]))[0])
         # a scalar that another rank owns is an empty vector on this one
@@ -128,7 +132,7 @@ def accepts_empty_tensor(optimizer: Optimizer) -> bool:
             try:
                 _run_steps(optimizer, group, [start], [[start]])
             except Exception:
-                return start is non_empty  # it fails on any single tensor, so this says nothing about empty ones
+                return start is non_empty  # then even a non-empty tensor fails, so emptiness is not the reason
     return True
 
 
@@ -155,7 +159,7 @@ def _trial_shapes(dims: int) -> list[tuple[int, ...]]:
 
 
 def _make_trial(shape: Sequence[int], exact: bool, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """Return a random tensor and its gradients, one per step; a large tensor gets only the last few."""
+    """Return a random tensor and its gradients, one per step; a large tensor gets fewer steps."""
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float32 if exact else torch.float64
     start, gradient = (torch.randn(tuple(shape), generator=generator).to(dtype) for _ in range(2))
@@ -178,7 +182,7 @@ def _run_steps(
         for step in gradients:
             for parameter, gradient in zip(parameters, step, strict=True):
                 parameter.grad = gradient.clone()
-            # the step of the class: the instance may have a scheduler's wrapper, which steps the original optimizer
+            # The `step` of an instance may be a scheduler's wrapper, which would step the original optimizer.
             type(optimizer_copy).step(optimizer_copy)
             for history, parameter in zip(histories, parameters, strict=True):
                 history.append(parameter.detach().clone())
@@ -186,7 +190,10 @@ def _run_steps(
 
 
 def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
-    """Return a copy with separate groups and state; an inner optimizer that shares them then shares the copy's."""
+    """Return a copy with separate groups and state.
+
+    If the optimizer shares them with an inner optimizer, the copy shares its groups and state with the inner copy.
+    """
     if optimizer.state:
         return rebuild_optimizer(optimizer, [group])
     optimizer_copy = object.__new__(type(optimizer))
@@ -198,7 +205,7 @@ def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
 
 
 def _results_agree(first: Tensor, second: Tensor, exact: bool) -> bool:
-    """Return whether two results agree; non-finite values count as equal, since large gradients may overflow."""
+    """Return whether two results agree, bit by bit if `exact`. NaN agrees with NaN: large gradients may overflow."""
     if torch.equal(first, second):
         return True
     first, second = first.nan_to_num(), second.nan_to_num()

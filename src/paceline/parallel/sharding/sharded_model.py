@@ -20,8 +20,8 @@ from paceline.parallel.sharding.zero1_zero2_reducers import ParameterAllGather, 
 class DataGroups:
     """The data-parallel groups of this rank.
 
-    `all_ranks` split the batch, `shard_world` splits the rows of parameters, and the ranks of `replica_world` hold the
-    same rows. `compression` is the gradient compression for ranks with unsharded parameters.
+    The batch is split over `all_ranks`, and the rows of parameters over `shard_world`. The ranks of `replica_world`
+    hold the same rows. `compression` is the gradient compression, which unsharded parameters use.
     """
 
     all_ranks: World
@@ -34,9 +34,10 @@ class DataGroups:
 class ShardedModel:
     """This rank's part of a model sharded by ZeRO stage 1, 2 or 3.
 
-    `shard_specs` and `local_tensors` describe each parameter, trainable or frozen, as this rank's model holds it
-    between two steps. Autograd writes to `leaf_parameters`, one per row shard. Call `sync_after_update` after each
-    update of the row shards, and `sync_after_load` after new values were copied into `local_tensors` on all ranks.
+    `shard_specs` and `local_tensors` map the name of each parameter, trainable or frozen, to the shard that this rank's
+    model holds between two steps. Autograd writes to `leaf_parameters`, one per row shard. Call `sync_after_update`
+    after each update of the row shards. Call `sync_after_load` after new values were copied into `local_tensors` on all
+    ranks.
     """
 
     row_shards: Sequence[RowShard]

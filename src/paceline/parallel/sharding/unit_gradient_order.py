@@ -1,9 +1,10 @@
 """Keep the order in which gradients are summed in FSDP units, as exact mode requires.
 
-`fully_shard` passes all inputs of a unit through one identity function, which collects their gradients. A tensor that
-several units read (an encoder's output, a position bias) then gets its gradient unit by unit, while one process adds it
-use by use: in floating point the sums differ. Here only the first input passes through the identity function. The
-backward of this function still runs after the unit's backward, since autograd runs later operations first.
+`fully_shard` passes all inputs of a unit through one identity function. In backward, the function waits for the
+gradients of all inputs. A tensor that several units read (an encoder's output, a position bias) then gets one gradient
+per unit, while in one process it gets one per use. In floating point these sums differ. Here only the first input
+passes through the identity function. The backward of this function still runs after the unit's backward, since autograd
+runs later operations first.
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ def pass_first_input(module: nn.Module) -> Iterator[None]:
 
 
 class _DetachedInputs:
-    """All differentiable inputs of one call except the first, by position; stored while the hook runs."""
+    """The differentiable inputs of one call except the first, by position, stored while the registered hook runs."""
 
     def __init__(self) -> None:
         self._inputs: dict[int, Tensor] = {}
@@ -43,7 +44,7 @@ class _DetachedInputs:
         )
 
     def restore(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Restore the stored inputs, cast as `fully_shard` cast the detached ones; a forward pre-hook after its own."""
+        """Restore the stored inputs, in the dtype to which `fully_shard` has cast them; a forward pre-hook."""
         if not self._inputs:
             return None
         leaves, structure = tree_flatten((args, kwargs))

@@ -1,8 +1,8 @@
 """Guards detect calls in which an FSDP unit would behave differently from the same module in one process.
 
-`fully_shard` passes a unit copies of the lists and dicts in its arguments, replaces the unit's parameters before it
-runs, and drops writes to them at the next gather. It raises no error: a lost write or a replaced parameter would
-silently change the training.
+`fully_shard` passes copies of lists and dicts to a unit, and replaces the unit's parameters before it runs. The next
+gather overwrites what the unit wrote to its parameters. `fully_shard` raises no error, so that a lost write or a
+replaced parameter would silently change the training.
 """
 
 import copy
@@ -36,21 +36,21 @@ _MAX_DEPTH = 8
 _ALTERNATIVE = "--layout zero2 (zero=2 in a mixture), which keeps parameters whole"
 _COPY_REFUSING_FILES = ("_fully_shard.py", "parallel/tensor_parallel/sharded_tensor.py")
 _forward_state = threading.local()
-_open_forwards: list[None] = []  # running forwards, in all threads: on a GPU, backward runs in a separate thread
+_open_forwards: list[None] = []  # one entry per running forward of all threads, since a GPU's backward has its own
 
 
 class UnitGuards:
     """The guards of one model's units.
 
-    `is_pipelined`: the model's forward stops before its end, and other forwards run before its backward.
+    `is_pipelined` is True if the model is a pipeline stage, whose layers run without a call of the model.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module], *, world: World, is_pipelined: bool) -> None:
         names = {id(module): name or "the model itself" for name, module in model.named_modules()}
         self._guards = {id(unit): _Guard(self, names[id(unit)], index) for index, unit in enumerate(units)}
-        self.order = UnitOrderCheck([guard.name for guard in self._guards.values()], world=world)
+        self.order_check = UnitOrderCheck([guard.name for guard in self._guards.values()], world=world)
         self._is_pipelined, self._model = is_pipelined, model
-        self._num_running = 0
+        self._num_running = 0  # calls of the model
 
     @contextmanager
     def add_hooks_around(self, unit: nn.Module) -> Iterator[None]:
@@ -62,7 +62,7 @@ class UnitGuards:
         unit.register_forward_pre_hook(guard.check_before_call, prepend=True, with_kwargs=True)
 
     def watch_output(self, unit: nn.Module, output: Any) -> Any:
-        """Register hooks on a unit's output that run when its backward starts, before it is gathered; return output."""
+        """Check the unit when its backward starts, by hooks on the tensors of its output; return the output."""
         if unit is not self._model:
             self._guards[id(unit)].watch_backward(output)
         return output
@@ -77,7 +77,11 @@ class UnitGuards:
         sharded: nn.Parameter,
         gathered: nn.Parameter,
     ) -> None:
-        """Register a parameter of a unit, with its sharded and its gathered form."""
+        """Register a parameter of a unit, in its sharded and its gathered form.
+
+        `name` is the parameter's full name. The module `owner`, which is the unit or inside it, has the parameter under
+        the name `attribute`.
+        """
         if isinstance(sharded, DTensor):
             sharded.__class__ = LockedParameter  # type: ignore[assignment]
             vars(sharded)["parameter_name"] = name
@@ -93,7 +97,10 @@ class UnitGuards:
         )
 
     def intercept_calls(self) -> None:
-        """Intercept calls of the model, after all parameters are registered; pipeline stages do not call the model."""
+        """Guard each call of the model. Call this after all parameters are registered.
+
+        A pipeline does not call the model, so this does nothing for a pipeline stage.
+        """
         if not self._is_pipelined:
             CallInterceptor(self._model, self._run_call)
 
@@ -117,7 +124,11 @@ class UnitGuards:
 
 @dataclass(kw_only=True)
 class _UnitParameter:
-    """A parameter of a unit, which `registry` of its module has under `attribute` in its sharded or gathered form."""
+    """A parameter of a unit, in its sharded and its gathered form.
+
+    `registry` is the parameter dict of its module, in which one of the two forms has the key `attribute`.
+    `requires_grad` is the value that both forms had last.
+    """
 
     name: str
     registry: dict[str, Any]
@@ -133,9 +144,9 @@ class _Guard:
     def __init__(self, guards: UnitGuards, name: str, index: int) -> None:
         self.name, self._guards, self._index = name, guards, index
         self.parameters: list[_UnitParameter] = []
-        self._caller_containers: list[Any] = []
-        self._copied_containers: list[tuple[Any, Any]] = []
-        self._versions: list[int] = []
+        self._caller_containers: list[Any] = []  # lists, dicts and dataclasses in the arguments that the caller passed
+        self._copied_containers: list[tuple[Any, Any]] = []  # the copies of them that the unit gets, and their content
+        self._versions: list[int] = []  # the versions of the gathered parameters before the call
         self._versions_after_call: list[int] = []
 
     def check_before_call(self, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -159,9 +170,9 @@ class _Guard:
                 )
 
     def record_arguments(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """Record the arguments and parameter versions; a forward pre-hook that runs after those that gather."""
+        """Record the arguments and parameter versions; a forward pre-hook that runs after `fully_shard`'s."""
         if not is_in_backward():
-            self._guards.order.record_gather(self._index)
+            self._guards.order_check.record_gather(self._index)
         self._sync_requires_grad()
         caller_ids = set(map(id, self._caller_containers))
         containers: Iterable[Any] = _containers((*args, *kwargs.values())) if caller_ids else ()
@@ -171,7 +182,7 @@ class _Guard:
         self._versions = [tensor_version(parameter.gathered) for parameter in self.parameters]
 
     def _sync_requires_grad(self) -> None:
-        """Apply a change of `requires_grad`, made on either the sharded or the gathered parameter, to both."""
+        """Copy a change of `requires_grad` from one form of a parameter, sharded or gathered, to the other."""
         for parameter in self.parameters:
             if parameter.sharded.requires_grad != parameter.gathered.requires_grad:
                 for form in (parameter.sharded, parameter.gathered):
@@ -179,7 +190,7 @@ class _Guard:
             parameter.requires_grad = parameter.sharded.requires_grad
 
     def check_after_call(self, *_: Any) -> None:
-        """Check for lost writes after the call; a forward hook that runs before those that free the parameters."""
+        """Check for lost writes after the call; a forward hook that runs before `fully_shard` frees the parameters."""
         for container, before in self._copied_containers:
             if not _is_same(_content(container), before):
                 raise LayoutError(
@@ -199,12 +210,12 @@ class _Guard:
         self._versions_after_call = self._versions
 
     def watch_backward(self, output: Any) -> None:
-        """Call the backward checks when the first tensor of the output gets a gradient."""
+        """Run the backward checks as soon as one tensor of the output gets a gradient."""
         if not torch.is_grad_enabled() or is_in_backward():
             return
         checks: list[Callable[[], None]] = [
             self._guards.refuse_early_backward,
-            partial(self._guards.order.record_gather, self._index, backward=True),
+            partial(self._guards.order_check.record_gather, self._index, backward=True),
         ]
 
         def run_checks(_: Tensor) -> None:
@@ -217,7 +228,7 @@ class _Guard:
 
 
 class LockedParameter(DTensor):
-    """A sharded parameter that no forward may use: a result would depend only on this rank's rows."""
+    """A sharded parameter that raises an error if a forward uses it, since it has only this rank's rows."""
 
     @classmethod
     @override
@@ -270,6 +281,7 @@ def _module_copy_error(error: Exception) -> LayoutError | None:
 
 
 def _clearer_error(error: Exception) -> LayoutError | None:
+    """Return an error that explains an error of `fully_shard`, or None for other errors."""
     message = str(error)
     if "DTensor" in message and not is_raised_by_user_code(error):
         return _outside_unit_error("a parameter")
@@ -301,7 +313,7 @@ def _outside_unit_error(name: str) -> LayoutError:
 
 
 def _containers(values: Sequence[Any], depth: int = 0) -> Iterator[Any]:
-    """Yield the mutable containers among the values, nested ones too."""
+    """Yield the lists, dicts and dataclass objects among the values, also nested ones."""
     for value in values:
         if value is None or isinstance(value, Tensor | int | float | str) or depth > _MAX_DEPTH:
             continue
@@ -318,10 +330,12 @@ def _containers(values: Sequence[Any], depth: int = 0) -> Iterator[Any]:
 
 
 def _content(container: Any) -> dict[Any, Any]:
+    """Return the items of a container, by index, key or attribute."""
     if isinstance(container, list):
         return dict(enumerate(container))
     return dict(container) if isinstance(container, dict) else dict(getattr(container, "__dict__", {}))
 
 
 def _is_same(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> bool:
+    """Return whether two mappings have the same keys and, under each key, the same object."""
     return len(first) == len(second) and all(key in first and first[key] is value for key, value in second.items())

@@ -21,8 +21,8 @@ _LIST_TYPES = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 class UnitChoice:
     """The rule that chooses units; by default the repeated blocks.
 
-    `classes` are class names, `names` FQN patterns such as `layers.*`; with `min_numel`, the innermost modules with
-    at least that many parameter elements are units.
+    `classes` are names of module classes. `names` are patterns of module names, such as `layers.*`. With `min_numel`,
+    the units are the innermost modules with at least that many parameter elements.
     """
 
     classes: Sequence[str] = ()
@@ -31,12 +31,15 @@ class UnitChoice:
 
 
 def parse_units(entries: Sequence[str], *, model: nn.Module) -> UnitChoice:
-    """Parse `place.units`: one number is a size, a module's class name is a class, other entries are name patterns.
+    """Parse `place.units`.
+
+    One number is a minimum size in parameter elements. A class name of a module, or another capitalized word that is
+    not a pattern, is a class. All other entries are patterns of module names.
 
     Raises:
-        LayoutError: a number is given together with other words.
+        LayoutError: a number is given together with other entries.
     """
-    sizes = [word for word in entries if word.isdigit()]
+    sizes = [entry for entry in entries if entry.isdigit()]
     if sizes and len(entries) > 1:
         raise LayoutError(
             f"place.units={','.join(entries)} mixes a size and names.",
@@ -44,15 +47,18 @@ def parse_units(entries: Sequence[str], *, model: nn.Module) -> UnitChoice:
             hint=f"--place.units {sizes[0]}, or the names",
         )
     class_names = {type(module).__name__ for module in model.modules()}
-    classes = [word for word in entries if word in class_names or not (set(word) & set(".*?[") or word[:1].islower())]
-    names = [word for word in entries if word not in classes and word not in sizes]
+    classes = [
+        entry for entry in entries if entry in class_names or not (set(entry) & set(".*?[") or entry[:1].islower())
+    ]
+    names = [entry for entry in entries if entry not in classes and entry not in sizes]
     return UnitChoice(classes=[] if sizes else classes, names=names, min_numel=int(sizes[0]) if sizes else None)
 
 
 def find_units(model: nn.Module, *, choice: UnitChoice) -> dict[str, nn.Module]:
-    """Return the units by FQN, inner ones before those around them, without the model itself.
+    """Return the units by module name, nested units first, without the model itself.
 
-    A module that shares a parameter with a module outside it is no unit: its parameters belong to the root module.
+    A module that shares a parameter with a module outside it does not become a unit. Its parameters then belong to the
+    root module.
 
     Raises:
         LayoutError: no module has a given name or class.
@@ -81,7 +87,7 @@ def _choose_modules(model: nn.Module, choice: UnitChoice) -> Iterator[tuple[str,
 
 
 def _is_eligible(module: nn.Module) -> bool:
-    """Return whether a module can be a unit; a container can't, because it is never called and so never gathered."""
+    """Return whether a module has parameters and is not a container, which is never called and so never gathered."""
     return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict) and any(
         True for _ in module.parameters()
     )
@@ -119,7 +125,10 @@ def _modules_by_size(model: nn.Module, min_numel: int) -> Iterator[tuple[str, nn
 
 
 def _shared_parameters(model: nn.Module, units: dict[str, nn.Module]) -> set[int]:
-    """Return ids of parameters used by two units, or inside and outside a unit; a nested unit counts as separate."""
+    """Return the ids of parameters that belong to two units, or to a unit and to the model outside all units.
+
+    A parameter of a nested unit belongs only to the innermost unit around it.
+    """
     owners: dict[int, set[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         enclosing_units = [u for u in units if name == u or name.startswith(f"{u}.") or module is units[u]]

@@ -81,7 +81,7 @@ class ParameterAllGather:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """Gather the updated rows, a few buckets at a time, so that memory never holds a second copy of the model."""
+        """Gather the updated rows, a few buckets at a time, so that buffers for the whole model are never in memory."""
         staging_buffers = [_StagingBuffer(self._layouts[index::MAX_IN_FLIGHT]) for index in range(MAX_IN_FLIGHT)]
         pending: list[Callable[[], None]] = []
         for index, layout in enumerate(self._layouts):
@@ -109,8 +109,8 @@ class ParameterAllGather:
 class _StagingBuffer:
     """A buffer that successive all-gathers reuse.
 
-    gloo's thread frees the tensors of a message some time after the wait: with new tensors for each bucket, three
-    buckets would sometimes be in memory instead of two.
+    The gloo backend frees the tensors of a collective some time after the wait. With new tensors for each bucket, more
+    than `MAX_IN_FLIGHT` buckets would sometimes be in memory.
     """
 
     def __init__(self, layouts: Sequence[FlatBufferLayout]) -> None:

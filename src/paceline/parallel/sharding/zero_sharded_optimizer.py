@@ -1,6 +1,7 @@
-"""Build the job's optimizer on row shards: its groups are those of the full model, its updates act on local tensors.
+"""Build the job's optimizer on row shards, with the parameter groups of the full model.
 
-An elementwise update rule is correct on any shard. For each rule, `shardability_check` tests this by experiment.
+An elementwise update rule is correct on any shard. `shardability_check` tests by experiment whether a rule is correct
+on shards.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,6 +25,7 @@ from paceline.parallel.sharding.shardability_check import (
 )
 
 Pairs = list[tuple[str, nn.Parameter]]
+"""Parameters with their names, as the job's optimizer factory gets them."""
 
 
 def make_meta_parameters(named_parameters: Sequence[NamedParameter]) -> Pairs:
@@ -36,7 +38,10 @@ def make_meta_parameters(named_parameters: Sequence[NamedParameter]) -> Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedOptimizerFactory:
-    """The job's optimizers over `pairs`, the full model's parameters on the meta device."""
+    """A factory of this rank's optimizers, from the `optimizers` that the job's factory has created.
+
+    `pairs` are the names and the parameters of the full model on the meta device, which these optimizers contain.
+    """
 
     pairs: Pairs
     optimizers: Sequence[Optimizer]
@@ -45,7 +50,7 @@ class ShardedOptimizerFactory:
         """Return the names of the parameters whose update rule needs full tensors, each with the reason.
 
         Raises:
-            JobError: a rule combines several parameters, so it is correct on no shard.
+            JobError: a rule combines several parameters, so it would be wrong on shards.
         """
         names = {id(p): name for name, p in self.pairs}
         reasons: dict[str, str] = {}
@@ -58,7 +63,7 @@ class ShardedOptimizerFactory:
         return reasons
 
     def refuse_rows(self, *, layout: str, exact: bool = False) -> None:
-        """Refuse rules that need full tensors, for layouts that shard every parameter by rows.
+        """Refuse update rules that need full tensors, for layouts that shard every parameter by rows.
 
         Raises:
             LayoutError: a rule is not correct on rows; the message names it.
@@ -73,7 +78,7 @@ class ShardedOptimizerFactory:
             )
 
     def refuse_combining_rules(self) -> None:
-        """Refuse rules that combine parameters, for layouts in which a rank's optimizer has only some of them.
+        """Refuse update rules that combine parameters, for layouts in which a rank's optimizer has only some of them.
 
         Raises:
             JobError: a rule combines several parameters.
@@ -82,7 +87,7 @@ class ShardedOptimizerFactory:
             refuse_combining_rule(optimizer)
 
     def refuse_slices(self, split_names: Collection[str], *, layout: str) -> None:
-        """Refuse rules that are wrong on the parameters in `split_names`, which are split along any dimension.
+        """Refuse update rules that are wrong on slices of the parameters in `split_names`, along any dimension.
 
         Raises:
             LayoutError: a rule is not correct on slices; the message names it.
@@ -105,10 +110,10 @@ class ShardedOptimizerFactory:
                     )
 
     def make_optimizers(self, row_shards: Sequence[NamedParameter]) -> list[Optimizer]:
-        """Return the optimizers with the same groups and options over the row shards.
+        """Return the optimizers over the row shards, with the same groups and options.
 
-        Parameters without a row shard are left out, and so are empty row shards if the rule fails on empty tensors.
-        Call this once: it changes the optimizers in place.
+        Parameters without a row shard are left out. Empty row shards are left out if the rule fails on empty tensors.
+        Call this only once, because it changes the optimizers in place.
         """
         local_parameters = {row_shard.name: row_shard.parameter for row_shard in row_shards}
         names = {id(p): name for name, p in self.pairs}
@@ -166,6 +171,7 @@ def _make_group(
 
 
 def _refuse_hooked(optimizer: Optimizer) -> None:
+    """Raise JobError if the job's factory has hooked or replaced the optimizer's `step`."""
     attributes = vars(optimizer)
     hooks = [h for when in ("pre", "post") for h in attributes.get(f"_optimizer_step_{when}_hooks", {}).values()]
     step = attributes.get("step")
@@ -181,6 +187,7 @@ def _refuse_hooked(optimizer: Optimizer) -> None:
 
 
 def _refuse_parameter_references(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    """Raise JobError if another attribute than `param_groups` holds parameters of the job's factory."""
     for field, value in vars(optimizer).items():
         referenced = value.param_groups if isinstance(value, Optimizer) else value
         if field in OPTIMIZER_FIELDS or referenced is optimizer.param_groups:
@@ -194,6 +201,7 @@ def _refuse_parameter_references(optimizer: Optimizer, names: Mapping[int, str])
 
 
 def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in a value, also in nested containers."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):

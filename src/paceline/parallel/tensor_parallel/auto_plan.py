@@ -42,7 +42,7 @@ from paceline.torch_internals.dispatch_modes import has_dispatch_mode
 
 ModelRun = Callable[[nn.Module], Any]
 LOCAL_MODULE_REASON = "its module runs on shards"
-MIN_VOCABULARY = 1000  # an embedding without a head counts as a vocabulary from this number of rows
+MIN_VOCABULARY = 1000  # an embedding without a head counts as a vocabulary if it has at least this many rows
 
 
 def choose_plan(
@@ -54,6 +54,9 @@ def choose_plan(
     replicate: Sequence[str] = (),
 ) -> TensorPlan:
     """Return the plan of the user's file, else a plan derived from a run, else the model's own plan.
+
+    `run` calls the model on a small batch; if it is given, the plan is also checked with it. `replicate` has names or
+    patterns of modules and parameters that are not sharded.
 
     Raises:
         LayoutError: there is no plan, or the plan does not fit the model.
@@ -80,9 +83,9 @@ def choose_plan(
 def derive_plan(model: nn.Module, *, run: ModelRun, ranks: int, replicate: Sequence[str] = ()) -> TensorPlan:
     """Derive a plan: find the weights that can be sharded over `ranks` ranks, by running the model.
 
-    `run` calls the model on a small batch and returns its output (or its loss, if it is available). The model does not
-    change. The roles of `local` modules (experts) come from the model's own plan. `replicate` names modules or
-    parameters that are not sharded.
+    `run` calls the model on a small batch and returns the output, or the loss if there is one. The model does not
+    change. The roles of `local` modules (experts) come from the model's own plan. `replicate` has names or patterns of
+    modules and parameters that are not sharded.
 
     Raises:
         LayoutError: no weight can be sharded, or the number of heads is not divisible by `ranks`.
@@ -129,6 +132,7 @@ def _refuse_unknown(model: nn.Module, replicate: Sequence[str]) -> None:
 
 
 def _local_roles(model: nn.Module, ranks: int) -> dict[str, ParameterRole]:
+    """Return the roles of `local` modules and of their parameters from the model's own plan, if it has one."""
     try:
         model_plan = read_model_plan(model, ranks=ranks)
     except LayoutError:  # the model's plan has an unknown style: the roles are derived instead
@@ -149,6 +153,7 @@ def _matches_any(name: str, patterns: Sequence[str]) -> bool:
 def _search_until_stable(
     model: nn.Module, run: ModelRun, ranks: int, fixed_decisions: dict[str, WeightDecision]
 ) -> tuple[dict[str, WeightDecision], PlanSearchMode]:
+    """Run the model until a run changes no decision; return the decisions and the mode of the last run."""
     names = {id(p): n for n, p in model.named_parameters()}
     similarity_keys: dict[str, tuple[object, ...]] = {
         n: (name_pattern(n), p.shape) for n, p in model.named_parameters() if p.dim() == 2
@@ -174,9 +179,9 @@ def _search_until_stable(
 
 
 def _resolve_unconsumed(decisions: dict[str, WeightDecision], search: PlanSearchMode, model: nn.Module) -> bool:
-    """Decide the column weights that no row weight follows, and return whether a decision changed.
+    """Decide about column-parallel weights whose outputs no row-parallel matmul reads; return whether this changed one.
 
-    They are not sharded, except for a vocabulary head, whose embedding is then sharded too.
+    Only a vocabulary head stays sharded, and then its embedding is sharded too. The other weights become whole.
     """
     changed = False
     shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -205,10 +210,11 @@ def _resolve_unconsumed(decisions: dict[str, WeightDecision], search: PlanSearch
 
 
 def _check_head_counts(decisions: dict[str, WeightDecision], ranks: int, heads: dict[str, int]) -> None:
-    """Raise if a projection's number of heads is not divisible by `ranks` and no projection of heads is sharded.
+    """Raise LayoutError if no projection of heads is sharded because the numbers of heads are not divisible by `ranks`.
 
-    In a model such as Swin, stages have different numbers of heads. If some of these are divisible, the projections of
-    the other stages are not sharded, and a note says so.
+    `heads` maps the names of weights to their numbers of heads. In a model such as Swin, stages have different numbers
+    of heads. If some of these numbers are divisible, the projections of the other stages stay whole, and a note gives
+    the reason.
     """
     has_sharded_projection = any(decisions[name].dim is not None for name in heads)
     problems: dict[str, PacelineError] = {}
@@ -258,6 +264,7 @@ def _build_roles(
 
 
 def _sections(decision: WeightDecision, parameter: Tensor) -> tuple[int, ...]:
+    """Return the sizes of the sections of a fused projection; empty for a single projection."""
     sections = decision.sections(parameter.shape[decision.dim or 0])
     return sections if len(sections) > 1 else ()
 
@@ -294,10 +301,12 @@ def _merge_numbered_names(exact_roles: dict[str, ParameterRole | None]) -> dict[
 
 
 def _decisions_by_pattern(decisions: dict[str, WeightDecision]) -> dict[str, WeightDecision]:
+    """Return the first decision of each group of names that differ only in numbers, by their common pattern."""
     return {name_pattern(name): decision for name, decision in reversed(decisions.items())}
 
 
 def _transform_reason(decisions: dict[str, WeightDecision]) -> str:
+    """Return a sentence about the weights that stay whole because of `torch.func`; "" if there are none."""
     names = [name for name, decision in decisions.items() if decision.reason.endswith(INSIDE_TRANSFORM)]
     return f"the output of {', '.join(names[:2])} is used{INSIDE_TRANSFORM}, and stays whole" if names else ""
 
@@ -314,8 +323,8 @@ def _layer_counts(model: nn.Module) -> str:
 def check_plan_by_function(model: nn.Module, *, plan: TensorPlan, run: ModelRun, ranks: int) -> None:
     """Check a plan in one run: compute each function on sharded tensors on all ranks, and in one process.
 
-    The check is skipped for a model with parameters on the meta device, and inside a dispatch mode: then there are no
-    values to compare.
+    The check is skipped for a model with parameters on the meta device, and inside a dispatch mode, because then there
+    are no values to compare.
 
     Raises:
         LayoutError: a result on a rank differs from that of one process; the message gives the line of the call.
@@ -340,7 +349,10 @@ def check_plan_by_function(model: nn.Module, *, plan: TensorPlan, run: ModelRun,
 
 @contextmanager
 def _report_as_planning_error(model: nn.Module, run: ModelRun) -> Iterator[None]:
-    """Convert an error of the user's code to a `LayoutError`, unless a run without sharding raises an error too."""
+    """Convert an error of the user's code to a `LayoutError`.
+
+    Before this, run the model without sharding; an error in this run is raised unchanged.
+    """
     try:
         yield
     except PacelineError:
@@ -358,9 +370,9 @@ def _report_as_planning_error(model: nn.Module, run: ModelRun) -> Iterator[None]
 
 
 def check_plan(model: nn.Module, *, plan: TensorPlan, run: ModelRun, ranks: int, sequence: bool = False) -> float:
-    """Run the plan on copies of the model, one per rank, as threads of this process; compare with the full model.
+    """Compare the outputs of the full model with those of sharded copies, one per rank, as threads of this process.
 
-    Returns the largest relative difference of the outputs.
+    Return the largest relative difference.
 
     Raises:
         JobError: `run` returns a different output each time.

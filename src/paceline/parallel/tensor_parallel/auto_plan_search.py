@@ -1,8 +1,9 @@
 """Search for the weights that can be sharded, by running the model as rank 0 of a group that has no other ranks.
 
-The weight of every matmul is first sharded column-wise, and the sharding propagates through the model's forward. If it
-reaches another matmul, the weight of that matmul is sharded row-wise. If a function needs the full tensor, the weight
-that produced the tensor is either not sharded, or the next run tries it as a fused projection.
+The weight of a matmul is first sharded column-wise, and the sharding of its output propagates through the model's
+forward. If the input of another matmul is sharded, the weight of that matmul is sharded row-wise. If a function needs
+the full tensor, the weight that produced the tensor is either not sharded, or the next run tries to shard it as a fused
+projection.
 """
 
 from collections.abc import Iterable
@@ -33,10 +34,14 @@ MATMUL_PARAMETERS = {  # names of the parameters for input, weight and bias
 
 @dataclass(kw_only=True)
 class WeightDecision:
-    """The decision for one weight: the sharded dimension and its section borders, or the reason not to shard it.
+    """The decision for one weight or bias.
 
-    `is_suggested`: the borders are those of the same weight in another block. `rejects_suggestions`: such borders did
-    not fit this weight.
+    `kind` is "column", "row", "whole" (not sharded), or "" before the decision. `dim` is the sharded dimension, `size`
+    its full size, and `borders` the positions between its sections. `reason` says why the weight is not sharded; for a
+    weight that is sharded along the vocabulary, it is "head" or "embedding". `heads` is the number of heads that an
+    incompatible reshape suggests. `bias` is the name of the bias that is sharded with the weight. `is_suggested`: the
+    borders come from the same weight in another block. `rejects_suggestions`: borders from another block did not fit
+    this weight.
     """
 
     dim: int | None = None
@@ -56,10 +61,11 @@ class WeightDecision:
 
 
 class PlanSearchMode(TorchFunctionMode):
-    """A function mode that decides each weight at its first use, and replaces the weights by sharded tensors.
+    """A function mode that decides how to shard a weight at its first use, and passes sharded weights to functions.
 
-    `embeddings` has the number of rows of each embedding weight. `consumers` has the readers of each weight's outputs:
-    "row" (a row-parallel matmul) or "output" (the loss, or the model's output).
+    `names` maps the ids of parameters to their names. `embeddings` maps the names of embedding weights to their numbers
+    of rows. `consumers` maps the name of a weight to the kinds of functions that read its outputs: "row" (a
+    row-parallel matmul) or "output" (the loss, or the model's output).
     """
 
     def __init__(self, *, names: dict[int, str], decisions: dict[str, WeightDecision], ranks: int) -> None:
@@ -69,7 +75,7 @@ class PlanSearchMode(TorchFunctionMode):
         self.consumers: dict[str, set[str]] = {}
         self._names, self._decisions, self._ranks = names, decisions, ranks
         self._sharded_tensors: dict[str, ShardPropagatingTensor] = {}
-        self._transposed: dict[int, tuple[Tensor, nn.Parameter]] = {}
+        self._transposed: dict[int, tuple[Tensor, nn.Parameter]] = {}  # by id of the transposed tensor, with its source
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,6 +109,10 @@ class PlanSearchMode(TorchFunctionMode):
         return self._names.get(id(value)) if isinstance(value, nn.Parameter) else None
 
     def _decide_matmul(self, x: Any, weight: Any, bias: Any = None, *, is_transposed: bool) -> None:
+        """Decide how to shard the weight of a matmul with input `x`.
+
+        `is_transposed` is True if the weight has the shape (inputs, outputs).
+        """
         if id(weight) in self._transposed:
             weight, is_transposed = self._transposed[id(weight)][1], not is_transposed
         name = self._parameter_name(weight)
@@ -132,6 +142,7 @@ class PlanSearchMode(TorchFunctionMode):
             self._decisions[decision.bias] = WeightDecision(kind="column", dim=0, borders=decision.borders)
 
     def _replace_parameter(self, value: Any) -> Any:
+        """Return the sharded tensor of a parameter that is to be sharded; return other values unchanged."""
         if id(value) in self._transposed:
             sharded = self._replace_parameter(self._transposed[id(value)][1])
             return sharded.t() if isinstance(sharded, ShardPropagatingTensor) else value
@@ -153,6 +164,7 @@ def _row_sharding(x: Any) -> DimSharding | None:
 
 
 def _borders(sharding: DimSharding) -> frozenset[int]:
+    """Return the positions between the sections of a sharded dimension."""
     ends, offset = set(), 0
     for bounds in sharding.sections:
         offset += bounds[-1]
@@ -163,7 +175,8 @@ def _borders(sharding: DimSharding) -> frozenset[int]:
 def learn_from_all_gathers(search: PlanSearchMode, decisions: dict[str, WeightDecision]) -> bool:
     """Update the decisions from the recorded all-gathers, and return whether another run is needed.
 
-    If a weight turns out to be a fused projection, the later functions of this run say nothing about other weights.
+    If some weights are found to be fused projections, only their borders are updated, because the later all-gathers of
+    this run may be consequences of the wrong borders.
     """
     gathered = [
         (decisions[origin], function, incompatible_reshape)
@@ -202,7 +215,7 @@ def _add_borders(decision: WeightDecision, incompatible_reshape: IncompatibleRes
 
 
 def _drop_suggestion(decision: WeightDecision) -> bool:
-    """Drop suggested borders and reject later suggestions; return whether there were any."""
+    """Drop the borders if they were suggested, and reject later suggestions; return whether they were suggested."""
     was_suggested = decision.is_suggested
     if was_suggested:
         decision.borders, decision.is_suggested, decision.rejects_suggestions = frozenset(), False, True
@@ -212,7 +225,8 @@ def _drop_suggestion(decision: WeightDecision) -> bool:
 def reset_decisions(decisions: dict[str, WeightDecision]) -> None:
     """Reset the decisions before another run.
 
-    The decisions not to shard a weight, the vocabulary, and the section borders of fused projections are preserved.
+    Three kinds of decisions are kept: not to shard a weight, to shard an embedding along the vocabulary, and the
+    section borders of fused projections.
     """
     for name, decision in list(decisions.items()):
         if decision.kind == "whole" or decision.reason == "embedding":

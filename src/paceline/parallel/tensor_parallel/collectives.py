@@ -1,8 +1,8 @@
 """Collectives of a tensor-parallel group, plain and as autograd functions.
 
-All functions keep one invariant: the gradient of a full tensor is full and equal on all ranks, and the gradient of a
-shard is the shard of the gradient. Megatron-LM's f and g are `copy_to_parallel_region` and
-`reduce_from_parallel_region`.
+All autograd functions keep one invariant: the gradient of a full tensor is full and equal on all ranks, and the
+gradient of a shard is the shard of the full gradient. `copy_to_parallel_region` and `reduce_from_parallel_region` are
+the functions f and g of Megatron-LM.
 """
 
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from paceline.torch_internals.private_api import tensor_version
 
 
 class TensorParallelGroup(Protocol):
-    """The collectives of one tensor-parallel group.
+    """The collectives of one tensor-parallel group of `size` ranks, as seen by the rank `rank`.
 
     With `sequence`, sums of three-dimensional activations are sharded along the sequence (sequence parallelism).
     """
@@ -179,7 +179,7 @@ class _ReduceScatterPartials(torch.autograd.Function):
 def copy_to_parallel_region(full_tensor: Tensor, group: TensorParallelGroup) -> Tensor:
     """Return a full tensor as the input of sharded operations: identity in forward, all-reduce in backward.
 
-    The result is cached on the tensor, so several reads cost one all-reduce.
+    The result is cached on the tensor, so that several reads need only one all-reduce in backward.
     """
     if not (full_tensor.requires_grad and torch.is_grad_enabled()):
         return full_tensor

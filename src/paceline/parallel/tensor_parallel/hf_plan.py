@@ -25,9 +25,10 @@ KEY_VALUE_NAMES, QUERY_NAMES = ("k_proj", "v_proj"), ("q_proj", "o_proj")
 
 
 def read_model_plan(model: nn.Module, *, ranks: int) -> TensorPlan | None:
-    """Return the model's own plan, or None if it has none.
+    """Return the tensor plan that the model's class or config contains, or None without such a plan.
 
-    Outputs that a style gathers remain sharded here; they are gathered when a function needs the full tensor.
+    Some styles of Hugging Face gather the output of a layer. Here this output remains sharded until a function needs
+    the full tensor.
 
     Raises:
         LayoutError: a style is unknown; the message names it.

@@ -14,6 +14,8 @@ Backward = Callable[..., Any]
 
 
 class _NoDoubleBackward(torch.autograd.Function):
+    """An identity function whose backward raises LayoutError."""
+
     @staticmethod
     @override
     def forward(ctx: Any, gradient: Tensor, line: UserLine | None) -> Tensor:

@@ -35,7 +35,11 @@ def wrap_full_tensor(
 
 
 def attach_reference(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Set one process's result as the `reference` of each sharded result, and return it instead of a full result."""
+    """Return the result of a function with the values of one process.
+
+    For this, also compute the function on full tensors. Each sharded tensor in `result` gets the full tensor as its
+    `reference`. Other tensors in `result` are replaced by those of one process.
+    """
     leaves, spec = tree_flatten(result)
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         return result
@@ -53,6 +57,7 @@ def attach_reference(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _call_in_one_process(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call the function on the full tensors of its sharded arguments."""
     leaves, spec = tree_flatten((args, kwargs))
     args, kwargs = tree_unflatten(
         [leaf.full_tensor() if isinstance(leaf, ShardPropagatingTensor) else leaf for leaf in leaves], spec
@@ -65,7 +70,9 @@ class DryRunGroup:
     """A tensor-parallel group that consists of rank 0 alone.
 
     Each function is also computed on the full tensors, and this result is returned. So code that branches on a value
-    takes the same branch as in the real run.
+    takes the same branch as in the real run. `all_gathers` records each function that needed a full tensor: the
+    parameters from which the tensor was computed, the function's name, and the reshape if it was incompatible. `heads`
+    maps the names of projection weights to numbers of heads.
     """
 
     rank: int = 0
@@ -145,7 +152,7 @@ class PlanCheckGroup(DryRunGroup):
     """A group that checks a finished plan.
 
     All ranks, as threads, compute each function on shards of one process's tensors. The results are compared with those
-    of one process.
+    of one process. `calls` counts the functions that were computed in this way.
     """
 
     calls: int = 0
@@ -194,6 +201,7 @@ class PlanCheckGroup(DryRunGroup):
         return original
 
     def _compare_ranks(self, name: str, rank_results: list[list[Any]], references: list[Any]) -> None:
+        """Raise LayoutError if a result of a rank differs from its shard of the reference, by more than rounding."""
         has_floats = any(isinstance(reference, Tensor) and reference.is_floating_point() for reference in references)
         for rank, results in enumerate(rank_results):
             for result, reference in zip(results, references, strict=True):
@@ -233,17 +241,19 @@ class _Autocast:
 
 
 def _draws_random_numbers(name: str, args: Any, kwargs: Any) -> bool:
-    """Return whether the call draws random numbers; the ranks, as threads, share one generator."""
+    """Return whether the call draws random numbers; it is not compared, since all threads share one generator."""
     arguments = bind_arguments(name, args, kwargs) if name in ("dropout", "scaled_dot_product_attention") else None
     return arguments is not None and bool(arguments.get("dropout_p") or (arguments.get("p") and arguments["training"]))
 
 
 def _devices(leaves: list[Any]) -> set[str]:
+    """Return the device types of the tensors among these leaves that support autocast."""
     device_types = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
     return {device_type for device_type in device_types if torch.amp.is_autocast_available(device_type)}
 
 
 def _local_leaf(leaf: Any, group: TensorParallelGroup, *, can_share: bool) -> Any:
+    """Return an argument as a rank gets it; `can_share` is True if the function does not write to its arguments."""
     if not isinstance(leaf, Tensor):
         return leaf
     if not isinstance(leaf, ShardPropagatingTensor):

@@ -36,6 +36,7 @@ def write_plan(plan: TensorPlan, *, path: Path) -> None:
 
 
 def _value(role: ParameterRole) -> str:
+    """Return a role as a TOML value: a string, or a table if it has more fields than its kind."""
     optional = {"fused": role.fused if role.fused != 1 else None, "sections": list(role.sections) or None,
             "heads": role.heads, "dim": role.dim}  # fmt: skip
     present = {key: value for key, value in optional.items() if value is not None}
@@ -51,10 +52,11 @@ def _value(role: ParameterRole) -> str:
 def read_plan(path: Path, *, model: nn.Module | None = None) -> TensorPlan:
     """Read a plan file.
 
-    With `model`, the names in a faulty file are checked too, so that all problems are reported together.
+    If the file has other problems and `model` is given, its names are checked too, so that all problems are reported
+    together.
 
     Raises:
-        UsageError: the file is not a valid plan; the message gives the line. Several are raised as `Problems`.
+        UsageError: the file is not a valid plan; the message gives the line. Several errors are raised as `Problems`.
     """
     try:
         text = read_user_text(path, expected="a tensor plan", hint='[roles], and below it "layers.*.up" = "column"')
@@ -110,6 +112,7 @@ def read_plan(path: Path, *, model: nn.Module | None = None) -> TensorPlan:
 
 
 def _find_problem(value: Any) -> str:
+    """Return a description of what is wrong with the value of a role; empty if the value is valid."""
     entry = {"role": value} if isinstance(value, str) else value
     if not isinstance(entry, dict) or "role" not in entry:
         return f"a role, or {{ role = ... }}, is expected, got {value!r}."

@@ -1,7 +1,7 @@
 """A tensor subclass that holds one rank's shard, reports the full shape and propagates its sharding.
 
-A function without a sharding rule all-gathers the full tensor first. The result is correct but slower, and a note
-reports it. So the forward of any model computes the same result as in one process.
+A call of a function without a sharding rule first all-gathers the full tensor. The result is correct but slower, and a
+note for the user reports the all-gather. So the forward of any model computes the same result as in one process.
 """
 
 import sys
@@ -134,7 +134,7 @@ class ShardPropagatingTensor(Tensor):
         return cached.full_tensor
 
     def refuse_lost_writes(self) -> None:
-        """Raise if code wrote in place to a gathered tensor or a view of it: the shard does not contain the write."""
+        """Raise LayoutError if code wrote in place to a gathered tensor, since the shard does not have the change."""
         if any(
             tensor_version(cached.full_tensor) != cached.full_version for cached in self.gathered_tensors.values()
         ) and not is_searching(self):
@@ -180,7 +180,7 @@ class ShardPropagatingTensor(Tensor):
 
 
 def apply_rule(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
-    """Apply a function by its rule. Raise `NoRule` if there is none or the call does not match the signature."""
+    """Apply a function by its rule. Raise `NoRule` if it has no rule or the call does not match the signature."""
     rule = RULES.get(name)
     arguments = bind_arguments(name, args, kwargs) if name in SIGNATURES else {}
     if rule is None or arguments is None:
@@ -254,8 +254,10 @@ def _in_place_write_error(description: str, tensor: ShardPropagatingTensor) -> L
 def _apply_inside_transform(func: Any, args: Any, kwargs: Any, *, name: str) -> Any:
     """Apply a function to full tensors inside vmap, grad or jvp, which cannot transform a sum over ranks.
 
+    This is possible only in a plan search, which records the call and does not shard the parameters that it reads.
+
     Raises:
-        LayoutError: always, except in a plan search, which then does not shard the parameters that such code reads.
+        LayoutError: no plan search is running.
     """
     for tensor in find_sharded_tensors(args, kwargs):
         if not is_searching(tensor):
@@ -277,7 +279,10 @@ def is_searching(tensor: ShardPropagatingTensor) -> bool:
 
 
 def _refuse_custom_autograd() -> None:
-    """Raise if a custom autograd function reads a sharded tensor: the shard would get no gradient."""
+    """Raise LayoutError if the running custom autograd function reads a sharded tensor, which would get no gradient.
+
+    A plan search does not raise but records the call.
+    """
     name, arguments = _find_custom_autograd()
     for tensor in arguments:
         if not is_searching(tensor):
@@ -290,9 +295,12 @@ def _refuse_custom_autograd() -> None:
 
 
 def _find_custom_autograd() -> tuple[str, list[ShardPropagatingTensor]]:
-    """Return the name of the custom autograd function whose forward is running, and its sharded arguments."""
+    """Return the name of the custom autograd function whose forward is running, and its sharded arguments.
+
+    Return "" and an empty list if none is running.
+    """
     frame: FrameType | None = sys._getframe(3)  # the caller of `__torch_function__`
-    for _ in range(12):  # torch's own frames between `apply` and the call are fewer
+    for _ in range(12):  # torch has fewer frames than this between `apply` and the call
         if frame is None:
             break
         if frame.f_code.co_name == "apply" and frame.f_code.co_filename == AUTOGRAD_FUNCTION_FILE:
@@ -316,7 +324,7 @@ def record_all_gather(
 def common_group_and_origins(
     sharded_tensors: Iterable[ShardPropagatingTensor],
 ) -> tuple[TensorParallelGroup, frozenset[str]]:
-    """Return the tensors' process group, and the union of their source parameters."""
+    """Return the group of the tensors, and the union of their `origins`."""
     tensors = list(sharded_tensors)
     if len(tensors) == 1:
         return tensors[0].group, tensors[0].origins
@@ -324,11 +332,11 @@ def common_group_and_origins(
 
 
 def local_operand(value: Any, *, like: ShardPropagatingTensor, dim: int) -> Any:
-    """Return the shard of an operand that matches the sharded tensor `like`, as in broadcasting.
+    """Return the part of an operand that this rank combines with the sharded tensor `like` in a broadcast.
 
-    `dim` is the sharded dimension of `like`, negative. A full operand is sliced if it has this dimension; if it lacks
-    the dimension or has size 1 there, each rank reads all of it. If `like` itself has size 1 along `dim`, no operand
-    can be broadcast along it.
+    `dim` is the sharded dimension of `like`, counted from the end (negative). A full operand is sliced if it has this
+    dimension. If it lacks the dimension or has size 1 there, the part is the full operand. An operand
+    with another size there raises `NoRule`.
     """
     if not isinstance(value, Tensor):
         return value

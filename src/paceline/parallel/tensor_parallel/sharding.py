@@ -1,7 +1,8 @@
 """Sharding of one tensor dimension over the ranks, and its propagation through reshapes and slices.
 
-A fused projection has several sections, each sharded separately: the shard of a rank is the concatenation of its
-slices of all sections. The functions use shapes only, no values, so every rank computes the same result.
+A dimension may have several sections, such as q, k and v in the weight of a fused projection. Each section is sharded
+separately, and a rank's shard is the concatenation of its slices of all sections. The functions use only shapes, no
+values, so every rank computes the same result.
 """
 
 import math
@@ -10,13 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 SectionBounds = tuple[int, ...]
+"""The positions in a section at which the ranks' slices start, and its size as the last element."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DimSharding:
-    """The sharding of dimension `dim`, with the bounds of each section.
+    """The sharding of dimension `dim`. `sections` has the bounds of each section.
 
-    Rank r holds `[bounds[r], bounds[r + 1])` of the section, counted from the section's start.
+    Rank r holds the range `[bounds[r], bounds[r + 1])` of a section, counted from the section's start.
     """
 
     dim: int
@@ -77,7 +79,10 @@ def shard_evenly(size: int, *, ranks: int, sections: Sequence[int] = (), dim: in
 
 @dataclass(frozen=True, kw_only=True)
 class IncompatibleReshape:
-    """A reshape or slice whose result has no sharding, with the sections or heads that would make it possible."""
+    """A reshape or slice whose result cannot be described as a sharding.
+
+    `sections` are the sections of the input, or `heads` the number of attention heads, that may make it possible.
+    """
 
     description: str
     sections: tuple[int, ...] = ()
@@ -143,7 +148,10 @@ def _reshape_group(
 def _unflatten_sections(
     flat_sections: list[SectionBounds], *, outer: int, inner: int, size: int
 ) -> tuple[SectionBounds, ...] | None:
-    """Return the sections of the middle dimension of a reshape to (outer, size, inner); None if there are none."""
+    """Return the sections of the middle dimension after a reshape to (outer, size, inner).
+
+    Return None if this dimension cannot be the sharded one.
+    """
     if size == 0 or outer == 0 or inner == 0 or len(flat_sections) % outer:
         return None
     period = len(flat_sections) // outer
@@ -156,7 +164,7 @@ def _unflatten_sections(
 
 
 def _suggest_sharding(sharding: DimSharding, old_shape: list[int], new_shape: list[int]) -> IncompatibleReshape:
-    """Return the incompatible reshape with a suggestion.
+    """Return the incompatible reshape with suggested sections or heads.
 
     A small first dimension (3 for q, k and v) indicates a fused projection. The last dimension is the width of a head,
     so the one before it is the number of heads.

@@ -28,8 +28,9 @@ assert len(RULES) > 100
 class TensorParallelPlacement:
     """The result of `split_model`.
 
-    `shard_specs`: this rank's shard of each parameter, by name. `close` removes the hooks; the parameters remain
-    sharded. `restore_parameters` restores the plain parameters; call it after a forward that ended early.
+    `shard_specs` locates this rank's shard of each parameter, by name. `close` removes the hooks; the parameters remain
+    sharded. While the model runs, sharded tensors replace its parameters. After a forward that ended early, call
+    `restore_parameters` to undo this replacement.
     """
 
     shard_specs: dict[str, ShardSpec]
@@ -47,8 +48,8 @@ class TensorParallelPlacement:
 def split_model(model: nn.Module, *, plan: TensorPlan, world: World, sequence: bool = False) -> TensorParallelPlacement:
     """Shard the model's parameters in place, and make its forward compute on the shards.
 
-    Every rank of `world` calls this on the same full model (meta tensors are enough) and keeps its shards. Later, all
-    ranks must run the model on the same batch with the same random generator states.
+    Every rank of `world` calls this on the same full model, which may be on the meta device, and keeps its shards.
+    Afterwards all ranks must run the model on the same batch, with the same states of random generators.
 
     Raises:
         LayoutError: the plan does not fit this model; the message names the parameter.
@@ -86,6 +87,7 @@ def split_model_in_group(model: nn.Module, *, plan: TensorPlan, group: TensorPar
 
 
 def _shard_parameter(parameter: nn.Parameter, shard_spec: ShardSpec) -> nn.Parameter:
+    """Return this rank's shard as a parameter with the attributes of the full one; a placeholder gets no memory."""
     full_parameter = parameter.detach()
     is_placeholder = full_parameter.dim() > 0 and not any(full_parameter.stride())  # another stage owns the memory
     if is_placeholder and shard_spec.local_shape is not None:
@@ -159,6 +161,7 @@ class _ParameterReplacement:
         ]
 
     def replace(self) -> None:
+        """Replace the parameters, at the start of a call that may be nested in other calls of the module."""
         self._depth += 1
         for key, (name, sharding) in self._shardings.items():
             parameter = self.module._parameters[key]
@@ -172,6 +175,7 @@ class _ParameterReplacement:
                 )
 
     def restore(self) -> None:
+        """Restore the parameters at the end of the outermost call."""
         self._depth -= 1
         if self._depth <= 0:
             self.restore_all()
@@ -187,7 +191,10 @@ def _is_dtensor(parameter: Any) -> bool:
 
 
 def _register_model_hooks(model: nn.Module, replacements: list[_ParameterReplacement]) -> list[Any]:
-    """Register hooks that show all sharded parameters during the model's forward, for reads outside their modules."""
+    """Register hooks that replace all parameters during the model's forward.
+
+    A module may read a parameter of another module, whose own hooks do not run then.
+    """
 
     def replace(*_: Any) -> None:
         for replacement in replacements:
@@ -219,6 +226,7 @@ def _register_local_hooks(module: nn.Module, group: TensorParallelGroup) -> list
 
 
 def _read_full(x: Tensor, group: TensorParallelGroup) -> Tensor:
+    """Return the full tensor of an input of a module that runs on its shards."""
     return (
         x.full_tensor(has_partial_grad=True)
         if isinstance(x, ShardPropagatingTensor)

@@ -35,9 +35,10 @@ class ParameterRole:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """Roles by pattern: `*` matches one name between dots, `**` any number; an exact name wins over a pattern.
+    """The roles of modules and parameters, by name or pattern.
 
-    Parameters that match no pattern are not sharded. `source` describes the origin of the plan.
+    `*` matches one name between dots, `**` any number of them. An exact name has precedence over a pattern. Parameters
+    that match no pattern are not sharded. `source` describes the origin of the plan.
     """
 
     roles: Mapping[str, ParameterRole]
@@ -45,7 +46,10 @@ class TensorPlan:
     notes: tuple[str, ...] = field(default=())
 
     def find_role(self, name: str) -> ParameterRole | None:
-        """Return the role of a module or a parameter; a parameter's own name wins over that of its module."""
+        """Return the role of a module or a parameter.
+
+        A role for a parameter's name has precedence over a role for its module.
+        """
         for target in (name, name.rpartition(".")[0]):
             matches = [p for p in self.roles if p == target or pattern_matches(p, target)]
             if matches:
@@ -115,7 +119,7 @@ def resolve_plan(model: nn.Module, plan: TensorPlan, *, ranks: int) -> Parameter
 
 
 def _deduplicate(problems: list[PacelineError]) -> Iterator[PacelineError]:
-    """Yield one of the problems that differ only in numbers, such as the same weight in every block."""
+    """Yield the first of several problems that differ only in numbers, as for the same weight in every block."""
     seen_messages: set[str] = set()
     for problem in problems:
         normalized = re.sub(r"\d+", "*", problem.what)
@@ -125,6 +129,7 @@ def _deduplicate(problems: list[PacelineError]) -> Iterator[PacelineError]:
 
 
 def _best_pattern(plan: TensorPlan, name: str) -> str:
+    """Return the exact name or the longest pattern of the plan that matches a module's name; "" if none matches."""
     matches = [p for p in plan.roles if p == name or pattern_matches(p, name)]
     return max(matches, key=lambda p: (p == name, len(p)), default="")
 
@@ -197,6 +202,7 @@ def _shard_parameter(
 
 
 def _nearest_divisor(heads: int, ranks: int) -> int:
+    """Return the largest divisor of `heads` that is at most `ranks`."""
     return next(n for n in range(ranks, 0, -1) if heads % n == 0)
 
 
@@ -207,6 +213,10 @@ def _check_tied(
     role: ParameterRole,
     first_uses: dict[int, tuple[str, DimSharding | None]],
 ) -> None:
+    """Raise LayoutError if a tied parameter has another sharding under its first name.
+
+    `first_uses` maps the id of a parameter to its first name and sharding; this function adds to it.
+    """
     other_name, other_sharding = first_uses.setdefault(id(parameter), (name, sharding))
     if other_sharding != sharding:
         raise LayoutError(
@@ -217,6 +227,7 @@ def _check_tied(
 
 
 def _copy_to_tied_names(model: nn.Module, shardings: dict[str, DimSharding]) -> None:
+    """Add the sharding of each tied parameter under all its names."""
     by_id = {id(p): shardings[n] for n, p, _ in _parameters(model) if n in shardings}
     for name, parameter, _ in _parameters(model):
         if id(parameter) in by_id:
@@ -242,6 +253,7 @@ def unknown_names(model: nn.Module, roles: Mapping[str, object]) -> list[Pacelin
 def _unsharded_local_parameters(
     model: nn.Module, local_modules: Sequence[str], shardings: Mapping[str, DimSharding]
 ) -> list[PacelineError]:
+    """Return an error for each parameter of a `local` module that is not sharded."""
     problems: list[PacelineError] = []
     for name in local_modules:
         for key, _ in model.get_submodule(name).named_parameters():

@@ -12,10 +12,11 @@ from paceline.torch_internals.private_api import tree_flatten, tree_unflatten
 
 @contextmanager
 def expose_local_shards(module: nn.Module) -> Iterator[None]:
-    """Give the plain shards of sharded tensors to hooks that are registered inside this context.
+    """Return a context; module hooks that are registered inside it get plain shards in place of sharded tensors.
 
-    Register pre-hooks with `prepend=True`. A tensor that a hook returns for a shard is wrapped with the sharding of the
-    shard. `fully_shard` needs this: it puts autograd hooks on activations, and autograd works on the plain shards.
+    Register pre-hooks with `prepend=True`. If a hook returns another tensor in place of a shard, it is wrapped with the
+    sharding of the shard. `fully_shard` needs this: it puts autograd hooks on activations, and autograd sees only
+    plain shards.
     """
     inputs, outputs = _CallShards(), _CallShards()
     module.register_forward_pre_hook(inputs.restore_inputs, prepend=True, with_kwargs=True)

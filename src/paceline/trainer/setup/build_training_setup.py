@@ -337,8 +337,8 @@ def _build_replica_context(
     rng_turns: HostRngTurns | None,
 ) -> ReplicaContext:
     """Return the context of one replica."""
-    train_settings = settings.train
-    sync_bn_weights = synchronize_batchnorms(model, world=worlds.data) if train_settings.buffers == "sync_bn" else None
+    train = settings.train
+    sync_bn_sample_weight = synchronize_batchnorms(model, world=worlds.data) if train.buffers == "sync_bn" else None
     streams = RandomStreams(seed=settings.seed)
     streams.attach(model)
     return ReplicaContext(
@@ -350,19 +350,19 @@ def _build_replica_context(
         state_recorders=build_state_recorders(
             model,
             world=worlds.data,
-            enabled=train_settings.buffers == "fold",
-            exact=train_settings.exact,
+            enabled=train.buffers == "fold",
+            exact=train.exact,
             in_order=worlds.mesh.pp == 1,
-            is_compiled=train_settings.compile,
+            is_compiled=train.compile,
             can_wait=_can_forwards_wait(worlds.mesh),
             over_batch=contract.over_batch,
         ),
-        buffers=BufferPolicy(model=model, world=worlds.data, policy=train_settings.buffers, exact=train_settings.exact),
+        buffers=BufferPolicy(model=model, world=worlds.data, policy=train.buffers, exact=train.exact),
         update=update,
         random_streams=streams,
-        precision=train_settings.precision,
-        exact=train_settings.exact,
-        sync_bn_weights=sync_bn_weights,
+        precision=train.precision,
+        exact=train.exact,
+        sync_bn_sample_weight=sync_bn_sample_weight,
         rng_turns=rng_turns,
         undo_reduction=parallelized_model.reducer.undo
         if isinstance(parallelized_model.reducer, ErrorFeedbackReducer)

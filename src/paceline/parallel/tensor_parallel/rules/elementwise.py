@@ -61,7 +61,7 @@ IN_PLACE = _torch_names(
 
 @register_rule(*ELEMENTWISE)
 def apply_elementwise(call: FunctionCall) -> Any:
-    """Apply the function to this rank's shard of each operand, and to all of an operand that is broadcast."""
+    """Apply the function to this rank's shard of each operand; an operand that is broadcast is used in full."""
     if call.kwargs.get("out") is not None or (call.name == "where" and len(call.values()) == 1):
         raise NoRule  # where(condition) returns indices of nonzero elements
     sharded_tensors = [value for value in call.values() if isinstance(value, ShardPropagatingTensor)]
@@ -99,7 +99,7 @@ def _reduced_dims(x: ShardPropagatingTensor, dim: Any) -> list[int]:
                "var", "max", "min")  # fmt: skip
 def _reduce(call: FunctionCall) -> Any:
     x = require_sharded(call["input"])
-    if "other" in call.arguments:
+    if "other" in call.arguments:  # `max` and `min` of two tensors
         return apply_elementwise(call)
     dims = _reduced_dims(x, call.arguments.get("dim"))
     if x.sharding.dim in dims:
@@ -118,6 +118,7 @@ def _apply_along_dim(call: FunctionCall) -> Any:
 
 
 def _apply_to_unsharded_dims(call: FunctionCall, x: ShardPropagatingTensor, sharding: DimSharding) -> Any:
+    """Apply the function to the local shard of `x`; wrap each result with `sharding`."""
     result = call.call_with(lambda value: x.local if value is x else value)
     return (
         wrap_like(x, result, sharding)
@@ -133,7 +134,7 @@ def _reduce_sharded_dim(call: FunctionCall, x: ShardPropagatingTensor, dims: lis
     """
     keepdim = call.arguments.get("keepdim", False)
     if call.name in ("all", "any"):
-        local = x.local.bool() if call.name == "any" else ~x.local.bool()
+        local = x.local.bool() if call.name == "any" else ~x.local.bool()  # all(x) is computed as not any(not x)
         is_any = x.group.all_reduce_max(
             local.any(dims, keepdim).byte() if local.numel() else _any_of_empty(local, dims, keepdim)
         ).bool()
@@ -153,7 +154,7 @@ def _reduce_sharded_dim(call: FunctionCall, x: ShardPropagatingTensor, dims: lis
 def _is_vector_per_sample(x: ShardPropagatingTensor) -> bool:
     """Return whether all dimensions but the first and the sharded one have size 1, as in global response norm.
 
-    The all-reduce of its sums is then small.
+    A reduction over the sharded dimension then needs only a small all-reduce.
     """
     return len(x.full_shape) > 1 and all(n == 1 for d, n in enumerate(x.full_shape) if d not in (0, x.sharding.dim))
 
@@ -182,7 +183,7 @@ def _layer_norm(call: FunctionCall) -> Any:
 
 @register_rule("dropout")
 def _dropout(call: FunctionCall) -> Any:
-    """Apply this rank's shard of the full tensor's mask, so that results and generator states equal one process's."""
+    """Apply this rank's shard of the full mask, so that results and generator states are those of one process."""
     x, p = require_sharded(call["input"]), call["p"]
     if not call["training"] or p == 0.0:
         return x
@@ -194,7 +195,7 @@ def _dropout(call: FunctionCall) -> Any:
 
 
 def local_dropout_mask(local: Tensor, p: float, sharding: DimSharding, group: TensorParallelGroup) -> Tensor:
-    """Return this rank's shard of a dropout mask that is drawn for the full tensor, in its memory order."""
+    """Return this rank's shard of a dropout mask, which is drawn for the full tensor in the tensor's memory order."""
     shape = [sharding.size if d == sharding.dim else n for d, n in enumerate(local.shape)]
     strides = local.stride()
     order = sorted(range(local.dim()), key=lambda d: (-strides[d], d)) if not local.is_contiguous() else None

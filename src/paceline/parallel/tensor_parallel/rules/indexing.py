@@ -15,7 +15,10 @@ from paceline.torch_internals.private_api import tree_flatten
 def narrow_sharded(
     x: ShardPropagatingTensor, dim: int, start: int, stop: int, *, sections: tuple[int, ...] = ()
 ) -> ShardPropagatingTensor:
-    """Return `[start, stop)` along a dimension; along the sharded dimension the range must consist of full sections."""
+    """Return `[start, stop)` along a dimension; along the sharded dimension the range must consist of full sections.
+
+    If it does not, raise `NoRule`, with `sections` or the sizes before, in and after the range as suggested sections.
+    """
     if dim != x.sharding.dim:
         return wrap_like(x, x.local.narrow(dim, start, stop - start), x.sharding)
     section_range = x.sharding.find_sections(start, stop)
@@ -99,6 +102,7 @@ def _index_select(call: FunctionCall) -> Any:
 def _getitem(call: FunctionCall) -> Any:
     x, raw_index = require_sharded(call.args[0]), call.args[1]
     index = tuple(_normalize_index(i) for i in (raw_index if isinstance(raw_index, tuple) else (raw_index,)))
+    # torch treats a list of other entries than integers like a tuple of indices
     is_tuple_as_list = isinstance(raw_index, list) and any(not isinstance(i, int) for i in raw_index)
     if is_tuple_as_list or any(isinstance(i, ShardPropagatingTensor) for i in index):
         raise NoRule
@@ -124,6 +128,7 @@ def _normalize_index(index: Any) -> Any:
 
 
 def _expand_ellipsis(index: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
+    """Replace an ellipsis, or the missing entries at the end, by full slices."""
     num_indexed = sum(_num_indexed_dims(i) for i in index)
     if any(i is Ellipsis for i in index):
         position = next(n for n, i in enumerate(index) if i is Ellipsis)
@@ -132,6 +137,7 @@ def _expand_ellipsis(index: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
 
 
 def _num_indexed_dims(index: Any) -> int:
+    """Return the number of input dimensions that an index entry applies to."""
     if index is None or index is Ellipsis:
         return 0
     if isinstance(index, bool):
@@ -150,7 +156,7 @@ def _index_of_dim(index: tuple[Any, ...], dim: int) -> int:
 
 
 def _result_dim(index: tuple[Any, ...], position: int) -> int:
-    """Return the dimension of the result that the index entry `position` makes.
+    """Return the dimension of the result that comes from the index entry at `position`.
 
     Raises:
         NoRule: the index has several tensors, or a tensor and an integer.
@@ -205,6 +211,7 @@ def _stride(call: FunctionCall) -> Any:
                "get_device", "element_size", "is_contiguous", "register_hook", "retain_grad", "new_zeros", "new_ones",
                "new_empty", "new_full", "new_tensor", "is_inference", "is_pinned")  # fmt: skip
 def _local_attribute(call: FunctionCall) -> Any:
+    """Call the function on the local shard; its result does not depend on the tensor's shape."""
     x = call.args[0] if call.args else call.kwargs.get("input")
     if not isinstance(x, ShardPropagatingTensor) or any(
         isinstance(value, ShardPropagatingTensor) for value in call.values() if value is not x

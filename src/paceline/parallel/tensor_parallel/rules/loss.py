@@ -118,7 +118,7 @@ def _softmax(call: FunctionCall) -> Any:
 
 
 def _class_dim(x: ShardPropagatingTensor) -> int:
-    """Return the class dimension: 1, or 0 without a batch. Raise `NoRule` if another one is sharded."""
+    """Return the class dimension: 1, or 0 without a batch. Raise `NoRule` if another dimension is sharded."""
     dim = 0 if len(x.full_shape) == 1 else 1
     if x.sharding.dim != dim or len(x.sharding.sections) > 1:
         raise NoRule

@@ -1,8 +1,9 @@
 """Sharding rules of matmuls, embedding and attention.
 
-If the contracted dimension is sharded, each rank computes a partial sum, and an all-reduce adds them. Any other
-sharding passes to the result. A `linear` whose weight is sharded along dimension 0 is Megatron-LM's column-parallel
-layer, along dimension 1 its row-parallel layer, whose bias is added once, after the sum.
+If the contracted dimension is sharded, each rank computes a partial sum, and an all-reduce adds the partial sums. If
+another dimension is sharded, the result has the same sharding. A `linear` with a weight that is sharded along dimension
+0 is Megatron-LM's column-parallel layer. With a weight that is sharded along dimension 1, it is the row-parallel layer;
+its bias is added once, after the all-reduce.
 """
 
 from collections.abc import Callable
@@ -60,7 +61,7 @@ def read_full_operand(x: Any, group: TensorParallelGroup) -> Tensor:
 
 
 def take_matching_shard(x: Any, sharding: DimSharding, dim: int, group: TensorParallelGroup) -> Tensor:
-    """Return this rank's shard of an operand along `dim` (negative), to match a sharding."""
+    """Return this rank's shard of an operand whose dimension `dim` (negative) is sharded like `sharding`."""
     if isinstance(x, ShardPropagatingTensor):
         if x.sharding.sections == sharding.sections and x.sharding.dim - len(x.full_shape) == dim:
             return x.local
@@ -125,6 +126,7 @@ def _matmul(call: FunctionCall) -> Any:
 
 
 def _negative_sharded_dim(x: Any) -> int:
+    """Return the sharded dimension, counted from the end (negative), or 0 for a full operand."""
     return x.sharding.dim - len(x.full_shape) if isinstance(x, ShardPropagatingTensor) else 0
 
 
@@ -219,9 +221,9 @@ def _attention(call: FunctionCall) -> Any:
 
 
 def compute_sharded_attention(attention_function: AttentionFunction, args: Any, kwargs: Any) -> Any:
-    """Compute `F.scaled_dot_product_attention` on sharded heads: `attention_function` gets this rank's heads.
+    """Call `attention_function` instead of `F.scaled_dot_product_attention`, on this rank's heads only.
 
-    If no sharding rule applies, it gets the full tensors.
+    If the tensors are not sharded, or no sharding rule applies, `attention_function` gets the full tensors.
     """
 
     name = F.scaled_dot_product_attention.__name__
@@ -281,8 +283,8 @@ def _torch_attention(
 def _local_keys(x: Any, q: ShardPropagatingTensor, dim: int, *, grouped: bool) -> Tensor:
     """Return the keys or values for this rank's query heads.
 
-    In grouped-query attention, sharded key heads must match the query heads of the rank. Unsharded ones are repeated to
-    the number of query heads, and this rank takes its shard.
+    In grouped-query attention, sharded key heads must match the query heads of the rank. Unsharded key heads are
+    repeated to the number of query heads, and then sharded like them.
     """
     if not grouped or dim != -3:
         local: Tensor = local_operand(x, like=q, dim=dim)

@@ -170,7 +170,7 @@ def _repeat_interleave(call: FunctionCall) -> Any:
 def _apply_locally(call: FunctionCall) -> Any:
     x = next(value for value in call.values() if isinstance(value, ShardPropagatingTensor))
     if call.args[:1] != (x,) and call.kwargs.get("input") is not x:
-        raise NoRule  # a full tensor and a sharded one: `full.to(sharded)`, `full.type_as(sharded)`
+        raise NoRule  # the sharded tensor is not the input, as in `full.to(sharded)` and `full.type_as(sharded)`
     result = call.call_with(lambda value: value.local if isinstance(value, ShardPropagatingTensor) else value)
     if not isinstance(result, Tensor):
         return result  # type() returns the name of the type
@@ -214,6 +214,7 @@ def _stack(call: FunctionCall) -> Any:
 
 
 def _matching_shard(tensor: Tensor, like: ShardPropagatingTensor) -> Tensor:
+    """Return this rank's shard of a tensor with the sharding of `like`; raise `NoRule` if the shapes do not match."""
     if isinstance(tensor, ShardPropagatingTensor):
         if tensor.sharding != like.sharding or len(tensor.full_shape) != len(like.full_shape):
             raise NoRule
