@@ -9,26 +9,27 @@ from paceline.planner.layout.mesh import AXIS_ORDER, DATA_AXES, GRADIENT_AXES, M
 
 @dataclass(frozen=True, kw_only=True)
 class MeshGroups:
-    """The process groups of this rank in a mesh; each includes the rank itself.
-
-    `pp`, `cp`, `tp`, `replicate` (dp_replicate) and `shard` (dp_shard) are groups of one axis. `data` are the ranks
-    that train the same weights on different samples. `summed` is `data` combined with `cp`: the ranks over which
-    gradients are summed. `shard_replicas` are the `summed` ranks that hold the same shards. `ep` splits `data` into
-    groups that divide the experts; `expert_replicas` are the `summed` ranks that hold the same experts.
-    """
+    """The process groups of this rank in a mesh; each includes the rank itself."""
 
     mesh: Mesh
     all_ranks: World
     pp: World
     replicate: World
+    """The group of the axis dp_replicate."""
     shard: World
+    """The group of the axis dp_shard."""
     cp: World
     tp: World
     data: World
+    """The ranks that train the same weights on different samples."""
     summed: World
+    """The ranks over which gradients are summed: `data` combined with `cp`."""
     shard_replicas: World
+    """The ranks of `summed` that hold the same shards."""
     ep: World
+    """The ranks of `data` that divide one set of experts."""
     expert_replicas: World
+    """The ranks of `summed` that hold the same experts."""
 
     @staticmethod
     def from_mesh(all_ranks: World, *, mesh: Mesh) -> "MeshGroups":

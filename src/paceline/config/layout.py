@@ -55,22 +55,23 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A layout. `sizes` has the size of each requested axis; `REMAINING_RANKS` stands for all ranks that are left.
-
-    `zero`: the ZeRO stage of `dp_shard` (3 is FSDP). `threads`: the number of replicas as threads, None for one per
-    rank. `virtual`: the number of pipeline stages on each rank. `params`: the dtype in which fsdp gathers parameters.
-    """
+    """A layout as the user requested it."""
 
     kind: LayoutKind
     sizes: dict[str, int] = field(default_factory=dict)
+    """The size of each requested axis. `REMAINING_RANKS` stands for all ranks that are left."""
     threads: int | None = None
+    """The number of replicas as threads; None for one per rank."""
     zero: int = 3
+    """The ZeRO stage of `dp_shard`; 3 is FSDP."""
     schedule: str = "1f1b"
     virtual: int | None = None
+    """The number of pipeline stages on each rank; None for the schedule's default."""
     remat: str = "none"
     offload: tuple[str, ...] = ()
     sequence: bool = False
     params: str = "fp32"
+    """The dtype in which fsdp gathers parameters."""
 
     @override
     def __str__(self) -> str:

@@ -108,27 +108,27 @@ RULE_SPECS: Mapping[UpdateKind, RuleSpec] = {
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRule:
-    """The requested update rule.
-
-    PipeDream: with `vertical`, every stage uses the weight version of the first stage.
-    Local SGD: sites synchronise after `every` updates. The mean of their changes is the gradient of one step of an
-    outer SGD with `lr` and Nesterov `momentum`. The model is divided into `fragments`, which are synchronised in turn.
-    A site gets the new weights `delay` updates after it has sent its changes, and mixes them with its newer weights,
-    whose fraction is `mix`.
-    Parameter server: the first `servers` ranks hold the parameters. The other ranks compute gradients on weights that
-    are at most `staleness` updates old (infinity without a bound).
-    """
+    """The requested update rule and its options."""
 
     kind: UpdateKind = UpdateKind.SYNC
     vertical: bool = False
+    """PipeDream: whether every stage uses the weight version of the first stage."""
     every: int = field(default=1, metadata={"option": True})
+    """Local SGD: sites synchronise after this many updates."""
     lr: float = field(default=1.0, metadata={"option": True})
+    """Local SGD: the learning rate of the outer SGD, whose gradient is the mean of the sites' changes."""
     momentum: float = field(default=0.0, metadata={"option": True})
+    """Local SGD: the Nesterov momentum of the outer SGD."""
     fragments: int = field(default=1, metadata={"option": True})
+    """Local SGD: the number of fragments of the model, which are synchronised in turn."""
     delay: int = field(default=0, metadata={"option": True})
+    """Local SGD: a site gets the new weights this many updates after it has sent its changes."""
     mix: float = field(default=0.0, metadata={"option": True})
+    """Local SGD: the fraction of the site's own newer weights when it mixes them with the new weights."""
     servers: int = field(default=0, metadata={"option": True})
+    """Parameter server: the number of ranks, the first ones, that hold the parameters."""
     staleness: float = field(default=0.0, metadata={"option": True})
+    """Parameter server: how many updates old a worker's weights may be; infinity without a bound."""
 
     @property
     def is_synchronous(self) -> bool:

@@ -50,21 +50,23 @@ class DatasetSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInput:
-    """This replica's part of one global batch; `micro` may be empty.
-
-    `num_micro` and `num_samples` are totals over all replicas. If this replica has no microbatch, `read_stand_in` reads
-    the data of another replica's microbatch. `summary` describes the dataset in the batch's epoch. For a stream,
-    `fingerprint` is a checksum that must be equal on all replicas, and `notes` are lines for the log.
-    """
+    """This replica's part of one global batch."""
 
     batch: Batch
     micro: tuple[ReplicaMicrobatch, ...]
+    """The microbatches of this replica; there may be none."""
     fingerprint: int = 0
+    """For a stream, a checksum that must be equal on all replicas."""
     notes: tuple[str, ...] = ()
+    """For a stream, lines for the log."""
     read_stand_in: Callable[[], Any] | None = field(default=None, repr=False)
+    """A function that reads the data of another replica's microbatch, for a replica without one."""
     summary: DatasetSummary | None = None
+    """A description of the dataset in the batch's epoch."""
     num_micro: int = field(init=False, repr=False, compare=False)
+    """The number of microbatches of all replicas."""
     num_samples: int = field(init=False, repr=False, compare=False)
+    """The number of samples of all replicas."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_micro", len(self.batch.micro))

@@ -31,24 +31,24 @@ from paceline.parallel.trace_example_forward import ExampleRun
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementRequest:
-    """The layout and the options for `parallelize`.
-
-    `example_run` runs forward and loss on one microbatch; pipeline parallelism needs it. `report` prints a message for
-    the user. `full_tensor_names` are the parameters whose update rule needs the full tensor. If the model is on the
-    meta device, `deferred_model` creates the values, and `deferred_rows` are this rank's rows of the parameters.
-    """
+    """The layout and the options for `parallelize`."""
 
     layout: Layout
     worlds: MeshGroups
     example_run: ExampleRun | None
+    """Forward and loss on one microbatch; pipeline parallelism needs it."""
     report: Callable[[str], None]
+    """A function that prints a message for the user."""
     settings: PlacementSettings = field(default_factory=PlacementSettings)
     exact: bool = False
     is_compiled: bool = False
     full_tensor_names: Sequence[str] = ()
+    """The parameters whose update rule needs the full tensor."""
     context_parallel: ContextParallel | None = None
     deferred_rows: DeferredRows | None = None
+    """This rank's rows of the parameters, if the model is on the meta device."""
     deferred_model: DeferredModel | None = None
+    """The source of the values, if the model is on the meta device."""
     compression: Compression | None = None
 
 
@@ -149,26 +149,29 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelizedModel:
-    """This rank's part of a model after all parallelisms are applied.
-
-    The optimizer updates `named_parameters`. Call `sync_after_update` after each optimizer update, and
-    `sync_after_load` after new values were copied into the model's tensors. `weights` are the parameters and buffers
-    of all ranks' models. `optim_shards` are the shards of parameters that all ranks' optimizers update. Autograd writes
-    gradients to `leaf_parameters`. `hooked_names` are the parameters on which the user registered hooks.
-    """
+    """This rank's part of a model after all parallelisms are applied."""
 
     named_parameters: Sequence[NamedParameter]
+    """The parameters that the optimizer updates."""
     weights: ShardedTensors
+    """The parameters and buffers of all ranks' models."""
     optim_shards: ShardedTensors
+    """The shards of parameters that all ranks' optimizers update."""
     reducer: Reducer
     sync_after_update: Callable[[], None]
+    """Call it after each optimizer update."""
     sync_after_load: Callable[[], None]
+    """Call it after new values were copied into the model's tensors."""
     leaf_parameters: Sequence[nn.Parameter] = ()
+    """The parameters to which autograd writes gradients."""
     pipeline_model: PipelineModel | None = None
     grid: FixedPointGrid | None = None
+    """The fixed-point grid of exact mode; None without it."""
     undos: Sequence[Callable[[], None]] = ()
+    """Functions that remove what the parallelisms have installed."""
     context_parallel: ContextParallel | None = None
     hooked_names: tuple[str, ...] = ()
+    """The parameters on which the user registered hooks."""
 
     def owned_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that this rank owns; if several ranks hold a parameter, one of them owns it."""

@@ -20,13 +20,7 @@ _EMPTY_CELLS = (_DASH, format_size(0))
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLayout:
-    """The measurements of one layout. A layout that was refused or failed has a `reason` and no numbers.
-
-    `memory_by_rank` are the bytes of each kind at the peak of each rank, `sent_by_rank` the bytes of each collective in
-    one step. `bubble` is the measured bubble, as a fraction of the step; `planned_bubble` is the bubble that the
-    schedule would have if all stages took equally long. `losses` are pairs of step and loss. `schedule` is an SVG with
-    the planned and the measured schedule on the same time axis.
-    """
+    """The measurements of one layout. A layout that was refused or failed has a `reason` and no numbers."""
 
     name: str
     ranks: int
@@ -36,11 +30,17 @@ class MeasuredLayout:
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
     memory_by_rank: Sequence[Mapping[str, int]] = ()
+    """The bytes of each kind at the peak of each rank."""
     sent_by_rank: Sequence[Mapping[str, float]] = ()
+    """The bytes that each rank sends in one step, by collective."""
     bubble: float | None = None
+    """The measured bubble, as a fraction of the step."""
     planned_bubble: float | None = None
+    """The bubble that the schedule would have if all stages took equally long."""
     losses: Sequence[tuple[float, float]] = ()
+    """Pairs of step and loss."""
     schedule: str = ""
+    """An SVG with the planned and the measured schedule on the same time axis."""
     notes: Sequence[str] = field(default=())
 
     @property

@@ -40,22 +40,23 @@ class ComparedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class LossDivergence:
-    """The differences between the losses of a run and those of the first run.
-
-    `first` is the first step whose losses differ, and `beyond_floor` the first step whose losses differ by more than
-    `floor`. `largest` is the largest difference. `floor` and `largest` are relative to the loss. `common` is the number
-    of steps that both runs logged, and `until` the last of these steps. `steps` are the last steps of the first run and
-    of this run.
-    """
+    """The differences between the losses of a run and those of the first run."""
 
     run: str
     common: int
+    """The number of steps that both runs logged."""
     until: int
+    """The last step that both runs logged."""
     steps: tuple[int, int]
+    """The last step of the first run, and of this run."""
     first: int | None
+    """The first step whose losses differ; None if there is none."""
     beyond_floor: int | None
+    """The first step whose losses differ by more than `floor`; None if there is none."""
     floor: float
+    """The noise floor, relative to the loss."""
     largest: float
+    """The largest difference, relative to the loss."""
 
     @property
     def text(self) -> str:

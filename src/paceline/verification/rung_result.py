@@ -11,22 +11,22 @@ RECORDING_FLOOR = 1e-4  # the relative distance up to which tensors of two recor
 
 @dataclass(kw_only=True)
 class RungResult:
-    """The result of one rung. Its fields are plain JSON, so that rank 0 can share it with the other ranks.
-
-    `max_difference` and `noise_floor` are those of the tensor with the largest ratio of difference to floor.
-    `left_out`: what the verdict does not cover, although the user would expect it. `by_micro`: the results may depend
-    on how a batch is split into microbatches. `compared`: the number of compared tensors or metrics, by kind.
-    """
+    """The result of one rung. Its fields are plain JSON, so that rank 0 can share it with the other ranks."""
 
     verdict: str = BITWISE
     max_difference: float = 0.0
+    """The difference of the tensor with the largest ratio of difference to noise floor."""
     noise_floor: float = 0.0
+    """The noise floor of that tensor."""
     first_difference: dict[str, Any] | None = None
     detail: str = ""
     warning: str = ""
     left_out: str = ""
+    """What the verdict does not cover, although the user would expect it."""
     by_micro: bool = False
+    """Whether the results may depend on how a batch is split into microbatches."""
     compared: dict[str, int] = field(default_factory=dict)
+    """The number of compared tensors or metrics, by kind."""
 
     def record(self, verdict: str, *, difference: float = 0.0, floor: float = 0.0) -> None:
         """Record the verdict on one tensor. Only the worst verdict and the largest ratio to the floor are stored."""

@@ -53,27 +53,33 @@ _PROGRESS_PREFIX = "this rank "
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The reason a rank ended. `kind` is the exception's name, or `signal` or `exit` if there is no exception.
-
-    `step` is the number of the step in which it failed, 0 before the first. `told_by` is the rank whose log has the
-    full text, if that is another rank. `said` holds the fields of a `PacelineError`: what, where, cause, hint, numbers.
-    `doing` says what the rank had started last, such as the gather of a unit. `is_users_own`: the user's own code
-    raised the exception, so it does not follow from another rank's exit, whatever its message.
-    """
+    """The reason a rank ended."""
 
     rank: int
     kind: str
+    """The exception's name, or `signal` or `exit` if there is no exception."""
     message: str
     where: str = ""
+    """The line in the user's code, if there is one."""
     source: str = ""
+    """The text of that line."""
     screen: str = ""
+    """The full text for the console."""
     exit_code: int = 1
     monotonic_ns: int = 0
     step: int = 0
+    """The step in which the rank failed; 0 before the first."""
     told_by: int | None = None
+    """The rank whose log has the full text, if that is another rank."""
     said: dict[str, Any] = field(default_factory=dict)
+    """The fields of a `PacelineError`: what, where, cause, hint, numbers."""
     doing: str = ""
+    """What the rank had started last, such as the gather of a unit."""
     is_users_own: bool = False
+    """Whether the user's own code raised the exception.
+
+    Then it does not follow from another rank's exit, whatever its message.
+    """
 
     @property
     def is_short_of_memory(self) -> bool:

@@ -13,33 +13,34 @@ from paceline.torch_internals.private_api import NormBase, tensor_version
 
 @dataclass
 class NormTape:
-    """The record of one norm's statistics in a step.
-
-    `initial_statistics` and `initial_count` are the statistics and the batch count at the start of the step. `calls`
-    and `count_increments` map a microbatch to its calls of the norm and to its increase of the batch count.
-    `begins_training`: the norm is in training mode at the start of the step. `is_inside`: the norm is being called.
-    `num_momentum_changes` counts the consecutive microbatches that changed the momentum; `momentum_before` has the
-    momentum before the running microbatch, or is empty. `watches` are those of the running calls. The other flags are
-    those of `OrderDependence`.
-    """
+    """The record of one norm's statistics in a step. The flags without a comment are those of `OrderDependence`."""
 
     name: str
     module: NormBase
     initial_statistics: Tensor
+    """The statistics at the start of the step."""
     initial_count: Tensor | None
+    """The batch count at the start of the step; None if the norm has none."""
     calls: dict[int, list[Call]] = field(default_factory=dict)
+    """The calls of the norm, by microbatch."""
     count_increments: dict[int, int] = field(default_factory=dict)
+    """The increase of the batch count, by microbatch."""
     uses_eval_mode: bool = False
     is_recomputed: bool = False
     momentum_changed: bool = False
     is_bypassed: bool = False
     is_read: bool = False
     is_inside: bool = False
+    """Whether the norm is being called."""
     num_momentum_changes: int = 0
+    """The number of consecutive microbatches that changed the momentum."""
     momentum_before: list[float | None] = field(default_factory=list)
+    """The momentum before the running microbatch; empty between microbatches."""
     watches: list[KernelWatch] = field(default_factory=list)
+    """The watches of the running calls."""
     recorded_version: tuple[int, ...] = ()
     begins_training: bool = True
+    """Whether the norm is in training mode at the start of the step."""
 
     @property
     def width(self) -> int:

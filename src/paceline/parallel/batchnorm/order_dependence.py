@@ -11,21 +11,21 @@ _SYNC_BN_HINT = "; or --train.buffers sync_bn, with which all ranks always have 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderDependence:
-    """The reasons why the norm `name` depends on the order of microbatches, on at least one rank.
-
-    `uses_eval_mode`: the norm ran in eval mode as well as in training mode. `momentum_changes`: a forward changed the
-    momentum; `momentum_keeps_changing`: the next forward changed the momentum again. `is_read`: code outside the norm
-    read the running statistics. `is_bypassed`: something other than the running average wrote to the statistics.
-    `is_recomputed`: backward ran the norm a second time, as activation checkpointing does.
-    """
+    """The reasons why the norm `name` depends on the order of microbatches, on at least one rank."""
 
     name: str
     uses_eval_mode: bool = False
+    """The norm ran in eval mode as well as in training mode."""
     momentum_changes: bool = False
+    """A forward changed the momentum."""
     momentum_keeps_changing: bool = False
+    """The next forward changed the momentum again."""
     is_read: bool = False
+    """Code outside the norm read the running statistics."""
     is_bypassed: bool = False
+    """Something other than the running average wrote to the statistics."""
     is_recomputed: bool = False
+    """Backward ran the norm a second time, as activation checkpointing does."""
 
     @property
     def is_order_dependent(self) -> bool:

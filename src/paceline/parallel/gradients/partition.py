@@ -25,20 +25,21 @@ from paceline.parallel.sharding.sharded_model import DataGroups, ShardedModel, s
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A model's parameters, partitioned over the data-parallel ranks.
-
-    The optimizer updates `named_parameters`. `shard_specs` and `tensors` describe this rank's shard of each sharded
-    parameter of the model. Call `sync_after_update` after an optimizer update, and `sync_after_load` after new values
-    were copied into the model's tensors.
-    """
+    """A model's parameters, partitioned over the data-parallel ranks."""
 
     named_parameters: Sequence[NamedParameter]
+    """The parameters that the optimizer updates."""
     shard_specs: Mapping[str, ShardSpec]
+    """The shard spec of this rank's part of each sharded parameter of the model."""
     tensors: Mapping[str, Tensor]
+    """This rank's part of each sharded parameter of the model."""
     reducer: Reducer
     sync_after_update: Callable[[], None]
+    """Call it after each optimizer update."""
     sync_after_load: Callable[[], None]
+    """Call it after new values were copied into the model's tensors."""
     leaf_parameters: Sequence[nn.Parameter]
+    """The parameters to which autograd writes gradients."""
 
     def find_row_shard(self, name: str) -> NamedParameter | None:
         """Return the shard of a parameter that this rank's optimizer updates, or None."""
@@ -70,23 +71,22 @@ def build_reducer(
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingRequest:
-    """The layout, groups and earlier splits that determine how parameters are partitioned over data-parallel ranks.
-
-    `base_specs` are the shard specs of the parameters after expert and tensor parallelism; they are empty if all
-    parameters are full tensors. `absent_names` are the parameters of other pipeline stages, or None without a pipeline.
-    `expert_names` are the parameters of experts, which are not sharded here. `full_tensor_names` are the parameters
-    whose update rule needs the full tensor. `deferred_rows` are this rank's rows of parameters on the meta device.
-    """
+    """The layout, groups and earlier splits that determine how parameters are partitioned over data-parallel ranks."""
 
     layout: Layout
     settings: PlacementSettings
     data_groups: DataGroups
     grid: FixedPointGrid | None
     base_specs: ShardSpecs
+    """The shard specs after expert and tensor parallelism; empty if all parameters are full tensors."""
     absent_names: Collection[str] | None
+    """The parameters of other pipeline stages; None without a pipeline."""
     expert_names: Collection[str]
+    """The parameters of experts, which are not sharded here."""
     full_tensor_names: Sequence[str]
+    """The parameters whose update rule needs the full tensor."""
     deferred_rows: DeferredRows | None
+    """This rank's rows of parameters, if the model is on the meta device."""
 
 
 def replicate_parameters(named_parameters: Sequence[NamedParameter], request: ShardingRequest) -> Partition:

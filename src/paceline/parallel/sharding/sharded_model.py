@@ -32,21 +32,21 @@ class DataGroups:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedModel:
-    """This rank's part of a model sharded by ZeRO stage 1, 2 or 3.
-
-    `shard_specs` and `local_tensors` map the name of each parameter, trainable or frozen, to the shard that this rank's
-    model holds between two steps. Autograd writes to `leaf_parameters`, one per row shard. Call `sync_after_update`
-    after each update of the row shards. Call `sync_after_load` after new values were copied into `local_tensors` on all
-    ranks.
-    """
+    """This rank's part of a model sharded by ZeRO stage 1, 2 or 3."""
 
     row_shards: Sequence[RowShard]
+    """The shards that the optimizer updates."""
     reducer: Reducer
     sync_after_update: Callable[[], None]
+    """Call it after each update of the row shards."""
     sync_after_load: Callable[[], None]
+    """Call it after new values were copied into `local_tensors` on all ranks."""
     shard_specs: ShardSpecs
+    """The shard spec of each parameter that this rank's model holds between two steps, trainable or frozen."""
     local_tensors: Mapping[str, Tensor]
+    """The local tensor of each of these parameters."""
     leaf_parameters: Sequence[nn.Parameter]
+    """The parameters to which autograd writes gradients, one per row shard."""
     data_groups: DataGroups
 
     @property

@@ -14,21 +14,21 @@ from paceline.verification.reference.sample_reader import num_rows
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedStep:
-    """The gradients and buffers of each copy of the model, the loss on each rank, and the data that was read.
-
-    By microbatch: `samples` are the indices of the samples, `contents` a checksum of the data, and `row_counts` the
-    number of rows. `executed_microbatches` lists the index of every microbatch that any replica ran. `replicas` is the
-    number of replicas; several replicas may share a sharded copy of the model.
-    """
+    """The gradients and buffers of each copy of the model, the loss on each rank, and the data that was read."""
 
     gradients: Sequence[Tensors]
     buffers: Sequence[Tensors]
     losses: Sequence[float] = ()
     samples: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """The indices of the samples, by microbatch."""
     contents: Mapping[int, int] = field(default_factory=dict)
+    """A checksum of the data, by microbatch."""
     row_counts: Mapping[int, int] = field(default_factory=dict)
+    """The number of rows, by microbatch."""
     executed_microbatches: Sequence[int] = ()
+    """The index of every microbatch that any replica ran."""
     replicas: int = 0
+    """The number of replicas. Several replicas may share a sharded copy of the model."""
 
     @property
     def num_replicas(self) -> int:

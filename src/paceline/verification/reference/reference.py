@@ -77,24 +77,28 @@ class ReferenceMicrobatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceGradient:
-    """The gradient of one step.
-
-    `counts` and `samples` are by microbatch. If requested, `contributions` has the gradients of each microbatch before
-    the division by `divisor`, and `buffers` the buffers after each microbatch. If the global counts are known before
-    backward (`count=`, or a loss over the batch), contributions are already divided by them, and `divisor` is 1.
-    `max_abs`, for exact mode, is the largest element of a microbatch's gradient, by parameter.
-    """
+    """The gradient of one step."""
 
     total: dict[str, Tensor]
     counts: list[float]
+    """The count of each microbatch."""
     divisor: float
+    """The number by which the sum of the contributions is divided."""
     loss: float
     samples: list[tuple[int, ...]]
+    """The indices of the samples, by microbatch."""
     contributions: list[dict[str, Tensor]] = field(default_factory=list)
+    """If requested, the gradients of each microbatch before that division.
+
+    If the global counts are known before backward (`count=`, or a loss over the batch), they are already divided, and
+    `divisor` is 1.
+    """
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    """If requested, the buffers after each microbatch."""
     term_counts: dict[str, list[float]] = field(default_factory=dict)
     """The counts of each term, by microbatch."""
     max_abs: dict[str, float] = field(default_factory=dict)
+    """For exact mode, the largest element of a microbatch's gradient, by parameter."""
     empty_terms: list[str] = field(default_factory=list)
     """The terms without a target that prevent a step: `train` stops there, or skips the step."""
 

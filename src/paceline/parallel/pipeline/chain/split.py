@@ -58,23 +58,22 @@ class SkipValue:
 
 @dataclass(frozen=True, kw_only=True)
 class ChainStage:
-    """A pipeline stage: blocks `start` to `stop`, and the parameters that it holds.
-
-    `received_skips` and `sent_skips` are the indices of the skip values that it receives and sends. `buffers` are the
-    buffers that its blocks, or the code around the blocks, use. `has_rng_state_input`: whether the random generator's
-    state is received too, for draws between two blocks. `should_clone_inputs`: whether received tensors are overwritten
-    in place, which autograd allows only on a clone.
-    """
+    """A pipeline stage: blocks `start` to `stop`, and the parameters that it holds."""
 
     index: int
     start: int
     stop: int
     parameters: frozenset[str]
     received_skips: tuple[int, ...]
+    """The indices of the skip values that the stage receives."""
     sent_skips: tuple[int, ...]
+    """The indices of the skip values that the stage sends."""
     has_rng_state_input: bool
+    """Whether the stage also receives the random generator's state, for draws between two blocks."""
     should_clone_inputs: bool
+    """Whether received tensors are overwritten in place, which autograd allows only on a clone."""
     buffers: frozenset[str] = frozenset()
+    """The buffers that the stage's blocks, or the code around all blocks, use."""
 
 
 @dataclass(frozen=True, kw_only=True)

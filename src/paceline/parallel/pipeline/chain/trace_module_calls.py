@@ -74,26 +74,28 @@ class PythonRead:
 
 @dataclass(kw_only=True)
 class ForwardTrace:
-    """The result of `trace_forward`.
-
-    `random_events` are draws and starts of random streams, in order, as (position, whether it is a draw). A position
-    is `2 * block + 1` inside a block and `2 * num_started` between blocks. `overwritten_nodes` are the nodes that a
-    later operation overwrites. `counter_attribute` is an attribute that each forward changes before the first block.
-    `buffer_uses` and `buffer_writes` map each buffer to the blocks whose operations use or overwrite its memory (None
-    between blocks). `enclosed_block` is the first block that an autograd function calls, with the function's name.
-    """
+    """The result of `trace_forward`."""
 
     blocks: tuple[Block, ...]
     nodes: list[Node] = field(default_factory=list)
     calls: list[BlockCall] = field(default_factory=list)
     python_reads: list[PythonRead] = field(default_factory=list)
     random_events: list[tuple[int, bool]] = field(default_factory=list)
+    """Draws and starts of random streams, in order, as (position, whether it is a draw).
+
+    A position is `2 * block + 1` inside a block and `2 * num_started` between blocks.
+    """
     result: dict[TensorPath, ValueKey] = field(default_factory=dict)
     overwritten_nodes: set[int] = field(default_factory=set)
+    """The nodes that a later operation overwrites."""
     counter_attribute: str = ""
+    """An attribute that each forward changes before the first block, or an empty string."""
     enclosed_block: tuple[str, str] | None = None
+    """The first block that an autograd function calls, as (block, function)."""
     buffer_uses: dict[str, set[int | None]] = field(default_factory=dict)
+    """For each buffer, the blocks whose operations use its memory; None stands for code between blocks."""
     buffer_writes: dict[str, set[int | None]] = field(default_factory=dict)
+    """For each buffer, the blocks whose operations overwrite its memory; None stands for code between blocks."""
 
 
 def trace_forward(model: nn.Module, *, blocks: Sequence[Block], call: Callable[[], Any]) -> ForwardTrace:
