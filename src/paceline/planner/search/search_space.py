@@ -21,9 +21,9 @@ FAMILY = "family"
 class SearchSpace:
     """The options that a search tries.
 
-    `virtual` applies to schedules that can have any number of stages per rank; `micro_batch_size` None tries all sizes
-    that divide evenly. `params` is float32 by default: bfloat16 parameters round where a single process does not, so
-    only the user can choose them.
+    `virtual` applies to schedules that can have any number of stages per rank; If `micro_batch_size` is None, it tries
+    all sizes that divide evenly. `params` is float32 by default: bfloat16 parameters round where a single process does
+    not, so only the user can choose them.
     """
 
     pp: tuple[int, ...] | None = None
