@@ -38,7 +38,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data._utils import worker as _data_worker
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 __all__ = [
@@ -68,7 +67,6 @@ __all__ = [
     "make_wrapper_tensor",
     "mark_shut_down",
     "module_registries",
-    "next_hook_id",
     "pin_memory",
     "remove_all_hooks",
     "running_autograd_function",
@@ -425,11 +423,6 @@ class CallInterceptor:
     def _run_original(self, *args: Any, **kwargs: Any) -> Any:
         call: Callable[..., Any] = self._module._call_impl if self._original_call is None else self._original_call
         return call(*args, **kwargs)
-
-
-def next_hook_id() -> int:
-    """Return the id of the next hook that this process registers; ids increase."""
-    return RemovableHandle.next_id
 
 
 def hook_dicts(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:

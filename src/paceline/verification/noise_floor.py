@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel.module_access.module_numbers import ModuleNumbers
+from paceline.parallel.module_access.forward_counters import ModuleNumbers
 from paceline.verification.reference.dropout_isolation import dropout_rates
 from paceline.verification.reference.reference import Reference, ReferenceGradient, ReferenceMicrobatch, RunPosition
 from paceline.verification.tensor_distance import euclidean_distance, euclidean_norm, machine_epsilon

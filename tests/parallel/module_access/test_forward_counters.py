@@ -11,8 +11,7 @@ from torch import nn
 
 from paceline.comm.process_group import World
 from paceline.comm.rank_threads import thread_worlds
-from paceline.parallel.module_access.forward_counters import ForwardNumbers
-from paceline.parallel.module_access.module_numbers import ModuleNumbers
+from paceline.parallel.module_access.forward_counters import ForwardNumbers, ModuleNumbers
 from tests.conftest import Shop
 
 JOB = """

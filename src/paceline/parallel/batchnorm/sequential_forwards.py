@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.comm.process_group import PendingMessage, World
 from paceline.parallel.module_access.forward_counters import ForwardNumbers
-from paceline.parallel.module_access.module_numbers import WIDTH
+from paceline.parallel.module_access.number_values import NUM_PER_VALUE
 from paceline.torch_internals.private_api import NormBase
 
 
@@ -77,7 +77,7 @@ class StatisticsRelay:
 
     def _unpack(self, values: Tensor) -> None:
         tensors = self._statistics()
-        *statistics, numbers = values.split([*(t.numel() for t in tensors), WIDTH * len(self._numbers.names)])
+        *statistics, numbers = values.split([*(t.numel() for t in tensors), NUM_PER_VALUE * len(self._numbers.names)])
         for tensor, value in zip(tensors, statistics, strict=True):
             tensor.data.copy_(value.view_as(tensor))  # `.data` bypasses autograd: no later backward uses these values
         self._numbers.numbers.decode(self._numbers.names, numbers.tolist())

@@ -15,19 +15,182 @@ note says so. The exception is a model whose forwards run sequentially: its rank
 and `running_statistics` for models with them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.process_group import World
 from paceline.parallel.module_access.attribute_fingerprints import attribute_fingerprints
-from paceline.parallel.module_access.module_numbers import MISSING, ModuleNumbers
+from paceline.parallel.module_access.installed_hooks import Hook, find_new_handles, find_new_hooks, remove_hooks
+from paceline.parallel.module_access.number_values import (
+    MISSING,
+    Number,
+    decode_numbers,
+    encode_numbers,
+    fill_tensor,
+    is_same_number,
+    new_tensor,
+    parse_number,
+)
 
 _FIRST_STEPS = 2
 _MAX_RERUNS = 3
+_TORCH_ATTRIBUTES = frozenset({"_is_full_backward_hook"})
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+class ModuleNumbers:
+    """The attributes of `model`'s modules that are numbers, None, or tensors of one number in CPU memory.
+
+    Attributes that a forward adds are included. An attribute is named by its module's FQN and its own name.
+    `ignored` returns the names of the attributes of a module that are left out.
+
+    `snapshot` saves all values; `restore` restores them. Some forwards install hooks in their first call, and remember
+    that in a flag (`self.is_ready = True`) or in the handle of a hook. If `restore` resets such an attribute, it also
+    removes the hooks, because the next forward installs them again.
+    """
+
+    def __init__(self, model: nn.Module, *, ignored: Callable[[nn.Module], Container[str]] = lambda _: ()) -> None:
+        self._modules = {f"{name}.".lstrip("."): vars(module) for name, module in model.named_modules()}
+        self._ignored = {f"{name}.".lstrip("."): ignored(module) for name, module in model.named_modules()}
+        self._attribute_counts: list[int] = []
+        self._locations: dict[str, tuple[dict[str, Any], str]] = {}
+        self._saved_objects: dict[str, Any] = {}
+        self._saved_tensor_values: dict[str, Number | str] = {}
+        self._model = model
+        self._hook_number = 0
+        self._contents: dict[str, frozenset[str]] = {}  # by module; see `_attribute_names`
+        self._saved_contents = self._contents
+        self.snapshot()
+
+    def snapshot(self) -> None:
+        """Save the current values."""
+        self._find_numbers()
+        self._saved_objects = {
+            name: attributes.get(key, MISSING) for name, (attributes, key) in self._locations.items()
+        }
+        self._saved_tensor_values = {
+            n: parse_number(value) for n, value in self._saved_objects.items() if type(value) is Tensor
+        }
+        self._hook_number, self._saved_contents = RemovableHandle.next_id, self._contents
+
+    def restore(self) -> None:
+        """Restore the saved values, and remove attributes that were added since."""
+        hooks = self._restore_handles()
+        for name in self.changed_names():
+            if self._is_newly_set_flag(name):
+                hooks += self._new_hooks_of_module(name)
+            if name in self._saved_tensor_values:  # other modules may hold the same tensor
+                attributes, key = self._locations[name]
+                attributes[key] = self._saved_objects[name]
+            self.set_value(name, self.saved_value(name))
+        remove_hooks(hooks)
+
+    def is_install_flag(self, name: str) -> bool:
+        """Return whether this attribute is a flag with which a forward remembers that it has installed something.
+
+        That is: since `snapshot`, the flag became True, and the module got new hooks, buffers or objects. Such a flag
+        must not be copied to a rank that has not installed these objects.
+        """
+        if not self._is_newly_set_flag(name):
+            return False
+        attributes, saved_contents = self._modules[_module_of(name)], self._saved_contents[_module_of(name)]
+        added_names = _attribute_names(attributes) - saved_contents
+        has_object = any(parse_number(attributes.get(added_name, MISSING)) == MISSING for added_name in added_names)
+        return has_object or bool(self._new_hooks_of_module(name))
+
+    def changed_names(self) -> list[str]:
+        """Return the names of the attributes that are new or whose number differs from the saved number."""
+        self._find_numbers()
+        saved_objects = self._saved_objects
+        candidates = [  # a number that is the same object has not changed
+            name
+            for name, (attributes, key) in self._locations.items()
+            if attributes.get(key, MISSING) is not saved_objects.get(name, MISSING) or name in self._saved_tensor_values
+        ]
+        return [
+            name
+            for name in candidates
+            if self.current_value(name) != MISSING
+            and not is_same_number(self.saved_value(name), self.current_value(name))
+        ]
+
+    def saved_value(self, name: str) -> Number | str:
+        """Return the saved value of an attribute, `MISSING` if it did not exist."""
+        return (
+            self._saved_tensor_values[name]
+            if name in self._saved_tensor_values
+            else parse_number(self._saved_objects.get(name, MISSING))
+        )
+
+    def current_value(self, name: str) -> Number | str:
+        """Return the value of an attribute, `MISSING` if it does not exist or is not a number."""
+        attributes, attribute = self._locations[name] if name in self._locations else self._locate(name)
+        return parse_number(attributes.get(attribute, MISSING))
+
+    def set_value(self, name: str, value: Number | str) -> None:
+        """Set an attribute; `MISSING` removes it."""
+        attributes, attribute = self._locate(name)
+        current = attributes.get(attribute)
+        if value == MISSING:
+            attributes.pop(attribute, None)
+        elif isinstance(value, tuple):
+            if not fill_tensor(current, value):
+                attributes[attribute] = new_tensor(value)
+        else:
+            attributes[attribute] = value
+
+    def encode(self, names: Sequence[str]) -> list[float]:
+        """Return the values of these attributes as float64 numbers, for another rank."""
+        return encode_numbers([self.current_value(name) for name in names])
+
+    def decode(self, names: Sequence[str], encoded: Sequence[float]) -> None:
+        """Set the values that another rank's `encode` returned for the same names, except missing ones."""
+        for name, value in zip(names, decode_numbers(encoded), strict=True):
+            if value != MISSING:
+                self.set_value(name, value)
+
+    def _find_numbers(self) -> None:
+        """Find the attributes that are numbers; search again only if a module has more or fewer attributes."""
+        sizes = [_count_attributes(attributes) for attributes in self._modules.values()]
+        if sizes != self._attribute_counts:
+            self._attribute_counts = sizes
+            self._contents = {module: _attribute_names(attributes) for module, attributes in self._modules.items()}
+            locations = {
+                f"{module}{name}": (attributes, name)
+                for module, attributes in self._modules.items()
+                for name, value in attributes.items()
+                if name not in _TORCH_ATTRIBUTES
+                and name not in self._ignored[module]
+                and parse_number(value) != MISSING
+            }
+            self._locations = {**self._locations, **locations}
+
+    def _is_newly_set_flag(self, name: str) -> bool:
+        """Return whether the attribute is a flag that was set since `snapshot`; `training` is no such flag."""
+        is_mode = name.rpartition(".")[2] == "training"
+        return not is_mode and self.current_value(name) is True and self.saved_value(name) in (MISSING, False)
+
+    def _restore_handles(self) -> list[Hook]:
+        """Restore attributes that now hold the handle of a new hook instead of None, and return those hooks."""
+        hooks, hook_numbers = find_new_hooks(self._model, since=self._hook_number), set[int]()
+        for name, number in [*find_new_handles(self._modules, since=self._hook_number)] if hooks else []:
+            if self.saved_value(name) in (MISSING, None):
+                self.set_value(name, self.saved_value(name))
+                hook_numbers.add(number)
+        return [(table, number) for table, number in hooks if number in hook_numbers]
+
+    def _new_hooks_of_module(self, flag: str) -> list[Hook]:
+        """Return the hooks that were registered on the attribute's module or its submodules since `snapshot`."""
+        return find_new_hooks(self._model, since=self._hook_number, prefix=_module_of(flag))
+
+    def _locate(self, name: str) -> tuple[dict[str, Any], str]:
+        module, _, attribute = name.rpartition(".")
+        return self._modules[f"{module}.".lstrip(".")], attribute
 
 
 class ForwardNumbers:
@@ -270,3 +433,17 @@ class NumberRecorder:
 
     def close(self) -> None:
         """Do nothing: this recorder has no hooks."""
+
+
+def _module_of(name: str) -> str:
+    """Return the FQN of an attribute's module, with a dot; empty for the model itself."""
+    return f"{name.rpartition('.')[0]}.".lstrip(".")
+
+
+def _count_attributes(attributes: Mapping[str, Any]) -> int:
+    return len(attributes) + sum(len(attributes.get(key, ())) for key in _REGISTRIES)
+
+
+def _attribute_names(attributes: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of a module's attributes, parameters, buffers and submodules."""
+    return frozenset(attributes).union(*(attributes.get(key, ()) for key in _REGISTRIES))

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.torch_internals.private_api import hook_dicts, next_hook_id
+from paceline.torch_internals.private_api import hook_dicts
 
 Hook = tuple[dict[int, Callable[..., Any]], int]
 """The table that contains the hook, and the hook's number in it."""
@@ -21,7 +21,7 @@ def find_new_hooks(model: nn.Module, *, since: int, prefix: str = "") -> list[Ho
 
     `prefix` is the module's FQN followed by a dot; it is empty for the model itself.
     """
-    if next_hook_id() == since:
+    if RemovableHandle.next_id == since:  # no hook was registered since then
         return []
     return [
         (table, number)
