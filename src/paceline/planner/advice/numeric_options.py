@@ -1,8 +1,8 @@
 """Find options that change the numerics of training, with the gain of each: shown in a plan, never recommended.
 
 The layouts of a plan train like a single process, up to the rounding of sums. The options in this module
-change the numerics further, so only the user can choose them: `params=bf16` rounds every weight before use, and compiled blocks fuse operations, which round
-less often.
+change the numerics further, so only the user can choose them: `params=bf16` rounds every weight before use, and
+compiled blocks fuse operations, which round less often.
 """
 
 from collections.abc import Iterator, Sequence

@@ -33,8 +33,8 @@ class PlanRow:
 
     If the layout does not fit, each of the `changes` alone makes it fit.
 
-    `replayed` is True if the memory comes from a replay. `refused` is the reason if the job refused the layout after the
-    search.
+    `replayed` is True if the memory comes from a replay. `refused` is the reason if the job refused the layout after
+    the search.
     """
 
     family: str

@@ -108,7 +108,7 @@ class CostModel:
         return self._with(profile=profile)
 
     def with_memory_ratio(self, family: str, ratio: float) -> "CostModel":
-        """Return a cost model that multiplies the memory forecast of this model by `ratio` for the layouts of a family."""
+        """Return a cost model whose memory forecast for the layouts of a family is multiplied by `ratio`."""
         memory_ratios = {**self.cluster.fuller, family: ratio * max(1.0, family_ratio(self.cluster.fuller, family))}
         return self._with(cluster=replace(self.cluster, fuller=memory_ratios))
 

@@ -1,7 +1,7 @@
 """Compute a schedule's activations in flight and its makespan by closed forms, for programs too long to simulate.
 
-`max_in_flight` equals `count_in_flight` of the `Program`. `makespan` equals the simulation if all stages are equal and messages
-take no time; otherwise it is approximate, and tests state the error.
+`max_in_flight` equals `count_in_flight` of the `Program`. `makespan` equals the simulation if all stages are equal and
+messages take no time; otherwise it is approximate, and tests state the error.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,10 @@ def has_reliable_makespan(schedule: str, *, ranks: int, micro: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """The seconds of every stage for one microbatch, in the model's order; `hop_seconds` is the time of a message to the next stage."""
+    """The seconds of every stage for one microbatch, in the model's order.
+
+    `hop_seconds` is the time of a message to the next stage.
+    """
 
     forward: Sequence[float]
     backward_input: Sequence[float]
@@ -61,8 +64,8 @@ def makespan(schedule: str, stage_times: StageTimes, *, ranks: int, micro: int, 
     """Return the seconds from the start of the first compute to the end of the last.
 
     The formulas assume that the slowest rank is idle only while the pipeline fills and drains. If too few microbatches
-    are in flight to hide a message, each microbatch also waits for the message. The letters are those of the papers: p ranks, m
-    microbatches, v stages per rank.
+    are in flight to hide a message, each microbatch also waits for the message. The letters are as in the papers: p
+    ranks, m microbatches, v stages per rank.
     """
     p, m, v, hop = ranks, micro, virtual, stage_times.hop_seconds
     stage_seconds = [
