@@ -1,5 +1,7 @@
-"""Compute the error margins of a forecast: a layout whose distance from the limit is within them
-is `tight`, and two layouts whose step times differ by less tie.
+"""Compute the error margins of a forecast.
+
+A layout is `tight` if its distance from the memory limit is within the margin. Two layouts tie if the difference of
+their step times is within the margin.
 
 The constants follow from mean errors in the benchmarks: 4.3 % for the bytes of closed forms relative to replays, 2.1 %
 at most for replays relative to the allocator, 6 % for the resident size of a process on CPUs, 10.6 % for the seconds of
