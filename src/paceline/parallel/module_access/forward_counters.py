@@ -34,7 +34,7 @@ from paceline.parallel.module_access.number_values import (
     fill_tensor,
     is_same_number,
     new_tensor,
-    parse_number,
+    to_number,
 )
 
 _FIRST_STEPS = 2
@@ -74,7 +74,7 @@ class ModuleNumbers:
             name: attributes.get(key, MISSING) for name, (attributes, key) in self._locations.items()
         }
         self._saved_tensor_values = {
-            n: parse_number(value) for n, value in self._saved_objects.items() if type(value) is Tensor
+            n: to_number(value) for n, value in self._saved_objects.items() if type(value) is Tensor
         }
         self._hook_number, self._saved_contents = RemovableHandle.next_id, self._contents
 
@@ -100,7 +100,7 @@ class ModuleNumbers:
             return False
         attributes, saved_contents = self._modules[_module_of(name)], self._saved_contents[_module_of(name)]
         added_names = _attribute_names(attributes) - saved_contents
-        has_object = any(parse_number(attributes.get(added_name, MISSING)) == MISSING for added_name in added_names)
+        has_object = any(to_number(attributes.get(added_name, MISSING)) == MISSING for added_name in added_names)
         return has_object or bool(self._new_hooks_of_module(name))
 
     def changed_names(self) -> list[str]:
@@ -124,13 +124,13 @@ class ModuleNumbers:
         return (
             self._saved_tensor_values[name]
             if name in self._saved_tensor_values
-            else parse_number(self._saved_objects.get(name, MISSING))
+            else to_number(self._saved_objects.get(name, MISSING))
         )
 
     def current_value(self, name: str) -> Number | str:
         """Return the value of an attribute, `MISSING` if it does not exist or is not a number."""
         attributes, attribute = self._locations[name] if name in self._locations else self._locate(name)
-        return parse_number(attributes.get(attribute, MISSING))
+        return to_number(attributes.get(attribute, MISSING))
 
     def set_value(self, name: str, value: Number | str) -> None:
         """Set an attribute; `MISSING` removes it."""
@@ -164,9 +164,7 @@ class ModuleNumbers:
                 f"{module}{name}": (attributes, name)
                 for module, attributes in self._modules.items()
                 for name, value in attributes.items()
-                if name not in _TORCH_ATTRIBUTES
-                and name not in self._ignored[module]
-                and parse_number(value) != MISSING
+                if name not in _TORCH_ATTRIBUTES and name not in self._ignored[module] and to_number(value) != MISSING
             }
             self._locations = {**self._locations, **locations}
 

@@ -17,7 +17,7 @@ Number = None | bool | int | float | tuple[int, float]
 """The value of an attribute; for a zero-dimensional tensor, the index of its dtype in `_DTYPES` and its value."""
 
 
-def parse_number(value: Any) -> Number | str:
+def to_number(value: Any) -> Number | str:
     """Return the value of an attribute, or `MISSING` if it is no number, no None and no CPU tensor of one number."""
     if type(value) in _TYPES:  # a subclass, such as an IntEnum, is more than its number
         return value if not isinstance(value, int) or abs(value) <= _MAX_INTEGER else MISSING

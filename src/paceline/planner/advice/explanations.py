@@ -24,13 +24,16 @@ TIME_PART_LABELS = {
     "offload": "transfers to the host",
     "start": "starting a step",
 }
+# Smaller parts of the step time are not shown.
 _MIN_SHARE = 0.03
+# A faster layout is mentioned if its step takes at most this fraction of the time.
 _MAX_GAIN_RATIO = 0.98
+# The hint for a larger cluster tries so many times the devices.
 _CLUSTER_FACTORS = (2, 4, 8, 16, 32)
 
 
 def explain_recommended(estimate: Estimate) -> str:
-    """Return the largest parts of the step's time."""
+    """Return up to four of the largest parts of the step time, each with its percentage, as text."""
     parts = estimate.seconds.parts
     ordered = sorted(TIME_PART_LABELS, key=lambda name: -parts[name])
     shown = [name for name in ordered if parts[name] >= _MIN_SHARE * estimate.step_seconds][:4]
@@ -38,13 +41,13 @@ def explain_recommended(estimate: Estimate) -> str:
 
 
 def free_memory_text(estimate: Estimate) -> str:
-    """Return the text on how much memory of a device is free."""
+    """Return a text that says how much memory of a device stays free."""
     free_bytes = format_size(round(max(0.0, estimate.device_bytes - estimate.peak_bytes)))
     return f"{free_bytes} of {format_size(round(estimate.device_bytes))} are left"
 
 
 def explain_simpler(estimate: Estimate, fastest: Estimate) -> str:
-    """Return why the layout is recommended although another is slightly faster."""
+    """Return why the layout of `estimate` is recommended although the layout of `fastest` is slightly faster."""
     gain, error = estimate.step_seconds / fastest.step_seconds - 1, seconds_error(estimate, fastest)
     source = "forecast" if fastest.measured_time is None else "timing"
     tie = f"a tie: {fastest.candidate} is {gain:.1%} faster, but the {source} may be {error:.0%} off"
@@ -52,7 +55,7 @@ def explain_simpler(estimate: Estimate, fastest: Estimate) -> str:
 
 
 def explain_slower(estimate: Estimate, best: Estimate) -> str:
-    """Return how much slower the layout is than the recommended one, and which part of the step takes longer."""
+    """Return how much slower the layout is than the recommended layout `best`, and which part of the step is slower."""
     differences = {name: estimate.seconds.parts[name] - best.seconds.parts[name] for name in TIME_PART_LABELS}
     worst = max(differences, key=lambda name: differences[name])
     ratio = estimate.step_seconds / best.step_seconds
@@ -64,7 +67,10 @@ def explain_slower(estimate: Estimate, best: Estimate) -> str:
 
 
 def explain_misfit(estimate: Estimate) -> str:
-    """Return by how much the layout does not fit, and the largest parts of its memory."""
+    """Return why the layout does not fit: how far its memory is from the limit, and the two largest parts of it.
+
+    If the device has enough memory but the host does not, the text names the memory of the host.
+    """
     parts = estimate.memory.parts
     largest = sorted(parts, key=lambda name: -parts[name])[:2]
     parts_text = ", ".join(f"{name} {format_size(round(parts[name]))}" for name in largest)
@@ -81,7 +87,10 @@ def explain_misfit(estimate: Estimate) -> str:
 
 
 def find_bottlenecks(cost_model: CostModel, best: Estimate, grid: SearchSpace) -> tuple[str, ...]:
-    """Return what limits the step: the largest part of its time, and memory if a faster layout needs more of it."""
+    """Return what limits the speed: the largest part of the step time, and memory if more memory would help.
+
+    More memory helps if devices with twice the memory allow a faster layout.
+    """
     lines = [f"limited by {TIME_PART_LABELS[_largest_time_part(best)]}"]
     device = replace(cost_model.cluster.device, memory_bytes=2 * cost_model.cluster.device.memory_bytes)
     larger_devices = CostModel(
@@ -126,12 +135,16 @@ def explain_missing_family(family: str, cost_model: CostModel) -> str:
 
 
 def _is_size(key: str, family: str) -> bool:
-    """Return True if the key names a size of that axis, like `tp=4`."""
+    """Return True if the key is a size of the axis `family`, like `tp=4`."""
     return key.startswith(f"{family}=") and key.removeprefix(f"{family}=").isdigit()
 
 
 def no_layout_fits_error(cost_model: CostModel, grid: SearchSpace, nearest: Estimate | None) -> LayoutError:
-    """Return the error that no layout fits, with the nearest layout and a cluster on which a layout fits."""
+    """Return the error that reports that no layout fits.
+
+    It names the layout that comes nearest to fitting (`nearest`) and, as a hint, a cluster on which a layout fits.
+    If `nearest` is None, no layout is possible at all, and the error lists the reasons.
+    """
     cluster, profile = cost_model.cluster, cost_model.profile
     name = profile.name or "the model"
     if nearest is None:
@@ -157,6 +170,7 @@ def no_layout_fits_error(cost_model: CostModel, grid: SearchSpace, nearest: Esti
 
 
 def _larger_cluster_hint(cost_model: CostModel, grid: SearchSpace, nearest: Estimate) -> str:
+    """Return a hint with the smallest larger cluster on which a layout fits, or with other remedies."""
     cluster = cost_model.cluster
     for factor in _CLUSTER_FACTORS:
         larger = replace(cluster, nodes=cluster.nodes * factor)

@@ -34,7 +34,10 @@ def layout_differences(before: Estimate, after: Estimate) -> tuple[str, ...]:
             for name, difference in seconds
         ),
         f"peak: {format_size(int(before.peak_bytes))} -> {format_size(int(after.peak_bytes))}"
-        + "".join(f"; {name} {'+' if by > 0 else '-'}{format_size(int(abs(by)))}" for name, by in memory),
+        + "".join(
+            f"; {name} {'+' if difference > 0 else '-'}{format_size(int(abs(difference)))}"
+            for name, difference in memory
+        ),
     )
 
 

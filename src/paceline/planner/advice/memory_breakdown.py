@@ -1,4 +1,7 @@
-"""Decide the memory case of a model: everything fits on one device, only single layers fit, or a layer does not."""
+"""Find the memory case of a model on a device.
+
+Case 1: the whole training fits on one device. Case 2: each layer fits alone. Case 3: a single layer does not fit.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -11,14 +14,17 @@ from paceline.planner.search.search_space import SearchSpace
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCase:
-    """The case number, 1, 2 or 3, and what it means for this model and this device."""
+    """The number of the memory case (1, 2 or 3), and what the case means for this model and this device."""
 
     number: int
     description: str
 
 
 def find_memory_case(cost_model: CostModel, *, grid: SearchSpace | None = None) -> MemoryCase:
-    """Return the case for the smallest microbatch, without activation checkpointing or offloading."""
+    """Return the memory case without activation checkpointing and offloading.
+
+    The microbatch has the size that `grid` sets, or one sample.
+    """
     cluster, profile = cost_model.cluster, cost_model.profile
     limit, samples = cluster.device.memory_bytes, (grid or SearchSpace()).micro_batch_size or 1
     single_device = CostModel(
@@ -43,7 +49,10 @@ def find_memory_case(cost_model: CostModel, *, grid: SearchSpace | None = None) 
 
 
 def _min_layer_bytes(single_device: CostModel, samples: int) -> list[tuple[LayerProfile, float]]:
-    """Return each part with the least bytes that it needs: parameters, gradients and activations of one microbatch."""
+    """Return each part of the model with the memory, in bytes, that it needs if it is alone on a device.
+
+    These are its parameters, its gradients and its activations of one microbatch.
+    """
     element_bytes = single_device.profile.element_bytes
     layer_costs = single_device.layer_costs(
         Candidate(micro_batch_size=samples, precision=single_device.profile.precision)

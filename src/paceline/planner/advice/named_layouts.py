@@ -21,8 +21,8 @@ from paceline.planner.search.shortlist import apply_measured_times
 class NamedLayouts:
     """The evaluated layouts: `rows` in the order in which they were named, and their `names` as the user typed them.
 
-    `missing` has the reason why the other layouts are impossible. `not_replayed_reason` applies if the recommended
-    layout was not replayed.
+    `missing` maps each impossible layout to the reason. `not_replayed_reason` says why the recommended layout was not
+    replayed, if it was not.
     """
 
     case: MemoryCase
@@ -51,11 +51,11 @@ class NamedLayouts:
 
     @property
     def differences(self) -> list[tuple[str, ...]]:
-        """The differences of each row from the first."""
+        """The text lines on how each later row differs from the first row."""
         return [layout_differences(self.rows[0].estimate, row.estimate) for row in self.rows[1:]]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the keys of a plan, and `differences`."""
+        """Return the same keys as a plan, and `differences`."""
         best, recommended_row, tie = self.recommended, self.recommended_row, self.tie
         is_replayed = recommended_row is not None and recommended_row.replayed
         impossible = [{"layout": name, "fits": False, "why": why} for name, why in self.missing.items()]
@@ -96,12 +96,13 @@ def evaluate_named_layouts(
     timed_estimates: Sequence[Estimate] = (),
     max_micro_batch_sizes: Mapping[str, int] | None = None,
 ) -> NamedLayouts:
-    """Evaluate each layout, with the given microbatch size or the fastest one.
+    """Evaluate each layout, with the given microbatch size or, if none is given, with the fastest size.
 
-    Layouts in `timed_estimates` get their measured seconds. `max_micro_batch_sizes` has a limit for some layouts.
+    Layouts in `timed_estimates` get their measured seconds. `max_micro_batch_sizes` maps a layout to
+    its largest allowed microbatch size.
 
     Raises:
-        PacelineError: no layout is possible; it is the error of the first layout.
+        LayoutError: no layout is possible. Its text is the problem of the first layout.
     """
     estimates, missing = dict[str, Estimate](), dict[str, PacelineError]()
     for text in layouts:

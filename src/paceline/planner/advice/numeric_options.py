@@ -1,8 +1,8 @@
 """Find options that change the numerics of training, with the gain of each: shown in a plan, never recommended.
 
-The layouts of a plan train like a single process, up to the rounding of sums. These options change more, so only the
-user can choose them: `params=bf16` rounds every weight before use, and compiled blocks fuse operations, which round
-less often.
+The layouts of a plan train like a single process, up to the rounding of sums. The options in this module
+change the numerics further, so only the user can choose them: `params=bf16` rounds every weight before use, and
+compiled blocks fuse operations, which round less often.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ class NumericsOption:
 
     @property
     def command(self) -> str:
-        """The options to type."""
+        """The command-line options that select this layout."""
         typed = "".join(f" --{name} {value}" for name, value in self.estimate.settings.items())
         return f"--layout {self.estimate.layout}{typed}"
 
@@ -58,7 +58,7 @@ class NumericsOption:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield two lines of text."""
+        """Yield the command and, on a second line, the forecast and the effect on the numerics."""
         estimate, ratio = self.estimate, self.recommended_seconds / self.estimate.step_seconds
         speed = f"{ratio:.2f} times as fast as" if ratio >= 1 else f"{1 / ratio:.2f} times as long as"
         speed = speed if abs(ratio - 1) >= _MIN_SPEED_DIFFERENCE else "as fast as"
@@ -75,7 +75,7 @@ def with_compiled_blocks(profile: ModelProfile) -> ModelProfile:
 
 
 def find_numerics_options(cost_model: CostModel, recommended: Estimate, grid: SearchSpace) -> list[NumericsOption]:
-    """Return the best layout that fits with each option that the model, the devices and the settings allow."""
+    """Return, for each option that the model, the devices and the settings allow, the best layout that fits."""
     profile, device = cost_model.profile, cost_model.cluster.device
     seconds = cost_model.seconds(recommended.candidate).step_seconds
     results = list[NumericsOption]()
@@ -92,6 +92,7 @@ def find_numerics_options(cost_model: CostModel, recommended: Estimate, grid: Se
 def _best(
     option: str, numeric_effect: str, estimates: Sequence[Estimate], recommended_seconds: float
 ) -> Iterator[NumericsOption]:
+    """Yield the fastest of the estimates as a `NumericsOption`, or nothing if there are no estimates."""
     if estimates:
         yield NumericsOption(
             option=option,
@@ -102,7 +103,7 @@ def _best(
 
 
 def option_lines(options: Sequence[NumericsOption]) -> Iterator[str]:
-    """Yield a title and the options, or nothing."""
+    """Yield a title and the lines of each option, or nothing if there are no options."""
     if options:
         yield "not recommended, because they change the numbers; use them if you accept that:"
         for option in options:

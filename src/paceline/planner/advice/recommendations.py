@@ -29,10 +29,12 @@ from paceline.planner.search.search_space import SearchSpace
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """A layout in a plan, with an explanation of its time. If it does not fit, each of the `changes` makes it fit.
+    """A layout in a plan, with an explanation of its step time.
 
-    `replayed` is True if a replay counted its memory. `refused` is the reason if the job refused the layout after the
-    search.
+    If the layout does not fit, each of the `changes` alone makes it fit.
+
+    `replayed` is True if the memory comes from a replay. `refused` is the reason if the job refused the layout after
+    the search.
     """
 
     family: str
@@ -44,7 +46,7 @@ class PlanRow:
 
     @property
     def fits(self) -> bool:
-        """True if the layout is possible and no rank needs more memory than it has."""
+        """True if the job accepts the layout and the forecast memory is below the limits of the device and the host."""
         return self.estimate.fits and not self.refused
 
     @property
@@ -54,7 +56,7 @@ class PlanRow:
 
     @property
     def explanation(self) -> str:
-        """The explanation of the layout's rank in the plan."""
+        """Why the layout is refused or does not fit; or what takes its time, and how much memory stays free."""
         if self.refused or not self.fits:
             return self.refused or explain_misfit(self.estimate)
         return f"{self.time_explanation or explain_recommended(self.estimate)}; {free_memory_text(self.estimate)}"
@@ -97,10 +99,11 @@ def verdict_text(*, fits: bool, tight: bool, refused: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """The advice of a plan: `rows` are the best layout of each family, those that fit first.
+    """The advice of a plan. `rows` has the best layout of each family; the first row is the recommended layout.
 
-    `missing` explains why a family has no layout. `not_replayed_reason` applies if the recommended layout was not
-    replayed; `tie` is the faster layout with which it ties.
+    Layouts that fit come before those that do not. `limits` says what limits the recommended layout.
+    `missing` explains why a family has no layout. `not_replayed_reason` says why the recommended layout was not
+    replayed, if it was not. `tie` is the fastest layout, if the recommended layout is slower but ties with it.
     """
 
     case: MemoryCase
@@ -186,7 +189,7 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
 
 
 def throughput_text(estimate: Estimate) -> tuple[str, str]:
-    """Return the unit and the value of a device's throughput: in tokens, or in samples if they have no length."""
+    """Return the unit and the value of a device's throughput: in tokens, or in samples if samples have no length."""
     tokens = estimate.tokens_per_second_per_device
     rate = estimate.samples_per_second_per_device if tokens is None else tokens
     return "samples/s" if tokens is None else "tokens/s", f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
@@ -195,7 +198,7 @@ def throughput_text(estimate: Estimate) -> tuple[str, str]:
 def advise(cost_model: CostModel, *, grid: SearchSpace | None = None) -> Advice:
     """Search for the best layouts and explain the result.
 
-    For the layouts that tie with the fastest, it also searches for simpler ones, with fewer options and axes.
+    For each layout that ties with the fastest, also search for a simpler layout, with fewer options and axes.
 
     Raises:
         LayoutError: no layout fits; the error names the nearest layout, and what would make it fit.
@@ -263,7 +266,7 @@ def _build_rows(best: Sequence[Estimate], fastest: Estimate) -> Iterator[PlanRow
 
 
 def build_plan_row(cost_model: CostModel, estimate: Estimate, *, grid: SearchSpace | None = None) -> PlanRow:
-    """Return the row of an estimate, with changes that make it fit if it does not."""
+    """Return the row of an estimate. If the layout does not fit, the row has changes that make it fit."""
     grid = grid or SearchSpace()
     family = estimate.candidate.family
     if estimate.fits:

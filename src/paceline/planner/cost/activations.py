@@ -1,4 +1,4 @@
-"""Estimate the activation memory of one rank at the points of a step that may be its peak, from each part's cost."""
+"""Estimate the activation memory of one rank at those points of a step where its memory may peak."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,17 +49,18 @@ class ActivationPeak:
 def build_activation_peak(
     layer_costs: Sequence[LayerCost], stages: Sequence[Counts], *, num_held: int, num_total: int
 ) -> ActivationPeak:
-    """Return the activation peak of a rank with these stages, which hold `num_held` activations in equal shares.
+    """Return the activation peak of a rank that runs `stages` and holds `num_held` stage activations at once.
 
-    The remainder goes to the largest stages.
+    The stages hold equally many of them. If the number does not divide evenly, the largest stages hold one more.
     """
-    # costs 0 and 1 are those of the parts before and after the blocks
+    # layer_costs[0] is the part before the blocks, layer_costs[1] is the part after them
     border_bytes = max((cost.border_bytes for cost in layer_costs[2:]), default=0.0)
     # the message from the previous stage is saved as the input of the first block
     input_bytes = [0.0 if s[0] else border_bytes for s in stages]
     kept_bytes, cast_bytes = [cost.kept_bytes for cost in layer_costs], [cost.cast_bytes for cost in layer_costs]
     stage_bytes = [
-        _stage_bytes(s, kept_bytes) + own_input_bytes for s, own_input_bytes in zip(stages, input_bytes, strict=True)
+        _stage_bytes(s, kept_bytes) + stage_input_bytes
+        for s, stage_input_bytes in zip(stages, input_bytes, strict=True)
     ]
     stage_cast_bytes = [_stage_bytes(s, cast_bytes) for s in stages]
     blocks = [cost for part, cost in enumerate(layer_costs) if part > 1 and any(s[part] for s in stages)]

@@ -31,7 +31,7 @@ _HOUR = 3600.0
 
 
 class CostModel:
-    """A cost model of one model on one cluster. It caches what candidates share, so that each estimate is cheap."""
+    """A cost model of one model on one cluster. It caches values that several candidates share."""
 
     def __init__(
         self,
@@ -96,7 +96,10 @@ class CostModel:
         )
 
     def with_memory_limit(self, limit_bytes: float) -> "CostModel":
-        """Return a cost model whose devices have at most `limit_bytes`, for use after a run was out of memory."""
+        """Return a cost model whose devices have at most `limit_bytes` of memory.
+
+        The planner uses it after a run has failed for lack of memory.
+        """
         device = replace(self.cluster.device, memory_bytes=min(limit_bytes, self.cluster.device.memory_bytes))
         return self._with(cluster=replace(self.cluster, device=device))
 
@@ -105,7 +108,7 @@ class CostModel:
         return self._with(profile=profile)
 
     def with_memory_ratio(self, family: str, ratio: float) -> "CostModel":
-        """Return a cost model that forecasts `ratio` times the memory of this one for the layouts of a family."""
+        """Return a cost model whose memory forecast for the layouts of a family is multiplied by `ratio`."""
         memory_ratios = {**self.cluster.fuller, family: ratio * max(1.0, family_ratio(self.cluster.fuller, family))}
         return self._with(cluster=replace(self.cluster, fuller=memory_ratios))
 
@@ -117,11 +120,11 @@ class CostModel:
 
     @property
     def host_limit_bytes(self) -> float | None:
-        """A rank's share of its host's memory; None if the host's memory is unknown."""
+        """A rank's share of its host's memory, in bytes; None if the host's memory is unknown."""
         return None if self.cluster.host_bytes is None else self.cluster.host_bytes / self.cluster.devices
 
     def memory(self, candidate: Candidate) -> Memory:
-        """Return the memory of the fullest rank; `host_bytes` are those of the rank that offloads most."""
+        """Return the memory of the rank with the highest peak. `host_bytes` is the maximum over all ranks."""
         device, efficiency = self.cluster.device, self.efficiency
         ranks_with_activations = zip(self.distinct_ranks(candidate), self.activation_peaks(candidate), strict=True)
         rank_memories = [
@@ -157,7 +160,10 @@ class CostModel:
         return step_time.scaled_by(self.time_ratio(candidate.family))
 
     def step_end_seconds(self, candidate: Candidate) -> dict[tuple[Counts, ...], dict[str, float]]:
-        """Return the seconds of the work at the end of a step, for each distinct set of stages that a rank holds."""
+        """Return the seconds of each kind of work at the end of a step.
+
+        The outer key is the part counts of the stages that a rank holds; the inner key is the kind of work.
+        """
         groups = self.groups(candidate)
         stages_by_counts = dict(zip(self.part_counts(candidate), self.stages_with_sharding(candidate), strict=True))
         return {
@@ -169,11 +175,11 @@ class CostModel:
         }  # fmt: skip
 
     def part_counts(self, candidate: Candidate) -> tuple[Counts, ...]:
-        """Return how often each distinct part occurs in every stage."""
+        """Return, for every stage, how often it contains each distinct part."""
         return self._stage_counts(candidate)[0]
 
     def stages_with_sharding(self, candidate: Candidate) -> tuple[Stage, ...]:
-        """Return the times of every stage, with the data-parallel communication of every microbatch."""
+        """Return the times of every stage for one microbatch, with the all-gathers and reduce-scatters of sharding."""
         counts, groups = self._stage_counts(candidate)[0], self.groups(candidate)
         stages_by_counts: dict[Counts, Stage] = {}
         for stage_counts, stage in zip(counts, self.stages_without_sharding(candidate), strict=True):
@@ -221,7 +227,7 @@ class CostModel:
         return self._layer_costs[key]
 
     def stages_without_sharding(self, candidate: Candidate) -> tuple[Stage, ...]:
-        """Return the times of every stage, without data-parallel communication."""
+        """Return the times of every stage for one microbatch, without the communication of sharding."""
         c = candidate
         key = (c.micro_batch_size, c.cp, c.tp, c.ep, c.sequence, c.remat, c.pp * c.virtual)
         if key not in self._stages:
@@ -250,7 +256,10 @@ class CostModel:
         )
 
     def distinct_ranks(self, candidate: Candidate) -> tuple[tuple[int, tuple[Counts, ...]], ...]:
-        """Return the pipeline ranks with distinct stages; of equal ones the first, which holds the most activations."""
+        """Return pipeline ranks with different stages, each with the part counts of its stages.
+
+        Of several ranks with equal stages, only the first is returned, because it holds the most activations.
+        """
         c = candidate
         key = (c.pp, c.virtual, c.schedule == "zbv")
         if key not in self._ranks:
@@ -296,7 +305,7 @@ class CostModel:
         return self._groups[key]
 
     def _stage_counts(self, candidate: Candidate) -> tuple[tuple[Counts, ...], tuple[int, ...]]:
-        """Return how often each distinct part occurs in every stage, and the number of blocks of each stage."""
+        """Return, for every stage, how often it contains each distinct part; and the number of blocks of each stage."""
         num_stages = candidate.pp * candidate.virtual
         if num_stages not in self._stage_counts_cache:
             bounds = self.chain.cut_stages(num_stages)
@@ -307,6 +316,7 @@ class CostModel:
         return self._stage_counts_cache[num_stages]
 
     def _num_in_flight(self, candidate: Candidate, num_micro: int, rank: int) -> int:
+        """Return the most stage activations that the pipeline rank holds at once."""
         c = candidate
         if c.pp == 1:
             return 1

@@ -11,9 +11,9 @@ from paceline.planner.cost.step_time import StepTime
 class MeasuredTime:
     """The measured step time of a layout on the target cluster.
 
-    `spread` is half the interquartile range, as a fraction of `seconds`. `blocks` are the block counts of the models
-    that ran; if they are smaller than the model's, `seconds` is a linear extrapolation. The steps ran `between` two
-    times (seconds since the epoch), interleaved with other layouts.
+    `spread` is half the interquartile range, as a fraction of `seconds`. `blocks` has the number of blocks of each
+    model that ran. If these models are smaller than the planned model, `seconds` is a linear extrapolation from them.
+    `between` is the start and the end of the timing (seconds since the epoch). Other layouts ran in between, too.
     """
 
     seconds: float
@@ -94,7 +94,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """True if no rank needs more memory than it has, even if the forecast is off by its margin."""
+        """True if every rank has enough memory, even if the forecast is off by its margin."""
         return self.fits_on(self.limit_bytes)
 
     def fits_on(self, limit_bytes: float) -> bool:
@@ -113,7 +113,7 @@ class Estimate:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings to type besides the layout."""
+        """The settings that a user must type in addition to the layout, by name."""
         settings = {"train.micro_batch_size": str(self.candidate.micro_batch_size)}
         if self.candidate.precision != "fp32":
             settings["train.precision"] = self.candidate.precision

@@ -1,4 +1,7 @@
-"""Compute the error margins of a forecast: within them, a layout is `tight`, or two layouts are equally fast.
+"""Compute the error margins of a forecast.
+
+A layout is `tight` if its distance from the memory limit is within the margin. Two layouts tie if the difference of
+their step times is within the margin.
 
 The constants follow from mean errors in the benchmarks: 4.3 % for the bytes of closed forms relative to replays, 2.1 %
 at most for replays relative to the allocator, 6 % for the resident size of a process on CPUs, 10.6 % for the seconds of
@@ -23,8 +26,8 @@ _NUM_SIGMAS = 2
 def bytes_margin(memory: Memory, device: Device, *, is_replayed: bool) -> float:
     """Return the error margin of the peak, in bytes.
 
-    The reserve of an accelerator is not a forecast, so it has no margin. On CPUs, the margin is for the resident size
-    of the whole process.
+    The reserve of an accelerator is not a forecast, so it has no margin. On CPUs, the margin is a fraction of the whole
+    peak, because the peak is the resident size of the process.
     """
     if not device.is_accelerator:
         return PROCESS_BYTES_ERROR * memory.peak_bytes
@@ -51,7 +54,10 @@ def is_tie(estimate: Estimate, fastest: Estimate) -> bool:
 
 
 def _variance(measured_time: MeasuredTime) -> float:
-    """Return the squared relative error of the median; without a measured spread, that of a forecast."""
+    """Return the squared relative error of the median step time.
+
+    Without a measured spread, use the error of a forecast.
+    """
     error = (
         _MEDIAN_ERROR * measured_time.spread / sqrt(measured_time.steps)
         if measured_time.spread

@@ -1,8 +1,9 @@
 """Estimate the cost of one part of the model for one rank and microbatch: compute, messages and memory.
 
 In the roofline model (Williams et al., 2009), matmuls run at a fraction of the device's peak rate or, with few rows, at
-the speed of reading the weights; everything else runs at a fraction of the memory bandwidth. Backward costs twice the
-matmuls, 2.5 times the attention, whose scores are recomputed (Dao et al., 2022), and twice the rest.
+the speed of reading the weights; everything else runs at a fraction of the memory bandwidth. Relative to
+forward, backward takes 2 times as long for matmuls, 2.5 times for attention (Dao et al., 2022: it recomputes the
+scores), and 2 times for everything else.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ _ATTENTION_BACKWARD_RATIO = 2.5
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlacement:
-    """The microbatch of a rank, the options of the layout, and the groups of ranks that split a layer."""
+    """The shape of a rank's microbatch, the layout options that affect a layer, and the groups that split it."""
 
     samples: int
     length: int
@@ -149,7 +150,7 @@ def compute_bytes(precision: str) -> int:
 
 
 def _tp_fraction(part: LayerProfile, placement: LayerPlacement) -> float:
-    """Return the fraction of the part's work that one tp rank does. Work is split as the parameters are."""
+    """Return the fraction of the part's work that one tp rank does, from the fraction of the parameters that it has."""
     tp = placement.tp.size
     experts = part.expert_parameters if placement.ep.size == 1 else 0
     split_parameters, whole_parameters = part.split_parameters + experts, part.whole_parameters
@@ -163,7 +164,7 @@ def _tp_fraction(part: LayerProfile, placement: LayerPlacement) -> float:
 def _compute_seconds(
     part: LayerProfile, placement: LayerPlacement, device: Device, efficiency: Efficiency, *, is_block: bool
 ) -> tuple[float, float, float]:
-    """Return the forward seconds of matmuls, attention and other operations. Only blocks have 8-bit matmuls."""
+    """Return the forward seconds of matmuls, of attention, and of other operations. Only blocks use 8-bit matmuls."""
     shape = {"samples": placement.samples, "length": placement.length, "cp": placement.cp.size}
     tp, tp_fraction = placement.tp.size, _tp_fraction(part, placement)
     attention_precision = "bf16" if placement.precision == "float8" else placement.precision
@@ -193,7 +194,7 @@ def _compute_seconds(
 def _message_seconds(
     part: LayerProfile, placement: LayerPlacement, attention: float, efficiency: Efficiency
 ) -> tuple[tuple[float, float], tuple[float, float], tuple[float, float]]:
-    """Return the exposed seconds of messages over tp, cp and ep, each for forward and backward."""
+    """Return the exposed seconds of messages over tp, over cp and over ep, each as (forward, backward)."""
     shape = {"samples": placement.samples, "length": placement.length, "cp": placement.cp.size}
     tensor = placement.tp.all_reduce(part.tp_bytes.evaluate(**shape), calls=part.tp_calls)
     experts = (
@@ -211,7 +212,7 @@ def _message_seconds(
 
 
 def _ring_bytes(part: LayerProfile, placement: LayerPlacement) -> float:
-    """Return the bytes of a rank's keys and values; without `cp_bytes`, assume one key head per query head."""
+    """Return the bytes of a rank's keys and values. If `cp_bytes` is 0, assume one key head per query head."""
     shape = {"samples": placement.samples, "length": placement.length, "cp": placement.cp.size}
     if not part.attention_flops.evaluate(**shape):
         return 0.0
@@ -256,10 +257,10 @@ def _estimated_bytes(
 def _measured_bytes(
     part: LayerProfile, placement: LayerPlacement, device: Device, remat: str
 ) -> tuple[float, float, float, float]:
-    """Return the values of `_estimated_bytes` for a part whose memory was measured.
+    """Return the same four values as `_estimated_bytes`, for a part whose memory was measured.
 
-    What recomputation holds was measured as transient memory (`moment`). Bytes that do not scale with the microbatch
-    are weight copies; in transient memory they are the gradients of the copies.
+    The measured transient memory (`moment`) includes the activations of recomputation. Kept bytes that do not scale
+    with the microbatch are weight copies. Transient bytes that do not scale with it are the gradients of these copies.
     """
     measured, shape = part.ways.get(remat, part.ways["none"]), _placement_shape(placement)
     kept_without_remat = part.ways["none"].kept
@@ -282,7 +283,7 @@ def _measured_bytes(
 def _scale_scores_for_cp(measured: ActivationBytes, cp: int, score_fraction: float) -> ActivationBytes:
     """Multiply the bytes of attention scores by `score_fraction` if cp splits the sequence.
 
-    Ring attention saves no scores, and computes those of one rank's keys at a time.
+    Ring attention saves no scores. It computes the scores for the keys of one rank at a time.
     """
     amount = measured.amount
     return (

@@ -1,4 +1,4 @@
-"""Define a candidate: a layout with its microbatch size, which the planner estimates and a user can type."""
+"""Define a candidate: a layout and a microbatch size, for which the planner estimates memory and time."""
 
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -51,7 +51,7 @@ class Candidate:
         return self.dp_replicate * self.dp_shard
 
     def num_micro(self, global_batch_size: int) -> int:
-        """Return the number of microbatches of the replica with the most; the last may be short."""
+        """Return the number of microbatches of the replica that has the most. The last microbatch may be smaller."""
         return num_micro(global_batch_size, replicas=self.replicas, micro_batch_size=self.micro_batch_size)
 
     @cached_property
@@ -86,7 +86,7 @@ class Candidate:
         return text.replace("single,", "dp=1,", 1)
 
     def replace(self, **changes: Any) -> "Candidate":
-        """Return a copy with other values, like `dataclasses.replace` but ten times as fast."""
+        """Return a copy with the given values changed, like `dataclasses.replace` but ten times as fast."""
         copy = object.__new__(Candidate)
         values = vars(self)
         vars(copy).update({name: values[name] for name in _FIELDS}, **changes)
@@ -116,7 +116,7 @@ def candidate_from_layout(
 ) -> Candidate:
     """Return the candidate of a layout that a user typed.
 
-    Recomputation of every second block only (`remat=every`) is forecast as if no block were recomputed.
+    If only every n-th block is recomputed (`remat=every:n`), the forecast assumes that no block is recomputed.
     """
     remat = layout.remat.partition(":")[0]
     return Candidate(
@@ -135,7 +135,7 @@ def candidate_from_layout(
 
 
 def num_micro(global_batch_size: int, *, replicas: int, micro_batch_size: int) -> int:
-    """Return the number of microbatches of the replica with the most; microbatches are assigned round robin."""
+    """Return the number of microbatches of the replica that has the most. They are assigned round robin."""
     num_total = -(-global_batch_size // micro_batch_size)
     return -(-num_total // replicas)
 

@@ -1,4 +1,4 @@
-"""Estimate the peak memory of one rank, which is reached in backward or during the optimizer step."""
+"""Estimate the peak memory of one rank. The peak is in backward or in the optimizer step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -52,7 +52,7 @@ class Memory:
         return state + self.activations + self.gathered + self.buffers + self.temporaries + self.slack + self.reserve
 
     def scaled_by(self, factor: float) -> "Memory":
-        """Return this memory with `factor` times the bytes, the additional ones as slack; it is never reduced."""
+        """Return `factor` times as much memory; the additional bytes are `slack`. A factor below 1 has no effect."""
         extra_bytes = max(0.0, factor - 1) * (self.peak_bytes - self.reserve)
         return replace(self, slack=self.slack + extra_bytes) if extra_bytes else self
 
@@ -101,10 +101,10 @@ class Elements:
 
 
 def count_elements(profile: ModelProfile, chain: Chain, counts: Counts, *, tp: int, ep: int) -> Elements:
-    """Return the elements of these parts on one of `tp` × `ep` ranks.
+    """Return the parameter elements that one rank holds with these axis sizes.
 
-    `counts` says how often the rank holds each part of the chain; parts 0 and 1 are those before and after the blocks.
-    Weights that these two share (tied) count once.
+    `counts` says how often the rank holds each part of the chain; part 0 is before the blocks and part 1 is after
+    them. Tied weights, which parts 0 and 1 share, count once.
     """
     rank_parameters = [part.rank_parameters(tp=tp, ep=ep) for part in chain.parts]
     tied_elements = (
@@ -142,8 +142,8 @@ def count_elements(profile: ModelProfile, chain: Chain, counts: Counts, *, tp: i
 def _unbucketed_elements(profile: ModelProfile, parts: Sequence[tuple[int, LayerProfile]], *, tp: int) -> float:
     """Return the elements of tensors that are sent without a bucket.
 
-    These are the large tensors, except the first of the model, whose bucket also holds flags. The last tensor is one of
-    them if it fills the small first bucket alone.
+    These are the large tensors, except the first tensor of the model: it has a bucket, which also holds flags. The last
+    tensor counts too if it fills the small first bucket alone.
     """
     element_bytes, (first, last) = (
         profile.element_bytes / tp,
@@ -219,7 +219,10 @@ def estimate_memory(
 def _optimizer_step_phase(
     candidate: Candidate, profile: ModelProfile, elements: Elements, device: Device
 ) -> dict[str, float]:
-    """Return the bytes during the optimizer step; with ZeRO, updated parameters are gathered two units at a time."""
+    """Return the bytes that the optimizer step needs, by purpose.
+
+    With zero1 and zero2, updated parameters are gathered two units at a time.
+    """
     transient_bytes = profile.optimizer.moment_bytes * elements.trained
     transient_bytes *= elements.dense / (candidate.dp_shard if candidate.zero else 1) + elements.experts
     phase = {"temporaries": transient_bytes * ("parameters" not in candidate.offload)}
@@ -235,10 +238,10 @@ def _optimizer_step_phase(
 def _backward_phases(
     candidate: Candidate, profile: ModelProfile, elements: Elements, peak: ActivationPeak, device: Device
 ) -> Iterator[dict[str, float]]:
-    """Yield the bytes at the points of backward that may be the peak.
+    """Yield the bytes, by purpose, at the four points of backward that may be the peak.
 
-    These are the loss, the gradient of the head, the backward of the last block, and that of the first block, when all
-    gradients exist.
+    These are the loss, the gradient of the head, the backward of the last block, and the backward of the first block.
+    At the last point, all gradients exist.
     """
     has_casts = candidate.params == "fp32"
     element_bytes, gradient_bytes = profile.element_bytes, profile.element_bytes * elements.trained

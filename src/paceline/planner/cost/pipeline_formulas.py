@@ -1,7 +1,7 @@
 """Compute a schedule's activations in flight and its makespan by closed forms, for programs too long to simulate.
 
-`max_in_flight` equals the count in the `Program`. `makespan` equals the simulation if all stages are equal and messages
-take no time; otherwise it is approximate, and tests state the error.
+`max_in_flight` equals `count_in_flight` of the `Program`. `makespan` equals the simulation if all stages are equal and
+messages take no time; otherwise it is approximate, and tests state the error.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ MODELED_SCHEDULES = ("naive", "gpipe", "1f1b", *LOOPED_SCHEDULES, "zb_h1", "zbv"
 
 
 def count_in_flight(program: Program, rank: int) -> int:
-    """Count the most stage activations that a rank holds at once in a program: the naive `max_in_flight`."""
+    """Return the most stage activations that a rank holds at once, by counting the actions of a program."""
     in_flight = highest = 0
     for action in program.compute_actions(rank):
         in_flight += action.op is Op.FORWARD
@@ -41,7 +41,7 @@ def max_in_flight(schedule: str, *, ranks: int, micro: int, virtual: int, rank: 
 
 
 def has_reliable_makespan(schedule: str, *, ranks: int, micro: int) -> bool:
-    """Return True if `makespan` is accurate. With few microbatches, some schedules have gaps that it omits."""
+    """Return True if `makespan` is accurate. With few microbatches, some schedules have gaps that the formula omits."""
     if schedule == "zbv":
         return micro >= 2 * (ranks - 1)
     return schedule in MODELED_SCHEDULES and (schedule != "zb_interleaved" or micro >= ranks)
@@ -49,7 +49,10 @@ def has_reliable_makespan(schedule: str, *, ranks: int, micro: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """The seconds of every stage, in the model's order; `hop_seconds` is the time of a message to the next stage."""
+    """The seconds of every stage for one microbatch, in the model's order.
+
+    `hop_seconds` is the time of a message to the next stage.
+    """
 
     forward: Sequence[float]
     backward_input: Sequence[float]
@@ -60,9 +63,9 @@ class StageTimes:
 def makespan(schedule: str, stage_times: StageTimes, *, ranks: int, micro: int, virtual: int) -> float:
     """Return the seconds from the start of the first compute to the end of the last.
 
-    The busiest rank always computes, except while the pipeline fills and drains. If too few microbatches are in flight
-    to hide a message, every round waits until the message has arrived. The letters are those of the papers: p ranks, m
-    microbatches, v stages per rank.
+    The formulas assume that the slowest rank is idle only while the pipeline fills and drains. If too few microbatches
+    are in flight to hide a message, each microbatch also waits for the message. The letters are as in the papers: p
+    ranks, m microbatches, v stages per rank.
     """
     p, m, v, hop = ranks, micro, virtual, stage_times.hop_seconds
     stage_seconds = [
@@ -102,7 +105,7 @@ def makespan(schedule: str, stage_times: StageTimes, *, ranks: int, micro: int, 
 def _zero_bubble_makespan(
     schedule: str, stage_times: StageTimes, slowest_rank: float, *, p: int, m: int, v: int
 ) -> float:
-    """Return the makespan of a zero-bubble schedule, in which weight gradients fill gaps of at most their length."""
+    """Return the makespan of a zero-bubble schedule, in which the backward for weights fills idle gaps."""
     n, hop = p * v, stage_times.hop_seconds
     f, i, w = (sum(s) / n for s in (stage_times.forward, stage_times.backward_input, stage_times.backward_weight))
     if schedule == "zbv":
@@ -118,7 +121,7 @@ def slowest_rank_seconds(stage_seconds: Sequence[float], *, schedule: str, ranks
     """Return the seconds per microbatch of the rank that all others wait for.
 
     Looped schedules send a group of microbatches through one stage of every rank, then through the next stage of every
-    rank. In each round, all ranks wait for the slowest stage.
+    rank. For each of these stages, all ranks wait for the slowest one.
     """
     if schedule in LOOPED_SCHEDULES:
         return sum([max(stage_seconds[start : start + ranks]) for start in range(0, len(stage_seconds), ranks)])

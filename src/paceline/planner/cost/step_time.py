@@ -97,7 +97,7 @@ class CommGroups:
 class Stage:
     """The seconds of one stage for one microbatch.
 
-    `backward_input` includes the recomputation (`recompute`), and both directions include their messages.
+    `backward_input` includes the recomputation (`recompute`). Forward and backward include their messages.
     `overlappable_seconds` are the forward and backward compute that can overlap data-parallel messages.
     """
 
@@ -152,10 +152,10 @@ def add_sharding_communication(
     stage: Stage, elements: Elements, *, units: int, candidate: Candidate, profile: ModelProfile, groups: CommGroups,
     efficiency: Efficiency,
 ) -> Stage:  # fmt: skip
-    """Return the stage with the all-gathers and reduce-scatters of every microbatch.
+    """Return a copy of the stage that includes the all-gathers and reduce-scatters of every microbatch.
 
-    Messages overlap compute, except the all-gather for the first unit and the reduce-scatter of the last. Parameters
-    outside of units are gathered before each forward and freed after its backward; in a pipeline, once per step.
+    Messages overlap compute, except the all-gather for the first unit and the reduce-scatter of the last unit.
+    Parameters outside of units are gathered for each microbatch; in a pipeline, once per step.
     """
     if candidate.zero < 2:
         return stage
@@ -208,7 +208,11 @@ def pipeline_seconds(candidate: Candidate, stages: Sequence[Stage], *, micro: in
 def build_step_time(
     candidate: Candidate, stages: Sequence[Stage], *, micro: int, hop: float, end_seconds: Mapping[str, float]
 ) -> StepTime:
-    """Return the step time of these stages; `end_seconds` are those of the work at the end of the step."""
+    """Return the step time of these stages.
+
+    `micro` is the number of microbatches, and `hop` the seconds of a message to the next stage. `end_seconds` are the
+    seconds of the work at the end of the step, by kind.
+    """
     total = pipeline_seconds(candidate, stages, micro=micro, hop=hop)
     busiest = _busiest_rank_stages(stages, schedule=candidate.schedule, ranks=candidate.pp)
     separate_seconds = {
@@ -248,7 +252,7 @@ def estimate_step_end(
     if profile.tied and candidate.pp > 1:
         reduce_seconds += 2 * groups.next_stage.send(
             element_bytes * profile.tied / candidate.tp
-        )  # both ends hold part of its gradient
+        )  # the first and the last stage each have a part of the gradient
     rank_bytes = element_bytes * trained * (elements.dense / (candidate.dp_shard if zero else 1) + elements.experts)
     moved_bytes = 3 * rank_bytes + 2 * optimizer  # reads and writes state and parameters, reads gradients
     bandwidth = device.bytes_per_second * efficiency.memory
@@ -270,7 +274,7 @@ def _gradient_reduction_seconds(
 ) -> float:
     """Return the exposed seconds of gradient reduction.
 
-    Full gradients are reduced while the last backward runs, sharded ones after it.
+    With ddp and zero1, gradients are reduced while the last backward runs; with sharded gradients, after it.
     """
     dense_bytes, seconds = gradient_element_bytes * elements.dense, 0.0
     if candidate.zero < 2:

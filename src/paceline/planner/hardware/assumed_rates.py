@@ -10,7 +10,7 @@ _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 
 
 def assumption_lines(cluster: Cluster, *, precision: str, is_offloaded: bool = False) -> Iterator[str]:
-    """Yield a line for each link that the ranks use, for the reserved memory, and for the peak rate of MFU."""
+    """Yield lines on the links that the ranks use, the reserved memory, and the peak rate to which MFU refers."""
     yield "the forecast assumes:"
     for name, link in _used_links(cluster, is_offloaded=is_offloaded).items():
         yield f"  link {name}: {_link_text(link)}"

@@ -18,7 +18,10 @@ _RERUN_HINT = "probe_here(ranks=N, again=True) measures again"
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFingerprint:
-    """The conditions of a probe. `kernels` are the default or those of exact mode; `threads` are those of one rank."""
+    """The conditions of a probe. `kernels` says whether torch's default kernels ran or those of exact mode.
+
+    `threads` is the number of threads of one rank.
+    """
 
     cpu: str
     cores: int
@@ -32,9 +35,11 @@ class MachineFingerprint:
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulTimings:
-    """The timings of matmuls in one precision. `square` are seconds by FLOPs (a multiply-add is two).
+    """The timings of matmuls in one precision.
 
-    `narrow` are pairs of a smallest dimension, ascending, and the time of such a matmul relative to a square one.
+    `square` gives the seconds of a square matmul by its FLOPs (a multiply-add is two).
+
+    `narrow` has pairs: the smallest dimension of a matmul, ascending, and its time relative to a square matmul.
     """
 
     square: TimingCurve
@@ -98,7 +103,7 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareBenchmark:
-    """The results of a probe, with the names of its file.
+    """The results of a probe. The field names are keys of the probe's file.
 
     `copies` (`to_device`, `to_host`) are seconds by bytes of pinned memory, if the machine has GPUs. `others` is the
     fraction of the machine's cores that other programs used during the probe, None if unknown.
@@ -119,7 +124,7 @@ class HardwareBenchmark:
         return self.others is None or self.others <= _MAX_OTHER_LOAD
 
     def rates_for(self, busy: int) -> Rates:
-        """Return the rates of the smallest measured number of processes that is at least `busy`, or of the largest."""
+        """Return the rates of the smallest measured process count of at least `busy`, or else the largest."""
         large_enough = [rates for rates in self.rates if rates.busy >= busy]
         if large_enough:
             return min(large_enough, key=lambda rates: rates.busy)
@@ -145,7 +150,7 @@ class HardwareBenchmark:
         return nearest.curve.seconds(scaled_bytes) + nearest.latency_seconds * (rounds - 1)
 
     def as_json(self) -> dict[str, Any]:
-        """Return its fields and the format, for a file; `read_probe` reads them back."""
+        """Return the fields and the format number, for a file that `read_probe` reads."""
         return {"format": FORMAT, **asdict(self)}
 
 

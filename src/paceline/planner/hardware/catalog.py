@@ -1,7 +1,8 @@
 """List well-known accelerators and links, with the dense (not sparse) rates of their makers' data sheets.
 
-Memory is that of the data sheet. `reserve_bytes`, which driver, context and communication use of it, is an assumption,
-and so are latencies, which data sheets do not state. A probe of the machine replaces all these numbers.
+Memory sizes are from the data sheets. Two kinds of numbers are assumptions, because data sheets do not state them:
+latencies, and the memory that driver, context and communication need (`reserve_bytes`). A probe of the machine replaces
+all these numbers.
 """
 
 from dataclasses import dataclass
@@ -206,7 +207,7 @@ def catalog_cluster(entry: CatalogEntry, *, nodes: int = 1, devices: int = 1, be
 
 
 def find_device(name: str, *, problems: list[PacelineError], where: str = "") -> CatalogEntry:
-    """Return the catalogue entry of a device, ignoring upper and lower case; add an unknown name to `problems`."""
+    """Return the catalogue entry of a device, ignoring upper and lower case; for an unknown name, add an error."""
     entries = {known.lower(): row for known, row in DEVICES.items()}
     if (row := entries.get(name.strip().lower())) is not None:
         return row
@@ -219,7 +220,7 @@ def find_device(name: str, *, problems: list[PacelineError], where: str = "") ->
 
 
 def find_link(name: str, *, problems: list[PacelineError], where: str = "") -> Link:
-    """Return a link of the catalogue, ignoring upper and lower case; add an unknown name to `problems`."""
+    """Return a link of the catalogue, ignoring case; for an unknown name, add an error to `problems`."""
     if (row := LINKS.get(name.strip().lower())) is not None:
         return row
     cause = did_you_mean(name.strip().lower(), LINKS)

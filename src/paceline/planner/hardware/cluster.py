@@ -36,11 +36,11 @@ class Device:
 
     @property
     def is_accelerator(self) -> bool:
-        """True if it has a memory of its own, separate from the host's."""
+        """True if the device has its own memory, separate from the host's."""
         return self.kind != "cpu"
 
     def rate(self, precision: str) -> float:
-        """Return the operations per second in this precision; one that the device lacks runs as float32."""
+        """Return the operations per second in this precision, or in float32 if the device lacks the precision."""
         return self.flops_per_second.get(precision) or self.flops_per_second["fp32"]
 
     def peak(self, precision: str) -> float:
@@ -52,7 +52,7 @@ class Device:
 class Link:
     """A link between ranks: seconds until the first byte arrives, and bytes per second of one rank in one direction.
 
-    If `is_shared`, all ranks of a node share one such link. `origin` is `measured`, `given` by the user, or `assumed`
+    If `is_shared`, all ranks of a node share one link. `origin` is `measured`, `given` by the user, or `assumed`
     because the device is usually sold with it.
     """
 
@@ -137,7 +137,7 @@ class Group:
     """The bandwidth of a message to a neighbour."""
 
     def all_gather(self, num_bytes: float, *, calls: float = 1) -> float:
-        """Return the seconds of an all-gather of `num_bytes` in total; a reduce-scatter takes the same.
+        """Return the seconds of an all-gather of `num_bytes` in total. A reduce-scatter takes equally long.
 
         A ring of n ranks sends (n - 1) / n of the bytes (Patarasuk and Yuan, 2009).
         """
@@ -161,10 +161,11 @@ class Group:
 
 
 def build_group(cluster: Cluster, axes: Sequence[tuple[int, int]], *, efficiency: float = 1.0) -> Group:
-    """Return the group along some axes, each `(stride, size)`: neighbours on an axis are `stride` ranks apart.
+    """Return the group along some axes, each given as `(stride, size)`.
 
-    Between nodes, each rank of the group uses its own link, so the bandwidths of a node add up. Latencies add up along
-    a ring inside a node, and along a tree between nodes (NCCL's double binary trees).
+    Neighbours on an axis are `stride` ranks apart. Between nodes, each rank of the group uses its own link, so the
+    bandwidths of a node add up. Latencies add up along a ring inside a node, and along a tree between nodes (NCCL's
+    double binary trees).
     """
     size = ranks_per_node = 1
     for stride, count in axes:

@@ -47,7 +47,7 @@ def read_cluster_file(path: Path) -> Cluster:
 
 
 class _ClusterFileReader:
-    """A reader of one file, which collects the problems of the file."""
+    """A reader of one cluster file. It collects all mistakes in `problems`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,7 +78,7 @@ class _ClusterFileReader:
         )
 
     def _name(self, tree: Mapping[str, Any], key: str, default: str) -> str:
-        """Return the name to print. Unprintable characters, which a terminal may interpret, are a problem."""
+        """Return the name to print. Report unprintable characters, because a terminal may interpret them."""
         name = tree.get("name", default)
         if not isinstance(name, str) or not name.isprintable():
             self._add_problem(f"{key} = {name!r} is not a name.", key, hint=f'{key} = "ours"')
@@ -101,7 +101,7 @@ class _ClusterFileReader:
         kind = str(value.get("kind", "cuda"))
         if kind not in _KINDS:
             self._add_problem(f"device.kind = {kind!r} is unknown.", "device.kind", hint=f"kind = {' | '.join(_KINDS)}")
-        # the entry gives the links and the reserve, where the file does not: an L40S has PCIe links
+        # links and reserve that the file omits are those of this entry; an L40S has PCIe links
         entry = find_device("cpu" if kind == "cpu" else "L40S", problems=[])
         if "memory" in quantities and quantities.get("reserve", 0.0) >= quantities["memory"]:
             cause = f"the reserve is what a process needs before it has a model, out of {value['memory']}"

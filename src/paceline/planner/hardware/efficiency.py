@@ -35,7 +35,7 @@ class Efficiency:
     """The memory that the allocator holds beyond requests, as a fraction of transient memory."""
 
     def rate(self, device: Device, precision: str) -> float:
-        """Return the sustained operations per second: the rate of the device or, if lower, that of its power limit."""
+        """Return the sustained operations per second: the rate of the device or of its power limit, if lower."""
         rate = device.rate(precision)
         if device.watts is None:
             return rate
@@ -51,7 +51,7 @@ GPU_EFFICIENCY = Efficiency(
 )
 """Fitted to the `fit` rows of benchmarks/published.toml: `python -m benchmarks.published --rows fit --fit`."""
 CPU_EFFICIENCY = Efficiency(attention=0.5, overlap=0.2, part_seconds=2e-4, unit_seconds=3e-4, step_seconds=3e-3)
-"""The constants for CPUs, where communication takes cores from compute and no kernel is launched ahead."""
+"""The constants for CPUs, where communication uses the cores that compute, and there is no launch queue."""
 
 
 def default_efficiency(device: Device) -> Efficiency:

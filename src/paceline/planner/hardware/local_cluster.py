@@ -10,11 +10,11 @@ from paceline.planner.layout.host_resources import gpu_memory
 
 _UNUSED_LINK_RATE = 1e15  # bytes per second of a link that is never used
 RESERVE_BYTES = {"cpu": 420 << 20, "cuda": 2 << 30}
-"""The bytes of a process that has imported torch, without the job."""
+"""The memory of a process that has imported torch, without the job, by kind of device."""
 
 
 def measured_cluster(probe: HardwareBenchmark, *, ranks: int, memory_bytes: float) -> Cluster:
-    """Return this machine as a cluster. `memory_bytes` are those of one GPU, or the total that all CPU ranks share."""
+    """Return this machine as a cluster. `memory_bytes` is the memory of one GPU, or the total of all CPU ranks."""
     rates, fingerprint = probe.rates_for(ranks), probe.fingerprint
     is_cpu = fingerprint.device == "cpu"
     flops = {name: products.square.best_rate for name, products in rates.products.items()}
@@ -34,7 +34,10 @@ def measured_cluster(probe: HardwareBenchmark, *, ranks: int, memory_bytes: floa
 
 
 def _link(probe: HardwareBenchmark, ranks: int) -> Link:
-    """Return the link of a ring, from the time of an all-reduce: 2 (n - 1) steps, each with 1/n of the bytes."""
+    """Return the link between ring neighbours, from the time of an all-reduce.
+
+    A ring all-reduce of n ranks has 2 (n - 1) steps, each with 1/n of the bytes.
+    """
     if ranks == 1:
         return Link(name="none", latency_seconds=0.0, bytes_per_second=_UNUSED_LINK_RATE, origin="measured")
     small, large = 1 << 10, 16 << 20

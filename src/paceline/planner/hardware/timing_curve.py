@@ -1,4 +1,4 @@
-"""Interpolate measured times: a curve gives the seconds of an amount (such as bytes), and a fitted line its error."""
+"""Interpolate measured times: a curve gives the seconds for an amount, such as bytes."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,10 @@ _MAX_LOG = 200.0
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A measured point: `seconds` is the median of repeats; `spread` is their relative median deviation from it."""
+    """A measured point: `seconds` is the median of repeats.
+
+    `spread` is the relative median deviation of the repeats.
+    """
 
     amount: float
     seconds: float
@@ -39,7 +42,7 @@ class Line:
 
     @property
     def rate(self) -> float:
-        """The amount per second for large amounts; `half_rate_amount` reaches half of it."""
+        """The amount per second for large amounts."""
         return 1 / self.each_seconds
 
     @property
@@ -48,7 +51,7 @@ class Line:
         return self.fixed_seconds * self.rate
 
     def seconds(self, amount: float) -> float:
-        """Return the seconds by the line."""
+        """Return the seconds for an amount, according to the line."""
         return self.fixed_seconds + amount * self.each_seconds
 
 
@@ -69,9 +72,9 @@ class TimingCurve:
     def seconds(self, amount: float) -> float:
         """Return the seconds of an amount, by linear interpolation between the points.
 
-        Below the first point, the first slope continues, but at least half of that point's seconds remain. Beyond the
-        last point, the slope is the median of the last slope, that of the line and that of the mean; it is at least a
-        tenth of the last point's seconds per amount.
+        Below the first point, the first slope continues, but the result is at least half of the seconds of that point.
+        Beyond the last point, the slope is a median of three: the last slope, the slope of the fitted line, and the
+        slope from its fixed seconds to the last point. It is at least a tenth of the last point's seconds per amount.
         """
         first, last = self.points[0], self.points[-1]
         if amount <= first.amount:
@@ -89,12 +92,12 @@ class TimingCurve:
 
     @property
     def best_rate(self) -> float:
-        """The best rate of all points; for memory-bound operations, that of a cache."""
+        """The best rate of all points; for memory-bound operations, the rate of a cache."""
         return max(point.amount / point.seconds for point in self.points)
 
     @property
     def last_rate(self) -> float:
-        """The rate of the largest point; for memory-bound operations, that of the main memory."""
+        """The rate at the largest amount; for memory-bound operations, the rate of the main memory."""
         return self.points[-1].amount / self.points[-1].seconds
 
     @property
@@ -122,7 +125,8 @@ def fit_line(points: Sequence[Point]) -> Line:
     """Return the line with the smallest relative error, robust against outliers.
 
     Damped least squares (Marquardt, "An algorithm for least-squares estimation of nonlinear parameters", 1963) minimise
-    the logarithms of line over measurement. Weights make an outlier count by its distance, not by the square of it.
+    the logarithms of line over measurement. Weights make an outlier count by its distance instead of the square of its
+    distance.
     """
     first, last = points[0], points[-1]
     slope = last.seconds / last.amount

@@ -27,7 +27,7 @@ def refuse_compressed_layout(
 ) -> list[PacelineError]:
     """Return the errors of a layout or update rule that compression does not support.
 
-    Compression works between synchronous replicas that hold the whole model.
+    Compression needs synchronous replicas, each with the whole model.
     """
     if not compress.is_on:
         return []
@@ -66,7 +66,10 @@ def refuse_compressed_layout(
 def refuse_compressed_settings(
     compress: Compression, settings: Settings, *, backend: str = ""
 ) -> Iterator[PacelineError]:
-    """Yield an error for each setting that excludes compressed gradients; `backend` is set if the ranks use GPUs."""
+    """Yield an error for each setting that does not work with compressed gradients.
+
+    `backend` is the communication backend if the ranks use GPUs, else empty.
+    """
     if not compress.is_on:
         return
     if settings.train.exact:

@@ -19,7 +19,10 @@ _BACKEND_DEVICES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "mpi": ("cpu", "
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """The ranks of a run and their machine, whose `cores` are shared by `ranks_per_node` ranks (None: by all)."""
+    """The ranks of a run, and the machine of each: its device type and its usable `cores`.
+
+    `ranks_per_node` ranks share the cores of a machine; None means that all `ranks` do.
+    """
 
     ranks: int
     device: str = "cpu"
@@ -44,7 +47,7 @@ class JobFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionPlan:
-    """The plan that every rank follows, with the names of plan.json.
+    """The plan that every rank follows. The field names are keys of plan.json.
 
     `asked` is the requested layout; `layout` is its name on this `mesh`. `num_micro` counts the microbatches of a step
     over all replicas.
@@ -72,7 +75,7 @@ class ExecutionPlan:
 
     @property
     def update_rule(self) -> UpdateRule:
-        """The rule by which a batch becomes an update."""
+        """The update rule of the run."""
         return parse_update(self.update)
 
     def as_json(self) -> dict[str, Any]:
@@ -128,7 +131,7 @@ def make_execution_plan(
 
 
 def choose_threads(*, resources: Resources, one_thread: bool, requested: int | None) -> int:
-    """Return the threads per rank: the `requested` number, or the usable cores divided by the ranks of this machine."""
+    """Return the number of threads per rank: `requested`, or the usable cores divided by the ranks of a machine."""
     if one_thread:
         return 1
     return requested or max(1, resources.cores // (resources.ranks_per_node or resources.ranks))
@@ -202,7 +205,10 @@ def _choose_micro_batch_size(facts: JobFacts, replicas: int, problems: list[Pace
 
 
 def _refuse_accumulation(accumulation: int, *, total: int, replicas: int, micro_batch_size: int) -> list[PacelineError]:
-    """Return an error if no microbatch size gives this accumulation; the nearest, `micro_batch_size`, gives fewer."""
+    """Return an error if no microbatch size gives exactly `accumulation` microbatches per replica.
+
+    `micro_batch_size` is the nearest size; if the number is impossible, it gives fewer microbatches.
+    """
     num_micro = -(-total // micro_batch_size)
     per_replica = -(-num_micro // replicas)
     if per_replica == accumulation:
@@ -246,6 +252,7 @@ def _notes(
     micro_batch_size: int,
     num_micro: int,
 ) -> tuple[str, ...]:
+    """Return the lines that explain the layout, the backend, the batch and the threads, with a warning if needed."""
     replicas = mesh.replicas
     unit = "replica" if layout.kind is LayoutKind.THREADS else "rank"
     per_rank = -(-num_micro // replicas)

@@ -51,5 +51,5 @@ class HogwildPlanning(RulePlanning):
 
     @override
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
-        """Yield the line about Hogwild."""
+        """Yield the line that a run with Hogwild prints when it starts."""
         yield f"update: hogwild, {mesh.ranks} workers write to one model without locks, each with its own gradient"

@@ -17,7 +17,7 @@ _DRIVER_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvhost-gpu"
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use: its affinity, limited by the quota of its control group."""
+    """Return the number of cores that this process may use: at most its CPU affinity and its cgroup quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cpu_quota(Path("/sys/fs/cgroup/cpu.max"))
     return max(1, min(cores, quota) if quota else cores)
@@ -58,7 +58,7 @@ def gpu_models() -> tuple[str, ...]:
 
 
 def gpu_memory() -> int | None:
-    """Return the memory of the smallest GPU in bytes, as the driver reports it; None if it does not."""
+    """Return the memory of the smallest GPU in bytes, as the driver reports it; None if the driver reports nothing."""
     sizes_text = [text.partition(" ")[0] for text in _query_nvidia_smi("memory.total")]
     sizes = [int(text) << 20 for text in sizes_text if text.isdecimal()]
     return min(sizes) if sizes else None
@@ -69,7 +69,7 @@ def _query_gpu_names() -> tuple[str, ...]:
 
 
 def _query_nvidia_smi(field: str) -> list[str]:
-    """Return nvidia-smi's answer, one line for each GPU."""
+    """Return the value of `field` for each GPU, as nvidia-smi prints it; empty if nvidia-smi fails."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)

@@ -1,4 +1,4 @@
-"""Refuse settings that a layout does not support, for any job, before the ranks start."""
+"""Refuse settings that a layout does not support. The checks need no job and run before the ranks start."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path

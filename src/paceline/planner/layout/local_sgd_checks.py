@@ -15,7 +15,10 @@ from paceline.planner.layout.rule_planning import RulePlanning
 
 
 def assign_fragments(sizes: Mapping[str, int], *, fragments: int) -> dict[str, int]:
-    """Return the fragment of each parameter: consecutive parameters, with about equal element counts per fragment."""
+    """Return the fragment number of each parameter name, given the element count of each.
+
+    A fragment has consecutive parameters, and all fragments have about equally many elements.
+    """
     total, num_before = max(sum(sizes.values()), 1), 0
     fragments_by_name = {}
     for name, size in sizes.items():
@@ -25,13 +28,16 @@ def assign_fragments(sizes: Mapping[str, int], *, fragments: int) -> dict[str, i
 
 
 def fragment_to_send(step: int, *, update: UpdateRule) -> int | None:
-    """Return the fragment that is sent after `step` updates, or None; each is sent once in `every` updates."""
+    """Return the fragment that is sent after `step` updates, or None.
+
+    Each fragment is sent once per `every` updates.
+    """
     position = step % update.every
     return next((f for f in range(update.fragments) if f * update.every // update.fragments == position), None)
 
 
 def _two_site_options(mesh: Mesh) -> str:
-    """Return the options for two sites, each with the given mesh."""
+    """Return the command-line options for two sites, each with the given mesh."""
     if mesh.ranks == 1:
         return "--ranks 2"
     zero = f",zero={mesh.zero}" if mesh.zero in (1, 2) else ""
@@ -90,7 +96,7 @@ class LocalSgdPlanning(RulePlanning):
 
     @override
     def refuse_batch(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[PacelineError]:
-        """Yield an error if a site would get no microbatch of a full batch."""
+        """Yield an error if a full batch has too few microbatches to give every site at least one."""
         needed = (mesh.dp_replicate - 1) * mesh.dp_shard + 1
         if num_micro < needed:
             yield UsageError(
@@ -102,7 +108,7 @@ class LocalSgdPlanning(RulePlanning):
 
     @override
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
-        """Yield the line about local SGD."""
+        """Yield the line that a run with local SGD prints when it starts."""
         ranks = mesh.ranks // mesh.dp_replicate
         sites = f"{plural(mesh.dp_replicate, 'site')} of {plural(ranks, 'rank')}"
         averaging = f"an outer step along their mean change (lr {update.lr:g}, momentum {update.momentum:g})"
@@ -130,6 +136,6 @@ class LocalSgdPlanning(RulePlanning):
 
     @override
     def shorten_for_check(self, update: UpdateRule, *, steps: int) -> tuple[UpdateRule, int]:
-        """Return the rule with its shortest interval, and the steps of at least two intervals, for a short check."""
+        """Return the rule with its shortest interval, and a number of steps that covers at least two intervals."""
         update = replace(update, every=min(update.every, max(update.fragments, update.delay + 1, 2)))
         return update, max(steps, 2 * update.every + 1)

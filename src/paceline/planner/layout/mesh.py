@@ -1,4 +1,4 @@
-"""Build the mesh of a layout: the ranks on each axis, the coordinates of each rank, and which sizes fit the ranks."""
+"""Build the mesh of a layout: the size of each axis, and the coordinates and groups of each rank."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -21,10 +21,10 @@ _MAX_NEAREST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The number of ranks on each axis, outermost first; `ep` uses the ranks of the data axes, so it adds no ranks.
+    """The number of ranks on each axis. `ep` uses the ranks of the data axes, so it adds no ranks.
 
-    `zero` is the ZeRO stage of `dp_shard`, 0 if nothing is sharded. `sites` is the number of local SGD sites, each on
-    neighbouring ranks; 0 if all replicas take the same steps.
+    `zero` is the ZeRO stage of `dp_shard`, or 0 if nothing is sharded. `sites` is the number of local SGD sites, or 0
+    without local SGD. Each site has neighbouring ranks.
     """
 
     pp: int = 1
@@ -110,7 +110,7 @@ _SYNCHRONOUS = UpdateRule()
 def resolve_mesh(
     layout: Layout, *, ranks: int, problems: list[PacelineError], update: UpdateRule = _SYNCHRONOUS
 ) -> Mesh:
-    """Return the mesh of a layout on `ranks` ranks, which exclude parameter servers; add errors to `problems`."""
+    """Return the mesh of a layout on `ranks` ranks, not counting parameter servers. Add errors to `problems`."""
     if layout.kind is LayoutKind.THREADS:
         if layout.threads not in (None, ranks):
             text = f"{layout} needs {plural(layout.threads or 0, 'rank')}, you have {ranks}."
@@ -187,7 +187,7 @@ def _factorizations(num_factors: int, product: int) -> Iterator[tuple[int, ...]]
 
 
 def _distance(one: Mesh, other: Mesh) -> float:
-    """Return the distance between two meshes: the doublings of each axis, plus 1 for each that appears or vanishes."""
+    """Return the distance between two meshes: the doublings of each axis, plus 1 for each added or removed axis."""
     doublings = [abs(math.log2(one.size(axis) / other.size(axis))) for axis in AXIS_ORDER]
     changed_axes = [(one.size(axis) > 1) != (other.size(axis) > 1) for axis in AXIS_ORDER]
     return sum(doublings) + sum(changed_axes)
@@ -226,7 +226,7 @@ def _misfit_with_servers_error(mesh: Mesh, ranks: int, update: UpdateRule) -> Pa
 
 
 def _set_hsdp_sizes(layout: Layout, sizes: dict[str, int], ranks: int, problems: list[PacelineError]) -> None:
-    """Set the sizes of hsdp: by default two replicas, each sharded over half the ranks."""
+    """Set `sizes` for hsdp: by default two replicated groups, each sharded over half the data ranks."""
     other_ranks = math.prod(size for axis, size in sizes.items() if axis not in ("dp_replicate", "dp_shard", "ep"))
     data_ranks = ranks // max(other_ranks, 1)
     shard_size = layout.sizes.get("dp_shard", REMAINING_RANKS)

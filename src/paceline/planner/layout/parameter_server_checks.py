@@ -35,7 +35,7 @@ class ParameterServerPlanning(RulePlanning):
 
     @override
     def num_workers(self, update: UpdateRule, *, ranks: int, problems: list[PacelineError]) -> int:
-        """Return the number of ranks that are not servers; add an error to `problems` if there are none."""
+        """Return the number of ranks that are not servers; add an error to `problems` if all ranks are servers."""
         workers = ranks - update.servers
         if workers < 1:
             problems.append(
@@ -76,7 +76,7 @@ class ParameterServerPlanning(RulePlanning):
 
     @override
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
-        """Yield the lines about the parameter server."""
+        """Yield the lines that a run with a parameter server prints when it starts."""
         summary = f"update: ps, {plural(update.servers, 'server')}, {plural(mesh.replicas, 'worker')}"
         max_staleness = update.staleness
         if max_staleness == 0:

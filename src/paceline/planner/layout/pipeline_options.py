@@ -55,7 +55,7 @@ def refuse_schedule(layout: Layout, mesh: Mesh) -> list[PacelineError]:
 
 
 def _check_size(layout: Layout, mesh: Mesh) -> None:
-    """Raise LayoutError if there are too many stages, before anything of that size is built."""
+    """Raise LayoutError if there are too many stages. The check builds no program, so it is fast for any number."""
     stages = mesh.pp * (layout.virtual or 1)
     if stages > MAX_RANKS:
         raise LayoutError(
@@ -85,7 +85,7 @@ def _read_schedule_file(layout: Layout, mesh: Mesh) -> Program:
 
 
 def pipeline_notes(layout: Layout, mesh: Mesh, *, num_micro: int, micro_batch_size: int) -> tuple[str, ...]:
-    """Return the banner lines on stages, microbatches and the bubble, from a simulation with equal stages."""
+    """Return the banner lines on stages, microbatches and the bubble. The bubble is simulated with equal stages."""
     if mesh.pp == 1:
         return ()
     micro_per_replica = -(-num_micro // mesh.replicas)

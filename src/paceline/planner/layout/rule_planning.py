@@ -1,4 +1,4 @@
-"""Define what an update rule tells the planner and the commands, which do not import torch."""
+"""Define the planning rules of an update rule: its checks and notes, which work without torch."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -11,17 +11,18 @@ from paceline.planner.layout.mesh import Mesh
 
 
 class RulePlanning:
-    """The planning rules of one update rule. The defaults are those of the synchronous rule.
+    """The planning rules of one update rule. This base class has the rules for synchronous SGD.
 
     `refused_settings` has the reason for each setting that the rule does not support; `update_rule_checks` lists the
-    keys. If `flushes_pipeline`, a pipeline is empty after each batch, so that its schedule has a bubble.
+    keys. `flushes_pipeline` is True if a pipeline is empty after each batch, so that
+    each batch has a bubble.
     """
 
     refused_settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
     flushes_pipeline: ClassVar[bool] = True
 
     def num_workers(self, update: UpdateRule, *, ranks: int, problems: list[PacelineError]) -> int:
-        """Return the number of ranks that compute gradients; add an impossible split to `problems`."""
+        """Return the number of ranks that compute gradients; add an error to `problems` if there are none."""
         return ranks
 
     def order_ranks(self, mesh: Mesh) -> Mesh:
@@ -49,5 +50,5 @@ class RulePlanning:
         return ()
 
     def shorten_for_check(self, update: UpdateRule, *, steps: int) -> tuple[UpdateRule, int]:
-        """Return the rule and the number of steps with which a short check covers everything that the rule does."""
+        """Return a rule and a number of steps for a short check that covers the behavior of the rule."""
         return update, steps

@@ -68,8 +68,8 @@ def build_decoder_profile(
 
     Under `bf16`, matmuls are in bfloat16 and the residual stream stays float32 (autocast), unless `residual_bytes` sets
     other bytes per element. With `is_fused`, a compiler fuses elementwise operations, so that a norm or a rotation
-    reads and writes once; otherwise each of its operations does. Without `is_flash`, attention writes and reads the
-    scores of all pairs for each operation: scale and mask, softmax, dropout.
+    reads and writes memory once. Otherwise each of its operations reads and writes memory. Without `is_flash`,
+    attention writes and reads the scores of all pairs for each operation: scale and mask, softmax, dropout.
     """
     short_bytes = 4 if precision == "fp32" else 2  # of an element in matmuls
     residual_stream_bytes = residual_bytes or 4
@@ -129,6 +129,7 @@ def _moved_bytes(sizes: Decoder, short_bytes: int, wide_bytes: int, *, is_fused:
 
 
 def _block(sizes: Decoder, short_bytes: int, wide_bytes: int, *, is_fused: bool) -> LayerProfile:
+    """Return the profile of one block: attention and MLP, or attention and experts."""
     h, k, f = sizes.width, sizes.kv_width, sizes.mlp_width
     attention = 2 * h * h + 2 * h * k
     mlp = sizes.mlp_matrices * h * f
@@ -171,7 +172,7 @@ def _block(sizes: Decoder, short_bytes: int, wide_bytes: int, *, is_fused: bool)
 
 
 def _head(sizes: Decoder, short_bytes: int, wide_bytes: int) -> LayerProfile:
-    """Return the last norm, the head and the loss; the logits exist in the matmul type and in float32."""
+    """Return the profile of the last norm, the head and the loss. Logits exist in the matmul type and in float32."""
     h, v = sizes.width, sizes.vocabulary
     return LayerProfile(
         name="head",

@@ -15,9 +15,10 @@ _ROUNDS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """The distinct parts of a model; `order` is the index of each block's part, `weights` are the FLOPs of the parts.
+    """The distinct parts of a model.
 
-    Part 0 is the one before the blocks, part 1 the one after them, and the others are blocks.
+    `order` has, for each block, its index in `parts`. `weights` has the FLOPs of parts.
+    Part 0 is before the blocks, part 1 is after the blocks, and the other parts are blocks.
     """
 
     parts: tuple[LayerProfile, ...]
@@ -43,16 +44,17 @@ class Chain:
         return tuple(counts)
 
     def stage_counts(self, bounds: Sequence[tuple[int, int]]) -> tuple[Counts, ...]:
-        """Return how often each part occurs in every stage."""
+        """Return, for every stage, how often it contains each part."""
         end = len(bounds) - 1
         return tuple(
             self.counts(start, stop, first=stage == 0, last=stage == end) for stage, (start, stop) in enumerate(bounds)
         )
 
     def cut_stages(self, num_stages: int) -> tuple[tuple[int, int], ...]:
-        """Return stages of nearly equal work; of equally good cuts, that with the fewest blocks in the first stages.
+        """Return stages of nearly equal work, each as a range (start, stop) of blocks.
 
-        The first stages hold the activations of the most microbatches. A bisection finds the smallest limit on the work
+        Of equally good cuts, return the cut with the fewest blocks in the first stages, because the first stages hold
+        the activations of the most microbatches. A bisection finds the smallest limit on the work
         of a stage; each trial fills stages from the last one backwards, in O(num_stages × log num_blocks).
 
         Raises:
@@ -109,7 +111,7 @@ def _fill_stages(
     stop = len(cumulative) - 1
     for stage in reversed(range(num_stages)):
         room = limit - (ends[1] if stage == num_stages - 1 else 0.0) - (ends[0] if stage == 0 else 0.0)
-        # the first block with which the stage stays within the limit
+        # the lowest start at which the stage stays within the limit
         first_block = bisect_left(cumulative, cumulative[stop] - room - 1e-12 * limit)
         start = max(stage, first_block) if stage else 0
         if start < first_block or start >= stop or room < 0:

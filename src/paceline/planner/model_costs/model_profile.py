@@ -1,4 +1,7 @@
-"""Define the profile of a model: all that the planner needs of it, measured by `measured_planning/profile`."""
+"""Define the profile of a model: everything that the planner needs to know of a model.
+
+`measured_planning/profile` measures it.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,7 +24,7 @@ class BatchScaling:
     pair: float = 0.0
 
     def evaluate(self, *, samples: float, length: float = 1, cp: int = 1) -> float:
-        """Return the value on one rank, which has `1 / cp` of the positions of every sample and attends to all."""
+        """Return the value on one rank, which has `1 / cp` of the positions of a sample and attends to all."""
         return self.fixed + samples * (self.sample + length / cp * (self.token + length * self.pair))
 
     def __add__(self, other: "BatchScaling") -> "BatchScaling":
@@ -44,7 +47,7 @@ ZERO = BatchScaling()
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationBytes:
-    """The bytes that a part holds on a rank.
+    """The bytes that a part of the model holds on a rank.
 
     With tp, the fraction `cut` is divided among the ranks and the fraction `whole` is on each; their sum may differ
     from 1. With sequence parallelism, `sequence_cut` and `sequence_whole` apply instead.
@@ -65,7 +68,7 @@ class ActivationBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeProfile:
-    """The measured bytes of a part under one `remat`: `kept` are saved for backward, `moment` are transient."""
+    """The measured bytes of a part under one `remat`: `kept` until backward, `moment` only transiently."""
 
     kept: ActivationBytes
     moment: ActivationBytes
@@ -73,7 +76,7 @@ class RecomputeProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProfile:
-    """A part of the model that no pipeline divides: the part before the blocks, a block, or the part after them.
+    """A part of the model that pipelines do not divide: the part before the blocks, a block, or the part after them.
 
     Numbers of parameters are numbers of elements. FLOPs (a multiply-add is two) and bytes are those of one forward of
     one microbatch, before tp divides them. The field names are keys of plan.json.
@@ -152,7 +155,7 @@ class LayerProfile:
 class OptimizerFootprint:
     """The optimizer's memory in bytes per trainable element: its state, and the temporaries of a step (`moment_bytes`).
 
-    If `whole_tensors`, its update needs full tensors, not shards.
+    If `whole_tensors`, the update needs full tensors instead of shards.
     """
 
     name: str

@@ -32,7 +32,7 @@ def balance_stages(
     block_bytes: Sequence[float] | None = None,
     limit_bytes: Sequence[float] | float | None = None,
 ) -> Balance:
-    """Return the stages whose maximum time is smallest; of equally good ones, those with the most even times.
+    """Return the cut whose slowest stage is fastest; of equally good cuts, the cut with the most even times.
 
     `first` and `last` are the seconds of the parts before the first block and after the last. `limit_bytes` is the
     memory limit of a stage, one number for all stages or one for each. The cost is O(num_stages × num_blocks²).
@@ -67,7 +67,10 @@ def balance_stages(
 def slowest_by_exhaustive_search(
     *, num_stages: int, seconds: Sequence[float], first: float = 0.0, last: float = 0.0
 ) -> float:
-    """Return the seconds of the slowest stage in the best of all cuts: the naive version of `balance_stages`."""
+    """Return the seconds of the slowest stage in the best cut, by trying all cuts.
+
+    Tests check `balance_stages` with it.
+    """
     cost = _StageCost(num_stages, seconds, first, last, None, None)
     inner_cuts = combinations(range(1, len(seconds)), num_stages - 1)
     cuts = (list(pairwise([0, *cut, len(seconds)])) for cut in inner_cuts)
@@ -75,7 +78,7 @@ def slowest_by_exhaustive_search(
 
 
 class _StageCost:
-    """The seconds of a stage, and whether it fits, in constant time by sums over the blocks before each block."""
+    """The seconds of a stage and whether it fits its memory limit, both in constant time from cumulative sums."""
 
     def __init__(
         self,

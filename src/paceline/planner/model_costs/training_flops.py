@@ -2,8 +2,8 @@
 
 Model FLOPs utilization (Chowdhery et al., "PaLM", 2022, appendix B) is the model's own FLOPs per second as a fraction
 of the device's peak for dense matmuls in the number format in use. For a transformer with N parameters, a token costs 6
-N + 12 · layers · width · length: forward once and backward twice, every parameter a multiply-add, attention over all
-pairs of positions. Recomputation to save memory does not count.
+N + 12 · layers · width · length: each parameter is a multiply-add, attention is over all pairs of positions, and
+backward costs twice as much as forward. Recomputation to save memory does not count.
 """
 
 from paceline.planner.model_costs.model_profile import ModelProfile

@@ -1,4 +1,6 @@
-"""Compute provable lower bounds on the seconds and bytes of every candidate below a node of the search.
+"""Compute provable lower bounds on the seconds and bytes of every candidate below a node of the search tree.
+
+The levels of the tree are recompute nodes, microbatch nodes, schedule nodes and leaves: see `search_space`.
 
 Bounds on the seconds:
 
@@ -77,7 +79,7 @@ class Bounds:
         return self._with_slack_and_reserve(least_bytes / samples * num_in_flight)
 
     def schedule_node_seconds(self, node: Candidate) -> float:
-        """Return a lower bound on the seconds, however data parallelism shards the rest."""
+        """Return a lower bound on the seconds, for any data-parallel sharding."""
         cost_model = self._cost_model
         hop, num_micro = cost_model.hop_seconds(node), cost_model.num_micro(node)
         return (
@@ -86,14 +88,15 @@ class Bounds:
         )
 
     def schedule_node_bytes(self, node: Candidate) -> float:
-        """Return a lower bound on the bytes, however data parallelism shards the rest."""
+        """Return a lower bound on the bytes, for any data-parallel sharding."""
         return min(self._leaf_bytes(node))
 
     def may_fit(self, node: Candidate, limit_bytes: float) -> bool:
-        """Return True if some leaf may fit into `limit_bytes`. It stops at the first one, usually at once."""
+        """Return True if at least one leaf below the node may fit into `limit_bytes`."""
         return any(num_bytes <= limit_bytes for num_bytes in self._leaf_bytes(node))
 
     def _leaf_bytes(self, node: Candidate) -> Iterator[float]:
+        """Yield lower bounds on the bytes of the leaves below the node, one for each ZeRO stage."""
         cost_model = self._cost_model
         rank, stages = cost_model.distinct_ranks(node)[0]
         activations, elements = (
@@ -117,7 +120,7 @@ class Bounds:
     def _least_memory_leaves(self, node: Candidate) -> Iterator[Candidate]:
         """Yield the leaf that needs least memory for each ZeRO stage, the highest stage first, then the node itself.
 
-        These leaves may be illegal, but no legal one needs less.
+        The search space may lack these leaves, but each leaf in it needs at least as much memory.
         """
         if node.replicas > 1:
             for zero in reversed(self._grid.zero):
@@ -130,7 +133,7 @@ class Bounds:
         yield node
 
     def leaf_seconds(self, leaf: Candidate, *, node_seconds: float) -> float:
-        """Return a lower bound on the seconds, which omits only the sharding communication of the microbatches."""
+        """Return a lower bound on the seconds. It omits only the sharding communication of each microbatch."""
         cost_model = self._cost_model
         stages = cost_model.distinct_ranks(leaf)[0][1]
         end_seconds = estimate_step_end(

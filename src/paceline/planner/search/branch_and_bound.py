@@ -30,7 +30,7 @@ SortKey = tuple[float, float, str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The fastest candidate of each family that fits, after `num_nodes` nodes and `num_estimates` full estimates."""
+    """For each family, the fastest candidate that fits (`best`); and how many nodes and estimates the search needed."""
 
     best: Mapping[str, Estimate]
     num_estimates: int
@@ -38,17 +38,17 @@ class SearchResult:
 
     @property
     def fastest(self) -> Estimate | None:
-        """The fastest of all, None if nothing fits."""
+        """The fastest candidate of all families; None if nothing fits."""
         return min(self.best.values(), key=sort_key, default=None)
 
 
 def sort_key(estimate: Estimate) -> SortKey:
-    """Return the sort key of an estimate: faster first, then smaller, then by layout name."""
+    """Return the sort key of an estimate: first by step time, then by peak memory, then by layout name."""
     return (estimate.step_seconds, estimate.peak_bytes, estimate.layout, estimate.candidate.micro_batch_size)
 
 
 def search(cost_model: CostModel, *, grid: SearchSpace | None = None) -> SearchResult:
-    """Return the fastest candidate of each family that fits."""
+    """Return, for each family, the fastest candidate that fits."""
     grid = grid or SearchSpace()
     state = _BranchAndBound(cost_model=cost_model, grid=grid, bounds=Bounds(cost_model=cost_model, grid=grid))
     state.run()
@@ -56,7 +56,7 @@ def search(cost_model: CostModel, *, grid: SearchSpace | None = None) -> SearchR
 
 
 def search_exhaustively(cost_model: CostModel, *, grid: SearchSpace | None = None) -> SearchResult:
-    """Estimate every candidate and return the best: the naive version of `search`."""
+    """Return the result of `search` by estimating every candidate, without bounds. Tests compare the two."""
     best: dict[str, Estimate] = {}
     num_estimates = 0
     for candidate in candidates(cost_model.profile, cost_model.cluster, grid or SearchSpace()):

@@ -29,8 +29,8 @@ def estimate_named(
 ) -> Estimate:
     """Return the estimate of a layout as a user types it.
 
-    Without a `micro_batch_size`, choose the fastest size that fits, or the one that needs least memory if none fits.
-    Sizes above `max_micro_batch_size` are skipped.
+    Without a `micro_batch_size`, choose the fastest size that fits, or the size that needs least memory if none fits.
+    Skip sizes above `max_micro_batch_size`, except the first possible size.
 
     Raises:
         LayoutError, Problems: the layout does not fit these ranks, or the model cannot have it.
@@ -80,7 +80,7 @@ class _Row:
 
 
 def find_row(plan: Mapping[str, Any], layout: str | None = None) -> Mapping[str, Any]:
-    """Return the plan.json row of a layout, by default that of the recommended one.
+    """Return the plan.json row of a layout, by default of the recommended layout.
 
     Raises:
         UsageError: the plan has no such row, or no layout that fits.
@@ -97,7 +97,7 @@ def find_row(plan: Mapping[str, Any], layout: str | None = None) -> Mapping[str,
 
 
 def cost_model_from_json(plan: Mapping[str, Any]) -> CostModel:
-    """Return the cost model that plan.json was made with. Efficiency constants that this version lacks are ignored.
+    """Return the cost model that plan.json was made with. Ignore efficiency constants that this version does not know.
 
     Raises:
         UsageError: the plan does not state its model or its cluster.
@@ -120,7 +120,7 @@ def _known_fields(kind: type, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def mesh_for_plan(layout: Layout, *, ranks: int) -> Mesh:
-    """Return the layout's mesh for this many ranks, without checking the model; `single` always has one rank.
+    """Return the layout's mesh for this many ranks, without checking the model. `single` always has one rank.
 
     Raises:
         LayoutError, Problems: the mesh is impossible, or plans do not support this kind of layout.

@@ -1,4 +1,4 @@
-"""Find the fallback layouts of a run, for use when it is out of memory: each needs clearly less than the previous."""
+"""Find fallback layouts for a run that is out of memory. Each needs clearly less memory than the previous one."""
 
 from collections.abc import Iterator, Mapping
 
@@ -14,7 +14,10 @@ _MAX_FALLBACKS = 5
 
 
 def fallback_layouts(cost_model: CostModel, first: Estimate, *, grid: SearchSpace | None = None) -> Iterator[Estimate]:
-    """Yield the fallbacks of `first`, each the fastest that needs less memory, until no layout needs less."""
+    """Yield up to five fallback layouts of `first`.
+
+    Each is the fastest layout that needs at most 85 % of the memory of the previous one.
+    """
     reserve, previous = cost_model.cluster.device.reserve_bytes, first
     for _ in range(_MAX_FALLBACKS):
         fallback = search(
@@ -30,7 +33,7 @@ def build_fallback(
     estimate: Estimate, *, time_ratio: float = 1.0, memory_ratio: float = 1.0, source: str = "",
     replayed: tuple[int, Mapping[str, int]] | None = None,
 ) -> FallbackLayout:  # fmt: skip
-    """Return the fallback layout of an estimate; `replayed` are the peak bytes counted by a replay, and their parts."""
+    """Return the fallback layout of an estimate; `replayed` has the peak bytes of a replay, and their parts by name."""
     reserve = estimate.memory.reserve
     parts = {name: round(value) for name, value in estimate.memory.parts.items() if name != "reserve"}
     peak_bytes, counted_parts = replayed or (round(estimate.peak_bytes - reserve), parts)
@@ -55,7 +58,7 @@ def build_calibrated_fallback(
 ) -> FallbackLayout:
     """Return the fallback layout of an estimate, corrected by earlier runs on this cluster and by timed steps.
 
-    If steps were timed, they are its `source`.
+    If steps of the layout were timed, the `source` of the result is `TIMED`.
     """
     cluster, family = cost_model.cluster, estimate.candidate.family
     forecast_seconds = cost_model.estimate(estimate.candidate).step_seconds

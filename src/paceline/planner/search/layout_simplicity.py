@@ -33,7 +33,7 @@ def simplicity_key(candidate: Candidate) -> Simplicity:
 
 
 def find_simplest_tie(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the simplest of the estimates that tie with the fastest; of equally simple ones, the fastest."""
+    """Return the simplest of the estimates that tie with the fastest; of equally simple estimates, the fastest."""
     fastest = min(estimates, key=sort_key)
     ties = [estimate for estimate in estimates if estimate is fastest or is_tie(estimate, fastest)]
     return min(ties, key=lambda estimate: (simplicity_key(estimate.candidate), sort_key(estimate)))
@@ -42,7 +42,7 @@ def find_simplest_tie(estimates: Sequence[Estimate]) -> Estimate:
 def find_simpler_candidate(cost_model: CostModel, best: Estimate, *, grid: SearchSpace) -> Estimate | None:
     """Return the simplest candidate of the same family that fits and ties with `best`; None if `best` is the simplest.
 
-    The result has fewer options than `best`, or lacks one of its axes, whose ranks another axis gets.
+    The result has fewer options than `best`, or it lacks axes of `best` and gives their ranks to one other axis.
     """
     best_simplicity, family = simplicity_key(best.candidate), best.candidate.family
     simpler_leaves = {
@@ -59,7 +59,7 @@ def find_simpler_candidate(cost_model: CostModel, best: Estimate, *, grid: Searc
 
 
 def _leaves_without_extras(cost_model: CostModel, best: Candidate, grid: SearchSpace) -> Iterator[Candidate]:
-    """Yield all leaves of the search space whose options and axes `best` has too."""
+    """Yield all leaves of the search space that have only options and axes that `best` has too."""
     profile, cluster = cost_model.profile, cost_model.cluster
     smaller_grid = replace(
         grid,
@@ -83,7 +83,10 @@ def _leaves_without_extras(cost_model: CostModel, best: Candidate, grid: SearchS
 
 
 def _has_no_extra_axis(node: Candidate, best: Candidate) -> bool:
-    """Return True if the node has the axes of `best`, or lacks some of them, whose ranks one other axis has."""
+    """Return True if each axis of the node is also an axis of `best`.
+
+    If the node lacks axes of `best`, a single other axis must have got all of their ranks.
+    """
     sizes = [(getattr(node, axis), getattr(best, axis)) for axis in MODEL_AXES if axis != "ep"]
     sizes.append((node.replicas, best.replicas))
     if any(size > 1 and best_size == 1 for size, best_size in sizes) or node.ep not in (1, best.ep):

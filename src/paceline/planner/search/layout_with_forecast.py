@@ -7,12 +7,12 @@ from typing import Any
 from typing_extensions import override
 
 TIMED = "timed"
-"""The source of a forecast whose seconds were measured."""
+"""The `source` of a forecast whose seconds come from timed steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FallbackLayout:
-    """A layout with its forecast. Bytes are those of the fullest rank, without the reserve of a process.
+    """A layout with its forecast. Bytes are for the rank with the highest peak, without `reserve`.
 
     `longer` and `fuller` are the ratios of measured to forecast step time and memory in earlier runs on this machine;
     `source` says how the forecast was made. The names are keys of the file that the workers read.
@@ -33,7 +33,7 @@ class FallbackLayout:
 
     @override
     def __str__(self) -> str:
-        """Return the options to type."""
+        """Return the command-line options that select the layout."""
         return " ".join([f"--layout {self.layout}", *(f"--{name} {value}" for name, value in self.settings.items())])
 
     @property

@@ -44,7 +44,7 @@ def find_least_memory(cost_model: CostModel, *, grid: SearchSpace, family: str =
 
 
 def _needed_bytes(cost_model: CostModel, candidate: Candidate) -> float:
-    """Return the peak bytes on the device, plus the offloaded bytes for which the host has no room."""
+    """Return the peak bytes on the device, plus the offloaded bytes that exceed the memory of the host."""
     memory, host = cost_model.memory(candidate), cost_model.host_limit_bytes
     return memory.peak_bytes + (0.0 if host is None else max(0.0, memory.host_bytes - host))
 

@@ -35,7 +35,7 @@ class Change:
 
 
 def cheapest_changes(cost_model: CostModel, estimate: Estimate, *, grid: SearchSpace) -> tuple[Change, ...]:
-    """Return the three fastest candidates that fit after one change or, if there are none, after two changes."""
+    """Return changes to the three fastest candidates that fit after one change; if none fits, after two changes."""
     visited = {estimate.candidate}
     frontier: list[tuple[str, Candidate]] = [("", estimate.candidate)]
     for _ in range(_MAX_DEPTH):
@@ -58,7 +58,7 @@ def cheapest_changes(cost_model: CostModel, estimate: Estimate, *, grid: SearchS
 def neighbors(candidate: Candidate, cost_model: CostModel, grid: SearchSpace) -> Iterator[tuple[str, Candidate]]:
     """Yield a description and the new candidate for each change that may save memory and stays in the search space.
 
-    The number of ranks and the training stay the same.
+    No change affects the number of ranks or the numerics of the training.
     """
     for description, neighbor in _candidate_changes(candidate, cost_model, grid):
         if is_in_search_space(neighbor, cost_model.profile, cost_model.cluster, grid):

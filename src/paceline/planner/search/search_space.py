@@ -1,8 +1,8 @@
 """Generate the search space: all candidates for a model on a number of ranks, as a tree that a search can prune.
 
 Each level of the tree decides more of a candidate: first the axes that split the model, then activation checkpointing,
-the microbatch size and the schedule. A leaf also decides how data parallelism shards the rest. Impossible candidates
-are not generated.
+the microbatch size and the schedule. A leaf also decides how the replicas shard the training state. Impossible
+candidates are not generated.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,10 @@ FAMILY = "family"
 class SearchSpace:
     """The options that a search tries.
 
-    `virtual` applies to schedules that can have any number of stages per rank; If `micro_batch_size` is None, it tries
-    all sizes that divide evenly. `params` is float32 by default: bfloat16 parameters round where a single process does
-    not, so only the user can choose them.
+    <<<<<<< HEAD
+        `virtual` applies to schedules that can have any number of stages per rank. If `micro_batch_size` is None, the
+        search tries several sizes. `params` is float32 by default: bfloat16 parameters round where a single process does
+        not, so only the user can choose them.
     """
 
     pp: tuple[int, ...] | None = None
@@ -115,7 +116,7 @@ def data_parallel_choices(
 
 
 def candidates(profile: ModelProfile, cluster: Cluster, grid: SearchSpace) -> Iterator[Candidate]:
-    """Yield all candidates."""
+    """Yield all candidates of the search space."""
     for model_parallel_node in model_parallel_choices(profile, cluster, grid):
         for recompute_node in recompute_choices(model_parallel_node, profile, grid):
             for microbatch_node in microbatch_choices(recompute_node, profile, grid):

@@ -23,8 +23,9 @@ _ROUNDING = 1e-12
 class CandidateSimulation:
     """A simulated step of one candidate.
 
-    `seconds` are averages over the ranks, by purpose; they sum to the step's time. `estimate` is the closed-form
-    forecast. `flops` are the model FLOPs of all ranks, as MFU counts them; `peak_flops_per_second` is one device's.
+    `seconds` has averages over the ranks, by purpose. Their sum is the step time. `estimate` is the closed-form
+    forecast. `flops` are the model FLOPs of all ranks, as MFU counts them; `peak_flops_per_second` is the peak of one
+    device.
     """
 
     estimate: Estimate
@@ -47,7 +48,7 @@ class CandidateSimulation:
 
     @property
     def tokens(self) -> int:
-        """The tokens of a step; the number of samples if these have no length."""
+        """The tokens of a step, or the samples of a step if samples have no length."""
         return self.samples * self.length
 
     @property
@@ -188,7 +189,7 @@ def _stage_times(cost_model: CostModel, c: Candidate, stage: int) -> _StageTimes
 
 
 def _message_collectives(stage_times: list[_StageTimes]) -> Iterator[Collective]:
-    """Yield the collectives of forward and backward. Their seconds already exclude what compute hides."""
+    """Yield the collectives of forward and backward. Their seconds include only what compute does not hide."""
     for kind in COMMUNICATION_KINDS:
         for direction, point in enumerate((StepPoint.FORWARD, StepPoint.BACKWARD)):
             seconds = [max(0.0, times.messages[kind][direction]) for times in stage_times]

@@ -10,8 +10,8 @@ def best_interval(*, hazard: FailureModel) -> float:
     """Return the seconds between checkpoints that maximize the useful time; infinite if the failure rate is 0.
 
     With λ failures per second, an interval i and a stall s, the useful time has its maximum where
-    (1 - λi) e^(λ(i+s)) = 1, whatever restarts and writes take. The result is at least the time to write a checkpoint;
-    it is 0 if checkpoints cost no time.
+    (1 - λi) e^(λ(i+s)) = 1, independently of the times of restarts and writes. The result is at least the time to write
+    a checkpoint; it is 0 if checkpoints cost no time.
     """
     if hazard.rate == 0:
         return inf
@@ -28,7 +28,7 @@ def young_interval(*, hazard: FailureModel) -> float:
 
 
 def daly_interval(*, hazard: FailureModel) -> float:
-    """Return the higher-order approximation (Daly 2006); it is M if a stall takes at least 2 M."""
+    """Return the higher-order approximation (Daly 2006); it is M (`mean_seconds`) if the stall is at least 2 M."""
     half = hazard.stall_seconds / (2 * hazard.mean_seconds)
     if half >= 1:
         return hazard.mean_seconds

@@ -1,7 +1,7 @@
 """Simulate a planned step in virtual time, for any number of ranks, with collectives and slow ranks.
 
-The pipeline of one replica is simulated action by action, and so is each replica with slow ranks. The other replicas
-behave like the first and are only counted.
+The pipeline of a typical replica (without slow ranks) is simulated action by action, and so is each replica with slow
+ranks. The remaining replicas behave like the typical replica and are only counted.
 """
 
 from collections import Counter
@@ -93,7 +93,7 @@ def simulate_step(
 ) -> SimulatedStep:
     """Simulate one step of a valid program, which `build` or `check` returns, on `replicas` replicas of its pipeline.
 
-    Each stage has `ranks_per_stage` ranks. `costs` are those of computes without collectives, and of the messages
+    Each stage has `ranks_per_stage` ranks. `costs` has the seconds of computes without collectives, and of the messages
     between stages. A collective at the end joins all replicas: it begins when the slowest replica has its gradients.
     Then every rank takes `update_seconds`, and the step ends with the last rank.
 
@@ -143,7 +143,7 @@ def simulate_step(
 
 
 def _group_by_replica(slow_ranks: Iterable[SlowRank]) -> dict[int, tuple[SlowRank, ...]]:
-    """Return the slow ranks of each replica in a normal form, so that replicas with equal slow ranks share a key."""
+    """Return the sorted slow ranks of each replica. Replicas with equal slow ranks get equal tuples."""
     by_replica: dict[int, set[SlowRank]] = {}
     for slow_rank in slow_ranks:
         by_replica.setdefault(slow_rank.replica, set()).add(replace(slow_rank, replica=0))

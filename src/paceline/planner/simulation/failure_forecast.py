@@ -19,10 +19,11 @@ from paceline.planner.simulation.goodput import (
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointCosts:
-    """The costs of a checkpoint, and the steps between two checkpoints (`every`; None for the best interval only).
+    """The costs of a checkpoint, and the number of steps between two checkpoints (`every`).
 
-    Training stops for `stall_seconds`, and the checkpoint is written `write_seconds` later. After a failure, training
-    resumes `restart_seconds` later from the newest written checkpoint.
+    If `every` is None, only the best interval is computed. Training stops for `stall_seconds`, and the checkpoint is
+    written `write_seconds` later. After a failure, training resumes `restart_seconds` later from the newest written
+    checkpoint.
     """
 
     stall_seconds: float = 60.0
@@ -33,7 +34,7 @@ class CheckpointCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureForecast:
-    """The goodput of a run: `best` with a checkpoint every `best_every` steps, `requested` with one every `every`."""
+    """The goodput of a run: `best` with checkpoints every `best_every` steps, `requested` every `every` steps."""
 
     ranks: int
     device_mean_seconds: float
@@ -46,7 +47,7 @@ class FailureForecast:
 
     @property
     def gain(self) -> float:
-        """The useful fraction at the best interval minus that at the requested one."""
+        """The useful fraction at the best interval minus the useful fraction at the requested interval."""
         return 0.0 if self.requested is None else self.best.useful - self.requested.useful
 
     def steps_a_day(self, result: Goodput) -> float:
