@@ -120,7 +120,7 @@ def costs_of(program: Program, seconds: Seconds) -> Costs:
 def worker(payload: dict[str, Any]) -> int:
     """All schedules on this many ranks, step by step in turn."""
     torch.set_num_threads(1)
-    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
+    world = World.join(launch_info=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
     rows: dict[str, list[Row]] = {name: [] for name in payload["programs"]}
     seconds: Seconds = tuple(payload["seconds"])
     for _ in range(payload["rounds"]):

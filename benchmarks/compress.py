@@ -137,7 +137,7 @@ def worker(payload: dict[str, Any]) -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     talk.print_line = lambda *_, **__: None  # type: ignore[assignment]
-    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=300)
+    world = World.join(launch_info=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=300)
     size = Size(**payload["size"])
     ways = {how: ours(how, world, size) for how in payload["ways"]}
     ways |= {f"torch {hook}": theirs(hook, world, size) for hook in payload["torch"]}

@@ -34,7 +34,7 @@ TEXT = Path(__file__).parents[1] / "src" / "paceline" / "examples" / "text.py"
 
 def worker(payload: dict) -> int:
     """Time both modes in turn, in an order that alternates."""
-    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
+    world = World.join(launch_info=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
     job = load_job(parse_jobref(str(TEXT)), params={})
     batch, share = job.global_batch_size, job.global_batch_size // world.world_size
     cut = BatchPartition(global_batch_size=batch, micro_batch_size=share, replica=world.rank, replicas=world.world_size)

@@ -128,7 +128,7 @@ def worker(payload: dict[str, Any]) -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     talk.print_line = lambda *_, **__: None  # type: ignore[assignment]
-    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
+    world = World.join(launch_info=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
     bench = Bench(world, layout=payload["layout"], size=Size(**payload["size"]))
     loops, missing = bench.loops()
     times: dict[str, list[float]] = {name: [] for name in loops}

@@ -200,7 +200,7 @@ def worker(payload: dict) -> int:
     """Time the loops in turn, in the same order on every rank."""
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)
-    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
+    world = World.join(launch_info=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
     if world.world_size > 1:
         os.environ.setdefault("TORCHELASTIC_RUN_ID", "bench")  # the others then join the world that is there
     else:

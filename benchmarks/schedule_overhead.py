@@ -102,7 +102,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 def one_rank(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
+    world = World.join(launch_info=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
     for name in options.schedules:
         found = compared(name, options, world)
         if world.is_main:

@@ -84,7 +84,7 @@ class Loop:
 
 def worker(payload: dict) -> int:
     """Time all loops in every round, in an order that all ranks draw alike."""
-    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
+    world = World.join(launch_info=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=120)
     loops = {name: Loop(world, payload, layout=kind, dropout=rate) for name, (kind, rate) in LOOPS.items()}
     times: dict[str, list[float]] = {name: [] for name in loops}
     for number in range(payload["rounds"] + 2):

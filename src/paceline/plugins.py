@@ -27,7 +27,7 @@ def resolve(reference: str) -> Any:
     """
     module_name, _, name = reference.partition(":")
     if not module_name or not name:
-        raise UsageError(f"{reference!r} is not a reference.", hint="my.package:Thing")
+        raise UsageError(f"{reference!r} does not name an object as module:name.", hint="my.package:Thing")
     try:
         target: Any = importlib.import_module(module_name)
         for part in name.split("."):

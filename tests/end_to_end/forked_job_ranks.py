@@ -95,7 +95,7 @@ def _serve(
     told = Told(state="done")
     try:
         ready = prepare(task, job=make())
-        world = World.join(place=place, device_type="cpu", backend="gloo", timeout_seconds=30.0)
+        world = World.join(launch_info=place, device_type="cpu", backend="gloo", timeout_seconds=30.0)
         built = build_training_setup(job=ready.job, settings=ready.settings, plan=ready.plan, world=world)
         for given, _ in zip(build_layout_loader(built, Cursor()), range(2), strict=False):
             built.step.run(given)

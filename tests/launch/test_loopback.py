@@ -90,5 +90,5 @@ def test_ranks_that_can_open_no_more_sockets_name_the_limit(monkeypatch: pytest.
 
     monkeypatch.setattr(process_group, "_next_store", fail)
     with pytest.raises(MachineError, match="could not join the other ranks") as caught:
-        World.join(place=LaunchInfo(world_size=2), device_type="cpu", backend="gloo", timeout_seconds=1)
+        World.join(launch_info=LaunchInfo(world_size=2), device_type="cpu", backend="gloo", timeout_seconds=1)
     assert "may open" in caught.value.cause and caught.value.hint == "ulimit -n 4096"

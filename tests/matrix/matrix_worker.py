@@ -40,7 +40,7 @@ def join(rank: int, *, ranks: int, port: int, timeout_seconds: float) -> World:
     talk.print_line = _nothing  # type: ignore[assignment]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
     place = LaunchInfo(rank=rank, world_size=ranks, local_rank=rank, port=port)
-    return World.join(place=place, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
+    return World.join(launch_info=place, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
 
 
 def work(case: Case, world: World) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def tries(rank, device):
 
 def run(payload):
     backend, device = payload["backend"], payload["device"]
-    world = World.join(place=LaunchInfo.read(os.environ), device_type=device, backend=backend, timeout_seconds=30)
+    world = World.join(launch_info=LaunchInfo.read(os.environ), device_type=device, backend=backend, timeout_seconds=30)
     found = {}
     for name, attempt in tries(world.rank, world.device).items():
         try:

@@ -109,45 +109,45 @@ class World:
         return World(device=device or torch.device("cpu"))
 
     @staticmethod
-    def join(*, place: LaunchInfo, device_type: str, backend: str, timeout_seconds: float) -> "World":
-        """Join the other ranks; every rank calls this once. `place` has this process's rank and the rendezvous address.
+    def join(*, launch_info: LaunchInfo, device_type: str, backend: str, timeout_seconds: float) -> "World":
+        """Join the other ranks, at the rendezvous address of `launch_info`. Every rank calls this once.
 
         Raises:
             MachineError: the ranks did not connect in time, or the device is missing.
             UsageError: the script has already created a process group.
         """
-        device = _device(device_type, place.local_rank)
-        if place.world_size == 1:
+        device = _device(device_type, launch_info.local_rank)
+        if launch_info.world_size == 1:
             return World.alone(device=device)
         _destroy_failed_group()
         timeout = timedelta(seconds=timeout_seconds)
         with capture_native_stderr() as captured:
             try:
-                store = _next_store(place, timeout)
+                store = _next_store(launch_info, timeout)
                 dist.init_process_group(
                     backend,
                     store=store,
-                    rank=place.rank,
-                    world_size=place.world_size,
+                    rank=launch_info.rank,
+                    world_size=launch_info.world_size,
                     timeout=timeout,
                 )
             except (dist.DistError, RuntimeError, ValueError) as error:
-                text_path = captured and captured.save_to_temporary_file(f"paceline-rank-{place.rank}-")
+                text_path = captured and captured.save_to_temporary_file(f"paceline-rank-{launch_info.rank}-")
                 cause, hint = explain_open_files(str(error)) or (
                     "", "paceline train JOB --ranks 1 to see whether one process works",
                 )  # fmt: skip
                 raise MachineError(
-                    f"rank {place.rank} of {place.world_size} could not join the other ranks: {error}",
-                    where=f"{place.address}:{place.port}, backend {backend}"
+                    f"rank {launch_info.rank} of {launch_info.world_size} could not join the other ranks: {error}",
+                    where=f"{launch_info.address}:{launch_info.port}, backend {backend}"
                     + (f"; full text: {text_path}" if text_path else ""),
                     cause=cause,
                     hint=hint,
                 ) from error
         _created_groups.append(dist.group.WORLD)
         return World(
-            rank=place.rank,
-            world_size=place.world_size,
-            local_rank=place.local_rank,
+            rank=launch_info.rank,
+            world_size=launch_info.world_size,
+            local_rank=launch_info.local_rank,
             device=device,
             backend=backend,
             group=dist.group.WORLD,
@@ -162,8 +162,8 @@ class World:
             dist.DistError, RuntimeError: the process that hosts the store has exited.
         """
         if self.store is None:
-            place = LaunchInfo.read(os.environ)
-            store = TCPStore(place.address, place.port or 0, is_master=False, timeout=_CONNECT_TIMEOUT)
+            launch_info = LaunchInfo.read(os.environ)
+            store = TCPStore(launch_info.address, launch_info.port or 0, is_master=False, timeout=_CONNECT_TIMEOUT)
             object.__setattr__(self, "store", store)
         assert self.store is not None
         return self.store
@@ -354,27 +354,27 @@ _store_by_address: dict[tuple[str, int | None], tuple[Store, Iterator[int]]] = {
 """The store at each rendezvous address, and a counter of the worlds that were created with it."""
 
 
-def _next_store(place: LaunchInfo, timeout: timedelta) -> Store:
+def _next_store(launch_info: LaunchInfo, timeout: timedelta) -> Store:
     """Return a store for one world, whose prefix separates its keys from those of earlier worlds."""
-    address = place.address, place.port
+    address = launch_info.address, launch_info.port
     if address not in _store_by_address:
-        _store_by_address[address] = _store(place, timeout), count()
+        _store_by_address[address] = _store(launch_info, timeout), count()
     store, numbers = _store_by_address[address]
     return PrefixStore(f"world-{next(numbers)}", store)
 
 
-def _store(place: LaunchInfo, timeout: timedelta) -> Store:
+def _store(launch_info: LaunchInfo, timeout: timedelta) -> Store:
     """Return the store of the launcher. Under Paceline's launcher, rank 0 hosts it on an inherited listening socket."""
     if own_environ(os.environ).get(LISTEN_FD) is None:
-        store: Store = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
+        store: Store = next(rendezvous("env://", launch_info.rank, launch_info.world_size, timeout=timeout))[0]
         return store
     return TCPStore(
-        place.address,
-        place.port or 0,
-        world_size=place.world_size,
-        is_master=place.listen_fd is not None,
+        launch_info.address,
+        launch_info.port or 0,
+        world_size=launch_info.world_size,
+        is_master=launch_info.listen_fd is not None,
         timeout=timeout,
-        master_listen_fd=place.listen_fd,
+        master_listen_fd=launch_info.listen_fd,
     )
 
 

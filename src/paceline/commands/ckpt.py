@@ -188,7 +188,7 @@ def _digests(stored: StoredTensors, name: str) -> dict[tuple[Shape, Shape], str]
 
 
 def prune(run: str | None = None, *, keep: int) -> list[Path]:
-    """Remove all checkpoints except the last `keep`, the best and the last good one; return the removed paths.
+    """Remove all checkpoints except the last `keep`, the best, and a good one; return the removed paths.
 
     Raises:
         UsageError: `keep` is less than 1.

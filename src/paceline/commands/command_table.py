@@ -175,7 +175,7 @@ class CkptOptions:
     other: _OptionalPositional = None
     """diff: the run or checkpoint to compare with."""
     keep: int = 3
-    """prune: number of newest checkpoints to keep; the best checkpoint and the last good one are never removed."""
+    """prune: number of newest checkpoints to keep; the best checkpoint, and the only good one, are never removed."""
     to: Path = Path("consolidated")
     """consolidate: the folder to write, which must not exist."""
     best: bool = False

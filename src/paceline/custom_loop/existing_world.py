@@ -40,7 +40,10 @@ def open_current_world(*, device: str, settings: Settings) -> World:
     raise_all(problems)
     launch_info = LaunchInfo.read(os.environ) if launcher is not None else LaunchInfo()
     world = World.join(
-        place=launch_info, device_type=device_type, backend=backend, timeout_seconds=train_settings.timeout_seconds
+        launch_info=launch_info,
+        device_type=device_type,
+        backend=backend,
+        timeout_seconds=train_settings.timeout_seconds,
     )
     atexit.register(world.close)
     return world

@@ -52,8 +52,9 @@ def timeline_section(cost_model: CostModel, *, candidate: Candidate) -> str:
         f" The picture shows {num_shown} of its {plural(num_micro, 'microbatch')}." if num_shown < num_micro else ""
     )
     caption = (
-        "One pipeline, from the first forward to the last backward. Exposed communication over other axes "
-        f"is part of the compute that waits for it; idle includes waiting for messages between stages.{shown_note}"
+        "One pipeline, from the first forward to the last backward. A forward or a backward includes the time in which "
+        "it waits for communication over axes other than pp; idle includes waiting for messages between stages."
+        f"{shown_note}"
     )
     title = f"<h2>A step of {escape(str(candidate))}</h2>"
     return f'<section>{title}<p class="soft">{caption}</p><figure class="table">{full_width}</figure></section>'

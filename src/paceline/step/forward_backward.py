@@ -176,7 +176,7 @@ class BatchForwardBackward:
     def __init__(self, replica: ReplicaContext) -> None:
         self._replica = replica
         self.reports_loss = replica.worlds.tp.rank == 0
-        self._known_columns: dict[str, bool] = {}  # see `gather_rows`
+        self._known_columns: dict[str, bool] = {}  # whether a value has one entry per sample; see `gather_rows`
         self._totals_builder = replica.make_totals_builder(reports_loss=self.reports_loss)
 
     def run(self, step_batch: StepBatch, *, step: int, stop: bool) -> tuple[TotalsReduction, bool]:
@@ -289,9 +289,10 @@ def loss_for_backward(terms: Terms, counts: dict[str, Tensor] | None) -> Tensor:
 
 
 def _replace_zeros(count: Tensor) -> Tensor:
-    """Return `count`, or one if it is zero, to divide by. A term without targets has the sum zero.
+    """Return `count`, or one if it is zero, to divide by.
 
-    The finite check reports a global batch in which a term has no targets.
+    A microbatch without targets has the sum zero, so its quotient is zero. If the count of the whole global batch is
+    zero, `OptimizerUpdate.refuse_empty_batch` reports it.
     """
     return torch.where(count == 0, torch.ones_like(count), count)
 

@@ -82,7 +82,7 @@ class StepRule(ABC):
             MachineError: a rank did not join in time, or the device is missing.
         """
         return World.join(
-            place=launch_info, device_type=plan.device, backend=plan.backend, timeout_seconds=timeout_seconds
+            launch_info=launch_info, device_type=plan.device, backend=plan.backend, timeout_seconds=timeout_seconds
         )
 
     def plan_for_group(self, plan: ExecutionPlan, *, world_size: int) -> ExecutionPlan:

@@ -354,7 +354,7 @@ class TotalsBuilder:
                 raise JobError(
                     f"the loss has {len(first)} terms ({', '.join(first)}), each with its own count.",
                     cause="their counts over all ranks must be known before the first backward",
-                    hint="count=lambda batch: {name: number for each term}",
+                    hint=f"count=lambda batch: {{{first[0]!r}: number, ...}}, with an entry for each term",
                 )
             self._names = tuple(first)
         return self._names

@@ -92,7 +92,7 @@ class SynchronousStep:
         """True if ranks read the result of a step at different times, so that reading it must start no collective."""
         return bool(self.lag)
 
-    def synchronised_weights(self) -> AbstractContextManager[dict[str, Tensor]]:
+    def synchronized_weights(self) -> AbstractContextManager[dict[str, Tensor]]:
         """Return a context in which the model has the weights to evaluate, save or export.
 
         If this rank trains weights of its own (local SGD), the context yields them by name. Otherwise it yields an

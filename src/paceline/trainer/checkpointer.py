@@ -206,7 +206,7 @@ class Checkpointer:
         """
         start_time = time.perf_counter()
         loader_state = dict(loader.state())
-        with self._setup.step.synchronised_weights() as local_weights:
+        with self._setup.step.synchronized_weights() as local_weights:
             files, state = collect_files(build_train_state(self._setup))
             # The keys of the state belong to the checkpoint format. "stash" has a pipeline's batches in flight.
             files, state = build_rule_state(self._setup).extend(files, {**state, "stash": None}, local_weights)
@@ -266,6 +266,7 @@ class Checkpointer:
 
         Raises:
             SaveError: the outcome cannot be written.
+            CheckpointError: the manifest of the checkpoint cannot be read.
         """
         step = self.last_saved
         path = self._folder / step_name(step)
@@ -412,7 +413,7 @@ def write_final_weights(setup: TrainingSetup, run: Path, *, step: int) -> str:
     names are written next to it. Every rank must call this, and rank 0 writes. If rank 0 holds the whole model, the
     other ranks do nothing.
     """
-    with setup.step.synchronised_weights():
+    with setup.step.synchronized_weights():
         return _write_final_weights(setup, run, step=step)
 
 

@@ -46,7 +46,10 @@ class SitesState:
     def extend(
         self, files: Files, state: dict[str, Any], local_weights: Mapping[str, Tensor]
     ) -> tuple[Files, dict[str, Any]]:
-        """Return this rank's files and JSON state, extended for sites. Every rank must call this."""
+        """Return this rank's files and JSON state, extended for sites. Every rank must call this.
+
+        The key `due` has, for each fragment, the step at which its synchronised weights are applied, or None.
+        """
         setup, synchronizer = self.setup, self.synchronizer
         site_files = files if synchronizer.site_index == 0 else {}
         rank = setup.site.rank

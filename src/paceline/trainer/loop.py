@@ -193,13 +193,13 @@ class Loop:
             self.event_bus.emit(Note(text=note))
 
     @contextmanager
-    def synchronised_weights(self) -> Iterator[None]:
+    def synchronized_weights(self) -> Iterator[None]:
         """Return a context in which the model has the weights to read: under local SGD, the sites' mean weights.
 
         Every rank must call this.
         """
         self.finish_pending()
-        with self.setup.step.synchronised_weights():
+        with self.setup.step.synchronized_weights():
             yield
 
     def _run_step(self, step_batch: StepInput) -> StepResult:
@@ -238,7 +238,7 @@ class Loop:
         self.finish_pending()
         start_time = time.perf_counter()
         data = getattr(self.setup.job, f"{split}_data")
-        with self.setup.as_evaluated(), self.setup.step.synchronised_weights():
+        with self.setup.as_evaluated(), self.setup.step.synchronized_weights():
             size = eval_batch_size(self.setup)
             result = self._evaluator.run(
                 data, batch_size=size, name=f"{split}_data", send_heartbeat=self._send_heartbeat, stop=stop

@@ -106,7 +106,7 @@ class Run:
     `settings` uses dotted names: `Run(job, ranks=2, settings={"train.steps": 100})`. `run_dir=` overrides the settings.
     """
 
-    # `__init__` makes the run of a script. `worker` makes the run of a rank of the command, and prepares its job.
+    # A script calls `__init__`. In the worker processes of `paceline train`, `worker` makes the run.
     _prepared_job: PreparedJob | None = None
     _has_opened = False
     _update_guard: _UpdateGuard | None = None
@@ -309,7 +309,7 @@ class Run:
         """
         prompt = prompt.to(self._active_session.world.device)
         forward = partial(self._active_session.setup.step.forward_backward.compute_logits, self.model)
-        with self._active_session.loop.synchronised_weights():
+        with self._active_session.loop.synchronized_weights():
             return generate(self.model, prompt, num_tokens=num_tokens, forward=forward, **options)
 
     @property
@@ -429,6 +429,6 @@ class Run:
 def _not_in_main_thread(ranks: int) -> UsageError:
     return UsageError(
         f"pl.Run on {ranks} ranks restarts this script once per rank, but it was not called in the main thread.",
-        cause="a button of an app, a sweep or a server: every rank would run the script again from its first line",
+        cause="an app, a sweep or a server called it, and every rank would run that program again from its first line",
         hint='ranks=1 here, or a job in a file: pl.train("job.py", ...), which any thread may call',
     )

@@ -72,7 +72,7 @@ def compare_free_run(
             cause=f"the replicas are no longer equal: {replica_difference}",
         )
     weights = gather_layout_weights(setup) | gather_layout_buffers(setup)
-    with setup.step.synchronised_weights():
+    with setup.step.synchronized_weights():
         layout_evaluation, layout_tensors = evaluate_layout(setup), gather_state_dict(setup)
     if reference is not None and steps < requested_steps:
         reason = "in one process, the gradient is not finite there, or a loss term has no targets"

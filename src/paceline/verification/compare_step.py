@@ -135,7 +135,7 @@ class StepComparison:
         """Decide from the ranks' local gradients whether the fault is in forward and backward or in the reduction.
 
         `local_gradients` are by microbatch, before the reduction; `gradients` are reduced, by copy of the model.
-        `replicas` is the number of ranks, each of which has the whole model.
+        `replicas` is the number of replicas, if it is not the number of copies of the model.
         """
         names, first_difference = self.unexplained, self._rung_result.first_difference
         parameters = dict(self._reference.model.named_parameters())

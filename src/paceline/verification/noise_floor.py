@@ -1,9 +1,9 @@
 """Noise floors: how far two correct results may differ, measured for each tensor.
 
 One process repeats the same step with every weight perturbed by one unit in the last place, and with the
-microbatches in reverse order. The change of the result is rounding, and gives the floor. A tensor whose true gradient
-is zero gets a floor above the norm of its computed gradient, which is only rounding. If the result of a job changes
-without a perturbation, or with the order of the microbatches, the change is not rounding and is not measured.
+microbatches in reverse order. A small change of the result is rounding, and gives the floor. A change above a limit has
+another cause, such as a random number that differs in each run or a dependence on the order; it is not used. A tensor
+whose true gradient is zero gets a floor above the norm of its computed gradient, which is only rounding.
 """
 
 import math
@@ -21,8 +21,7 @@ from paceline.verification.tensor_distance import euclidean_distance, euclidean_
 MARGIN = 16.0  # the factor from the measured noise to the floor
 # the same for half precision: with 8 or 11 bits, noise is a large share of a gradient, so a factor of 16 hides faults
 _HALF_PRECISION_MARGIN = 4.0
-# A change of the whole gradient counts as rounding up to the smaller of the next two limits, or up to the third limit
-# if that is larger.
+# A change of the whole gradient is rounding if its norm is at most max(min(first, second), third) of these limits:
 MAX_ROUNDING_EPS = 4096.0  # in machine epsilons of the gradient's norm
 _MAX_ROUNDING_FRACTION = 0.02  # of the gradient's norm
 _MIN_ROUNDING_EPS = 16.0  # in machine epsilons of the gradient's norm; in bfloat16, larger than the second limit

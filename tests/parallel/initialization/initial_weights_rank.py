@@ -116,7 +116,7 @@ def run(payload: dict[str, Any]) -> int:
     place = LaunchInfo.read(os.environ)
     if payload.get("nodes"):
         place = LaunchInfo(**{**vars(place), "local_rank": place.rank % payload["nodes"]})
-    world = World.join(place=place, device_type="cpu", backend="gloo", timeout_seconds=60)
+    world = World.join(launch_info=place, device_type="cpu", backend="gloo", timeout_seconds=60)
     told: dict[str, Any] = {}
     for limit in payload["limits"]:
         for job in payload["jobs"]:

@@ -140,7 +140,7 @@ METER = (
 def run(payload: dict[str, Any]) -> int:
     """One rank: for each layout the most bytes while it was built, those that it holds, and the digest of the whole."""
     torch.set_num_threads(1)
-    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
+    world = World.join(launch_info=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
     told = {}
     for layout in payload["layouts"]:
         task = Task(

@@ -35,7 +35,7 @@ def high_water() -> int:
 def run(payload: dict[str, Any]) -> int:
     """One rank: its quarter of every tensor."""
     torch.set_num_threads(1)
-    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
+    world = World.join(launch_info=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
     defer_init(lambda: nn.Linear(4, 4), seed=0, world=world, limit_bytes=payload["limit"]).values(
         {}
     )  # what imports bring

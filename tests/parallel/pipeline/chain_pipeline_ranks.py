@@ -44,7 +44,7 @@ def run_ranks(
 
 def main() -> None:
     torch.set_num_threads(1)
-    world = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
+    world = World.join(launch_info=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
     answers = {word: one(word, world) for word in sys.argv[1:]}
     world.barrier()
     print(json.dumps(answers))

@@ -24,7 +24,9 @@ from tests.parallel.pipeline.chain_models import CASES, built
 
 def main() -> None:
     torch.set_num_threads(1)
-    everybody = World.join(place=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60)
+    everybody = World.join(
+        launch_info=LaunchInfo.read(os.environ), device_type="cpu", backend="gloo", timeout_seconds=60
+    )
     mesh = init_device_mesh("cpu", (2, everybody.world_size // 2), mesh_dim_names=("pp", "dp"))
     group = mesh["pp"].get_group()
     world = World(rank=mesh["pp"].get_local_rank(), world_size=2, backend="gloo", group=group)

@@ -109,8 +109,8 @@ def read_manifest(path: Path) -> ManifestSchema:
 def find_newest_usable(folder: Path) -> tuple[Path | None, list[UnusableCheckpoint]]:
     """Return the newest intact checkpoint, or None, and the checkpoints that can't be used.
 
-    These are newer checkpoints that are damaged, the staging folders of interrupted saves, or if there is none of
-    these, a missing checkpoint that `latest` names.
+    These are newer checkpoints that are damaged, and the staging folders of interrupted saves. If there is no intact
+    checkpoint and none of these, it is the missing checkpoint that `latest` names.
     """
     _restore_replaced(folder)
     refused = [

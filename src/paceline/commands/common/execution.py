@@ -319,8 +319,8 @@ def _execute_joined(
     payload = task.as_json()
     replicas = task.ranks // joined.world_size
     per_node = joined.local_world_size * replicas
-    cluster = Resources(ranks=task.ranks, cores=usable_cores(), ranks_per_node=per_node)
-    threads = choose_threads(resources=cluster, one_thread=exact, requested=settings.train.threads)
+    resources = Resources(ranks=task.ranks, cores=usable_cores(), ranks_per_node=per_node)
+    threads = choose_threads(resources=resources, one_thread=exact, requested=settings.train.threads)
     knows_folder = joined.rank == 0 or is_folder_named  # without --run-dir, rank 0 chooses the folder for itself
     resume_command = build_resume_command(task, joined) if task.verb == "train" and knows_folder else ""
     working_folder, start_time = Path.cwd(), time.monotonic()

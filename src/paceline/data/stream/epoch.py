@@ -163,7 +163,7 @@ class Epoch:
             )
 
     def _catch_up(self, shards: Sequence[int]) -> None:
-        """Start to read shards that only other replicas have read so far, and skip the samples of earlier batches."""
+        """Start to read shards that this replica does not read now, and skip the samples of earlier batches."""
         if shards:
             self._open_shards(shards)
         for shard in shards:

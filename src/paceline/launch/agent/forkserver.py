@@ -2,7 +2,8 @@
 
 The supervisor starts `python -m paceline.launch.agent.forkserver REQUEST.json PARENT_PID` in a new session. The
 server imports no user code. To its standard output, which the supervisor reads, it writes `born RANK PID` when a worker
-starts and `gone RANK STATUS` when it exits. The server exits when all its workers have exited.
+starts, and `gone RANK STATUS` when it exits. `RespawningWorkers` lists the other words for an exit. The server exits
+when all its workers have exited.
 """
 
 import gc

@@ -9,7 +9,7 @@ from contextlib import suppress
 MAX_STARTS = 3
 _POLL_SECONDS = 0.02
 _EXIT_SECONDS = 10.0
-_CLEAN_EXIT_CODES = (0, 75)  # done; stopped and saved
+CLEAN_EXIT_CODES = (0, 75)  # done; stopped and saved
 
 
 class RespawningWorkers:
@@ -19,7 +19,7 @@ class RespawningWorkers:
 
     `report` gets one of these lines for each exit:
     `gone RANK STATUS`: a process exited and is not restarted; a failure ends the run;
-    `over RANK STATUS`: a worker exited after the servers had ended cleanly, so its status does not matter;
+    `over RANK STATUS`: a worker exited after a server had ended cleanly, so its status does not matter;
     `again RANK STATUS`: a worker was killed and is restarted;
     `lost RANK STATUS`: a worker was killed after its last allowed start, and the other workers continue.
     """
@@ -72,7 +72,7 @@ class RespawningWorkers:
     def _have_servers_succeeded(self) -> bool:
         """Return whether a server has ended and no server has failed: then a worker's exit status does not matter."""
         return bool(self._server_statuses) and all(
-            status in _CLEAN_EXIT_CODES for status in self._server_statuses.values()
+            status in CLEAN_EXIT_CODES for status in self._server_statuses.values()
         )
 
     def _kill_overdue_workers(self) -> None:

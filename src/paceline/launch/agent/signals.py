@@ -52,7 +52,7 @@ class StopFlag:
     """
 
     def __init__(self) -> None:
-        self.signal: int | None = None  # the first stop signal that arrived
+        self.signal: int | None = None  # the stop signal that arrived last
         self._poll_stop_request: Callable[[], bool] | None = None
         self._original_handlers: dict[int, Any] = {}
         self._job_handlers: dict[int, Any] = {}

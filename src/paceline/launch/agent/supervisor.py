@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.console.output import print_line
 from paceline.errors import ExitCode, MachineError
+from paceline.launch.agent.respawn import CLEAN_EXIT_CODES
 from paceline.launch.agent.shared_status import STATUS_FD, make_status_buffer, read_end, read_heartbeat, write_stop
 from paceline.launch.agent.signals import IGNORED_WHEN_REPEATED, active_stop_signals, is_main_thread
 from paceline.launch.failures.failure_record import (
@@ -44,7 +45,6 @@ _TIMEOUT_RECORD_SECONDS = 1.0  # time for the same if a rank has timed out
 _KILL_WAIT_SECONDS = 2.0
 _WAKE_INTERVAL_SECONDS = 2.0
 _STOP_MESSAGE_SECONDS = (5.0, 30.0)  # until the first message; between later messages
-_CLEAN_EXIT_CODES = (0, 75)
 INHERITED_HANDLES = "PACELINE_INHERITED"
 FORKSERVER_COMMAND = "PACELINE_FORKSERVER_COMMAND"
 
@@ -175,7 +175,7 @@ class Supervisor:
             self._attempt.statuses[rank] = 0
             return
         own_exit_code = read_end(self._status_fd, rank=rank)
-        if own_exit_code is not None and (pid_or_status <= 0 or pid_or_status in _CLEAN_EXIT_CODES):
+        if own_exit_code is not None and (pid_or_status <= 0 or pid_or_status in CLEAN_EXIT_CODES):
             self._attempt.statuses[rank] = own_exit_code  # a later crash in Python's shutdown does not count
             return
         self._attempt.statuses[rank] = pid_or_status

@@ -110,20 +110,20 @@ def is_timeout(failure: Failure) -> bool:
 def hang_failure(failures: Sequence[Failure], silent_ranks: Sequence[SilentRank]) -> Failure:
     """Return a timeout failure of the rank that the others waited for.
 
-    `told_by` is the waiting rank whose message contains the longest time limit. Its log has the backend's message. If
-    several collectives ran at once, only one of them timed out, and only the message about it contains a limit.
+    `told_by` is the waiting rank whose error message contains the longest time limit; the messages of ranks that were
+    only cut off contain no limit. The log of this rank has the backend's full message.
     """
     waiter = max(filter(is_timeout, failures), key=lambda waiter: _timeout_limit(waiter.message))
     first = silent_ranks[0]
     ranks = " and ".join(f"rank {silent_rank.rank}" for silent_rank in silent_ranks)
     limit = _timeout_limit(waiter.message)
     message = f"no answer from {ranks}{f' within {limit:g} s' if limit else ''}: {first}"
-    has_connected = int(waiter.kind != MachineError.__name__)  # a MachineError: before the first step
+    is_in_step = waiter.kind != MachineError.__name__  # ranks that do not even connect end with a MachineError
     longer_timeout = f"--train.timeout_seconds {2 * limit:.0f}" if limit else "a larger --train.timeout_seconds"
     error = RunError(message, cause=_cause(first), hint=_hint(first, longer_timeout))
     error_fields = {**error.as_json(), "error": TIMEOUT}
     return replace(
-        waiter, rank=first.rank, kind=TIMEOUT, message=message, screen=str(error), step=first.step + has_connected,
+        waiter, rank=first.rank, kind=TIMEOUT, message=message, screen=str(error), step=first.step + is_in_step,
         told_by=waiter.rank, said=error_fields,
     )  # fmt: skip
 
@@ -199,7 +199,7 @@ def _observe_rank(folder: Path, rank: int, pid: int) -> SilentRank:
 
 
 def _timeout_limit(text: str) -> float:
-    """Return the timeout in seconds from the library's message; 0 if it contains none."""
+    """Return the timeout in seconds from the backend's message; 0 if it contains none."""
     for pattern, unit in ((r"(\d+) ?ms\b", 1000), (r"(\d+) ?milliseconds", 1000), (r"after (\d+) seconds", 1)):
         match = re.search(pattern, text)
         if match:

@@ -102,8 +102,9 @@ class Bucket(Protocol):
 class _AllReduceBucket:
     """A bucket of gradients that are reduced by one all-reduce.
 
-    If the bucket has only one gradient, it is reduced in place, without a copy. The last bucket has `num_flags` extra
-    elements, one for each parameter of the model: 1 if the parameter got a gradient, else 0.
+    The gradients are copied into one tensor. A bucket with only one gradient is reduced in place, without a copy. The
+    exception is the last bucket, which has `num_flags` extra elements, one for each parameter of the model: 1 if the
+    parameter got a gradient, else 0.
     """
 
     def __init__(self, members: Sequence[NamedParameter], *, num_flags: int = 0) -> None:

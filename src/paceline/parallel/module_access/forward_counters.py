@@ -220,7 +220,7 @@ class ForwardNumbers:
         self._broken_names: list[str] = []
         self._changed_numbers: set[str] = set()
         self._fingerprints: Mapping[str, Any] = {}
-        self._changed_objects: set[str] = set()  # attributes that are not numbers, by their fingerprints
+        self._changed_objects: set[str] = set()  # names of other attributes whose fingerprint has changed
         self._reported: set[str] = set()
 
     @property
@@ -333,8 +333,8 @@ class ForwardNumbers:
             return ""
         return (
             f"the forward changes {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}, and each rank has "
-            "its own value: a later forward that depends on it differs from one process (a counter such as self.calls "
-            "+= 1 is kept equal; Job(on_update=...) runs once a step on every rank)"
+            "its own value: a later forward that depends on it differs from one process. Only counters such as "
+            "self.calls += 1 are kept equal; change other values in Job(on_update=...), once per step on every rank"
         )
 
     @staticmethod

@@ -52,8 +52,8 @@ def _value(role: ParameterRole) -> str:
 def read_plan(path: Path, *, model: nn.Module | None = None) -> TensorPlan:
     """Read a plan file.
 
-    If the file has other problems and `model` is given, its names are checked too, so that all problems are reported
-    together.
+    If the file has errors and `model` is given, the error also lists the names in the file that the model lacks. In a
+    file without errors, the caller checks the names later.
 
     Raises:
         UsageError: the file is not a valid plan; the message gives the line. Several errors are raised as `Problems`.

@@ -160,10 +160,10 @@ def add_sharding_communication(
     if candidate.zero < 2:
         return stage
     hidden_seconds = [efficiency.overlap * seconds for seconds in stage.overlappable_seconds]
-    shard, gradient_bytes = groups.shard, profile.element_bytes * elements.trained
+    shard, gradient_element_bytes = groups.shard, profile.element_bytes * elements.trained
     scatter, last_scatter = (
-        shard.all_gather(gradient_bytes * elements.dense, calls=units),
-        shard.all_gather(gradient_bytes * elements.last_reduced),
+        shard.all_gather(gradient_element_bytes * elements.dense, calls=units),
+        shard.all_gather(gradient_element_bytes * elements.last_reduced),
     )
     exposed_forward = backward_gather = first_gather = hook_seconds = 0.0
     if candidate.zero == 3:
@@ -179,7 +179,7 @@ def add_sharding_communication(
                 gather + gathered_element_bytes * blocks / host_bandwidth,
                 backward_gather + gathered_element_bytes * blocks / host_bandwidth,
             )
-            scatter += gradient_bytes * elements.dense / host_bandwidth
+            scatter += gradient_element_bytes * elements.dense / host_bandwidth
         exposed_forward = hook_seconds + root_gather + max(first_gather, gather - hidden_seconds[0])
     exposed_backward = hook_seconds + max(first_gather + last_scatter, backward_gather + scatter - hidden_seconds[1])
     return Stage(

@@ -19,7 +19,7 @@ class HogwildPlanning(RulePlanning):
         {
             "device": "workers share the machine's memory, not a GPU's",
             "exact": "a race is not reproducible",
-            "tokens": "token counts arrive some steps late, so the end would move after each save",
+            "tokens": "token counts arrive some steps late, so a run that is resumed would end at another step",
             "statistics": "each worker has gradients of its own",
             "fp16": "each worker would have its own loss scale",
             "sync_bn": "it synchronises statistics in the forward",

@@ -50,7 +50,7 @@ class LocalSgdPlanning(RulePlanning):
     refused_settings = MappingProxyType(
         {
             "exact": "one process takes different steps than sites do",
-            "tokens": "token counts arrive some steps late, so the end would move after each save",
+            "tokens": "token counts arrive some steps late, so a run that is resumed would end at another step",
             "statistics": "each site has gradients of its own",
             "sync_bn": "it synchronises statistics in the forward",
         }

@@ -24,7 +24,7 @@ class ParameterServerPlanning(RulePlanning):
         {
             "device": "gradients are sent over gloo, which is tested on CPUs only",
             "exact": "the order of arrival is not recorded",
-            "tokens": "token counts arrive some steps late, so the end would move after each save",
+            "tokens": "token counts arrive some steps late, so a run that is resumed would end at another step",
             "statistics": "gradients are those of single shares",
             "fp16": "the loss scale is not sent to workers",
             "sync_bn": "it synchronises statistics in the forward",

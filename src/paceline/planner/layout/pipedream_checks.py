@@ -26,7 +26,7 @@ class PipeDreamPlanning(RulePlanning):
     refused_settings = MappingProxyType(
         {
             "exact": "only an update that waits for each batch can match one process bit for bit",
-            "tokens": "token counts arrive some steps late, so the end would move after each save",
+            "tokens": "token counts arrive some steps late, so a run that is resumed would end at another step",
             "statistics": "the stages are at different updates when a step is logged",
             "skip": "other stages have already taken the step",
             "sync_bn": "statistics of several weight versions would mix",
@@ -76,6 +76,6 @@ class PipeDreamPlanning(RulePlanning):
         versions = ", ".join(str(stage_use.num_versions) for stage_use in usage)
         staleness = ", ".join(str(max(stage_use.staleness)) for stage_use in usage)
         yield (
-            f"update: {update}, never flushed; {plural(num_rounds, 'microbatch')} per update; by stage: "
-            f"{versions} versions of its weights, at most {staleness} updates late"
+            f"update: {update}, never flushed; {plural(num_rounds, 'microbatch')} per update; "
+            f"weight versions by stage: {versions}; largest staleness by stage, in updates: {staleness}"
         )

@@ -21,10 +21,9 @@ FAMILY = "family"
 class SearchSpace:
     """The options that a search tries.
 
-    <<<<<<< HEAD
-        `virtual` applies to schedules that can have any number of stages per rank. If `micro_batch_size` is None, the
-        search tries several sizes. `params` is float32 by default: bfloat16 parameters round where a single process does
-        not, so only the user can choose them.
+    `virtual` applies to schedules that can have any number of stages per rank. If `micro_batch_size` is None, the
+    search tries several sizes. `params` is float32 by default: bfloat16 parameters round where a single process does
+    not, so only the user can choose them.
     """
 
     pp: tuple[int, ...] | None = None

@@ -1,4 +1,4 @@
-"""Add collectives other than pipeline messages to a step: when they run, and how much of them compute can hide."""
+"""Add collectives other than pipeline messages to a step: when they run, and which part overlaps compute."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

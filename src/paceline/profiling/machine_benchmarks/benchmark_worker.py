@@ -68,7 +68,7 @@ def _join_world(fingerprint: MachineFingerprint) -> World:
     raise_all(problems)
     launch_info = LaunchInfo.read(os.environ)
     return World.join(
-        place=launch_info, device_type=fingerprint.device, backend=backend, timeout_seconds=TIMEOUT_SECONDS
+        launch_info=launch_info, device_type=fingerprint.device, backend=backend, timeout_seconds=TIMEOUT_SECONDS
     )
 
 

@@ -96,7 +96,7 @@ class LocalStep(SynchronousStep):
         self.site_synchronizer.wait_for_all()
 
     @override
-    def synchronised_weights(self) -> AbstractContextManager[dict[str, Tensor]]:
+    def synchronized_weights(self) -> AbstractContextManager[dict[str, Tensor]]:
         """Return a context in which the model has the mean of the sites' weights; it yields the site's own weights."""
         return self.site_synchronizer.mean_weights()
 

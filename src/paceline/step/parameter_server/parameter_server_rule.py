@@ -86,7 +86,7 @@ class ParameterServerRule(StepRule):
             store = open_store(launch_info, timeout_seconds=timeout_seconds)
             return World(timeout_seconds=timeout_seconds, worker_endpoint=worker_endpoint, store=store)
         servers_info = replace(launch_info, world_size=servers)
-        world = World.join(place=servers_info, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
+        world = World.join(launch_info=servers_info, device_type="cpu", backend="gloo", timeout_seconds=timeout_seconds)
         return replace(world, worker_endpoint=worker_endpoint)
 
     @override

@@ -5,8 +5,8 @@ a larger bound, each share is one update, applied when it arrives. If this updat
 staler than the bound, the server waits for that share first (Ho et al., NIPS 2013; staleness is counted in updates).
 
 With several servers, each owns some of the parameters and their optimizer state. The first server leases shares and
-decides the order of updates. The other servers receive their parts of the gradients before the first server receives
-its part, and apply them in that order.
+decides the order of updates. A worker sends the first server's part of a gradient last. So the other servers have
+their parts when the first server tells them which gradient comes next.
 """
 
 import math
@@ -45,13 +45,15 @@ from paceline.torch_internals.private_api import divide_all
 
 _RETAINED_BATCHES = 256  # cheap: a server's batches hold no samples
 _POLL_SECONDS = 0.5
-_APPLY_DECISION, _WAIT_DECISION, _DONE_DECISION = "apply", "wait", "done"  # of the first server, for the other servers
+# The first server's decisions, which it sends to the others: apply these gradients; no news yet; return from the step.
+_APPLY_DECISION, _WAIT_DECISION, _DONE_DECISION = "apply", "wait", "done"
 
 
 class ServerStep(SynchronousStep):
     """The parameter server's step. The newest `lag` batches are not complete; their results are read later.
 
-    `sync_after_update` sends each server's parameters to all servers. It is called before all weights are read.
+    `sync_after_update` sends each server's parameters to all servers. It is not called after every update, but only
+    before the whole model is evaluated or saved.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class ServerStep(SynchronousStep):
 
     @override
     def run(self, step_batch: StepBatch, *, stop: bool = False) -> StepResult:
-        """Offer the batch's shares to the workers, and apply pushes until few shares are free.
+        """Offer the batch's shares to the workers, and apply pushes until at most one batch's shares wait for a worker.
 
         The batch's result is known once all of its shares are pushed.
         """
@@ -149,7 +151,7 @@ class ServerStep(SynchronousStep):
         super().close()
 
     def _open_server(self) -> ServerState:
-        """Open the server, at the first batch or evaluation. Workers get weights only once a batch is offered."""
+        """Open the server, at the first batch or evaluation. Workers get no weights before a batch is offered."""
         world, members = self.replica.world, [m for m in self.replica.update.named_parameters if m.parameter.numel()]
         assert world.worker_endpoint is not None
         self._local_parameters = [member.parameter for member in members]
@@ -213,7 +215,7 @@ class ServerStep(SynchronousStep):
         start_time = time.perf_counter()
         state.lock.wait(_POLL_SECONDS)
         self._waited_seconds += time.perf_counter() - start_time
-        if time.monotonic() - self._last_decision_time > state.patience:
+        if time.monotonic() - self._last_decision_time > state.patience:  # or the other servers would time out
             self._broadcast_decision(_WAIT_DECISION)
         limit = max(state.timeout_seconds, CONNECT_SECONDS)
         if not state.num_workers and time.monotonic() - state.last_disconnect_time > limit:

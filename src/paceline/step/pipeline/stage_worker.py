@@ -13,10 +13,11 @@ from paceline.parallel.pipeline.chain.stages import StageOutput, Stages
 
 
 class StageRunner:
-    """A `StageWork` over `Stages`: `run_model(microbatch)` runs the forward and, on the last stage, the loss.
+    """The computations of one rank's stages, for `schedule_interpreter`, whose protocol `StageWork` it implements.
 
-    `before_forward(microbatch)` runs before each forward on every stage, for example `RandomStreams.enter`. `results`
-    has the last stage's outputs by microbatch, detached from their graphs.
+    `run_model(microbatch)` runs the forward and, on the last stage, the loss. `before_forward(microbatch)` runs before
+    each forward on every stage, for example `RandomStreams.enter`. `results` has the last stage's outputs by
+    microbatch, detached from their graphs.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class ExampleBatch:
             raise LayoutError(
                 "the forward or the loss takes a gradient (torch.autograd.grad), but planning runs without gradients.",
                 where=str(user_line(error) or ""),
-                cause="a gradient penalty or an energy",
+                cause="a gradient penalty, or a model that returns the gradient of an energy",
                 hint="--layout ddp, zero1 or zero2, which need no such planning",
             ) from error
         return {name: total for name, (total, _) in terms.items()}

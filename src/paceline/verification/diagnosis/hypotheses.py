@@ -1,4 +1,4 @@
-"""List common mistakes in combining the gradients of several ranks, each as weights of the microbatches."""
+"""List common mistakes in combining the gradients of several ranks, each as a coefficient for every microbatch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ class GradientFacts:
     """Facts about a wrong gradient besides its values; None if a fact is not known."""
 
     counts: Vector
-    """The count of each microbatch."""
+    """The count of each microbatch: the number by which its loss sum is divided, such as targets."""
     ranks: int
     """The number of replicas."""
     samples: int | None = None
@@ -102,7 +102,9 @@ def _factor_hypotheses(facts: GradientFacts) -> Iterator[Hypothesis]:
         add_meaning(f"{ranks**2}", ranks**2, "reduced twice and summed instead of averaged")
     for axis, size in facts.axes.items():
         add_meaning(
-            f"{size}", size, f"summed over the {size} {axis} ranks although each has all of it (the {axis} degree)"
+            f"{size}",
+            size,
+            f"summed over the {size} {axis} ranks (the {axis} degree), which each have all of it",
         )
         add_meaning(
             f"1/{size}",
