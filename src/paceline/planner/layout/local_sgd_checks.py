@@ -15,7 +15,10 @@ from paceline.planner.layout.rule_planning import RulePlanning
 
 
 def assign_fragments(sizes: Mapping[str, int], *, fragments: int) -> dict[str, int]:
-    """Return the fragment of each parameter: consecutive parameters, with about equal element counts per fragment."""
+    """Return the number of the fragment of each parameter, from the parameters' element counts (`sizes`).
+
+    A fragment has consecutive parameters. All fragments have about the same number of elements.
+    """
     total, num_before = max(sum(sizes.values()), 1), 0
     fragments_by_name = {}
     for name, size in sizes.items():
@@ -25,7 +28,7 @@ def assign_fragments(sizes: Mapping[str, int], *, fragments: int) -> dict[str, i
 
 
 def fragment_to_send(step: int, *, update: UpdateRule) -> int | None:
-    """Return the fragment that is sent after `step` updates, or None; each is sent once in `every` updates."""
+    """Return the fragment to send after `step` updates, or None. Each fragment is sent once in `update.every` updates."""
     position = step % update.every
     return next((f for f in range(update.fragments) if f * update.every // update.fragments == position), None)
 
@@ -44,7 +47,7 @@ class LocalSgdPlanning(RulePlanning):
     refused_settings = MappingProxyType(
         {
             "exact": "one process takes different steps than sites do",
-            "tokens": "token counts arrive some steps late, so the end would move after each save",
+            "tokens": "token counts arrive some steps late, so each save would change the step at which the run ends",
             "statistics": "each site has gradients of its own",
             "sync_bn": "it synchronises statistics in the forward",
         }
@@ -52,7 +55,7 @@ class LocalSgdPlanning(RulePlanning):
 
     @override
     def order_ranks(self, mesh: Mesh) -> Mesh:
-        """Return the mesh in which the ranks of a replica, which form a site, are neighbours."""
+        """Return the mesh with one site for each coordinate of `dp_replicate`; the ranks of a site are neighbours."""
         return replace(mesh, sites=mesh.dp_replicate)
 
     @override
@@ -102,7 +105,7 @@ class LocalSgdPlanning(RulePlanning):
 
     @override
     def notes(self, update: UpdateRule, mesh: Mesh, *, num_micro: int) -> Iterator[str]:
-        """Yield the line about local SGD."""
+        """Yield the line that describes the rule."""
         ranks = mesh.ranks // mesh.dp_replicate
         sites = f"{plural(mesh.dp_replicate, 'site')} of {plural(ranks, 'rank')}"
         averaging = f"an outer step along their mean change (lr {update.lr:g}, momentum {update.momentum:g})"
@@ -130,6 +133,6 @@ class LocalSgdPlanning(RulePlanning):
 
     @override
     def shorten_for_check(self, update: UpdateRule, *, steps: int) -> tuple[UpdateRule, int]:
-        """Return the rule with its shortest interval, and the steps of at least two intervals, for a short check."""
+        """Return the rule with its shortest interval, and a number of steps that covers at least two intervals."""
         update = replace(update, every=min(update.every, max(update.fragments, update.delay + 1, 2)))
         return update, max(steps, 2 * update.every + 1)
