@@ -13,7 +13,7 @@ from paceline.planner.layout.mesh import Mesh
 from paceline.planner.layout.rule_planning import RulePlanning
 
 
-def _servers_hold_text(servers: int) -> str:
+def _servers_hold(servers: int) -> str:
     """Return the subject and the verb of `the first 2 ranks hold the parameters`, without `the first`."""
     return "rank holds" if servers == 1 else f"{servers} ranks hold"
 
@@ -42,7 +42,7 @@ class ParameterServerPlanning(RulePlanning):
             problems.append(
                 LayoutError(
                     f"--update {update} with {plural(ranks, 'rank')}: no worker is left.",
-                    cause=f"the first {_servers_hold_text(update.servers)} the parameters, the others compute gradients",
+                    cause=f"the first {_servers_hold(update.servers)} the parameters, the others compute gradients",
                     hint=f"--ranks {update.servers + 2}",
                 )
             )

@@ -1,4 +1,4 @@
-"""Decide the memory case of a model: everything fits on one device, only single layers fit, or a layer does not."""
+"""Find the memory case of a model: everything fits on one device, only single layers fit, or a layer does not fit."""
 
 from dataclasses import dataclass, replace
 
@@ -11,14 +11,16 @@ from paceline.planner.search.search_space import SearchSpace
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCase:
-    """The case number, 1, 2 or 3, and what it means for this model and this device."""
+    """The memory case of a model on a device."""
 
     number: int
+    """1: everything fits on one device. 2: only single layers fit. 3: a layer does not fit."""
     description: str
+    """What the case means for this model and this device."""
 
 
 def find_memory_case(cost_model: CostModel, *, grid: SearchSpace | None = None) -> MemoryCase:
-    """Return the case for the smallest microbatch, without activation checkpointing or offloading."""
+    """Return the memory case for the smallest microbatch, without activation checkpointing or offloading."""
     cluster, profile = cost_model.cluster, cost_model.profile
     limit, samples = cluster.device.memory_bytes, (grid or SearchSpace()).micro_batch_size or 1
     single_device = CostModel(
@@ -43,7 +45,10 @@ def find_memory_case(cost_model: CostModel, *, grid: SearchSpace | None = None) 
 
 
 def _min_layer_bytes(single_device: CostModel, samples: int) -> list[tuple[LayerProfile, float]]:
-    """Return each part with the least bytes that it needs: parameters, gradients and activations of one microbatch."""
+    """Return the parts of the model, each with the least bytes that a device needs for it.
+
+    These are parameters, gradients, the activations of one microbatch, and the reserve of the device.
+    """
     element_bytes = single_device.profile.element_bytes
     layer_costs = single_device.layer_costs(
         Candidate(micro_batch_size=samples, precision=single_device.profile.precision)
