@@ -27,7 +27,7 @@ from paceline.planner.advice.recommendations import advise
 from paceline.planner.cost.cost_model import CostModel
 from paceline.planner.cost.estimate import Estimate
 from paceline.planner.hardware.cluster import Cluster
-from paceline.planner.hardware.local_cluster import measured_cluster, available_memory
+from paceline.planner.hardware.local_cluster import available_memory, measured_cluster
 from paceline.planner.hardware.parse_cluster import parse_cluster
 from paceline.planner.hardware.unit_parsing import QuantityKind, parse_quantity
 from paceline.planner.model_costs.model_profile import model_profile_from_json

@@ -54,7 +54,7 @@ def explain_simpler(estimate: Estimate, fastest: Estimate) -> str:
 
 
 def explain_slower(estimate: Estimate, best: Estimate) -> str:
-    """Return how much slower a layout is than the recommended one (`best`), and the part of the step that grows most."""
+    """Return how much slower a layout is than the recommended one (`best`), and which part of the step grows most."""
     differences = {name: estimate.seconds.parts[name] - best.seconds.parts[name] for name in TIME_PART_LABELS}
     worst = max(differences, key=lambda name: differences[name])
     ratio = estimate.step_seconds / best.step_seconds

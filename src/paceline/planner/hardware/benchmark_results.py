@@ -33,7 +33,7 @@ class MachineFingerprint:
     gpus: tuple[str, ...]
     """The model names of the GPUs."""
     kernels: str
-    """The torch settings that decide which kernels run: the default, or those of exact mode."""
+    """The name of the numerical kernels: `default`, or the name of those of exact mode."""
     device: str
     """The type of the measured devices: `cpu` or `cuda`."""
     ranks: int
@@ -87,7 +87,7 @@ class CollectiveTimings:
     ranks: int
     """The number of ranks that take part."""
     curve: TimingCurve
-    """The seconds by the bytes of one rank."""
+    """The seconds by the bytes that each rank passes to the collective."""
 
     @property
     def latency_seconds(self) -> float:

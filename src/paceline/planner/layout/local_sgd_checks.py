@@ -28,7 +28,7 @@ def assign_fragments(sizes: Mapping[str, int], *, fragments: int) -> dict[str, i
 
 
 def fragment_to_send(step: int, *, update: UpdateRule) -> int | None:
-    """Return the fragment to send after `step` updates, or None. Each fragment is sent once in `update.every` updates."""
+    """Return the fragment to send after `step` updates, or None. Each fragment is sent once in `every` updates."""
     position = step % update.every
     return next((f for f in range(update.fragments) if f * update.every // update.fragments == position), None)
 

@@ -153,7 +153,7 @@ def resolve_mesh(
 
 
 def layout_label(layout: Layout, mesh: Mesh) -> str:
-    """Return the name of a layout in plans: its short name or its axes, and the options that differ from the defaults."""
+    """Return the name of a layout in plans: its short name or its axes, and the options that are not the defaults."""
     requested_axes = [axis for axis in layout.sizes if axis != "ep"]
     if layout.kind is not LayoutKind.AXES and len(requested_axes) <= 1:
         return ",".join([str(layout.kind), *layout.options()])

@@ -1,4 +1,4 @@
-"""Plan a parameter server: divide ranks into servers and workers, and refuse layouts and settings it does not support."""
+"""Plan a parameter server: divide ranks into servers and workers, and refuse unsupported layouts and settings."""
 
 from collections.abc import Iterator
 from types import MappingProxyType

@@ -11,7 +11,7 @@ from paceline.planner.layout.mesh import Mesh
 
 
 class RulePlanning:
-    """The layouts, batches and settings that one update rule supports. The defaults are those of the synchronous rule."""
+    """The layouts, batches and settings that an update rule supports. The defaults are those of the synchronous rule."""
 
     refused_settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """The reason for each setting that the rule does not support; `update_rule_checks` lists the keys."""
@@ -47,5 +47,5 @@ class RulePlanning:
         return ()
 
     def shorten_for_check(self, update: UpdateRule, *, steps: int) -> tuple[UpdateRule, int]:
-        """Return a rule and a number of steps, at least `steps`, for a short check that covers all that the rule does."""
+        """Return a rule and a number of steps, at least `steps`, for a short check of all that the rule does."""
         return update, steps
