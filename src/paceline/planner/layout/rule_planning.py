@@ -11,7 +11,7 @@ from paceline.planner.layout.mesh import Mesh
 
 
 class RulePlanning:
-    """The layouts, batches and settings that an update rule supports. The defaults are those of the synchronous rule."""
+    """The layouts, batches and settings an update rule supports. The defaults are those of the synchronous rule."""
 
     refused_settings: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """The reason for each setting that the rule does not support; `update_rule_checks` lists the keys."""

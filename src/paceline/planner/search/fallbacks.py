@@ -1,4 +1,7 @@
-"""Find the fallback layouts of a run, for use when it is out of memory: each needs clearly less than the previous."""
+"""Find the fallback layouts of a run, which replace its layout if the run is out of memory.
+
+Each fallback needs clearly less memory than the previous one.
+"""
 
 from collections.abc import Iterator, Mapping
 
@@ -9,12 +12,12 @@ from paceline.planner.search.branch_and_bound import search
 from paceline.planner.search.layout_with_forecast import TIMED, FallbackLayout
 from paceline.planner.search.search_space import SearchSpace
 
-_MEMORY_RATIO = 0.85
+_MEMORY_RATIO = 0.85  # the largest memory of a fallback relative to the previous layout, both without the reserve
 _MAX_FALLBACKS = 5
 
 
 def fallback_layouts(cost_model: CostModel, first: Estimate, *, grid: SearchSpace | None = None) -> Iterator[Estimate]:
-    """Yield the fallbacks of `first`, each the fastest that needs less memory, until no layout needs less."""
+    """Yield at most five fallbacks of `first`. Each is the fastest that needs clearly less memory than the previous."""
     reserve, previous = cost_model.cluster.device.reserve_bytes, first
     for _ in range(_MAX_FALLBACKS):
         fallback = search(
@@ -30,7 +33,11 @@ def build_fallback(
     estimate: Estimate, *, time_ratio: float = 1.0, memory_ratio: float = 1.0, source: str = "",
     replayed: tuple[int, Mapping[str, int]] | None = None,
 ) -> FallbackLayout:  # fmt: skip
-    """Return the fallback layout of an estimate; `replayed` are the peak bytes counted by a replay, and their parts."""
+    """Return the fallback layout of an estimate.
+
+    The ratios are measured over forecast, in earlier runs. `replayed` are the peak bytes that a replay counted and
+    their parts by name, without the reserve; None if the layout was not replayed.
+    """
     reserve = estimate.memory.reserve
     parts = {name: round(value) for name, value in estimate.memory.parts.items() if name != "reserve"}
     peak_bytes, counted_parts = replayed or (round(estimate.peak_bytes - reserve), parts)
@@ -53,9 +60,9 @@ def build_fallback(
 def build_calibrated_fallback(
     estimate: Estimate, cost_model: CostModel, *, source: str, replayed: tuple[int, Mapping[str, int]] | None = None
 ) -> FallbackLayout:
-    """Return the fallback layout of an estimate, corrected by earlier runs on this cluster and by timed steps.
+    """Return the fallback layout of an estimate, with the ratios of earlier runs on this cluster and of timed steps.
 
-    If steps were timed, they are its `source`.
+    `source` says how the forecast was made; if steps were timed, the source is `TIMED`.
     """
     cluster, family = cost_model.cluster, estimate.candidate.family
     forecast_seconds = cost_model.estimate(estimate.candidate).step_seconds
