@@ -1,8 +1,9 @@
 """Estimate the cost of one part of the model for one rank and microbatch: compute, messages and memory.
 
 In the roofline model (Williams et al., 2009), matmuls run at a fraction of the device's peak rate or, with few rows, at
-the speed of reading the weights; everything else runs at a fraction of the memory bandwidth. Backward costs twice the
-matmuls, 2.5 times the attention, whose scores are recomputed (Dao et al., 2022), and twice the rest.
+the speed of reading the weights. All other operations run at a fraction of the memory bandwidth. For matmuls and other
+operations, backward takes twice as long as forward. For attention, it takes 2.5 times as long, because it computes the
+scores again (Dao et al., 2022).
 """
 
 from dataclasses import dataclass, replace
@@ -21,9 +22,13 @@ class LayerPlacement:
     """The microbatch of a rank, the options of the layout, and the groups of ranks that split a layer."""
 
     samples: int
+    """The samples of the microbatch."""
     length: int
+    """The positions of a sample."""
     precision: str
+    """The precision of matmuls."""
     sequence: bool
+    """True with sequence parallelism."""
     remat: str
     tp: Group
     cp: Group
@@ -34,17 +39,17 @@ class LayerPlacement:
 class LayerCost:
     """The cost of one part for one microbatch on one rank.
 
-    Messages count only as far as they are exposed: compute does not hide them.
+    The exposed seconds of messages are those that compute does not hide.
     """
 
     forward: float
     """Seconds of the forward, without messages."""
     backward_input: float
-    """Seconds of the backward for inputs."""
+    """Seconds of the backward for inputs, without messages and recomputation."""
     backward_weight: float
     """Seconds of the backward for weights."""
     recompute: float
-    """Seconds of the recomputed forward."""
+    """Seconds of the recomputed forward, without messages."""
     tensor: float
     """Exposed seconds of messages over tp, in both directions."""
     context: float
@@ -56,22 +61,22 @@ class LayerCost:
     messages_backward: float
     """Exposed seconds of all messages in backward."""
     overlappable_seconds: tuple[float, float]
-    """Compute of forward and of backward that can overlap other messages.
+    """Compute seconds of (forward, backward) that can overlap data-parallel messages.
 
-    Compute that already overlaps the exchange of keys and values is excluded.
+    Compute that already overlaps the exchange of keys and values over cp is excluded.
     """
     kept_bytes: float
     """Bytes that are held from forward to backward."""
     cast_bytes: float
-    """Bytes of weight copies in another precision, which are held in addition."""
+    """Bytes of weight copies in another precision that are also held from forward to backward."""
     recompute_bytes: float
-    """Bytes during recomputation."""
+    """Bytes of recomputed activations; for a part whose memory was measured, all transient bytes."""
     recompute_cast_bytes: float
-    """Bytes of weight copies during recomputation."""
+    """Bytes of the weight copies that recomputation makes."""
     border_bytes: float
     """Bytes that go to the next part."""
     transient_bytes: float
-    """Bytes of temporaries."""
+    """Bytes of other temporaries within forward or backward."""
 
     @property
     def seconds(self) -> float:
@@ -95,7 +100,7 @@ def layer_cost(
     efficiency: Efficiency,
     is_compiled: bool = False,
 ) -> LayerCost:
-    """Return the roofline cost of one part on one rank for one microbatch. `remat` applies to blocks only."""
+    """Return the roofline cost of one part on one rank for one microbatch. Only blocks are recomputed (`remat`)."""
     remat = placement.remat if is_block else "none"
     measured_remat = placement.remat if part.ways else remat
     part = replace(part, moved_bytes=part.fused_bytes) if is_compiled and part.fused_bytes != ZERO else part
@@ -149,7 +154,7 @@ def compute_bytes(precision: str) -> int:
 
 
 def _tp_fraction(part: LayerProfile, placement: LayerPlacement) -> float:
-    """Return the fraction of the part's work that one tp rank does. Work is split as the parameters are."""
+    """Return the fraction of the part's work that one tp rank does. Work is divided in the same way as parameters."""
     tp = placement.tp.size
     experts = part.expert_parameters if placement.ep.size == 1 else 0
     split_parameters, whole_parameters = part.split_parameters + experts, part.whole_parameters
@@ -211,7 +216,10 @@ def _message_seconds(
 
 
 def _ring_bytes(part: LayerProfile, placement: LayerPlacement) -> float:
-    """Return the bytes of a rank's keys and values; without `cp_bytes`, assume one key head per query head."""
+    """Return the bytes of a rank's keys and values, which it sends around the ring of cp ranks.
+
+    If the profile has no `cp_bytes`, assume as many key heads as query heads.
+    """
     shape = {"samples": placement.samples, "length": placement.length, "cp": placement.cp.size}
     if not part.attention_flops.evaluate(**shape):
         return 0.0
@@ -221,7 +229,7 @@ def _ring_bytes(part: LayerProfile, placement: LayerPlacement) -> float:
 def _estimated_bytes(
     part: LayerProfile, placement: LayerPlacement, device: Device, remat: str
 ) -> tuple[float, float, float, float]:
-    """Return `kept_bytes`, `cast_bytes`, `recompute_bytes` and `recompute_cast_bytes` of a `LayerCost`."""
+    """Estimate and return `kept_bytes`, `cast_bytes`, `recompute_bytes` and `recompute_cast_bytes` of a `LayerCost`."""
     shape = {"samples": placement.samples, "length": placement.length, "cp": placement.cp.size}
     tp = placement.tp.size
     cast_bytes = (part.saved_bytes.fixed + part.split_saved_bytes.fixed / tp) * (placement.precision in _SHORT_BYTES)
@@ -258,8 +266,8 @@ def _measured_bytes(
 ) -> tuple[float, float, float, float]:
     """Return the values of `_estimated_bytes` for a part whose memory was measured.
 
-    What recomputation holds was measured as transient memory (`moment`). Bytes that do not scale with the microbatch
-    are weight copies; in transient memory they are the gradients of the copies.
+    The measured transient memory (`moment`) includes the memory of recomputation. Bytes that do not depend on the
+    microbatch are weight copies or, in transient memory, the gradients of these copies.
     """
     measured, shape = part.ways.get(remat, part.ways["none"]), _placement_shape(placement)
     kept_without_remat = part.ways["none"].kept
@@ -280,9 +288,9 @@ def _measured_bytes(
 
 
 def _scale_scores_for_cp(measured: ActivationBytes, cp: int, score_fraction: float) -> ActivationBytes:
-    """Multiply the bytes of attention scores by `score_fraction` if cp splits the sequence.
+    """Return the bytes with those of attention scores multiplied by `score_fraction`, if cp splits the sequence.
 
-    Ring attention saves no scores, and computes those of one rank's keys at a time.
+    Ring attention saves no scores. It computes only the scores for the keys of one rank at a time.
     """
     amount = measured.amount
     return (
@@ -291,6 +299,7 @@ def _scale_scores_for_cp(measured: ActivationBytes, cp: int, score_fraction: flo
 
 
 def _placement_shape(placement: LayerPlacement) -> dict[str, Any]:
+    """Return the arguments of `ActivationBytes.evaluate`."""
     return {
         "samples": placement.samples, "length": placement.length, "cp": placement.cp.size, "tp": placement.tp.size,
         "sequence": placement.sequence,
